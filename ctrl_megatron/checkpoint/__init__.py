@@ -1,0 +1,1 @@
+"""HF import and export, saving and resuming."""

@@ -1,0 +1,89 @@
+"""Hugging Face directories in and out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ctrl_megatron.checkpoint.files import whole_directory
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.shared_memory import segments, stream
+from ctrl_megatron.resharding.sources import MegatronSource, view
+
+_SIDE_FILES = (
+    "config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model "
+    "special_tokens_map.json added_tokens.json vocab.json merges.txt chat_template.jinja"
+).split()
+
+
+def load_hf(policy: Policy, directory: str | Path) -> None:
+    """Fill the policy's shards from ``directory``; each rank reads only the slices it owns.
+
+    Raises ValueError if the directory's config.json or tensors do not fit the policy.
+    """
+    shape = read_model_shape(directory)
+    if shape != policy.shape:
+        raise ValueError(f"{directory} holds another model than the policy: {shape}")
+    tensors = SafetensorsDirectory(directory)
+    tensors.check(shape)
+    with torch.no_grad():
+        for param, weight in policy.shards():
+            if tuple(weight.shape) != param.shape:
+                raise RuntimeError(f"{param.name}: built {tuple(weight.shape)}, not {param.shape}")
+            weight.zero_()  # rows that pad the vocabulary
+            for piece in param.pieces:
+                part = tensors.read_part(piece.hf, piece.hf_slices)
+                weight[piece.slices].copy_(part.to(weight.device, weight.dtype))
+
+
+def save_hf(
+    policy: Policy,
+    directory: str | Path,
+    *,
+    side_files: str | Path,
+    file_bytes: int = 4 << 30,
+) -> None:
+    """Write the weights as an HF directory that transformers and vLLM load. Collective.
+
+    config.json and the tokenizer are taken from ``side_files``. The directory appears whole.
+    """
+    dtype = str(next(policy.models[0].parameters()).dtype).removeprefix("torch.")
+    source = MegatronSource(policy, EngineLayout(dtype=dtype, bucket_bytes=file_bytes))
+    groups = policy.groups
+    with whole_directory(directory, active=groups.is_first) as folder, segments(
+        source.slices, groups
+    ) as pair:
+        names: dict[str, str] = {}
+        for bucket, segment in stream(source, pair, groups):
+            if groups.is_first:
+                file = f"model-{bucket + 1:05d}.safetensors"
+                inside = [s for s in source.slices if s.bucket == bucket]
+                tensors = {s.spec.name: view(segment.memory, s).clone() for s in inside}
+                save_file(tensors, folder / file, metadata={"format": "pt"})
+                names |= dict.fromkeys(tensors, file)
+        if groups.is_first:
+            _finish(folder, Path(side_files), names, dtype)
+    groups.barrier()
+
+
+def _finish(folder: Path, side_files: Path, names: dict[str, str], dtype: str) -> None:
+    files = sorted(set(names.values()))
+    if len(files) == 1:
+        (folder / files[0]).rename(folder / "model.safetensors")
+    else:
+        total = sum((folder / file).stat().st_size for file in files)
+        index = {"metadata": {"total_size": total}, "weight_map": names}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for name in _SIDE_FILES:
+        if (side_files / name).is_file():
+            shutil.copyfile(side_files / name, folder / name)
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""HF family tables, Megatron layer specs, and the policy."""

@@ -1,0 +1,167 @@
+"""From a model's shape and a parallel layout to Megatron model chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from ctrl_megatron.models.families import check_tensor_size
+from ctrl_megatron.models.hf_config import ModelShape, Rope
+from ctrl_megatron.models.layer_spec import block_spec, has_transformer_engine
+from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.vocab import vocab_range
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """How to build, beside what the model and the layout say."""
+
+    dtype: str = "bfloat16"
+    recompute_granularity: str | None = None
+    recompute_num_layers: int = 1
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron's TransformerConfig, passed through after a name check."""
+
+
+def transformer_config(
+    shape: ModelShape, groups: Groups, options: BuildOptions
+) -> TransformerConfig:
+    """Megatron's configuration of the model; ValueError for an unknown override."""
+    if options.dtype not in DTYPES:
+        raise ValueError(f"dtype {options.dtype!r} is not supported; known: {', '.join(DTYPES)}")
+    layout, dtype = groups.layout, DTYPES[options.dtype]
+    unknown = set(options.overrides) - set(TransformerConfig.__dataclass_fields__)
+    if unknown:
+        raise ValueError(
+            f"override_transformer_config has unknown fields {sorted(unknown)}; "
+            "they must be fields of megatron.core's TransformerConfig"
+        )
+    settings: dict[str, Any] = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_epsilon,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline
+        if layout.virtual_pipeline > 1
+        else None,
+        "sequence_parallel": layout.sequence_parallel and layout.tensor > 1,
+        # Micro-batches are packed to a token budget, so their lengths differ.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # The loss comes normalised (models.loss_scale); Megatron must not divide again.
+        "calculate_per_token_loss": True,
+        "recompute_granularity": options.recompute_granularity,
+        "perform_initialization": False,
+    }
+    if options.recompute_granularity == "full":
+        settings |= {
+            "recompute_method": "uniform",
+            "recompute_num_layers": options.recompute_num_layers,
+        }
+    if groups.device.type != "cuda":
+        settings |= {
+            "use_cpu_initialization": True,
+            "gradient_accumulation_fusion": False,
+            "deallocate_pipeline_outputs": False,
+            "masked_softmax_fusion": False,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "apply_rope_fusion": False,
+            "persist_layer_norm": False,
+        }
+    elif has_transformer_engine():
+        settings |= {"bias_dropout_fusion": True, "apply_rope_fusion": True}
+    return TransformerConfig(**{**settings, **options.overrides})
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Inverse frequencies (head_dim / 2,) float32, with Llama 3's long-context scaling.
+
+    Frequencies whose wavelength exceeds the original context are divided by ``factor``, short ones
+    stay, and those between are blended (Llama 3.1 model card; megatron-core fixes the constants).
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inverse = 1.0 / (rope.theta**exponents)
+    if rope.factor == 1.0:
+        return inverse
+    context = rope.original_max_position_embeddings
+    wavelength = 2 * math.pi / inverse
+    blend = (context / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - blend) * inverse / rope.factor + blend * inverse
+    long = wavelength > context / rope.low_freq_factor
+    short = wavelength < context / rope.high_freq_factor
+    return torch.where(long, inverse / rope.factor, torch.where(short, inverse, blended))
+
+
+def build_chunks(
+    shape: ModelShape, groups: Groups, options: BuildOptions
+) -> list[GPTModel]:
+    """This rank's model chunks, one per virtual stage, on the device, weights uninitialised.
+
+    Their forward pass returns hidden states after the final norm: the output layer and the softmax
+    are computed together by ``parallel.vocab`` (see there), so the output layer passes through.
+    """
+    layout = groups.layout
+    layout.check_layers(shape.num_layers)
+    check_tensor_size(shape, layout)
+    config = transformer_config(shape, groups, options)
+    padded = vocab_range(shape.vocab_size, 0, layout.tensor)[2] * layout.tensor
+    chunks = []
+    for chunk in range(layout.virtual_pipeline):
+        layers = layout.layers(shape.num_layers, pp=groups.place.pp, chunk=chunk)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(len(layers), qk_norm=shape.qk_norm),
+            vocab_size=padded,
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=layout.is_first(pp=groups.place.pp, chunk=chunk),
+            post_process=layout.is_last(pp=groups.place.pp, chunk=chunk),
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=int(shape.rope.theta),
+            vp_stage=chunk if layout.virtual_pipeline > 1 else None,
+        )
+        model.rotary_pos_emb.inv_freq = rope_frequencies(shape.rope, shape.head_dim)
+        if model.post_process:
+            model.output_layer.forward = _pass_through
+        chunks.append(model.to(groups.device))
+    return chunks
+
+
+def _pass_through(
+    hidden: torch.Tensor, weight: torch.Tensor | None = None, **_: Any
+) -> tuple[torch.Tensor, None]:
+    return hidden, None
+
+
+def output_weight(model: GPTModel) -> torch.Tensor:
+    """The (padded vocabulary / tensor size, H) weight of the last stage's output layer."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight

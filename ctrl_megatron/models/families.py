@@ -1,0 +1,259 @@
+"""One declarative table per Hugging Face family, read in both directions.
+
+A row names a Megatron parameter, the HF tensors it is made of, and how they are laid out in it.
+``pieces`` turns a row into rectangles "these rows and columns of that HF tensor lie here in this
+rank's shard": import copies them one way, export and resharding the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.parallel.vocab import vocab_range
+
+Kind = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
+Part = Literal["embedding", "layer", "final_norm", "output"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One Megatron parameter. ``{i}`` is the layer: local in Megatron names, global in HF names."""
+
+    part: Part
+    """Which stage of a pipeline holds it."""
+    megatron: str
+    """Name under the local layer spec."""
+    hf: tuple[str, ...]
+    kind: Kind
+    te: str | None = None
+    """Name under the Transformer Engine spec where that fuses norms into linear layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A rectangle of an HF tensor and where it lies in a rank's shard."""
+
+    hf: str
+    hf_start: tuple[int, ...]
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @property
+    def hf_slices(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the HF tensor."""
+        return tuple(slice(a, a + n) for a, n in zip(self.hf_start, self.extent, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the shard."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.extent, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardParam:
+    """One parameter of one (tensor, pipeline, virtual) shard with its pieces."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    split_dim: int | None
+    """The dimension that is cut over tensor ranks; None for a parameter every rank holds whole."""
+
+
+_ATTENTION = "decoder.layers.{i}.self_attention."
+_HF = "model.layers.{i}."
+
+
+def _layer_rows(shape: ModelShape) -> Iterator[Row]:
+    projections = tuple(f"{_HF}self_attn.{p}_proj.weight" for p in "qkv")
+    yield Row(
+        part="layer",
+        megatron="decoder.layers.{i}.input_layernorm.weight",
+        te=_ATTENTION + "linear_qkv.layer_norm_weight",
+        hf=(_HF + "input_layernorm.weight",),
+        kind="replicated",
+    )
+    yield Row(part="layer", megatron=_ATTENTION + "linear_qkv.weight", hf=projections, kind="qkv")
+    if shape.qkv_bias:
+        biases = tuple(f"{_HF}self_attn.{p}_proj.bias" for p in "qkv")
+        yield Row(part="layer", megatron=_ATTENTION + "linear_qkv.bias", hf=biases, kind="qkv")
+    if shape.qk_norm:
+        for p in "qk":
+            yield Row(
+                part="layer",
+                megatron=f"{_ATTENTION}{p}_layernorm.weight",
+                hf=(f"{_HF}self_attn.{p}_norm.weight",),
+                kind="replicated",
+            )
+    yield Row(
+        part="layer",
+        megatron=_ATTENTION + "linear_proj.weight",
+        hf=(_HF + "self_attn.o_proj.weight",),
+        kind="row",
+    )
+    yield Row(
+        part="layer",
+        megatron="decoder.layers.{i}.pre_mlp_layernorm.weight",
+        te="decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight",
+        hf=(_HF + "post_attention_layernorm.weight",),
+        kind="replicated",
+    )
+    yield Row(
+        part="layer",
+        megatron="decoder.layers.{i}.mlp.linear_fc1.weight",
+        hf=(_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
+        kind="gate_up",
+    )
+    yield Row(
+        part="layer",
+        megatron="decoder.layers.{i}.mlp.linear_fc2.weight",
+        hf=(_HF + "mlp.down_proj.weight",),
+        kind="row",
+    )
+
+
+def table(shape: ModelShape) -> tuple[Row, ...]:
+    """The rows of the model's family (Llama, Qwen2 and Qwen3 differ in biases and QK norms)."""
+    embedding = ("model.embed_tokens.weight",)
+    rows = [
+        Row(
+            part="embedding",
+            megatron="embedding.word_embeddings.weight",
+            hf=embedding,
+            kind="vocab",
+        ),
+        *_layer_rows(shape),
+        Row(
+            part="final_norm",
+            megatron="decoder.final_layernorm.weight",
+            hf=("model.norm.weight",),
+            kind="replicated",
+        ),
+        Row(
+            part="output",
+            megatron="output_layer.weight",
+            hf=embedding if shape.tied_embeddings else ("lm_head.weight",),
+            kind="vocab",
+        ),
+    ]
+    return tuple(rows)
+
+
+def hf_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
+    """Full shape of the HF tensor ``name`` (``{i}`` filled in or not)."""
+    hidden, ffn, head = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
+    queries, keys = shape.num_attention_heads * head, shape.num_query_groups * head
+    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "gate_proj": ffn, "up_proj": ffn}
+    owner, leaf = name.split(".")[-2:]
+    if owner in ("embed_tokens", "lm_head"):
+        return (shape.vocab_size, hidden)
+    if owner in rows:
+        return (rows[owner],) if leaf == "bias" else (rows[owner], hidden)
+    if owner in ("o_proj", "down_proj"):
+        return (hidden, queries if owner == "o_proj" else ffn)
+    return (head,) if owner in ("q_norm", "k_norm") else (hidden,)
+
+
+def hf_names(shape: ModelShape) -> tuple[str, ...]:
+    """Every HF tensor of the model once, in checkpoint order."""
+    rows = table(shape)
+    before = [n for r in rows if r.part == "embedding" for n in r.hf]
+    layers = [
+        n.format(i=i)
+        for i in range(shape.num_layers)
+        for r in rows
+        if r.part == "layer"
+        for n in r.hf
+    ]
+    after = [n for r in rows if r.part in ("final_norm", "output") for n in r.hf]
+    return tuple(dict.fromkeys(before + layers + after))
+
+
+def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
+    """ValueError unless heads, query groups and ffn divide over the tensor ranks."""
+    sizes = {
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_query_groups,
+        "intermediate_size": shape.ffn_hidden_size,
+    }
+    for key, size in sizes.items():
+        if size % layout.tensor:
+            raise ValueError(
+                f"the model's {key}={size} does not divide over "
+                f"tensor_model_parallel_size={layout.tensor}; choose a divisor of {size}"
+            )
+
+
+def pieces(row: Row, shape: ModelShape, *, layer: int, tp: int, tensor: int) -> ShardParam:
+    """``row`` of global ``layer`` as tensor rank ``tp`` of ``tensor`` holds it (name not filled)."""
+    names = tuple(n.format(i=layer) for n in row.hf)
+    full = hf_shape(names[0], shape)
+    tail = full[1:]
+    if row.kind == "replicated":
+        found, local = [Piece(hf=names[0], hf_start=(0,), start=(0,), extent=full)], full
+    elif row.kind == "row":
+        columns = full[1] // tensor
+        extent = (full[0], columns)
+        found = [Piece(hf=names[0], hf_start=(0, tp * columns), start=(0, 0), extent=extent)]
+        local = extent
+    elif row.kind == "vocab":
+        first, real, share = vocab_range(full[0], tp, tensor)
+        local = (share, *tail)
+        found = [_rows(names[0], first, 0, real, tail)] if real else []
+    elif row.kind == "gate_up":
+        share = full[0] // tensor
+        found = [_rows(n, tp * share, k * share, share, tail) for k, n in enumerate(names)]
+        local = (2 * share, *tail)
+    else:
+        found, local = _query_groups(names, shape, tp, tensor, tail)
+    split = {"replicated": None, "row": 1}.get(row.kind, 0)
+    return ShardParam(name=row.megatron, shape=local, pieces=tuple(found), split_dim=split)
+
+
+def _rows(name: str, hf_row: int, row: int, count: int, tail: tuple[int, ...]) -> Piece:
+    zeros = (0,) * len(tail)
+    return Piece(hf=name, hf_start=(hf_row, *zeros), start=(row, *zeros), extent=(count, *tail))
+
+
+def _query_groups(
+    names: tuple[str, ...], shape: ModelShape, tp: int, tensor: int, tail: tuple[int, ...]
+) -> tuple[list[Piece], tuple[int, ...]]:
+    """Megatron interleaves query groups: (queries of group 0, k 0, v 0, queries of group 1, ...)."""
+    groups = shape.num_query_groups // tensor
+    queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
+    found, row = [], 0
+    for group in range(tp * groups, (tp + 1) * groups):
+        for name, count in zip(names, (queries, shape.head_dim, shape.head_dim), strict=True):
+            found.append(_rows(name, group * count, row, count, tail))
+            row += count
+    return found, (row, *tail)
+
+
+def shard_params(
+    shape: ModelShape, layout: Layout, *, tp: int, pp: int, chunk: int, te_names: bool = False
+) -> Iterator[ShardParam]:
+    """Every parameter that one shard of the model holds.
+
+    Where embeddings are tied the output layer owns no parameter on a stage that also holds the
+    embedding, and a copy of it (same HF tensor) on any other last stage.
+    """
+    first = layout.is_first(pp=pp, chunk=chunk)
+    last = layout.is_last(pp=pp, chunk=chunk)
+    held = {
+        "embedding": first,
+        "final_norm": last,
+        "output": last and not (shape.tied_embeddings and first),
+    }
+    for row in table(shape):
+        if row.part == "layer":
+            layers = list(enumerate(layout.layers(shape.num_layers, pp=pp, chunk=chunk)))
+        else:
+            layers = [(0, 0)] if held[row.part] else []
+        name = (row.te or row.megatron) if te_names else row.megatron
+        for local, layer in layers:
+            param = pieces(row, shape, layer=layer, tp=tp, tensor=layout.tensor)
+            yield replace(param, name=name.format(i=local))

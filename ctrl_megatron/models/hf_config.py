@@ -1,0 +1,155 @@
+"""What a Hugging Face ``config.json`` says, checked feature by feature."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding, with Llama 3's frequency scaling where ``factor`` is not 1."""
+
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The dimensions of a dense decoder, independent of who runs it."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm_epsilon: float
+    rope: Rope
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+
+# Keys that say nothing about the forward pass of the families below.
+_IRRELEVANT = frozenset(
+    "architectures model_type torch_dtype dtype transformers_version use_cache initializer_range "
+    "bos_token_id eos_token_id pad_token_id unk_token_id name_or_path _name_or_path "
+    "is_llama_config rope_interleaved transformers.js_config tokenizer_class id2label label2id "
+    "return_dict output_attentions output_hidden_states problem_type chunk_size_feed_forward "
+    "is_encoder_decoder pretraining_tp max_window_layers".split()
+)
+_READ = frozenset(
+    "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads "
+    "head_dim vocab_size max_position_embeddings rms_norm_eps rope_theta rope_scaling "
+    "rope_parameters tie_word_embeddings attention_bias mlp_bias hidden_act attention_dropout "
+    "use_sliding_window sliding_window layer_types partial_rotary_factor".split()
+)
+_FAMILIES = {
+    "llama": {"qkv_bias": False, "qk_norm": False},
+    "qwen2": {"qkv_bias": True, "qk_norm": False},
+    "qwen3": {"qkv_bias": False, "qk_norm": True},
+}
+
+
+def read_model_shape(directory: str | Path) -> ModelShape:
+    """The shape of the model in ``directory``; ValueError names what is missing or unsupported."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give the directory of a Hugging Face model")
+    return parse_model_shape(json.loads(path.read_text()), str(path))
+
+
+def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> ModelShape:
+    """The shape that a ``config.json`` mapping describes.
+
+    Every key is either read, known to be irrelevant to the forward pass, or refused by name:
+    a model that would silently compute something else is worse than an error.
+    """
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        raise ValueError(
+            f"{where}: model_type {family!r} is not supported; known: {', '.join(_FAMILIES)}"
+        )
+    _refuse_unsupported(config, where)
+    heads = _need(config, "num_attention_heads", where)
+    hidden = _need(config, "hidden_size", where)
+    return ModelShape(
+        family=family,
+        num_layers=_need(config, "num_hidden_layers", where),
+        hidden_size=hidden,
+        ffn_hidden_size=_need(config, "intermediate_size", where),
+        num_attention_heads=heads,
+        num_query_groups=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        vocab_size=_need(config, "vocab_size", where),
+        max_position_embeddings=_need(config, "max_position_embeddings", where),
+        norm_epsilon=_need(config, "rms_norm_eps", where),
+        rope=_rope(config, where),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        **_FAMILIES[family],
+    )
+
+
+def _need(config: dict[str, Any], key: str, where: str) -> Any:
+    if config.get(key) is None:
+        raise ValueError(f"{where}: the key {key!r} is missing")
+    return config[key]
+
+
+def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
+    for key, value in config.items():
+        if key not in _READ and key not in _IRRELEVANT and value not in (None, False):
+            raise ValueError(
+                f"{where}: {key}={value!r} is not supported by the {config['model_type']} family; "
+                "remove the key if it does not change the forward pass"
+            )
+    wanted: dict[str, tuple[Any, ...]] = {
+        "hidden_act": (None, "silu"),
+        "attention_bias": (None, False),
+        "mlp_bias": (None, False),
+        "attention_dropout": (None, 0, 0.0),
+        "use_sliding_window": (None, False),
+        "partial_rotary_factor": (None, 1, 1.0),
+        "pretraining_tp": (None, 1),
+    }
+    for key, allowed in wanted.items():
+        if config.get(key) not in allowed:
+            raise ValueError(f"{where}: {key}={config[key]!r} is not supported, only {allowed[-1]!r}")
+    if config["model_type"] == "llama" and config.get("sliding_window"):
+        raise ValueError(f"{where}: sliding_window={config['sliding_window']!r} is not supported")
+    for kind in config.get("layer_types") or ():
+        if kind != "full_attention":
+            raise ValueError(f"{where}: layer_types has {kind!r}; only 'full_attention' is supported")
+
+
+def _rope(config: dict[str, Any], where: str) -> Rope:
+    # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = scaling.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise ValueError(f"{where}: neither rope_theta nor rope_parameters.rope_theta is given")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if float(scaling.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(f"{where}: partial_rotary_factor is not supported")
+    if kind == "default":
+        return Rope(theta=float(theta))
+    if kind == "llama3":
+        return Rope(
+            theta=float(theta),
+            factor=float(_need(scaling, "factor", where)),
+            low_freq_factor=float(_need(scaling, "low_freq_factor", where)),
+            high_freq_factor=float(_need(scaling, "high_freq_factor", where)),
+            original_max_position_embeddings=int(
+                _need(scaling, "original_max_position_embeddings", where)
+            ),
+        )
+    raise ValueError(f"{where}: rope type {kind!r} is not supported; known: default, llama3")

@@ -1,0 +1,138 @@
+"""Megatron layer specs: Transformer Engine's where it is installed, ours in plain torch elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square norm over the last dimension, computed in float32 (as HF does).
+
+    Under sequence parallelism each tensor rank sees other tokens, so the weight is marked for
+    Megatron to sum its gradient over the tensor ranks; torch's own norm lacks that mark.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden (..., H) in any float dtype; returns the same shape and dtype."""
+        wide = hidden.float()
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(hidden.dtype)
+
+
+class PackedCausalAttention(torch.nn.Module):
+    """Causal attention inside each sequence of a packed micro-batch, by torch's fused kernel.
+
+    Needs no attention mask and no (S x S) scores, and no flop is spent between sequences.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        if config.context_parallel_size > 1:
+            raise ValueError("context parallelism needs Transformer Engine's attention")
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """query (T, A, D), key and value (T, G, D), A a multiple of G; returns (T, A * D)."""
+        if packed_seq_params is None:
+            raise ValueError("PackedCausalAttention needs packed sequences")
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        outputs = []
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            # (T, A, D) -> (1, A, T, D)
+            q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            outputs.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(outputs).flatten(1)
+
+
+def has_transformer_engine() -> bool:
+    """True where Transformer Engine is installed; it is never installed without CUDA."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def layer_spec(*, qk_norm: bool) -> ModuleSpec:
+    """The decoder layer's spec on this machine."""
+    if has_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+    head_norm = RMSNorm if qk_norm else None
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=PackedCausalAttention,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(
+                    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
+                ),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
+    """The spec of a stage with ``num_layers`` layers; the final norm stands on the last stage."""
+    layer = layer_spec(qk_norm=qk_norm)
+    if has_transformer_engine():
+        return layer
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

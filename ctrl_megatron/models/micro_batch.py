@@ -1,0 +1,115 @@
+"""From padded rows to packed micro-batches under a token budget; no flop is spent on padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from ctrl_megatron.data.packing import pack
+
+Fields = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """T packed tokens of b rows, N of which are predicted response tokens."""
+
+    rows: torch.Tensor
+    """(b,) int64: which rows of the batch."""
+    tokens: torch.Tensor
+    """(1, T) int64."""
+    positions: torch.Tensor
+    """(1, T) int64, counted from 0 in every sequence."""
+    packed: PackedSeqParams
+    predictors: torch.Tensor
+    """(N,) int64: index in T of the hidden state that predicts each response token."""
+    targets: torch.Tensor
+    """(N,) int64: the response tokens."""
+    row_of: torch.Tensor
+    """(N,) int64: index in ``rows`` of each response token."""
+    column_of: torch.Tensor
+    """(N,) int64: column of each response token in the (B, R) fields."""
+    width: int
+    """R."""
+
+    def to_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """(N,) values as a (b, R) matrix with zeros elsewhere; differentiable."""
+        out = values.new_zeros((len(self.rows), self.width))
+        return out.index_put((self.row_of, self.column_of), values)
+
+
+def split_into_micro_batches(
+    batch: Fields, *, token_budget: int, multiple: int, count_multiple: int, device: torch.device
+) -> list[MicroBatch]:
+    """Micro-batches that cover every row of ``batch`` once.
+
+    batch: ``input_ids``, ``attention_mask`` (B, P+R) and ``response_mask`` (B, R), prompts padded on
+    the left, responses on the right. ``multiple``: packed lengths are filled up to a multiple of it
+    (sequence parallelism cuts them over the tensor ranks). ``count_multiple``: empty micro-batches
+    are appended up to a multiple of it (the interleaved pipeline schedule needs that).
+    Raises ValueError for a row above the token budget or without a prompt token.
+    """
+    attended = batch["attention_mask"].bool().cpu()
+    answered = batch["response_mask"].bool().cpu()
+    lengths = attended.sum(dim=1).tolist()
+    answers = answered.sum(dim=1).tolist()
+    for row, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
+        if length <= answer:
+            raise ValueError(f"row {row} has {answer} response tokens but no prompt token")
+    # Longest first: the micro-batch that needs most memory fails at once, not after minutes.
+    groups = pack(lengths, token_budget)
+    groups += [[] for _ in range(-len(groups) % count_multiple)]
+    ids = batch["input_ids"].cpu()
+    width = answered.shape[1]
+    return [
+        _build(rows, ids, attended, lengths, answers, width, multiple, device) for rows in groups
+    ]
+
+
+def _build(
+    rows: list[int],
+    ids: torch.Tensor,
+    attended: torch.Tensor,
+    lengths: list[int],
+    answers: list[int],
+    width: int,
+    multiple: int,
+    device: torch.device,
+) -> MicroBatch:
+    sequences = [ids[r][attended[r]] for r in rows]
+    total = sum(lengths[r] for r in rows)
+    filler = -total % multiple if total else multiple
+    if filler:
+        sequences.append(torch.zeros(filler, dtype=torch.int64))
+    sizes = [len(s) for s in sequences]
+    bounds = torch.tensor([0, *sizes]).cumsum(0)
+    predictors, row_of, columns = [], [], []
+    for local, row in enumerate(rows):
+        answer, end = answers[row], int(bounds[local + 1])
+        predictors.append(torch.arange(end - answer - 1, end - 1))
+        row_of.append(torch.full((answer,), local))
+        columns.append(torch.arange(answer))
+    empty = torch.zeros(0, dtype=torch.int64)
+    predictor = torch.cat([empty, *predictors])
+    tokens = torch.cat(sequences)
+    cu_seqlens = bounds.to(device, torch.int32)
+    return MicroBatch(
+        rows=torch.tensor(rows, dtype=torch.int64),
+        tokens=tokens.unsqueeze(0).to(device),
+        positions=torch.cat([torch.arange(n) for n in sizes]).unsqueeze(0).to(device),
+        packed=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max(sizes),
+            max_seqlen_kv=max(sizes),
+        ),
+        predictors=predictor.to(device),
+        targets=tokens[predictor + 1].to(device),
+        row_of=torch.cat([empty, *row_of]).to(device),
+        column_of=torch.cat([empty, *columns]).to(device),
+        width=width,
+    )

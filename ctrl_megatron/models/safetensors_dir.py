@@ -1,0 +1,75 @@
+"""Reads tensors, or rectangles of them, from the safetensors files of an HF directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ctrl_megatron.models.families import hf_names, hf_shape
+from ctrl_megatron.models.hf_config import ModelShape
+
+
+class SafetensorsDirectory:
+    """Opens each file once; only the bytes of what is asked for are touched (memory-mapped)."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._file_of = self._index()
+        self._open: dict[str, Any] = {}
+
+    def _index(self) -> dict[str, str]:
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            return json.loads(index.read_text())["weight_map"]
+        single = self.directory / "model.safetensors"
+        if not single.is_file():
+            raise ValueError(
+                f"{self.directory} has neither model.safetensors nor model.safetensors.index.json; "
+                "save the model with save_pretrained(..., safe_serialization=True)"
+            )
+        with safe_open(single, framework="pt") as handle:
+            return dict.fromkeys(handle.keys(), single.name)
+
+    def _handle(self, name: str) -> Any:
+        file = self._file_of[name]
+        if file not in self._open:
+            path = self.directory / file
+            if not path.is_file():
+                raise ValueError(f"{path} is missing, though the index names it for {name}")
+            self._open[file] = safe_open(path, framework="pt").__enter__()
+        return self._open[file]
+
+    def check(self, shape: ModelShape) -> None:
+        """ValueError naming tensors that are missing, unexpected or of another shape."""
+        wanted = {name: hf_shape(name, shape) for name in hf_names(shape)}
+        missing = [name for name in wanted if name not in self._file_of]
+        # Old exports carry the rotary buffer, and tied ones may repeat the embedding.
+        harmless = {"lm_head.weight"} if shape.tied_embeddings else set()
+        unexpected = [
+            name
+            for name in self._file_of
+            if name not in wanted and name not in harmless and not name.endswith(".inv_freq")
+        ]
+        if missing or unexpected:
+            raise ValueError(
+                f"{self.directory} does not fit its config.json: missing {missing[:5]}, "
+                f"unexpected {unexpected[:5]} ({len(missing)} and {len(unexpected)} in all)"
+            )
+        for name, expected in wanted.items():
+            found = tuple(self._handle(name).get_slice(name).get_shape())
+            if found != expected:
+                raise ValueError(
+                    f"{self.directory}: {name} has shape {found}, config.json implies {expected}"
+                )
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor."""
+        return self._handle(name).get_tensor(name)
+
+    def read_part(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        """The rectangle ``part`` of the tensor."""
+        return self._handle(name).get_slice(name)[part]

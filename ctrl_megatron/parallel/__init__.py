@@ -1,0 +1,1 @@
+"""Layout arithmetic, process groups, vocabulary-parallel log-probs, the CPU platform."""

@@ -1,0 +1,174 @@
+"""Process groups: the one place that creates them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ctrl_megatron.parallel.layout import Coordinates, Layout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """This rank's place and the groups it talks in."""
+
+    layout: Layout
+    rank: int
+    place: Coordinates
+    device: torch.device
+    tensor: Any
+    pipeline: Any
+    data: Any
+    model: Any
+    """The ranks that hold one copy of the model together (tensor x pipeline)."""
+    host: Any
+    """All ranks over gloo: for objects, barriers and host memory, whatever the devices are."""
+    host_model: Any
+    """The ranks of one model copy over gloo."""
+    host_data: Any
+    """The ranks with this rank's tensor and pipeline place over gloo."""
+
+    @property
+    def is_leader(self) -> bool:
+        """True on the rank that speaks to engines and sandboxes for its copy of the model."""
+        return self.place.tp == 0 and self.place.pp == 0
+
+    @property
+    def is_first(self) -> bool:
+        """True on global rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True on ranks that hold the model's output layer."""
+        return self.place.pp == self.layout.pipeline - 1
+
+    def from_leader(self, value: T | None) -> T:
+        """The leader's ``value`` on every rank of this copy of the model (pickled, over gloo)."""
+        if self.layout.model_size == 1:
+            return value  # type: ignore[return-value]
+        box = [value]
+        source = self.layout.rank(tp=0, pp=0, dp=self.place.dp)
+        dist.broadcast_object_list(box, src=source, group=self.host_model)
+        return box[0]  # type: ignore[return-value]
+
+    def from_first(self, value: T | None) -> T:
+        """Rank 0's ``value`` on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.host)
+        return box[0]  # type: ignore[return-value]
+
+    def from_all(self, value: T) -> list[T]:
+        """One value per rank, in rank order, on every rank."""
+        values: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(values, value, group=self.host)
+        return values
+
+    def from_data_ranks(self, value: T) -> list[T]:
+        """One value per data-parallel rank, in their order, on every rank."""
+        values: list[Any] = [None] * self.layout.data
+        dist.all_gather_object(values, value, group=self.host_data)
+        return values
+
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of ``values`` over the data-parallel ranks (float64 host arithmetic)."""
+        total = values.detach().to("cpu", torch.float64)
+        dist.all_reduce(total, group=self.host_data)
+        return total
+
+    def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The last pipeline stage's ``tensor`` on all stages; all give one of the same shape."""
+        if self.layout.pipeline > 1:
+            source = self.layout.rank(
+                tp=self.place.tp, pp=self.layout.pipeline - 1, dp=self.place.dp
+            )
+            dist.broadcast(tensor, src=source, group=self.pipeline)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait for all ranks (host side)."""
+        dist.barrier(group=self.host)
+
+
+def initialize(
+    layout: Layout, *, seed: int, timeout_seconds: float, local_rank: int = 0
+) -> Groups:
+    """Start torch.distributed from the launcher's environment and build Megatron's groups.
+
+    CUDA devices talk over NCCL; without one, the CPU platform is installed and everything talks
+    over gloo. Raises ValueError if the launched world does not fit the layout.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    from ctrl_megatron.parallel import cpu_platform
+
+    cuda = torch.cuda.is_available() and not cpu_platform.installed()
+    if cuda:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        cpu_platform.install()
+    timeout = timedelta(seconds=timeout_seconds)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
+    if dist.get_world_size() != layout.world_size:
+        raise ValueError(
+            f"{dist.get_world_size()} ranks were started, the layout needs {layout.world_size}"
+        )
+    virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=virtual,
+        distributed_timeout_minutes=max(1, int(timeout_seconds // 60)),
+        create_gloo_process_groups=True,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return _collect(layout, device, timeout)
+
+
+def _collect(layout: Layout, device: torch.device, timeout: timedelta) -> Groups:
+    from megatron.core import parallel_state
+
+    rank = dist.get_rank()
+    place = layout.coordinates(rank)
+    every = range(layout.world_size)
+    host_model = host_data = None
+    for dp in range(layout.data):
+        ranks = [r for r in every if layout.coordinates(r).dp == dp]
+        group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        host_model = group if rank in ranks else host_model
+    for pp in range(layout.pipeline):
+        for tp in range(layout.tensor):
+            ranks = [layout.rank(tp=tp, pp=pp, dp=dp) for dp in range(layout.data)]
+            group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+            host_data = group if rank in ranks else host_data
+    return Groups(
+        layout=layout,
+        rank=rank,
+        place=place,
+        device=device,
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
+        model=parallel_state.get_model_parallel_group(),
+        host=dist.new_group(list(every), backend="gloo", timeout=timeout),
+        host_model=host_model,
+        host_data=host_data,
+    )
+
+
+def shutdown() -> None:
+    """Leave all groups; safe to call when none exist."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

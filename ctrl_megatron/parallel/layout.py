@@ -1,0 +1,109 @@
+"""Arithmetic of parallel layouts: pure, and the only place that computes with global ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """Where one rank stands."""
+
+    tp: int
+    pp: int
+    dp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of the parallel dimensions. Ranks are ordered tensor, data, pipeline (Megatron's default)."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    data: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that together hold one copy of the model."""
+        return self.tensor * self.pipeline
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where global ``rank`` stands."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a layout of {self.world_size} ranks")
+        return Coordinates(
+            tp=rank % self.tensor,
+            dp=rank // self.tensor % self.data,
+            pp=rank // (self.tensor * self.data),
+        )
+
+    def rank(self, *, tp: int, pp: int, dp: int) -> int:
+        """The global rank that stands at the coordinates; the inverse of ``coordinates``."""
+        return tp + self.tensor * (dp + self.data * pp)
+
+    def check_layers(self, num_layers: int) -> None:
+        """ValueError unless the layers divide evenly over stages and virtual stages."""
+        chunks = self.pipeline * self.virtual_pipeline
+        if num_layers % chunks:
+            raise ValueError(
+                f"{num_layers} layers do not divide over pipeline_model_parallel_size="
+                f"{self.pipeline} x virtual_pipeline_model_parallel_size={self.virtual_pipeline}; "
+                f"choose sizes whose product divides {num_layers}"
+            )
+
+    def layers(self, num_layers: int, *, pp: int, chunk: int) -> range:
+        """Global indices of the layers in virtual stage ``chunk`` of pipeline stage ``pp``.
+
+        Virtual stages are interleaved: stage 0 holds chunk 0 of the first, then of the second pass.
+        """
+        self.check_layers(num_layers)
+        per_chunk = num_layers // (self.pipeline * self.virtual_pipeline)
+        first = (chunk * self.pipeline + pp) * per_chunk
+        return range(first, first + per_chunk)
+
+    def stages(self) -> Iterator[tuple[int, int]]:
+        """Every (pipeline stage, virtual stage) in the order in which a token passes through."""
+        for chunk in range(self.virtual_pipeline):
+            for pp in range(self.pipeline):
+                yield pp, chunk
+
+    def is_first(self, *, pp: int, chunk: int) -> bool:
+        """True for the virtual stage that holds the embedding."""
+        return pp == 0 and chunk == 0
+
+    def is_last(self, *, pp: int, chunk: int) -> bool:
+        """True for the virtual stage that holds the output layer."""
+        return pp == self.pipeline - 1 and chunk == self.virtual_pipeline - 1
+
+
+def layout_for(
+    world_size: int,
+    *,
+    tensor: int,
+    pipeline: int,
+    virtual_pipeline: int | None,
+    sequence_parallel: bool,
+) -> Layout:
+    """The layout of ``world_size`` ranks; what tensor and pipeline leave over is data parallel."""
+    model_size = tensor * pipeline
+    if world_size % model_size:
+        raise ValueError(
+            f"{world_size} ranks cannot hold whole copies of a model split "
+            f"tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline}; "
+            f"start a multiple of {model_size} ranks"
+        )
+    return Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual_pipeline=virtual_pipeline or 1,
+        data=world_size // model_size,
+        sequence_parallel=sequence_parallel,
+    )

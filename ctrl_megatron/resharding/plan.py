@@ -1,0 +1,115 @@
+"""Which rank copies which rectangle of its shard to which byte of which bucket. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from ctrl_megatron.models.families import Piece, hf_names, hf_shape, shard_params
+from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.types import TensorSpec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLayout:
+    """How the receiver wants the weights. Engines slice whole HF tensors for their own ranks."""
+
+    dtype: str
+    bucket_bytes: int
+    """A bucket holds at most this much, or one tensor where that alone is larger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A rectangle in one rank's shard."""
+
+    tp: int
+    pp: int
+    dp: int
+    """Data-parallel replicas hold the same weights; they share the copying."""
+    chunk: int
+    param: str
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One whole HF tensor: where it lies in its bucket and what it is put together from."""
+
+    spec: TensorSpec
+    bucket: int
+    offset: int
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A tensor's place in a bucket."""
+
+    spec: TensorSpec
+    bucket: int
+    offset: int
+
+
+def spec_bytes(spec: TensorSpec) -> int:
+    """Bytes of the tensor."""
+    return prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+
+
+def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Slice, ...]:
+    """Tensors in order, each at an aligned offset, a new bucket where one is full."""
+    places, bucket, used = [], 0, 0
+    for spec in specs:
+        size = -(-spec_bytes(spec) // ALIGNMENT) * ALIGNMENT
+        if used and used + size > bucket_bytes:
+            bucket, used = bucket + 1, 0
+        places.append(Slice(spec=spec, bucket=bucket, offset=used))
+        used += size
+    return tuple(places)
+
+
+@lru_cache(maxsize=8)
+def plan(
+    shape: ModelShape, train: Layout, engine: EngineLayout, te_names: bool = False
+) -> tuple[Transfer, ...]:
+    """The transfers that bring every HF tensor of the model to the engine once.
+
+    Tied embeddings are sent from the first stage only, under the embedding's name. Copying is
+    spread over the data-parallel replicas, the least loaded one next.
+    """
+    specs = [
+        TensorSpec(name=name, dtype=engine.dtype, shape=hf_shape(name, shape))
+        for name in hf_names(shape)
+    ]
+    found: dict[str, list[tuple[int, int, int, str, Piece]]] = {spec.name: [] for spec in specs}
+    for pp, chunk in train.stages():
+        for tp in range(train.tensor):
+            for param in shard_params(
+                shape, train, tp=tp, pp=pp, chunk=chunk, te_names=te_names
+            ):
+                if shape.tied_embeddings and param.name == "output_layer.weight":
+                    continue
+                for piece in param.pieces:
+                    # Weights that every tensor rank holds whole are sent once.
+                    if piece.extent == hf_shape(piece.hf, shape) and tp > 0:
+                        continue
+                    found[piece.hf].append((tp, pp, chunk, param.name, piece))
+    load = [0] * train.data
+    transfers = []
+    for place in place_in_buckets(specs, engine.bucket_bytes):
+        replica = load.index(min(load))
+        load[replica] += spec_bytes(place.spec)
+        sources = tuple(
+            Source(tp=tp, pp=pp, dp=replica, chunk=chunk, param=name, piece=piece)
+            for tp, pp, chunk, name, piece in found[place.spec.name]
+        )
+        transfers.append(
+            Transfer(spec=place.spec, bucket=place.bucket, offset=place.offset, sources=sources)
+        )
+    return tuple(transfers)

@@ -1,0 +1,96 @@
+"""Where weights come from: the live trainer, or an HF directory (the frozen proxy)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ctrl_megatron.models.families import hf_names, hf_shape
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.layer_spec import has_transformer_engine
+from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.resharding.plan import EngineLayout, Slice, place_in_buckets, plan
+from ctrl_megatron.types import TensorSpec
+
+Copy = Callable[[torch.Tensor], None]
+
+
+class WeightSource(Protocol):
+    """Fills buckets with whole HF tensors, all ranks together."""
+
+    slices: Sequence[Slice]
+    """Every tensor's place, in the order of buckets; equal on all ranks."""
+
+    def fill(self, bucket: int, memory: torch.Tensor) -> None:
+        """Write this rank's share of ``bucket`` into ``memory`` (uint8, shared by the ranks)."""
+        ...
+
+
+def view(memory: torch.Tensor, place: Slice) -> torch.Tensor:
+    """The tensor that lies in ``memory`` (uint8) at its place."""
+    dtype = getattr(torch, place.spec.dtype)
+    numel = torch.Size(place.spec.shape).numel()
+    raw = memory[place.offset : place.offset + numel * dtype.itemsize]
+    return raw.view(dtype).view(place.spec.shape)
+
+
+class MegatronSource:
+    """The trainer's shards: each rank copies its own rectangles; nothing is gathered."""
+
+    def __init__(self, policy: Policy, layout: EngineLayout) -> None:
+        place, groups = policy.groups.place, policy.groups
+        transfers = plan(policy.shape, groups.layout, layout, has_transformer_engine())
+        self.slices = tuple(
+            Slice(spec=t.spec, bucket=t.bucket, offset=t.offset) for t in transfers
+        )
+        models = [dict(model.named_parameters()) for model in policy.models]
+        self._copies: dict[int, list[Copy]] = defaultdict(list)
+        for transfer, where in zip(transfers, self.slices, strict=True):
+            for source in transfer.sources:
+                if (source.tp, source.pp, source.dp) == (place.tp, place.pp, place.dp):
+                    weight = models[source.chunk][source.param]
+                    piece = source.piece
+                    self._copies[transfer.bucket].append(
+                        _copy(where, piece.hf_slices, weight, piece.slices)
+                    )
+
+    def fill(self, bucket: int, memory: torch.Tensor) -> None:
+        for copy in self._copies[bucket]:
+            copy(memory)
+
+
+def _copy(
+    where: Slice, to: tuple[slice, ...], weight: torch.Tensor, part: tuple[slice, ...]
+) -> Copy:
+    def copy(memory: torch.Tensor) -> None:
+        view(memory, where)[to].copy_(weight.detach()[part])
+
+    return copy
+
+
+class DirectorySource:
+    """The safetensors of an HF directory; ranks share the reading tensor by tensor."""
+
+    def __init__(self, directory: str | Path, layout: EngineLayout, groups: Groups) -> None:
+        from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+
+        shape = read_model_shape(directory)
+        specs = [
+            TensorSpec(name=n, dtype=layout.dtype, shape=hf_shape(n, shape))
+            for n in hf_names(shape)
+        ]
+        self.slices = place_in_buckets(specs, layout.bucket_bytes)
+        self._tensors = SafetensorsDirectory(directory)
+        self._tensors.check(shape)
+        size = groups.layout.world_size
+        self._mine = {s.spec.name for s in self.slices[groups.rank :: size]}
+
+    def fill(self, bucket: int, memory: torch.Tensor) -> None:
+        for place in self.slices:
+            if place.bucket == bucket and place.spec.name in self._mine:
+                view(memory, place).copy_(self._tensors.read(place.spec.name))

@@ -1,0 +1,132 @@
+"""The Policy against transformers and against itself on other layouts, in real gloo processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import FAMILIES, VOCAB, random_batch, reference_log_probs, save_tiny
+from world import run_world
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1": {},
+    "dp2": {"data": 2},
+    "tp2": {"tensor": 2},
+    "tp2_sp": {"tensor": 2, "sequence_parallel": True},
+    "pp2": {"pipeline": 2},
+    "vpp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "tp2_pp2_sp": {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
+    "tp2_pp2_dp2": {"tensor": 2, "pipeline": 2, "data": 2},
+}
+
+
+def ranks(layout: dict[str, Any]) -> int:
+    return layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("data", 1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_tiny(family, root / family) for family in FAMILIES}
+
+
+def assert_same_weights(left: Path, right: Path, rel: float) -> None:
+    before, after = load_file(left / "model.safetensors"), load_file(right / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        if rel == 0:
+            assert torch.equal(tensor, after[name]), name
+        else:
+            gap = (tensor - after[name]).norm() / tensor.norm()
+            assert gap <= rel, (name, float(gap))
+
+
+@pytest.mark.parametrize("name", ["tp1", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp"])
+def test_families_equal_transformers_and_survive_a_round_trip(
+    models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    layout, batch = LAYOUTS[name], random_batch(seed=3)
+    results = run_world(
+        "parity",
+        ranks(layout),
+        layout=layout,
+        directories={family: str(path) for family, path in models.items()},
+        batch=batch,
+        temperature=0.7,
+        out=str(tmp_path),
+    )
+    for family, path in models.items():
+        expected, entropy = reference_log_probs(path, batch, temperature=0.7)
+        for result in results:
+            log_probs, entropies = result[family]
+            assert torch.allclose(log_probs, expected, atol=1e-4), family
+            assert torch.allclose(entropies, entropy, atol=1e-4), family
+        assert_same_weights(path, tmp_path / family, rel=0)
+        assert json.loads((tmp_path / family / "config.json").read_text())["vocab_size"] == VOCAB
+
+
+@pytest.fixture(scope="module")
+def trained_alone(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, list[dict[str, float]]]]:
+    """Three steps of one process, packed in several ways and with everything recomputed."""
+    out = tmp_path_factory.mktemp("alone")
+    variants = {
+        "one": {"token_budget": 4096},
+        "many": {"token_budget": 21, "logprob_chunk": 3},
+        "recompute": {"token_budget": 64, "build": {"recompute_granularity": "full"}},
+        "plain_optimizer": {"optimizer": {"distributed": False}},
+    }
+    (metrics,) = run_world(
+        "train",
+        1,
+        layout={},
+        directory=str(models["qwen2_tied"]),
+        batch=random_batch(seed=5, rows=8),
+        out=str(out),
+        variants=variants,
+    )
+    return out, metrics
+
+
+def assert_same_metrics(left: list[dict[str, float]], right: list[dict[str, float]]) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-9)
+
+
+def test_packing_and_recompute_change_nothing(
+    trained_alone: tuple[Path, dict[str, list[dict[str, float]]]],
+) -> None:
+    out, metrics = trained_alone
+    for name in metrics:
+        assert_same_metrics(metrics["one"], metrics[name])
+        assert_same_weights(out / "one", out / name, rel=1e-5)
+    assert metrics["one"][0]["loss"] != pytest.approx(metrics["one"][2]["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["dp2", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp", "tp2_pp2_dp2"]
+)
+def test_layouts_take_the_same_steps(
+    models: dict[str, Path],
+    trained_alone: tuple[Path, dict[str, list[dict[str, float]]]],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    alone, metrics = trained_alone
+    results = run_world(
+        "train",
+        ranks(LAYOUTS[name]),
+        layout=LAYOUTS[name],
+        directory=str(models["qwen2_tied"]),
+        batch=random_batch(seed=5, rows=8),
+        out=str(tmp_path),
+        variants={"this": {"token_budget": 64}},
+    )
+    for result in results:
+        assert_same_metrics(metrics["one"], result["this"])
+    assert_same_weights(alone / "one", tmp_path / "this", rel=1e-5)

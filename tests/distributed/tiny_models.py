@@ -1,0 +1,91 @@
+"""Random small HF models of every family, batches, and transformers' answers to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+VOCAB = 101
+_DIMS = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
+    "llama3_rope": (
+        transformers.LlamaConfig,
+        {"tie_word_embeddings": False, "rope_parameters": _LLAMA3_ROPE},
+    ),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": False}),
+    "qwen2_tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": True, "head_dim": 20}),
+}
+
+
+def save_tiny(family: str, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A random model of ``family``; biases and norms are random too, so that none is forgotten."""
+    config_class, extra = FAMILIES[family]
+    torch.manual_seed(sum(map(ord, family)))
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**_DIMS, **extra))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(0, 0.08)
+    model.to(dtype).save_pretrained(directory)
+    return directory
+
+
+def random_batch(seed: int, rows: int = 6, prompt: int = 12, response: int = 9) -> dict:
+    """Ragged rows: prompts padded on the left, responses on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (rows, prompt + response), generator=generator)
+    prompts = torch.randint(1, prompt + 1, (rows,), generator=generator)
+    answers = torch.randint(1, response + 1, (rows,), generator=generator)
+    column = torch.arange(prompt + response)
+    attention = (column >= prompt - prompts[:, None]) & (column < prompt + answers[:, None])
+    mask = attention[:, prompt:]
+    noise = torch.randn((3, rows, response), generator=generator)
+    return {
+        "input_ids": ids,
+        "attention_mask": attention.long(),
+        "response_mask": mask,
+        "old_log_probs": (-4.6 + 0.3 * noise[0]) * mask,
+        "ref_log_prob": (-4.6 + 0.3 * noise[1]) * mask,
+        "advantages": noise[2] * mask,
+    }
+
+
+@torch.no_grad()
+def reference_log_probs(
+    directory: Path, batch: dict, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """transformers' log-probs and entropies, one unpadded row at a time."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    log_probs = torch.zeros(batch["response_mask"].shape)
+    entropy = torch.zeros_like(log_probs)
+    for row, (ids, seen, mask) in enumerate(
+        zip(batch["input_ids"], batch["attention_mask"], batch["response_mask"], strict=True)
+    ):
+        tokens, answers = ids[seen.bool()], int(mask.sum())
+        logits = model(tokens[None]).logits[0].double() / temperature
+        log_p = logits.log_softmax(-1)[-answers - 1 : -1]
+        log_probs[row, :answers] = log_p.gather(-1, tokens[-answers:, None]).squeeze(-1).float()
+        entropy[row, :answers] = -(log_p.exp() * log_p).sum(-1).float()
+    return log_probs, entropy

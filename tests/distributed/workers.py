@@ -1,0 +1,103 @@
+"""What the processes of the distributed tests run."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+warnings.filterwarnings("ignore")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+
+def start(layout: dict[str, Any]) -> Any:
+    """Join the world with the given layout."""
+    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.layout import Layout
+
+    return initialize(Layout(**layout), seed=1, timeout_seconds=60)
+
+
+def make_policy(
+    groups: Any, directory: str, *, optimizer: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """A policy with the weights of the HF ``directory``."""
+    from ctrl_megatron.checkpoint.hf import load_hf
+    from ctrl_megatron.models.build import BuildOptions
+    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.optimizer import OptimizerOptions
+    from ctrl_megatron.models.policy import Policy, PolicyOptions
+
+    build = BuildOptions(dtype=options.pop("dtype", "float32"), **options.pop("build", {}))
+    chosen = PolicyOptions(
+        build=build, optimizer=OptimizerOptions(**optimizer) if optimizer else None, **options
+    )
+    policy = Policy(read_model_shape(directory), groups, chosen)
+    load_hf(policy, directory)
+    if optimizer:
+        policy.start_optimizer()
+    return policy
+
+
+def parity(
+    rank: int, layout: dict, directories: dict[str, str], batch: dict, temperature: float, out: str
+) -> dict[str, Any]:
+    """Per family the log-probs and entropies of the batch; every model exported below ``out``."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+
+    groups, results = start(layout), {}
+    for family, directory in directories.items():
+        policy = make_policy(groups, directory, token_budget=64, logprob_chunk=7)
+        results[family] = policy.log_probs(batch, temperature)
+        save_hf(policy, f"{out}/{family}", side_files=directory)
+    return results
+
+
+def policy_loss(log_probs, entropy, rows, counts):
+    """A clipped policy loss with entropy and KL terms, normalised by tokens."""
+    mask = rows["response_mask"].float()
+    ratio = (log_probs - rows["old_log_probs"]).exp()
+    advantages = rows["advantages"]
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    kl = (rows["ref_log_prob"] - log_probs).exp() - (rows["ref_log_prob"] - log_probs) - 1
+    total = loss - 0.01 * entropy + 0.05 * kl
+    mean = (total * mask).sum() / counts.tokens
+    return mean, {"kl": (kl.detach() * mask).sum() / counts.tokens}
+
+
+def train(
+    rank: int,
+    layout: dict,
+    directory: str,
+    batch: dict,
+    out: str,
+    variants: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Three optimizer steps for every variant of options, each from the same weights.
+
+    The global batch is dealt out to the data-parallel ranks; the weights are exported.
+    """
+    from ctrl_megatron.checkpoint.hf import save_hf
+
+    groups, results = start(layout), {}
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    for name, options in variants.items():
+        # A key bias has almost no gradient; at Adam's usual eps its step would be rounding noise
+        # divided by itself.
+        defaults = {"lr": 1e-3, "total_steps": 10, "clip_grad": 0.5, "eps": 1e-4}
+        optimizer = defaults | options.pop("optimizer", {})
+        policy = make_policy(groups, directory, optimizer=optimizer, **options)
+        results[name] = [policy.step(mine, policy_loss) for _ in range(3)]
+        save_hf(policy, f"{out}/{name}", side_files=directory)
+    return results
+
+
+if __name__ == "__main__":
+    name, folder, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    torch.manual_seed(0)
+    arguments = torch.load(f"{folder}/arguments.pt", weights_only=False)
+    result = globals()[name](rank, **arguments)
+    torch.save(result, f"{folder}/result{rank}.pt")
