@@ -17,10 +17,18 @@ from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.shared_memory import segments, stream
 from ctrl_megatron.resharding.sources import MegatronSource, view
 
-_SIDE_FILES = (
-    "config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model "
-    "special_tokens_map.json added_tokens.json vocab.json merges.txt chat_template.jinja"
-).split()
+_SIDE_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+]
 
 
 def load_hf(policy: Policy, directory: str | Path) -> None:
@@ -57,9 +65,10 @@ def save_hf(
     dtype = str(next(policy.models[0].parameters()).dtype).removeprefix("torch.")
     source = MegatronSource(policy, EngineLayout(dtype=dtype, bucket_bytes=file_bytes))
     groups = policy.groups
-    with whole_directory(directory, active=groups.is_first) as folder, segments(
-        source.slices, groups
-    ) as pair:
+    with (
+        whole_directory(directory, active=groups.is_first) as folder,
+        segments(source.slices, groups) as pair,
+    ):
         names: dict[str, str] = {}
         for bucket, segment in stream(source, pair, groups):
             if groups.is_first:
@@ -81,9 +90,15 @@ def _finish(folder: Path, side_files: Path, names: dict[str, str], dtype: str) -
         total = sum((folder / file).stat().st_size for file in files)
         index = {"metadata": {"total_size": total}, "weight_map": names}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for name in _SIDE_FILES:
-        if (side_files / name).is_file():
-            shutil.copyfile(side_files / name, folder / name)
+    copy_side_files(side_files, folder)
     config = json.loads((folder / "config.json").read_text())
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy config.json and the tokenizer's files, those that exist."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _SIDE_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)

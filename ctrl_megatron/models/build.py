@@ -68,6 +68,10 @@ def transformer_config(
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline
         if layout.virtual_pipeline > 1
         else None,
+        # Interleaved stages of two ranks are each other's both neighbours; Megatron keeps the two
+        # directions apart only when their messages are not batched.
+        "overlap_p2p_comm": layout.virtual_pipeline > 1,
+        "batch_p2p_comm": layout.virtual_pipeline == 1,
         "sequence_parallel": layout.sequence_parallel and layout.tensor > 1,
         # Micro-batches are packed to a token budget, so their lengths differ.
         "variable_seq_lengths": True,
@@ -119,9 +123,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     return torch.where(long, inverse / rope.factor, torch.where(short, inverse, blended))
 
 
-def build_chunks(
-    shape: ModelShape, groups: Groups, options: BuildOptions
-) -> list[GPTModel]:
+def build_chunks(shape: ModelShape, groups: Groups, options: BuildOptions) -> list[GPTModel]:
     """This rank's model chunks, one per virtual stage, on the device, weights uninitialised.
 
     Their forward pass returns hidden states after the final norm: the output layer and the softmax

@@ -41,17 +41,60 @@ class ModelShape:
 
 # Keys that say nothing about the forward pass of the families below.
 _IRRELEVANT = frozenset(
-    "architectures model_type torch_dtype dtype transformers_version use_cache initializer_range "
-    "bos_token_id eos_token_id pad_token_id unk_token_id name_or_path _name_or_path "
-    "is_llama_config rope_interleaved transformers.js_config tokenizer_class id2label label2id "
-    "return_dict output_attentions output_hidden_states problem_type chunk_size_feed_forward "
-    "is_encoder_decoder pretraining_tp max_window_layers".split()
+    [
+        "architectures",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "use_cache",
+        "initializer_range",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "unk_token_id",
+        "name_or_path",
+        "_name_or_path",
+        "is_llama_config",
+        "rope_interleaved",
+        "transformers.js_config",
+        "tokenizer_class",
+        "id2label",
+        "label2id",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "pretraining_tp",
+        "max_window_layers",
+    ]
 )
 _READ = frozenset(
-    "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads "
-    "head_dim vocab_size max_position_embeddings rms_norm_eps rope_theta rope_scaling "
-    "rope_parameters tie_word_embeddings attention_bias mlp_bias hidden_act attention_dropout "
-    "use_sliding_window sliding_window layer_types partial_rotary_factor".split()
+    [
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "hidden_act",
+        "attention_dropout",
+        "use_sliding_window",
+        "sliding_window",
+        "layer_types",
+        "partial_rotary_factor",
+    ]
 )
 _FAMILIES = {
     "llama": {"qkv_bias": False, "qk_norm": False},
@@ -123,12 +166,16 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
     }
     for key, allowed in wanted.items():
         if config.get(key) not in allowed:
-            raise ValueError(f"{where}: {key}={config[key]!r} is not supported, only {allowed[-1]!r}")
+            raise ValueError(
+                f"{where}: {key}={config[key]!r} is not supported, only {allowed[-1]!r}"
+            )
     if config["model_type"] == "llama" and config.get("sliding_window"):
         raise ValueError(f"{where}: sliding_window={config['sliding_window']!r} is not supported")
     for kind in config.get("layer_types") or ():
         if kind != "full_attention":
-            raise ValueError(f"{where}: layer_types has {kind!r}; only 'full_attention' is supported")
+            raise ValueError(
+                f"{where}: layer_types has {kind!r}; only 'full_attention' is supported"
+            )
 
 
 def _rope(config: dict[str, Any], where: str) -> Rope:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -82,7 +83,7 @@ class PackedCausalAttention(torch.nn.Module):
             raise ValueError("PackedCausalAttention needs packed sequences")
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         outputs = []
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             # (T, A, D) -> (1, A, T, D)
             q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
             out = F.scaled_dot_product_attention(

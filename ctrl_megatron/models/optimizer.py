@@ -89,6 +89,42 @@ class Optimization:
         self.scheduler.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The schedule's position (the optimizer state itself is saved sharded)."""
-        return self.scheduler.state_dict()
+    def create_state(self) -> None:
+        """Make the moments exist, as zeros, so that a checkpoint can be loaded into them.
+
+        torch's AdamW creates its state in the first step; Megatron asks for it before that.
+        """
+        for inner in self.optimizer.chained_optimizers:
+            adam = inner.optimizer
+            for group in adam.param_groups:
+                for param in group["params"]:
+                    if not adam.state[param]:
+                        adam.state[param] = {
+                            "step": torch.zeros(()),
+                            "exp_avg": torch.zeros_like(param),
+                            "exp_avg_sq": torch.zeros_like(param),
+                        }
+
+    def load_state_dict(self, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
+        """Continue from a saved optimizer and schedule; ``create_state`` has been called."""
+        for inner in self.optimizer.chained_optimizers:
+            if hasattr(inner, "_set_main_param_and_optimizer_states"):
+                _keep_step_beside_moments(inner)
+        self.optimizer.load_state_dict(optimizer)
+        self.scheduler.load_state_dict(scheduler)
+
+
+def _keep_step_beside_moments(inner: Any) -> None:
+    """Close a gap of megatron-core 0.16 with torch's AdamW.
+
+    Its checkpoint holds the step count once, in the parameter groups, and restores it from there;
+    then it looks for it again among each parameter's moments, where it never was.
+    """
+    restore = inner._set_main_param_and_optimizer_states
+
+    def restore_with_step(model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = inner.model_param_group_index_map[model_param]
+        state = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][order]]
+        restore(model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
+
+    inner._set_main_param_and_optimizer_states = restore_with_step

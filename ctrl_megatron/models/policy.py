@@ -173,9 +173,7 @@ class Policy:
             micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             rows = _select(batch, micro.rows, self.groups.device)
-            loss, scalars = loss_fn(
-                micro.to_rows(log_probs), micro.to_rows(entropy), rows, counts
-            )
+            loss, scalars = loss_fn(micro.to_rows(log_probs), micro.to_rows(entropy), rows, counts)
             return loss, {"loss": loss.detach(), **scalars}
 
         for chunk in self.chunks:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ctrl_megatron.config.environment import Launch, read_launch
 from ctrl_megatron.parallel.layout import Coordinates, Layout
 
 T = TypeVar("T")
@@ -97,9 +98,9 @@ class Groups:
 
 
 def initialize(
-    layout: Layout, *, seed: int, timeout_seconds: float, local_rank: int = 0
+    layout: Layout, *, seed: int, timeout_seconds: float, launch: Launch | None = None
 ) -> Groups:
-    """Start torch.distributed from the launcher's environment and build Megatron's groups.
+    """Start torch.distributed as the launcher says and build Megatron's groups.
 
     CUDA devices talk over NCCL; without one, the CPU platform is installed and everything talks
     over gloo. Raises ValueError if the launched world does not fit the layout.
@@ -108,16 +109,19 @@ def initialize(
 
     from ctrl_megatron.parallel import cpu_platform
 
+    launch = launch or read_launch()
     cuda = torch.cuda.is_available() and not cpu_platform.installed()
     if cuda:
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
         cpu_platform.install()
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", timeout=timeout, **_rendezvous(launch, timeout)
+        )
     if dist.get_world_size() != layout.world_size:
         raise ValueError(
             f"{dist.get_world_size()} ranks were started, the layout needs {layout.world_size}"
@@ -132,6 +136,20 @@ def initialize(
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return _collect(layout, device, timeout)
+
+
+def _rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
+    """torchrun serves a store of its own; everywhere else rank 0 serves one."""
+    if launch.launcher == "torchrun":
+        return {}
+    store = dist.TCPStore(
+        launch.master_addr,
+        launch.master_port,
+        launch.world_size,
+        is_master=launch.rank == 0,
+        timeout=timeout,
+    )
+    return {"store": store, "rank": launch.rank, "world_size": launch.world_size}
 
 
 def _collect(layout: Layout, device: torch.device, timeout: timedelta) -> Groups:

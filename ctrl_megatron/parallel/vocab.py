@@ -148,6 +148,4 @@ def linear_log_probs(
         )
     if temperature <= 0:
         raise ValueError(f"temperature must be positive to compute log-probs, got {temperature}")
-    return _LinearLogProb.apply(
-        hidden, weight, targets, first, real, temperature, chunk, group
-    )  # type: ignore[return-value]
+    return _LinearLogProb.apply(hidden, weight, targets, first, real, temperature, chunk, group)  # type: ignore[return-value]

@@ -90,9 +90,7 @@ def plan(
     found: dict[str, list[tuple[int, int, int, str, Piece]]] = {spec.name: [] for spec in specs}
     for pp, chunk in train.stages():
         for tp in range(train.tensor):
-            for param in shard_params(
-                shape, train, tp=tp, pp=pp, chunk=chunk, te_names=te_names
-            ):
+            for param in shard_params(shape, train, tp=tp, pp=pp, chunk=chunk, te_names=te_names):
                 if shape.tied_embeddings and param.name == "output_layer.weight":
                     continue
                 for piece in param.pieces:

@@ -7,7 +7,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -38,6 +38,16 @@ class Segment:
         os.unlink(self._path)
 
 
+def _remove_stale() -> None:
+    """Remove segments whose trainer was killed before it could."""
+    for name in os.listdir(_FOLDER):
+        parts = name.split("-")
+        if parts[0] == "ctrl" and len(parts) == 4 and parts[1].isdigit():
+            if not os.path.exists(f"/proc/{parts[1]}"):
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(_FOLDER, name))
+
+
 def bucket_count(slices: Sequence[Slice]) -> int:
     """Number of buckets in which the tensors lie."""
     return 1 + max(s.bucket for s in slices)
@@ -59,6 +69,8 @@ def segments(slices: Sequence[Slice], groups: Groups) -> Iterator[tuple[Segment,
         raise ValueError(
             f"shared-memory weight sync needs all trainer ranks on the engine's host, found {hosts}"
         )
+    if groups.is_first:
+        _remove_stale()
     base = groups.from_first(f"ctrl-{os.getpid()}-{uuid.uuid4().hex[:12]}")
     names, size = [f"{base}-{i}" for i in range(2)], segment_size(slices)
     if groups.is_first:

@@ -23,8 +23,10 @@ Copy = Callable[[torch.Tensor], None]
 class WeightSource(Protocol):
     """Fills buckets with whole HF tensors, all ranks together."""
 
-    slices: Sequence[Slice]
-    """Every tensor's place, in the order of buckets; equal on all ranks."""
+    @property
+    def slices(self) -> Sequence[Slice]:
+        """Every tensor's place, in the order of buckets; equal on all ranks."""
+        ...
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
         """Write this rank's share of ``bucket`` into ``memory`` (uint8, shared by the ranks)."""
@@ -45,9 +47,7 @@ class MegatronSource:
     def __init__(self, policy: Policy, layout: EngineLayout) -> None:
         place, groups = policy.groups.place, policy.groups
         transfers = plan(policy.shape, groups.layout, layout, has_transformer_engine())
-        self.slices = tuple(
-            Slice(spec=t.spec, bucket=t.bucket, offset=t.offset) for t in transfers
-        )
+        self.slices = tuple(Slice(spec=t.spec, bucket=t.bucket, offset=t.offset) for t in transfers)
         models = [dict(model.named_parameters()) for model in policy.models]
         self._copies: dict[int, list[Copy]] = defaultdict(list)
         for transfer, where in zip(transfers, self.slices, strict=True):

@@ -23,7 +23,9 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run_world(function: str, world_size: int, timeout: float = 240.0, **arguments: Any) -> list[Any]:
+def run_world(
+    function: str, world_size: int, timeout: float = 240.0, **arguments: Any
+) -> list[Any]:
     """``workers.<function>(rank, **arguments)`` in ``world_size`` processes; their results by rank.
 
     A failing process fails the call with its output, and no process outlives it.
@@ -57,6 +59,4 @@ def run_world(function: str, world_size: int, timeout: float = 240.0, **argument
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        return [
-            torch.load(f"{folder}/result{r}.pt", weights_only=False) for r in range(world_size)
-        ]
+        return [torch.load(f"{folder}/result{r}.pt", weights_only=False) for r in range(world_size)]

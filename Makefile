@@ -1,0 +1,35 @@
+# make demo   a small model learns to criticise code, on a CPU, with a report at the end
+# make test   style, types and all tests
+# make env    only the environment (.venv); reused while requirements/cpu.txt is unchanged
+# make clean  remove what the tools and tests left; keeps .venv and runs
+
+PYTHON ?= python3.11
+VENV ?= .venv
+# Extra flags for pip install, e.g. where to find PyTorch's CPU wheels.
+PIP_FLAGS ?=
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help env test demo clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
+
+env:
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	  echo "$(PYTHON) not found: install Python 3.11 (Debian, Ubuntu: apt install python3.11 python3.11-venv)" \
+	       "or name it with make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) tools/make_env.py --venv $(VENV) --lock requirements/cpu.txt -- $(PIP_FLAGS)
+
+test: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest
+
+demo: env
+	$(BIN)/python tools/demo.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find ctrl_megatron tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,103 @@
+"""Whole conversions between HF directories and Megatron checkpoints, outside of a run.
+
+A checkpoint carries the small HF files (config, tokenizer) in its ``hf`` folder, so that it can be
+turned back without the directory that it came from.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+from pathlib import Path
+
+from ctrl_megatron.checkpoint.files import whole_directory
+from ctrl_megatron.checkpoint.hf import copy_side_files, load_hf, save_hf
+from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
+from ctrl_megatron.config.environment import Launch
+from ctrl_megatron.models.build import BuildOptions
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.policy import Policy, PolicyOptions
+from ctrl_megatron.parallel.groups import Groups, initialize, shutdown
+from ctrl_megatron.parallel.layout import Layout
+
+STATE_FILE = "trainer_state.json"
+WEIGHTS_FOLDER = "policy"
+HF_FOLDER = "hf"
+_TIMEOUT_SECONDS = 600.0
+
+
+def hf_to_megatron(hf: Path, out: Path, *, tensor: int, pipeline: int) -> None:
+    """Write ``hf`` as a checkpoint (step 0, weights only) with tensor x pipeline processes.
+
+    The layout only spreads the work; the checkpoint loads on any other. Raises ValueError for a
+    model that is not supported or does not divide over the layout.
+    """
+    layout = Layout(tensor=tensor, pipeline=pipeline)
+    shape = read_model_shape(hf)
+    layout.check_layers(shape.num_layers)
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with whole_directory(out) as work:
+        (work / WEIGHTS_FOLDER).mkdir()
+        ranks = [
+            context.Process(target=_write, args=(rank, layout, port, hf, work))
+            for rank in range(layout.world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        failed = [r for r, process in enumerate(ranks) if process.exitcode]
+        if failed:
+            raise ValueError(f"converting {hf} failed in process {failed[0]}, see above")
+        (work / STATE_FILE).write_text(json.dumps({"step": 0, "weights_only": True}))
+        copy_side_files(hf, work / HF_FOLDER)
+
+
+def megatron_to_hf(checkpoint: Path, out: Path) -> None:
+    """Export the checkpoint's weights in the type in which they were trained."""
+    side = checkpoint / HF_FOLDER
+    if not (checkpoint / WEIGHTS_FOLDER).is_dir() or not side.is_dir():
+        raise ValueError(
+            f"{checkpoint} is not a checkpoint: it holds no {WEIGHTS_FOLDER}/ and {HF_FOLDER}/; "
+            "give a directory like runs/NAME/checkpoints/global_step_N"
+        )
+    launch = _launch(0, 1, 0)
+    groups = initialize(Layout(), seed=1, timeout_seconds=_TIMEOUT_SECONDS, launch=launch)
+    try:
+        policy = _policy(side, groups)
+        load_sharded(policy, checkpoint / WEIGHTS_FOLDER)
+        save_hf(policy, out, side_files=side)
+    finally:
+        shutdown()
+
+
+def _write(rank: int, layout: Layout, port: int, hf: Path, work: Path) -> None:
+    launch = _launch(rank, layout.world_size, port)
+    groups = initialize(layout, seed=1, timeout_seconds=_TIMEOUT_SECONDS, launch=launch)
+    policy = _policy(hf, groups)
+    load_hf(policy, hf)
+    save_sharded(policy, work / WEIGHTS_FOLDER)
+    shutdown()
+
+
+def _policy(side: Path, groups: Groups) -> Policy:
+    config = json.loads((side / "config.json").read_text())
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    options = PolicyOptions(build=BuildOptions(dtype=dtype))
+    return Policy(read_model_shape(side), groups, options)
+
+
+def _launch(rank: int, world_size: int, port: int) -> Launch:
+    return Launch(
+        launcher="single",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        master_addr="127.0.0.1",
+        master_port=port,
+    )

@@ -1,0 +1,87 @@
+"""The checkpoints of a run: which exist, saving one whole, removing old ones, resuming."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ctrl_megatron.checkpoint.convert import HF_FOLDER, STATE_FILE, WEIGHTS_FOLDER
+from ctrl_megatron.checkpoint.files import whole_directory
+from ctrl_megatron.checkpoint.hf import copy_side_files
+from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
+from ctrl_megatron.models.policy import Policy
+
+_PREFIX = "global_step_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A directory that holds a policy, its optimizer and the trainer's small state."""
+
+    path: Path
+    step: int
+
+
+class CheckpointStore:
+    """The checkpoints below ``runs/<name>/checkpoints``."""
+
+    def __init__(self, directory: Path, *, keep: int, side_files: Path) -> None:
+        self.directory, self._keep, self._side_files = directory, keep, side_files
+
+    def all(self) -> list[Checkpoint]:
+        """Finished checkpoints, oldest first."""
+        found = [
+            Checkpoint(path=path, step=int(path.name.removeprefix(_PREFIX)))
+            for path in self.directory.glob(f"{_PREFIX}*")
+            if path.name.removeprefix(_PREFIX).isdigit()
+        ]
+        return sorted(found, key=lambda c: c.step)
+
+    def find(self, resume_mode: str) -> Checkpoint | None:
+        """The checkpoint to continue from: the newest (``auto``), none (``disable``), or a path.
+
+        Raises ValueError if the path is not a checkpoint.
+        """
+        if resume_mode == "disable":
+            return None
+        if resume_mode == "auto":
+            return self.all()[-1] if self.all() else None
+        path = Path(resume_mode)
+        if not (path / STATE_FILE).is_file() or not path.name.startswith(_PREFIX):
+            raise ValueError(
+                f"trainer.resume_mode={resume_mode} is not a checkpoint; give auto, disable, or a "
+                f"directory {_PREFIX}N that holds {STATE_FILE}"
+            )
+        return Checkpoint(path=path, step=int(path.name.removeprefix(_PREFIX)))
+
+    def save(self, policy: Policy, step: int, state: dict[str, Any]) -> Path:
+        """Save everything a resumed run needs; ``state`` must be JSON. Collective.
+
+        The directory gets its name only when all ranks have written all files.
+        """
+        groups = policy.groups
+        target = self.directory / f"{_PREFIX}{step}"
+        with whole_directory(target, active=groups.is_first) as work:
+            work = Path(groups.from_first(str(work)))
+            if groups.is_first:
+                (work / WEIGHTS_FOLDER).mkdir()
+                copy_side_files(self._side_files, work / HF_FOLDER)
+            groups.barrier()
+            save_sharded(policy, work / WEIGHTS_FOLDER)
+            groups.barrier()
+            if groups.is_first:
+                (work / STATE_FILE).write_text(json.dumps({"step": step, **state}, indent=1))
+        groups.barrier()
+        if groups.is_first and self._keep > 0:
+            for old in self.all()[: -self._keep]:
+                shutil.rmtree(old.path)
+        return target
+
+    @staticmethod
+    def load(policy: Policy, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Fill the policy and its optimizer; returns the trainer's small state. Collective."""
+        load_sharded(policy, checkpoint.path / WEIGHTS_FOLDER)
+        return json.loads((checkpoint.path / STATE_FILE).read_text())

@@ -1,0 +1,122 @@
+"""Parquet files of attempts: written whole, checked when they are read."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ctrl_megatron.data.schema import Row, check_columns, encode_tests, row_from_record
+from ctrl_megatron.prompts import critique_messages
+from ctrl_megatron.types import Attempt
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def row_of(attempt: Attempt) -> Row:
+    """The row that asks for a critique of ``attempt``."""
+    problem = attempt.problem
+    return Row(
+        id=attempt.id,
+        prompt=tuple(critique_messages(problem, attempt.solution)),
+        problem=problem.statement,
+        solution=attempt.solution,
+        prompter_type=problem.prompter_type,
+        selected_uts=problem.selected_uts,
+        time_limit=problem.time_limit,
+        problem_id=problem.id,
+        entry_point=problem.entry_point,
+        test_setup=problem.test_setup,
+        difficulty=problem.difficulty,
+        pass_rate=attempt.pass_rate,
+    )
+
+
+def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
+    """Write a parquet file that appears complete or not at all.
+
+    Raises ``ValueError`` for rows that :func:`read_rows` would refuse, naming the row and the column.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    target = Path(path)
+    records = [_record_of(row) for row in rows]
+    _check(records, str(target), {})
+    table = pa.Table.from_pylist(records, schema=_arrow_schema())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        parquet.write_table(table, draft)
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_rows(paths: Paths) -> list[Row]:
+    """The rows of one or several parquet files, in order.
+
+    Raises ``ValueError`` naming file, row and column for anything that does not fit the schema, for an
+    ``id`` that occurs twice and for files without any row.
+    """
+    import pyarrow.parquet as parquet
+
+    files = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    rows: list[Row] = []
+    seen: dict[str, str] = {}
+    for file in map(os.fspath, files):
+        try:
+            table = parquet.read_table(file)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read parquet file {file}: {error}") from error
+        check_columns(table.column_names, file)
+        rows += _check(table.to_pylist(), file, seen)
+    if not rows:
+        raise ValueError(
+            f"no rows in {', '.join(map(os.fspath, files)) or 'an empty list of files'}"
+        )
+    return rows
+
+
+def _check(records: Sequence[dict[str, Any]], file: str, seen: dict[str, str]) -> list[Row]:
+    """Rows of ``records``; ``seen`` maps every id met so far to its place and grows."""
+    rows = []
+    for number, record in enumerate(records):
+        row = row_from_record(record, file, number)
+        place = f"{file}: row {number}"
+        if row.id in seen:
+            raise ValueError(f"{place}: column 'id' repeats {row.id!r} of {seen[row.id]}")
+        seen[row.id] = place
+        rows.append(row)
+    return rows
+
+
+def _record_of(row: Row) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "prompt": list(row.prompt),
+        "problem": row.problem,
+        "solution": row.solution,
+        "prompter_type": row.prompter_type,
+        "selected_uts": encode_tests(row.selected_uts),
+        "time_limit": row.time_limit,
+        "problem_id": row.problem_id,
+        "entry_point": row.entry_point,
+        "test_setup": row.test_setup,
+        "difficulty": row.difficulty,
+        "pass_rate": row.pass_rate,
+    }
+
+
+def _arrow_schema() -> Any:
+    import pyarrow as pa
+
+    text = pa.string()
+    columns = dict.fromkeys(("id", "problem", "solution", "prompter_type"), text)
+    columns |= dict.fromkeys(("problem_id", "entry_point", "test_setup"), text)
+    columns["prompt"] = pa.list_(pa.struct([("role", text), ("content", text)]))
+    columns["selected_uts"] = pa.list_(text)
+    columns |= {"time_limit": pa.float64(), "difficulty": pa.int64(), "pass_rate": pa.float64()}
+    return pa.schema(list(columns.items()))

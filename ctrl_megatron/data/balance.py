@@ -1,0 +1,88 @@
+"""Sharing work evenly: multiway number partitioning by largest differencing.
+
+Source: Karmarkar and Karp, "The differencing method of set partitioning", 1982; with equal sizes the balanced
+variant of Michiels et al., 2003. The results depend on the arguments alone, so every rank can compute them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """A partition of some of the items into k parts, heaviest part first."""
+
+    parts: tuple[tuple[float, tuple[int, ...]], ...]
+
+    @property
+    def spread(self) -> float:
+        return self.parts[0][0] - self.parts[-1][0]
+
+
+def partition(costs: Sequence[float], k: int, equal_size: bool) -> list[list[int]]:
+    """Indices of ``costs`` in ``k`` parts whose sums are as equal as the method gets them.
+
+    ``equal_size`` gives every part the same number of items; without it parts may be empty when there
+    are fewer items than parts. The part with the smallest index comes first, empty ones last; indices
+    ascend inside a part. The sums differ by at most the largest cost. Raises ``ValueError`` for k < 1, a
+    cost that is negative or not finite, and for a number of items that ``k`` does not divide under
+    ``equal_size``.
+    """
+    if k < 1:
+        raise ValueError(f"the number of parts must be positive, is {k}")
+    for index, cost in enumerate(costs):
+        if not 0 <= cost < float("inf"):
+            raise ValueError(f"item {index} costs {cost}; costs must be finite and not negative")
+    if equal_size and len(costs) % k:
+        raise ValueError(f"{len(costs)} items cannot be shared in {k} parts of equal size")
+    if not costs:
+        return [[] for _ in range(k)]
+    descending = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    width = k if equal_size else 1
+    starts = [descending[i : i + width] for i in range(0, len(costs), width)]
+    merged = _difference([_start(items, costs, k) for items in starts])
+    parts = [sorted(items) for _, items in merged.parts]
+    return sorted(parts, key=lambda part: part[0] if part else len(costs))
+
+
+def partition_groups(
+    costs: Sequence[float], groups: Sequence[Hashable], k: int, equal_size: bool
+) -> list[list[int]]:
+    """Like :func:`partition`, but items of the same group stay in the same part.
+
+    groups: one name per item, in any order; ``equal_size`` gives every part the same number of groups.
+    Raises ``ValueError`` for unequal lengths and where :func:`partition` does, which then counts groups.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for index, (_, group) in enumerate(zip(costs, groups, strict=True)):
+        members.setdefault(group, []).append(index)
+    blocks = list(members.values())
+    shared = partition([sum(costs[i] for i in block) for block in blocks], k, equal_size)
+    return [sorted(i for block in part for i in blocks[block]) for part in shared]
+
+
+def _start(items: Sequence[int], costs: Sequence[float], k: int) -> _Partial:
+    """One part per item, heaviest first, and empty parts up to k."""
+    filled = [(costs[i], (i,)) for i in items]
+    return _Partial((*filled, *[(0.0, ())] * (k - len(filled))))
+
+
+def _difference(partials: Sequence[_Partial]) -> _Partial:
+    """Merge the two partials of the largest spread, again and again: heavy parts meet light ones."""
+    # The running number settles ties, so that partials themselves are never compared.
+    heap = [(-partial.spread, number, partial) for number, partial in enumerate(partials)]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined = [
+            (a[0] + b[0], a[1] + b[1])
+            for a, b in zip(first.parts, reversed(second.parts), strict=True)
+        ]
+        merged = _Partial(tuple(sorted(joined, key=lambda part: (-part[0], part[1]))))
+        heapq.heappush(heap, (-merged.spread, number, merged))
+        number += 1
+    return heap[0][2]

@@ -1,0 +1,106 @@
+"""First solutions by models, with a measured verdict per test: gzipped JSON lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any
+
+from ctrl_megatron.prompts import fenced
+from ctrl_megatron.types import Attempt, Problem, Verdict
+
+_KEYS = {
+    "source": str,
+    "model": str,
+    "licence": str,
+    "task_id": str,
+    "prompt": str,
+    "solution": str,
+    "tests": list,
+    "setup": str,
+    "stub": list,
+    "verdicts": list,
+    "pass_rate": (int, float),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedSolution:
+    """An attempt and what its tests said."""
+
+    attempt: Attempt
+    verdict: Verdict
+    """``detail`` holds the file's own word for every test that did not pass, e.g. ``timeout``."""
+    model: str
+    """Who wrote the solution."""
+    licence: str
+
+
+def read_initial_solutions(path: str | PathLike[str]) -> list[JudgedSolution]:
+    """All solutions of a ``.jsonl.gz`` file, in order; ids are ``source/task/model/n``.
+
+    Raises ``ValueError`` naming file, line and key for anything that does not fit.
+    """
+    file = fspath(path)
+    found: list[JudgedSolution] = []
+    counts: Counter[tuple[str, str, str]] = Counter()
+    try:
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                record = _record(line, f"{file}: line {number}")
+                key = (record["source"], record["task_id"], record["model"])
+                found.append(_judged(record, f"{'/'.join(key)}/{counts[key]}"))
+                counts[key] += 1
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    return found
+
+
+def _record(line: str, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} is not a JSON object")
+    for key, kind in _KEYS.items():
+        if key not in record:
+            raise ValueError(f"{place}: key {key!r} missing")
+        if not isinstance(record[key], kind):
+            raise ValueError(f"{place}: key {key!r} has the wrong type: {record[key]!r:.60}")
+    if len(record["stub"]) != 1:
+        raise ValueError(f"{place}: key 'stub' must name one function")
+    if not record["tests"] or len(record["tests"]) != len(record["verdicts"]):
+        raise ValueError(f"{place}: keys 'tests' and 'verdicts' must be equally long and not empty")
+    return record
+
+
+def _judged(record: Mapping[str, Any], identity: str) -> JudgedSolution:
+    problem = Problem(
+        id=f"{record['source']}/{record['task_id']}",
+        statement=record["prompt"],
+        prompter_type="mbppplus",
+        selected_uts=tuple(record["tests"]),
+        entry_point=record["stub"][0],
+        test_setup=record["setup"],
+    )
+    words = record["verdicts"]
+    verdict = Verdict(
+        passed=tuple(word == "pass" for word in words),
+        total=len(words),
+        detail=tuple("" if word == "pass" else word for word in words),
+    )
+    attempt = Attempt(
+        id=identity,
+        problem=problem,
+        solution=fenced(record["solution"].strip()),
+        pass_rate=verdict.pass_rate,
+    )
+    return JudgedSolution(
+        attempt=attempt, verdict=verdict, model=record["model"], licence=record["licence"]
+    )

@@ -1,0 +1,68 @@
+"""The order in which rows are drawn: a function of (seed, epoch), so that a position is all there is to save."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+
+class ResumableSampler:
+    """Global batches of row indices, the same on every rank and for every data-parallel size.
+
+    Every epoch is a permutation of all rows drawn from ``seed`` and the epoch's number. The rows that do
+    not fill a last batch are dropped; the next epoch's permutation gives them their turn. The state counts
+    rows, not batches, so a run may resume with another batch size.
+    """
+
+    def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True) -> None:
+        """Raises ``ValueError`` for a data set without rows."""
+        if num_rows < 1:
+            raise ValueError("the training data has no rows")
+        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
+        self.epoch = self.position = 0
+        self._order: tuple[int, list[int]] | None = None
+
+    def next_batch(self, size: int) -> list[int]:
+        """``size`` different rows. Raises ``ValueError`` if there are not so many."""
+        if size < 1:
+            raise ValueError(f"data.train_batch_size must be positive, is {size}")
+        if size > self.num_rows:
+            raise ValueError(
+                f"data.train_batch_size={size} is larger than the training data ({self.num_rows} rows); "
+                "lower it or add rows"
+            )
+        if self.position + size > self.num_rows:
+            self.epoch, self.position = self.epoch + 1, 0
+        batch = self._order_of_epoch()[self.position : self.position + size]
+        self.position += size
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch starts, and what the order depends on."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "num_rows": self.num_rows,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken. Raises ``ValueError`` if the order would be another one."""
+        for name in ("num_rows", "seed", "shuffle"):
+            here = getattr(self, name)
+            if state[name] != here:
+                raise ValueError(
+                    f"the checkpoint's data order has {name}={state[name]}, this run has {here}; resume with "
+                    "the same training files, data.seed and data.shuffle, or start a new run"
+                )
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def _order_of_epoch(self) -> list[int]:
+        if self._order is None or self._order[0] != self.epoch:
+            order = list(range(self.num_rows))
+            if self.shuffle:
+                # Seeding with a string hashes it: neighbouring seeds and epochs are unrelated.
+                Random(f"{self.seed}/{self.epoch}").shuffle(order)
+            self._order = (self.epoch, order)
+        return self._order[1]

@@ -1,0 +1,96 @@
+"""The only place where text becomes tokens and tokens become text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ctrl_megatron.types import Message
+
+
+class TextCodec:
+    """A tokenizer with a chat template, loaded from a model directory when it is first needed."""
+
+    def __init__(self, tokenizer_path: str | PathLike[str]) -> None:
+        """Raises ``ValueError`` unless ``tokenizer_path`` is a directory with a tokenizer."""
+        self.path = Path(tokenizer_path)
+        if not self.path.is_dir():
+            raise ValueError(f"tokenizer directory {self.path} not found")
+        if not any(self.path.glob("tokenizer*")):
+            raise ValueError(f"{self.path} holds no tokenizer (tokenizer.json or tokenizer.model)")
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer itself. Raises ``ValueError`` if it cannot be loaded or has no chat template."""
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(self.path), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot load the tokenizer of {self.path}: {error}") from error
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer of {self.path} has no chat template; use a chat model's, or add chat_template.jinja"
+            )
+        return tokenizer
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Tokens of a conversation, by default up to where the assistant's answer starts.
+
+        Raises ``ValueError`` for an empty conversation or one that the template refuses.
+        """
+        from jinja2 import TemplateError
+
+        if not messages:
+            raise ValueError("a conversation needs at least one message")
+        chat: list[Message] = [dict(message) for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            roles = ", ".join(message.get("role", "?") for message in chat)
+            raise ValueError(
+                f"the chat template of {self.path} refuses the roles ({roles}): {error}"
+            ) from error
+        return self.encode_text(text)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Tokens of ``text`` alone: nothing is added in front or behind."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Tokens of an assistant's whole answer, the token that ends it included."""
+        return [*self.encode_text(text), self.eos_token_ids[0]]
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``, white space untouched."""
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the tokenizer's first, then others that ``generation_config.json`` names.
+
+        Raises ``ValueError`` if neither names one.
+        """
+        file = self.path / "generation_config.json"
+        named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        more = named if isinstance(named, list) else [named]
+        ids = dict.fromkeys(i for i in (self.tokenizer.eos_token_id, *more) if i is not None)
+        if not ids:
+            raise ValueError(f"{self.path} names no end-of-text token (eos_token)")
+        return tuple(ids)
+
+    @property
+    def pad_token_id(self) -> int:
+        """Fills unused positions, which are always masked: the first end-of-text token where none is set."""
+        pad = self.tokenizer.pad_token_id
+        return self.eos_token_ids[0] if pad is None else pad

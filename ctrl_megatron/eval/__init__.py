@@ -1,0 +1,1 @@
+"""What critiques are worth on held-out problems."""

@@ -1,0 +1,1 @@
+"""Generating with a live engine outside of training."""

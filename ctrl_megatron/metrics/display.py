@@ -1,0 +1,124 @@
+"""What the terminal shows while a run goes on: phases, step count, time to go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+_RECENT = 10
+
+
+class Display:
+    """A live bar on a terminal, plain lines everywhere else. Rank 0 owns one."""
+
+    def __init__(
+        self, total_steps: int, *, first_step: int = 0, console: Console | None = None
+    ) -> None:
+        self.console = console if console is not None else Console(soft_wrap=False)
+        self.total_steps = total_steps
+        self._done = first_step
+        self._active: list[str] = []
+        self._durations: list[float] = []
+        self._lock = threading.Lock()
+        self._step_start = time.monotonic()
+        self._bar: Progress | None = None
+        if self.console.is_terminal:
+            self._bar = _bar(self.console)
+            self._task = self._bar.add_task(
+                "start", total=total_steps, completed=first_step, phases="", eta="-"
+            )
+
+    def __enter__(self) -> Display:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin_step(self, step: int) -> None:
+        """Step number ``step`` (counted from 1) begins."""
+        self._step_start = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"step {step}")
+
+    def begin_phase(self, name: str) -> None:
+        """A phase begins; several may be active at the same time."""
+        with self._lock:
+            self._active.append(name)
+            beside = [n for n in self._active if n != name]
+        if self._bar is None:
+            seconds = time.monotonic() - self._step_start
+            aside = f" (beside {', '.join(beside)})" if beside else ""
+            self._line(f"[step {self._done + 1}/{self.total_steps}] {seconds:7.1f}s {name}{aside}")
+        self._show_phases()
+
+    def end_phase(self, name: str) -> None:
+        """A phase ends."""
+        with self._lock:
+            self._active.remove(name)
+        self._show_phases()
+
+    def end_step(self, step: int) -> None:
+        """Step number ``step`` is complete."""
+        self._durations.append(time.monotonic() - self._step_start)
+        self._done = step
+        eta = format_seconds(eta_seconds(self._durations, self.total_steps - step))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, eta=eta)
+        else:
+            took = format_seconds(self._durations[-1])
+            self._line(f"[step {step}/{self.total_steps}] done in {took}, {eta} to go")
+
+    def print(self, content: RenderableType) -> None:
+        """Print above the live bar."""
+        self.console.print(content)
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _show_phases(self) -> None:
+        if self._bar is not None:
+            with self._lock:
+                text = " + ".join(self._active)
+            self._bar.update(self._task, phases=text)
+
+
+def eta_seconds(durations: Sequence[float], steps_left: int) -> float:
+    """Seconds to go if the steps left take as long as the recent ones."""
+    recent = durations[-_RECENT:]
+    return sum(recent) / len(recent) * max(0, steps_left)
+
+
+def format_seconds(seconds: float) -> str:
+    """``42s``, ``3m05s``, ``2h07m``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("[cyan]{task.fields[phases]}"),
+        TextColumn("[dim]{task.fields[eta]} to go"),
+        console=console,
+        transient=True,
+    )

@@ -1,0 +1,95 @@
+"""How much arithmetic a dense decoder needs, and what share of the device's peak was used."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+
+_PEAKS: tuple[tuple[str, float], ...] = (
+    (r"\bGB200\b", 2500e12),
+    (r"\bB200\b", 2250e12),
+    (r"\bH200 NVL\b", 835.5e12),
+    (r"\bG?H200\b", 989.4e12),
+    (r"\bH100 PCIe\b", 756e12),
+    (r"\bH100 NVL\b", 835.5e12),
+    (r"\bH[18]00\b", 989.4e12),
+    (r"\bA[18]00\b", 312e12),
+)
+"""Dense bf16 peaks in flop/s from NVIDIA's data sheets; the first pattern that matches counts."""
+
+
+def model_flops(
+    *,
+    n_layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab: int,
+    seq_lens: Sequence[int],
+    backward: bool,
+    gated_mlp: bool = True,
+) -> int:
+    """Floating-point operations of the matrix products over packed sequences.
+
+    A multiply-add counts 2. Attention counts what a causal mask leaves (s(s+1)/2 pairs per
+    sequence), the vocabulary projection counts every token, the backward pass twice the forward
+    pass; recomputed activations do not count (they are work of the implementation, not the model).
+    """
+    tokens = sum(seq_lens)
+    pairs = sum(length * (length + 1) // 2 for length in seq_lens)
+    projections = hidden * head_dim * (heads + 2 * kv_heads) + heads * head_dim * hidden
+    mlp = hidden * ffn * (3 if gated_mlp else 2)
+    scores_and_values = 2 * heads * head_dim
+    layer = tokens * (projections + mlp) + pairs * scores_and_values
+    forward = 2 * (n_layers * layer + tokens * hidden * vocab)
+    return 3 * forward if backward else forward
+
+
+def mfu(*, flops: float, seconds: float, devices: int, peak: float) -> float:
+    """Model-flops utilisation: the share of ``devices`` times ``peak`` flop/s that was used."""
+    if seconds <= 0 or devices < 1 or peak <= 0:
+        raise ValueError(f"MFU needs positive {seconds=}, {devices=}, {peak=}")
+    return flops / (seconds * devices * peak)
+
+
+def peak_flops(device_name: str) -> float:
+    """Dense bf16 peak in flop/s of a device as the driver names it.
+
+    Raises ValueError for a device that is not in the table.
+    """
+    for pattern, peak in _PEAKS:
+        if re.search(pattern, device_name.replace("-", " "), re.IGNORECASE):
+            return peak
+    raise ValueError(
+        f"the peak of the device {device_name!r} is not known; set trainer.peak_tflops_per_device "
+        f"to its dense bf16 peak in TFLOP/s"
+    )
+
+
+def measure_peak_flops(dtype: str = "float32", *, size: int = 1024, seconds: float = 0.3) -> float:
+    """Best flop/s of a square matrix product on this CPU, with torch's current threads.
+
+    ``dtype`` is a torch type name. A CPU has no data sheet peak that its cores could reach.
+    """
+    import torch
+
+    a = torch.ones(size, size, dtype=getattr(torch, dtype))
+    torch.mm(a, a)
+    best, deadline = 0.0, time.perf_counter() + seconds
+    while True:
+        start = time.perf_counter()
+        torch.mm(a, a)
+        end = time.perf_counter()
+        best = max(best, 2 * size**3 / (end - start))
+        if end > deadline:
+            return best
+
+
+def device_peak(device_name: str, *, configured_tflops: float | None, dtype: str) -> float:
+    """Peak flop/s of one device: the configured value, a measurement for ``cpu``, or the table."""
+    if configured_tflops is not None:
+        return configured_tflops * 1e12
+    return measure_peak_flops(dtype) if device_name == "cpu" else peak_flops(device_name)

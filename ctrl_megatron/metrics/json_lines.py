@@ -1,0 +1,75 @@
+"""Files of one JSON object per line that survive a killed writer."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """Appends whole lines: one write per line, so that no reader ever sees half of one."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._drop_partial_line()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write ``record`` as one line. Non-finite numbers become "nan", "inf" or "-inf"."""
+        line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+        data = line.encode("utf-8", errors="backslashreplace")
+        written = os.write(self._file, data)
+        if written != len(data):
+            raise OSError(f"only {written} of {len(data)} bytes were written; is the disk full?")
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _drop_partial_line(self) -> None:
+        """A writer that was killed in the middle of a line must not spoil the next one."""
+        size = os.fstat(self._file).st_size
+        end = size
+        while end > 0:
+            start = max(0, end - 65536)
+            newline = os.pread(self._file, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end != size:
+            os.ftruncate(self._file, end)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of the file; a last line without its newline is still being written.
+
+    Raises ValueError naming file and line for text that is not a JSON object.
+    """
+    records: list[dict[str, Any]] = []
+    *lines, _partial = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path} line {number} must be an object, not {line[:40]!r}")
+        records.append(record)
+    return records
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

@@ -1,0 +1,135 @@
+"""The drawings of the report, as SVG text. The only file that imports matplotlib."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from ctrl_megatron.metrics.timeline import Kind, Phase, intersection, union
+
+INK, MUTED, GRID = "#1f2933", "#66727f", "#e6eaee"
+BLUE, ORANGE, GREY, SHADE = "#2563c9", "#e0701a", "#9aa5b1", "#fde3cf"
+KIND_COLOURS: dict[Kind, str] = {"main": BLUE, "host": ORANGE, "wait": GREY}
+_POINTS_WITH_MARKERS, _POINTS_SMOOTHED, _WINDOW = 40, 60, 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve."""
+
+    label: str
+    points: Sequence[tuple[int, float]]
+    """(step, value) by step."""
+    colour: str = BLUE
+
+
+def curve_svg(lines: Sequence[Line], *, percent: bool = False) -> str:
+    """Curves over the steps; the last value of each stands at its end.
+
+    Long curves are drawn pale, under their mean over the last 15 steps.
+    """
+    figure, axes = _canvas(3.9, 2.3)
+    for line in lines:
+        steps, values = zip(*line.points, strict=True)
+        many = len(steps) > _POINTS_SMOOTHED
+        if many:
+            axes.plot(steps, values, color=line.colour, lw=0.9, alpha=0.35)
+        marker = "o" if len(steps) <= _POINTS_WITH_MARKERS else ""
+        drawn = trailing_mean(values, _WINDOW) if many else values
+        axes.plot(steps, drawn, color=line.colour, lw=1.8, marker=marker, ms=3.5, label=line.label)
+    _label_ends(axes, lines, percent)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.set_xlabel("step", color=MUTED, fontsize=9)
+    if percent:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
+        axes.set_ylim(-0.03, 1.03)
+    if len(lines) > 1:
+        axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
+    axes.grid(axis="y", color=GRID, lw=0.8)
+    return _svg(figure)
+
+
+def trailing_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last ``window`` values at every place (of fewer at the beginning)."""
+    parts = (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))
+    return [sum(part) / len(part) for part in parts]
+
+
+def gantt_svg(phases: Sequence[Phase]) -> str:
+    """The phases of one step, one row per name; shaded where host work ran beside main work."""
+    names = list(dict.fromkeys(p.name for p in sorted(phases, key=lambda p: p.start)))
+    rows = {name: len(names) - 1 - i for i, name in enumerate(names)}
+    figure, axes = _canvas(9.2, 0.75 + 0.3 * len(names))
+    host = [p.interval for p in phases if p.kind == "host"]
+    for start, end in intersection(host, [p.interval for p in phases if p.kind == "main"]):
+        axes.axvspan(start, end, color=SHADE, lw=0, zorder=0)
+    last = max(p.end for p in phases)
+    for name in names:
+        same = [p for p in phases if p.name == name]
+        colour = KIND_COLOURS[same[0].kind]
+        bars = [(start, end - start) for start, end in union(p.interval for p in same)]
+        axes.broken_barh(bars, (rows[name] - 0.36, 0.72), color=colour, lw=0, zorder=2)
+        seconds, right = sum(length for _, length in bars), max(p.end for p in same)
+        axes.text(
+            right + last * 0.006, rows[name], f"{seconds:.2f} s", va="center", fontsize=8, color=INK
+        )
+    axes.set_yticks(list(rows.values()), list(rows))
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.set_xlim(min(0.0, *(p.start for p in phases)), last * 1.07)
+    axes.set_xlabel("seconds since the step began", color=MUTED, fontsize=8)
+    axes.grid(axis="x", color=GRID, lw=0.8)
+    return _svg(figure)
+
+
+def format_number(value: float, *, percent: bool = False) -> str:
+    """A number for people: three significant digits, or a percentage with one decimal."""
+    if not math.isfinite(value):
+        return str(value)
+    if percent:
+        return f"{value:.1%}"
+    if value != 0 and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _label_ends(axes: Any, lines: Sequence[Line], percent: bool) -> None:
+    ends = [(line.points[-1], line.colour) for line in lines if math.isfinite(line.points[-1][1])]
+    order = sorted(range(len(ends)), key=lambda i: ends[i][0][1])
+    for place, index in enumerate(order):
+        (step, value), colour = ends[index]
+        below = len(ends) > 1 and place == 0
+        axes.annotate(
+            format_number(value, percent=percent),
+            (step, value),
+            xytext=(5, -7 if below else 4),
+            textcoords="offset points",
+            fontsize=9,
+            color=colour,
+            annotation_clip=False,
+        )
+
+
+def _canvas(width: float, height: float) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    axes.tick_params(length=0, labelsize=9, labelcolor=MUTED)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    with rc_context({"svg.hashsalt": "report"}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,137 @@
+"""When each phase of a step ran, on the main thread and aside, and how much of it overlapped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["main", "host", "wait"]
+"""``main``: work on the rank's main thread; ``host``: work aside, on the background loop;
+``wait``: the main thread idle until host work is done, which therefore hides nothing."""
+Interval = tuple[float, float]
+"""Start and end in seconds, start <= end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One named stretch of work."""
+
+    name: str
+    kind: Kind
+    start: float
+    """Seconds since the step began; negative if the phase began in the step before."""
+    end: float
+    """Seconds since the step began."""
+
+    @property
+    def interval(self) -> Interval:
+        """Start and end."""
+        return self.start, self.end
+
+
+class Timeline:
+    """Records the phases of the current step; safe to use from several threads.
+
+    ``on_begin`` and ``on_end`` are told the name of every phase (a live display listens there).
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_begin: Callable[[str], None] | None = None,
+        on_end: Callable[[str], None] | None = None,
+    ) -> None:
+        self._clock, self._on_begin, self._on_end = clock, on_begin, on_end
+        self._lock = threading.Lock()
+        self._phases: list[tuple[str, Kind, float, float]] = []
+        self._origin = clock()
+
+    def begin_step(self) -> None:
+        """Forget the finished phases and start counting from zero."""
+        with self._lock:
+            self._phases, self._origin = [], self._clock()
+
+    @contextmanager
+    def phase(self, name: str, kind: Kind = "main") -> Iterator[None]:
+        """Record the body as a phase, also when it raises."""
+        if self._on_begin is not None:
+            self._on_begin(name)
+        start = self._clock()
+        try:
+            yield
+        finally:
+            end = self._clock()
+            with self._lock:
+                self._phases.append((name, kind, start, end))
+            if self._on_end is not None:
+                self._on_end(name)
+
+    def phases(self) -> tuple[Phase, ...]:
+        """The finished phases of this step by start."""
+        with self._lock:
+            found = [Phase(n, k, s - self._origin, e - self._origin) for n, k, s, e in self._phases]
+        return tuple(sorted(found, key=lambda p: (p.start, p.end, p.name)))
+
+    def elapsed(self) -> float:
+        """Seconds since the step began."""
+        return self._clock() - self._origin
+
+    def record(self, step: int, rank: int) -> dict[str, object]:
+        """This step as one line of ``timeline.jsonl``."""
+        phases = [
+            {"name": p.name, "kind": p.kind, "start": p.start, "end": p.end} for p in self.phases()
+        ]
+        return {"step": step, "rank": rank, "phases": phases}
+
+
+def seconds_by_name(phases: Iterable[Phase]) -> dict[str, float]:
+    """Summed length of the phases of each name, as ``time/<name>`` metrics, by first start."""
+    totals: dict[str, float] = {}
+    for phase in phases:
+        key = f"time/{phase.name}"
+        totals[key] = totals.get(key, 0.0) + phase.end - phase.start
+    return totals
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same stretches of time as disjoint intervals in order; empty ones vanish."""
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end < start:
+            raise ValueError(f"the interval ({start}, {end}) ends before it starts")
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        elif end > start:
+            joined.append((start, end))
+    return joined
+
+
+def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """The stretches of time that lie both in some interval of ``a`` and in some of ``b``."""
+    left, right, shared = union(a), union(b), []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            shared.append((start, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def overlap_seconds(a: Sequence[Interval], b: Sequence[Interval]) -> float:
+    """Seconds in which something of ``a`` and something of ``b`` ran at the same time."""
+    return sum(end - start for start, end in intersection(a, b))
+
+
+def hidden_seconds(phases: Sequence[Phase]) -> float:
+    """Seconds of host work that main-thread work covered (``perf/overlap_seconds``)."""
+    host = [p.interval for p in phases if p.kind == "host"]
+    return overlap_seconds(host, [p.interval for p in phases if p.kind == "main"])

@@ -1,0 +1,49 @@
+"""An event loop on a thread of its own, for work that must go on while the main thread computes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class BackgroundLoop:
+    """Starts with the trainer, so that a coroutine handed to it runs at once.
+
+    A task on a loop that nobody runs does not start: that is how the sandbox time of the published
+    CTRL trainer ended up after the log-probs instead of beside them.
+    """
+
+    def __init__(self, name: str = "background") -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start ``work`` now; the future may be waited for from any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Start ``work`` and wait for its result."""
+        return self.submit(work).result()
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread."""
+        if self.loop.is_closed():
+            return
+        self.run(_cancel_all())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+async def _cancel_all() -> None:
+    mine = asyncio.current_task()
+    others = [task for task in asyncio.all_tasks() if task is not mine]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

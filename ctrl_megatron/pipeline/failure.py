@@ -1,0 +1,164 @@
+"""When one process of a run dies, all stop within seconds, and the first cause is what is printed.
+
+Every rank watches the ranks of its own host by process id, its neighbour's heartbeat (which covers
+other hosts), the services it started, and a key in the rendezvous store under which the first
+failure is written. A collective that hangs because a peer is gone cannot keep a rank alive: the
+watch is a thread and ends the process itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.distributed as dist
+
+from ctrl_megatron.parallel.groups import Groups
+
+_POLL_SECONDS = 0.5
+_BEAT_SECONDS = 2.0
+_ROOT_CAUSE_SECONDS = 3.0
+EXIT_CODE = 13
+
+
+class Service(Protocol):
+    """A child process of this rank that the run cannot do without."""
+
+    def died(self) -> str | None:
+        """What happened to it, or None while it lives."""
+        ...
+
+
+class FailureWatch:
+    """Starts with the process groups, ends with ``close``."""
+
+    def __init__(self, groups: Groups, *, timeout: float, clean_up: Callable[[], None]) -> None:
+        self._groups, self._timeout, self._clean_up = groups, timeout, clean_up
+        self._services: list[Service] = []
+        self._ended = threading.Event()
+        # A store of its own connection: the main thread may sit in a blocking call of the other.
+        self._store = dist.PrefixStore(
+            "failure", dist.distributed_c10d._get_default_store().clone()
+        )
+        self._peers = groups.from_all((socket.gethostname(), os.getpid()))
+        self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
+        self._thread.start()
+
+    def guard(self, service: Service) -> None:
+        """Treat the service's death as this rank's failure from now on."""
+        self._services.append(service)
+
+    def quiet(self) -> None:
+        """Stop watching services and peers: from now on they end one by one. Collective."""
+        self._groups.barrier()
+        self._ended.set()
+        self._thread.join()
+
+    def close(self) -> None:
+        """Stop watching, if ``quiet`` has not done so."""
+        if not self._ended.is_set():
+            self.quiet()
+
+    @staticmethod
+    def exit(code: int) -> None:
+        """End this process without running destructors."""
+        os._exit(code)
+
+    def report(self, error: BaseException) -> None:
+        """Publish this rank's failure and print the run's first cause; call from the main thread.
+
+        A broken collective is usually the echo of another rank's failure, so that one gets a few
+        seconds to be seen first.
+        """
+        deadline = time.monotonic() + (_ROOT_CAUSE_SECONDS if _is_echo(error) else 0.0)
+        while time.monotonic() < deadline and not self._published():
+            time.sleep(0.1)
+        text = "".join(traceback.format_exception(error))
+        self._publish(f"rank {self._groups.rank} failed:\n{text}")
+        self._announce()
+
+    def _watch(self) -> None:
+        host, me = socket.gethostname(), self._groups.rank
+        local = {r: pid for r, (h, pid) in enumerate(self._peers) if h == host and r != me}
+        neighbour = (me + 1) % len(self._peers)
+        beat, last_beat, seen, seen_at = 0, 0.0, b"", time.monotonic()
+        while not self._ended.wait(_POLL_SECONDS):
+            try:
+                now = time.monotonic()
+                if now - last_beat > _BEAT_SECONDS:
+                    beat, last_beat = beat + 1, now
+                    self._store.set(f"beat/{me}", str(beat))
+                    key = f"beat/{neighbour}"
+                    current = self._store.get(key) if self._store.check([key]) else b""
+                    if current != seen or neighbour == me:
+                        seen, seen_at = current, now
+                cause = self._dead_service() or _dead_rank(local)
+                if cause is None and now - seen_at > self._timeout:
+                    cause = f"rank {neighbour} has not been heard of for {self._timeout:.0f} s"
+                if cause is not None:
+                    self._publish(cause)
+                if self._published():
+                    # The failing rank prints its own traceback; the others name the cause.
+                    self._leave()
+            except (RuntimeError, ConnectionError) as error:
+                if not self._ended.is_set():
+                    _say(f"rank {me} lost the rendezvous store, so the launcher is gone: {error}")
+                    self._leave(announce=False)
+
+    def _dead_service(self) -> str | None:
+        return next((cause for s in self._services if (cause := s.died())), None)
+
+    def _published(self) -> bool:
+        return self._store.check(["cause"])
+
+    def _publish(self, cause: str) -> None:
+        record = json.dumps({"rank": self._groups.rank, "cause": cause})
+        self._store.compare_set("cause", "", record)
+
+    def _announce(self) -> None:
+        record = json.loads(self._store.get("cause"))
+        cause = record["cause"]
+        if record["rank"] != self._groups.rank:
+            cause = f"[seen by rank {record['rank']}] {cause}"
+        _say(f"rank {self._groups.rank} stops because {cause}")
+
+    def _leave(self, *, announce: bool = True) -> None:
+        if announce:
+            self._announce()
+        try:
+            self._clean_up()
+        finally:
+            os._exit(EXIT_CODE)
+
+
+def _dead_rank(local: dict[int, int]) -> str | None:
+    for rank, pid in local.items():
+        if not _runs(pid):
+            return f"rank {rank} (pid {pid}) died without a word, e.g. killed by the kernel"
+    return None
+
+
+def _runs(pid: int) -> bool:
+    """False for a process that is gone or a zombie that its launcher has not reaped yet."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _is_echo(error: BaseException) -> bool:
+    return isinstance(error, (RuntimeError, ConnectionError)) and any(
+        word in str(error).lower() for word in ("gloo", "nccl", "connection", "timed out")
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,49 @@
+"""The rows of a parquet file with their critique prompts as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ctrl_megatron.data.attempts import Row, read_rows
+from ctrl_megatron.data.tokens import TextCodec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTable:
+    """Rows that fit the prompt length, in file order; sampling and resuming speak of positions."""
+
+    rows: tuple[Row, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    codec: TextCodec
+    dropped: int
+    """Rows left out because their prompt is too long."""
+
+
+def load_prompt_table(
+    files: str | Sequence[str], codec: TextCodec, *, max_prompt_length: int, filter_overlong: bool
+) -> PromptTable:
+    """Read and tokenise; every rank does the same and gets the same.
+
+    Raises ValueError for a prompt above ``max_prompt_length`` unless such rows are filtered, and if
+    no row is left.
+    """
+    rows, prompts, dropped = [], [], 0
+    for row in read_rows(files):
+        tokens = tuple(codec.encode_chat(row.prompt, add_generation_prompt=True))
+        if len(tokens) <= max_prompt_length:
+            rows.append(row)
+            prompts.append(tokens)
+        elif filter_overlong:
+            dropped += 1
+        else:
+            raise ValueError(
+                f"{files}: row {row.id} has a prompt of {len(tokens)} tokens, more than "
+                f"data.max_prompt_length={max_prompt_length}; raise it or set "
+                "data.filter_overlong_prompts=true"
+            )
+    if not rows:
+        raise ValueError(
+            f"{files}: no row has a prompt of at most data.max_prompt_length={max_prompt_length} tokens"
+        )
+    return PromptTable(rows=tuple(rows), prompts=tuple(prompts), codec=codec, dropped=dropped)

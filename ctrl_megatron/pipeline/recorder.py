@@ -1,0 +1,93 @@
+"""What a run leaves behind: metrics, timelines, examples, the final table, the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.config import Config, to_dict, to_yaml
+from ctrl_megatron.metrics import Display, JsonLines, Timeline, build_sinks
+from ctrl_megatron.metrics.report import write_report
+
+
+class Recorder:
+    """Writes on rank 0; on every other rank all methods do nothing."""
+
+    def __init__(self, config: Config, *, active: bool, total_steps: int) -> None:
+        self.active, self.run_dir = active, Path(config.trainer.run_dir)
+        self.display: Display | None = None
+        if not active:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_whole(self.run_dir / "config.yaml", to_yaml(config))
+        self.display = Display(total_steps)
+        self.display.__enter__()
+        self._sinks = build_sinks(
+            config.trainer.logger, self.run_dir, to_dict(config), self.display
+        )
+        self._timelines = JsonLines(self.run_dir / "timeline.jsonl")
+        self._examples = JsonLines(self.run_dir / "examples.jsonl")
+
+    def timeline(self) -> Timeline:
+        """A timeline that also shows its phases on the terminal."""
+        if self.display is None:
+            return Timeline()
+        return Timeline(on_begin=self.display.begin_phase, on_end=self.display.end_phase)
+
+    def say(self, text: str) -> None:
+        """One line on the terminal."""
+        if self.display is not None:
+            self.display.print(text)
+
+    def begin_step(self, step: int) -> None:
+        """Step number ``step`` (from 1) begins."""
+        if self.display is not None:
+            self.display.begin_step(step)
+
+    def end_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        timeline: Mapping[str, Any],
+        examples: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Step number ``step`` is complete."""
+        if not self.active:
+            return
+        for sink in self._sinks:
+            sink.log(step, metrics)
+        self._timelines.append(timeline)
+        for example in examples:
+            self._examples.append({"step": step, **example})
+        if self.display is not None:
+            self.display.end_step(step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics outside a training step (validation)."""
+        if self.active:
+            for sink in self._sinks:
+                sink.log(step, metrics)
+
+    def add_stage(self, stage: str, results: Mapping[str, float]) -> None:
+        """A row of the final table; an earlier row of the same stage is replaced."""
+        if not self.active:
+            return
+        path = self.run_dir / "summary.json"
+        table = json.loads(path.read_text())["table"] if path.is_file() else []
+        table = [row for row in table if row["stage"] != stage]
+        write_whole(path, json.dumps({"table": [*table, {"stage": stage, **results}]}, indent=1))
+
+    def close(self, *, report: bool) -> Path | None:
+        """Flush everything and, with ``report``, write the HTML page; returns its path."""
+        if not self.active:
+            return None
+        for sink in self._sinks:
+            sink.close()
+        self._timelines.close()
+        self._examples.close()
+        if self.display is not None:
+            self.display.__exit__(None, None, None)
+        return write_report(self.run_dir) if report else None

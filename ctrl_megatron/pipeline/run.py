@@ -1,0 +1,328 @@
+"""Builds everything a training run needs from its configuration, runs it, takes it down."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ctrl_megatron.algorithms import get_kl_controller
+from ctrl_megatron.checkpoint.hf import load_hf
+from ctrl_megatron.checkpoint.store import CheckpointStore
+from ctrl_megatron.config import Config
+from ctrl_megatron.config.environment import Launch, read_launch
+from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.metrics import device_peak
+from ctrl_megatron.models.build import BuildOptions
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.optimizer import OptimizerOptions
+from ctrl_megatron.models.policy import Policy, PolicyOptions
+from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.parallel.groups import Groups, initialize, shutdown
+from ctrl_megatron.parallel.layout import layout_for
+from ctrl_megatron.pipeline.builtin import ctrl_pipeline
+from ctrl_megatron.pipeline.executor import Executor
+from ctrl_megatron.pipeline.failure import EXIT_CODE, FailureWatch
+from ctrl_megatron.pipeline.interrupt import StopFlag
+from ctrl_megatron.pipeline.loop import LoopOptions, TrainingLoop
+from ctrl_megatron.pipeline.node import resolve
+from ctrl_megatron.pipeline.prompts_table import PromptTable, load_prompt_table
+from ctrl_megatron.pipeline.recorder import Recorder
+from ctrl_megatron.pipeline.services import Services, ServiceStart
+from ctrl_megatron.pipeline.step_metrics import examples_of, performance
+from ctrl_megatron.pipeline.task_graph import TaskGraph
+from ctrl_megatron.pipeline.validation import validate
+from ctrl_megatron.pipeline.weights import EngineWeights
+from ctrl_megatron.pipeline.worker import DAGWorker
+from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.push import EngineLink
+from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource
+from ctrl_megatron.rewards import RewardModelForCritic
+from ctrl_megatron.rollout.client import RemoteEngine
+from ctrl_megatron.sandbox import SandboxClient
+
+
+def join(config: Config, launch: Launch | None = None) -> Groups:
+    """Meet the other ranks that the launcher started, in the configured layout."""
+    launch, megatron = launch or read_launch(), config.actor_rollout_ref.actor.megatron
+    layout = layout_for(
+        launch.world_size,
+        tensor=megatron.tensor_model_parallel_size,
+        pipeline=megatron.pipeline_model_parallel_size,
+        virtual_pipeline=megatron.virtual_pipeline_model_parallel_size,
+        sequence_parallel=megatron.sequence_parallel,
+    )
+    return initialize(
+        layout,
+        seed=megatron.seed,
+        timeout_seconds=config.trainer.distributed_timeout,
+        launch=launch,
+    )
+
+
+@contextmanager
+def guarded(
+    groups: Groups, config: Config
+) -> Iterator[tuple[FailureWatch, list[Callable[[], None]]]]:
+    """A run's body: a failure on any rank ends all ranks, printing the first cause.
+
+    Yields the watch and a list of clean-up functions, called last to first whatever happens.
+    """
+    clean_up: list[Callable[[], None]] = []
+
+    def clean() -> None:
+        while clean_up:
+            clean_up.pop()()
+
+    watch = FailureWatch(groups, timeout=config.trainer.failure_timeout, clean_up=clean)
+    try:
+        yield watch, clean_up
+        watch.close()
+    except BaseException as error:
+        watch.report(error)
+        clean()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Destructors of a broken process group can hang; nothing of value is left in this process.
+        watch.exit(EXIT_CODE)
+    clean()
+    shutdown()
+
+
+def build_policy(
+    config: Config, groups: Groups, *, path: str, optimizer: OptimizerOptions | None, budget: int
+) -> Policy:
+    """A policy with the weights of the HF directory ``path``."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    options = PolicyOptions(
+        build=BuildOptions(
+            dtype=config.actor_rollout_ref.model.dtype,
+            recompute_granularity=megatron.recompute_granularity if optimizer else None,
+            recompute_num_layers=megatron.recompute_num_layers,
+            overrides=megatron.override_transformer_config,
+        ),
+        token_budget=budget,
+        logprob_chunk=megatron.logprob_chunk_size,
+        optimizer=optimizer,
+    )
+    policy = Policy(read_model_shape(path), groups, options)
+    load_hf(policy, path)
+    if optimizer is not None:
+        policy.start_optimizer()
+    return policy
+
+
+def optimizer_options(config: Config, total_steps: int) -> OptimizerOptions:
+    """The actor's optimizer for a run of ``total_steps`` training steps."""
+    actor = config.actor_rollout_ref.actor
+    per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
+    total = actor.optim.total_training_steps or total_steps * per_step
+    warmup = actor.optim.lr_warmup_steps or int(actor.optim.lr_warmup_steps_ratio * total)
+    return OptimizerOptions(
+        lr=actor.optim.lr,
+        total_steps=total,
+        weight_decay=actor.optim.weight_decay,
+        betas=actor.optim.betas,
+        eps=actor.optim.eps,
+        warmup_steps=warmup,
+        schedule=actor.optim.lr_scheduler_type,
+        min_lr_ratio=actor.optim.min_lr_ratio,
+        clip_grad=actor.grad_clip,
+        distributed=actor.megatron.use_distributed_optimizer,
+    )
+
+
+def task_graph(config: Config) -> TaskGraph:
+    """The built-in pipeline, or what ``dag.custom_pipeline_fn`` returns."""
+    reference = config.dag.custom_pipeline_fn
+    return resolve(reference, "dag.custom_pipeline_fn")() if reference else ctrl_pipeline()
+
+
+def train(config: Config) -> bool:
+    """A whole RL run on this rank; False if it was stopped by a signal."""
+    stop = StopFlag().install()
+    groups = join(config)
+    with guarded(groups, config) as (watch, clean_up):
+        graph = task_graph(config)
+        background = BackgroundLoop()
+        starting = ServiceStart(config, groups, Path(config.trainer.run_dir))
+        clean_up.append(starting.stop)
+        for service in starting.guarded():
+            watch.guard(service)
+        train_table, validation = _tables(config)
+        total = _total_steps(config, len(train_table.rows))
+        sampler = ResumableSampler(
+            len(train_table.rows), seed=config.data.seed, shuffle=config.data.shuffle
+        )
+        policy, reference = _policies(config, groups, total)
+        services = starting.wait()
+        if services.engine is not None:
+            watch.guard(services.guarded()[0])
+        worker = _worker(
+            config, groups, background, stop, policy, reference, services, train_table, validation
+        )
+        recorder = Recorder(config, active=groups.is_first, total_steps=total)
+        worker.timeline = recorder.timeline()
+        peak = device_peak_of(config, groups)
+        loop = TrainingLoop(
+            worker=worker,
+            executor=Executor(graph, worker),
+            sampler=sampler,
+            store=CheckpointStore(
+                Path(config.trainer.run_dir) / "checkpoints",
+                keep=config.trainer.max_ckpt_to_keep,
+                side_files=Path(config.actor_rollout_ref.model.path),
+            ),
+            recorder=recorder,
+            options=LoopOptions(
+                batch_size=config.data.train_batch_size,
+                total_steps=total,
+                save_freq=config.trainer.save_freq,
+                test_freq=config.trainer.test_freq,
+                val_before_train=config.trainer.val_before_train,
+                resume_mode=config.trainer.resume_mode,
+            ),
+            measure=lambda batch: (
+                performance(worker, batch, peak_flops=peak),
+                examples_of(worker, batch) if groups.is_first else [],
+            ),
+            validate=(lambda: validate(worker)) if validation else None,
+            parts={"kl_controller": worker.kl_controller},
+        )
+        if train_table.dropped:
+            recorder.say(f"{train_table.dropped} rows have overlong prompts and are left out")
+        loop.resume()
+        worker.weights.actor_changed(worker.step)
+        finished = loop.run()
+        report = recorder.close(report=True)
+        if report is not None:
+            print(f"report: {report}")
+        groups.barrier()
+        watch.quiet()
+    stop.restore()
+    return finished
+
+
+def _tables(config: Config) -> tuple[PromptTable, PromptTable | None]:
+    data, codec = config.data, TextCodec(config.actor_rollout_ref.model.tokenizer)
+
+    def load(files: tuple[str, ...]) -> PromptTable:
+        return load_prompt_table(
+            files,
+            codec,
+            max_prompt_length=data.max_prompt_length,
+            filter_overlong=data.filter_overlong_prompts,
+        )
+
+    return load(data.train_files), load(data.val_files) if data.val_files else None
+
+
+def _total_steps(config: Config, rows: int) -> int:
+    size = config.data.train_batch_size
+    if rows < size:
+        raise ValueError(
+            f"data.train_files has {rows} usable rows, fewer than data.train_batch_size={size}"
+        )
+    epochs = config.trainer.total_epochs * (rows // size)
+    wanted = config.trainer.total_training_steps
+    return epochs if wanted is None else wanted
+
+
+def _policies(config: Config, groups: Groups, total: int) -> tuple[Policy, Policy | None]:
+    family = config.actor_rollout_ref
+    policy = build_policy(
+        config,
+        groups,
+        path=family.model.path,
+        optimizer=optimizer_options(config, total),
+        budget=family.actor.ppo_max_token_len_per_gpu,
+    )
+    if not config.needs_reference:
+        return policy, None
+    reference = build_policy(
+        config, groups, path=family.ref_path, optimizer=None, budget=family.ref_token_budget
+    )
+    return policy, reference
+
+
+def _worker(
+    config: Config,
+    groups: Groups,
+    background: BackgroundLoop,
+    stop: StopFlag,
+    policy: Policy,
+    reference: Policy | None,
+    services: Services,
+    train_table: PromptTable,
+    validation: PromptTable | None,
+) -> DAGWorker:
+    family, control = config.actor_rollout_ref, config.algorithm.kl_ctrl
+    engine = RemoteEngine(services.engine_address) if groups.is_leader else None
+    link = EngineLink(engine=engine, loop=background) if groups.is_first and engine else None
+    layout = EngineLayout(
+        dtype=family.rollout_dtype, bucket_bytes=family.rollout.update_bucket_megabytes << 20
+    )
+    proxy_shape = read_model_shape(family.proxy_path)
+    if proxy_shape != policy.shape:
+        raise ValueError(
+            f"actor_rollout_ref.proxy.model.path={family.proxy_path} has another architecture than "
+            "the actor; one engine speaks for both, so their shapes must be equal"
+        )
+    weights = EngineWeights(
+        {
+            "actor": MegatronSource(policy, layout),
+            "proxy": DirectorySource(family.proxy_path, layout, groups),
+        },
+        link,
+        groups,
+        verify=config.trainer.verify_weight_sync,
+    )
+    return DAGWorker(
+        config=config,
+        groups=groups,
+        background=background,
+        stop=stop,
+        policy=policy,
+        reference=reference,
+        engine=engine,
+        reward=_reward(config, services, train_table) if groups.is_leader else None,
+        weights=weights,
+        kl_controller=get_kl_controller(
+            control.type, control.kl_coef, control.target_kl, control.horizon
+        ),
+        train=train_table,
+        validation=validation,
+    )
+
+
+def _reward(config: Config, services: Services, table: PromptTable) -> RewardModelForCritic:
+    client = SandboxClient(
+        services.sandbox_endpoint,
+        attempts=config.sandbox.attempts,
+        max_concurrency=config.sandbox.max_concurrency,
+    )
+    return RewardModelForCritic(
+        [*config.data.train_files, *config.data.val_files],
+        table.codec,
+        num_examine=config.reward.num_examine,
+        run_all_cases=config.reward.run_all_cases,
+        sandbox=client,
+        show_progress=False,
+    )
+
+
+def device_peak_of(config: Config, groups: Groups) -> float:
+    """Peak flop/s of one device; a CPU is measured by every rank at once, as it will be used."""
+    cuda = groups.device.type == "cuda"
+    name = torch.cuda.get_device_name() if cuda else "cpu"
+    groups.barrier()
+    peak = device_peak(
+        name,
+        configured_tflops=config.trainer.peak_tflops_per_device,
+        dtype=config.actor_rollout_ref.model.dtype,
+    )
+    return sum(groups.from_all(peak)) / groups.layout.world_size

@@ -1,0 +1,110 @@
+"""The processes a run starts beside itself: one engine, one sandbox. Rank 0 starts, others connect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.rollout.launch import EngineAddress, EngineProcess, EngineSpec, launch_engine
+from ctrl_megatron.sandbox import EmbeddedSandbox
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarded:
+    """A child process as the failure watch sees it."""
+
+    name: str
+    alive: Callable[[], bool]
+    pid: int
+
+    def died(self) -> str | None:
+        """What happened to it, or None while it lives."""
+        return None if self.alive() else f"the {self.name} (pid {self.pid}) died"
+
+
+@dataclass(slots=True, kw_only=True)
+class Services:
+    """Addresses on every rank; the processes themselves on rank 0."""
+
+    engine_address: EngineAddress | None = None
+    sandbox_endpoint: str = ""
+    engine: EngineProcess | None = None
+    sandbox: EmbeddedSandbox | None = None
+
+    def guarded(self) -> list[Guarded]:
+        """This rank's child processes."""
+        children = [(self.engine, "rollout engine"), (self.sandbox, "sandbox service")]
+        return [Guarded(name=n, alive=c.alive, pid=c.pid) for c, n in children if c is not None]
+
+
+def engine_spec(config: Config, run_dir: Path, model_path: str | None = None) -> EngineSpec:
+    """The configured engine, holding ``model_path`` (default: the actor's initial weights)."""
+    family, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    return EngineSpec(
+        name=rollout.name,
+        model_path=model_path or family.model.path,
+        dtype=family.rollout_dtype,
+        max_model_len=config.max_model_len,
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_gib=rollout.kv_cache_gib,
+        max_num_seqs=rollout.max_num_seqs,
+        enforce_eager=rollout.enforce_eager,
+        seed=rollout.seed,
+        threads=rollout.threads,
+        startup_timeout=rollout.startup_timeout,
+        log_path=str(run_dir / "engine.log"),
+        extra=dict(rollout.engine_kwargs),
+    )
+
+
+class ServiceStart:
+    """Starts what is not already running elsewhere; the engine comes up while models are loaded."""
+
+    def __init__(self, config: Config, groups: Groups, run_dir: Path) -> None:
+        self._config, self._groups = config, groups
+        self._sandbox: EmbeddedSandbox | None = None
+        self._services: Services | None = None
+        self._pool = ThreadPoolExecutor(1)
+        if groups.is_first:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._engine = self._pool.submit(launch_engine, engine_spec(config, run_dir))
+            if not config.sandbox.endpoint:
+                # It ties its life to the thread that starts it, so that is the main thread.
+                self._sandbox = _embedded(config)
+
+    def wait(self) -> Services:
+        """Addresses of both once they answer. Collective."""
+        found = None
+        if self._groups.is_first:
+            self._services = Services(engine=self._engine.result(), sandbox=self._sandbox)
+            endpoint = self._sandbox.endpoint if self._sandbox else self._config.sandbox.endpoint
+            found = (self._services.engine.address, endpoint)
+        address, endpoint = self._groups.from_first(found)
+        self._services = self._services or Services()
+        self._services.engine_address, self._services.sandbox_endpoint = address, str(endpoint)
+        return self._services
+
+    def guarded(self) -> list[Guarded]:
+        """The child processes that run already."""
+        return Services(sandbox=self._sandbox).guarded()
+
+    def stop(self) -> None:
+        """End this rank's child processes, also one that is still starting."""
+        if self._groups.is_first:
+            if self._sandbox is not None:
+                self._sandbox.stop()
+            if not self._engine.cancel() and self._engine.exception() is None:
+                self._engine.result().stop()
+
+
+def _embedded(config: Config) -> EmbeddedSandbox:
+    return EmbeddedSandbox.start(
+        workers=config.sandbox.workers,
+        isolation=config.sandbox.isolation,  # type: ignore[arg-type]
+        start_seconds=config.sandbox.startup_timeout,
+    )

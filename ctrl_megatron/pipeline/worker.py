@@ -1,0 +1,91 @@
+"""What one rank holds during a run; nodes get it as their first argument."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController
+from ctrl_megatron.config import Config
+from ctrl_megatron.metrics import Timeline
+from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.pipeline.interrupt import StopFlag, StopRequested
+from ctrl_megatron.pipeline.prompts_table import PromptTable
+from ctrl_megatron.pipeline.weights import EngineWeights
+from ctrl_megatron.rewards import RewardModelForCritic
+from ctrl_megatron.rollout.engine import Engine
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.05
+
+
+@dataclass(slots=True, kw_only=True)
+class DAGWorker:
+    """Models, services and state of one rank. There is no controller: every rank has one of these."""
+
+    config: Config
+    groups: Groups
+    background: BackgroundLoop
+    stop: StopFlag
+    policy: Policy
+    reference: Policy | None
+    """The frozen KL anchor; None where the objective has no KL."""
+    engine: Engine | None
+    """Given on leaders."""
+    reward: RewardModelForCritic | None
+    """Given on leaders."""
+    weights: EngineWeights
+    kl_controller: FixedKLController | AdaptiveKLController
+    train: PromptTable
+    validation: PromptTable | None
+    timeline: Timeline = field(default_factory=Timeline)
+    step: int = 0
+    """Training steps that are finished."""
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of all log-probs: the sampling temperature, 1 where sampling is greedy."""
+        return self.config.actor_rollout_ref.rollout.temperature or 1.0
+
+    def ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The leader's answer to ``work`` on all ranks of its model copy. Collective over all ranks.
+
+        Raises StopRequested, on all ranks, if a stop is requested while any leader waits.
+        """
+        answer, interrupted = None, False
+        if self.groups.is_leader:
+            future = self.background.submit(work())
+            while not future.done() and not self.stop.is_set:
+                time.sleep(_POLL_SECONDS)
+            interrupted = not future.done()
+            if interrupted:
+                future.cancel()
+            else:
+                answer = future.result()
+        if self.stop.agreed(self.groups, interrupted):
+            raise StopRequested
+        return self.groups.from_leader(answer)
+
+    def means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Global mean of each (values selected by no mask) vector over the data-parallel ranks.
+
+        A name whose vectors are empty on all ranks is left out: there is nothing to report.
+        """
+        names = sorted(values)
+        local = torch.tensor(
+            [[float(values[n].double().sum()), float(values[n].numel())] for n in names],
+            dtype=torch.float64,
+        )
+        totals = self.groups.sum_over_data(local).tolist()
+        return {n: s / c for n, (s, c) in zip(names, totals, strict=True) if c}
+
+
+def texts(field_value: Any) -> Sequence[str]:
+    """A non-tensor field of the batch as a list."""
+    return field_value.tolist() if hasattr(field_value, "tolist") else list(field_value)

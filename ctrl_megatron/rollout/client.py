@@ -1,0 +1,180 @@
+"""``Engine`` over the wire: any process on the engine's host talks to it through this."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from ctrl_megatron.rollout import wire
+from ctrl_megatron.rollout.engine import Chunk, EngineAddress, EngineDied, PauseMode
+from ctrl_megatron.rollout.lifeline import process_gone
+from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
+
+_TAIL_BYTES = 3000
+_EXIT_GRACE = 3.0
+
+
+def log_tail(path: str, size: int = _TAIL_BYTES) -> str:
+    """The end of a log file."""
+    file = Path(path)
+    if not file.is_file():
+        return f"(no log at {path})"
+    with file.open("rb") as handle:
+        handle.seek(max(0, file.stat().st_size - size))
+        return handle.read().decode(errors="replace")
+
+
+def describe_exit(code: int) -> str:
+    """``Popen.returncode`` in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+class RemoteEngine:
+    """``Engine`` at an address. It belongs to the event loop of its first call, in any thread.
+
+    Connection errors become EngineDied with the engine's name, process id, exit and last log lines.
+    ``exit_code`` tells how the process ended, where that is known: in the process that launched it.
+    """
+
+    def __init__(
+        self, address: EngineAddress, exit_code: Callable[[], int | None] | None = None
+    ) -> None:
+        self.address = address
+        self._exit_code = exit_code
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(
+        self, prompts: list[list[int]], params: SamplingParams
+    ) -> list[list[Completion]]:
+        """See ``Engine.generate``."""
+        body = {"prompts": prompts, "params": wire.params_to_json(params)}
+        groups = await self._post("/generate", body)
+        return [[wire.completion_from_json(c) for c in group] for group in groups]
+
+    async def manifest(self) -> tuple[TensorSpec, ...]:
+        """See ``Engine.manifest``."""
+        return wire.specs_from_json(await self._post("/manifest", {}))
+
+    async def update(
+        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[Chunk], version: str
+    ) -> None:
+        """See ``Engine.update``. An error of ``chunks`` fails the update and is raised here."""
+        try:
+            async with self._open().ws_connect(
+                self.address.endpoint + "/update", max_msg_size=0
+            ) as socket:
+                await socket.send_json({"specs": wire.specs_to_json(specs), "version": version})
+                await self._feed(socket, chunks)
+        except (aiohttp.ClientError, OSError) as error:
+            raise await self._died(error) from error
+
+    async def _feed(
+        self, socket: aiohttp.ClientWebSocketResponse, chunks: AsyncIterator[Chunk]
+    ) -> None:
+        while True:
+            message = await socket.receive()
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                raise aiohttp.ClientConnectionError("connection closed during a weight update")
+            said = message.json()
+            if "done" in said:
+                return
+            if "error" in said:
+                raise wire.error_from_json(said["error"])
+            try:
+                chunk = await anext(chunks, None)
+            except BaseException as error:
+                await socket.send_json({"failed": f"{type(error).__name__}: {error}"})
+                await socket.receive()
+                raise
+            await socket.send_json({"end": True} if chunk is None else wire.chunk_to_json(chunk))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See ``Engine.pause``."""
+        await self._post("/pause", {"mode": mode})
+
+    async def resume(self) -> None:
+        """See ``Engine.resume``."""
+        await self._post("/resume", {})
+
+    async def connect(self, group: dict[str, Any]) -> None:
+        """See ``Engine.connect``."""
+        await self._post("/connect", {"group": group})
+
+    async def sleep(self, tags: Sequence[str]) -> None:
+        """See ``Engine.sleep``."""
+        await self._post("/sleep", {"tags": list(tags)})
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """See ``Engine.wake``."""
+        await self._post("/wake", {"tags": list(tags)})
+
+    async def checksums(self) -> dict[str, str]:
+        """See ``Engine.checksums``."""
+        return await self._post("/checksums", {})
+
+    async def version(self) -> str:
+        """See ``Engine.version``."""
+        return await self._post("/version", {})
+
+    async def health(self) -> None:
+        """See ``Engine.health``."""
+        await self._post("/health", {})
+
+    async def close(self) -> None:
+        """Close the connections; the engine goes on (``EngineProcess.stop`` ends it)."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                # Unlimited: a pause must never queue behind running generations.
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0),
+                headers={"Authorization": f"Bearer {self.address.token}"},
+            )
+        return self._session
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        try:
+            async with self._open().post(self.address.endpoint + path, json=body) as response:
+                if response.status not in (200, 500):
+                    raise ValueError(
+                        f"{self.address.name} refused {path} with status {response.status}; is the "
+                        "address the one of this launch?"
+                    )
+                data = await response.json()
+        except (aiohttp.ClientError, OSError) as error:
+            raise await self._died(error) from error
+        if "error" in data:
+            raise wire.error_from_json(data["error"])
+        return data["result"]
+
+    async def _died(self, error: BaseException) -> EngineDied:
+        """The error to raise when the connection failed, with all that can be known."""
+        address, deadline = self.address, time.monotonic() + _EXIT_GRACE
+        code = None
+        while code is None and time.monotonic() < deadline:
+            if self._exit_code is not None:
+                code = self._exit_code()
+            elif process_gone(address.pid):
+                break
+            await asyncio.sleep(0.05)
+        if code is not None:
+            ending = describe_exit(code)
+        elif process_gone(address.pid):
+            ending = "is gone"
+        else:
+            ending = f"still runs but does not answer ({type(error).__name__}: {error})"
+        return EngineDied(
+            f"engine {address.name} (pid {address.pid}, seen from pid {os.getpid()}) {ending}; "
+            f"the end of its log {address.log_path}:\n{log_tail(address.log_path)}"
+        )

@@ -1,0 +1,136 @@
+"""Batched decoding with a transformers model: left padding, KV cache, rows end one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ctrl_megatron.rollout.gate import Gate
+from ctrl_megatron.rollout.sampling import draw, temper
+from ctrl_megatron.types import Completion, FinishReason, SamplingParams, VersionSpan
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One completion in the making."""
+
+    prompt: Sequence[int]
+    stream: torch.Generator
+    epoch: int
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def take(self, token: int, log_prob: float, version: str, params: SamplingParams) -> None:
+        """Append a drawn token and see whether it ends the completion."""
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        self.versions.append(version)
+        if token in params.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == params.max_tokens:
+            self.finish_reason = "length"
+
+    def completion(self) -> Completion:
+        """The finished record."""
+        assert self.finish_reason is not None
+        return Completion(
+            token_ids=tuple(self.tokens),
+            log_probs=tuple(self.log_probs),
+            finish_reason=self.finish_reason,
+            spans=spans(self.versions),
+        )
+
+
+def spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
+    """Runs of equal versions."""
+    starts = [i for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
+    borders = [*starts, len(versions)]
+    return tuple(VersionSpan(versions[s], s, e) for s, e in pairwise(borders))
+
+
+class Batch:
+    """Rows that step together, with the KV cache of the weights called ``version``."""
+
+    def __init__(self, model: Any, rows: Sequence[Row], params: SamplingParams) -> None:
+        self._model, self._params = model, params
+        self.alive = list(rows)
+        self._cached: list[Row] = []
+        self._cache: Any = None
+        self._mask = torch.empty(0)
+        self._version = ""
+
+    def step(self, version: str) -> None:
+        """Give every living row one token."""
+        stale = self._cache is None or version != self._version
+        logits = self._prefill() if stale else self._decode()
+        self._version = version
+        log_probs = temper(logits, self._params.temperature)
+        tokens = draw(log_probs, self._params, [row.stream for row in self.alive])
+        chosen = log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+        for row, token, log_prob in zip(self.alive, tokens.tolist(), chosen.tolist(), strict=True):
+            row.take(token, log_prob, version, self._params)
+        self.alive = [row for row in self.alive if row.finish_reason is None]
+
+    def _prefill(self) -> torch.Tensor:
+        """Run all tokens so far; (B, V) logits of the next one."""
+        texts = [[*row.prompt, *row.tokens] for row in self.alive]
+        width, device = max(map(len, texts)), self._model.device
+        padded = [[0] * (width - len(text)) + text for text in texts]
+        real = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
+        self._mask = torch.tensor(real, device=device)
+        self._cache = None
+        return self._forward(torch.tensor(padded, device=device))
+
+    def _decode(self) -> torch.Tensor:
+        """Run the last token of each row behind the cache; (B, V) logits of the next one."""
+        if len(self.alive) < len(self._cached):
+            places = {id(row): place for place, row in enumerate(self._cached)}
+            keep = torch.tensor([places[id(row)] for row in self.alive], device=self._mask.device)
+            self._cache.batch_select_indices(keep)
+            self._mask = self._mask[keep]
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.alive), 1)], dim=1)
+        last = [[row.tokens[-1]] for row in self.alive]
+        return self._forward(torch.tensor(last, device=self._mask.device))
+
+    def _forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        output = self._model(
+            input_ids=input_ids,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self._cache, self._cached = output.past_key_values, list(self.alive)
+        return output.logits[:, -1]
+
+
+def decode_all(
+    model: Any,
+    rows: Sequence[Row],
+    params: SamplingParams,
+    *,
+    max_rows: int,
+    gate: Gate,
+    version: Callable[[], str],
+) -> None:
+    """Finish every row, ``max_rows`` at a time; rows of an aborted epoch finish as ``abort``."""
+    for first in range(0, len(rows), max_rows):
+        batch = Batch(model, rows[first : first + max_rows], params)
+        while batch.alive:
+            if not gate.enter(batch.alive[0].epoch):
+                for row in batch.alive:
+                    row.finish_reason = "abort"
+                break
+            try:
+                with torch.inference_mode():
+                    batch.step(version())
+            finally:
+                gate.leave()

@@ -1,0 +1,182 @@
+"""What every rollout engine offers, and what passes between engine and trainer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Literal, Protocol
+
+from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
+
+PauseMode = Literal["abort", "keep"]
+"""``abort`` ends running completions with finish reason ``abort``; ``keep`` freezes them: they go
+on after ``resume``, with the weights in force then."""
+
+ENGINE_MODULES = {"hf": "transformers", "vllm": "vllm"}
+
+
+class EngineError(RuntimeError):
+    """The engine failed for a reason that is not the caller's."""
+
+
+class EngineDied(EngineError):
+    """The engine's process is gone or no longer answers; it has to be launched again."""
+
+
+class EngineBroken(EngineError):
+    """A weight update failed half-way; the engine holds a mixture and refuses to generate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Everything needed to start one engine."""
+
+    name: str
+    """``vllm``, ``hf`` or ``sglang``."""
+    model_path: str
+    """HF directory with ``config.json`` and safetensors."""
+    dtype: str = "bfloat16"
+    """``bfloat16`` or ``float32``: what the engine computes in and holds."""
+    label: str = ""
+    """What errors and logs call this engine, e.g. ``actor``; ``name`` where empty."""
+    max_model_len: int = 2048
+    """Longest prompt plus completion, in tokens."""
+    max_num_seqs: int = 64
+    """Most sequences decoded together."""
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    """Share of each GPU for weights and KV cache."""
+    kv_cache_gib: float | None = None
+    """Size of the KV cache on a CPU, in GiB; None is 2."""
+    enforce_eager: bool = True
+    seed: int = 0
+    """Seed of draws that have no ``SamplingParams.seed``."""
+    threads: int | None = None
+    """CPU threads the engine computes with; None leaves the choice to the engine."""
+    initial_version: str = "initial"
+    """What the weights in ``model_path`` are called until the first update."""
+    startup_timeout: float = 600.0
+    """Seconds until a start counts as failed."""
+    log_path: str | None = None
+    """Where the process writes; None makes a file in the temporary directory."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """More arguments of the engine's own constructor (vLLM: ``AsyncEngineArgs``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAddress:
+    """How any process on the engine's host reaches it. Plain data: send it to other ranks."""
+
+    name: str
+    endpoint: str
+    """``http://127.0.0.1:PORT``."""
+    token: str = field(repr=False)
+    pid: int
+    log_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor's place in a chunk: ``spec``'s bytes, contiguous, from byte ``offset`` on."""
+
+    spec: TensorSpec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Whole tensors lying in the POSIX shared memory called ``segment`` (a file in /dev/shm)."""
+
+    segment: str
+    slots: tuple[Slot, ...]
+
+
+class Engine(Protocol):
+    """An engine as the trainer sees it. All methods may be called concurrently."""
+
+    async def generate(
+        self, prompts: list[list[int]], params: SamplingParams
+    ) -> list[list[Completion]]:
+        """Draw ``params.n`` completions per prompt, in the order of the prompts.
+
+        Only ``params.stop_token_ids`` and ``params.max_tokens`` end a completion. With
+        ``params.seed`` set, sample j of row i draws from a stream of its own, derived from
+        (seed, i, j). Raises ValueError for prompts that do not fit, EngineBroken, EngineDied.
+        """
+        ...
+
+    async def manifest(self) -> tuple[TensorSpec, ...]:
+        """The HF tensors an update must bring, in the engine's dtype; a tied head is absent."""
+        ...
+
+    async def update(
+        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[Chunk], version: str
+    ) -> None:
+        """Replace all weights; completions drawn afterwards carry ``version``.
+
+        ``specs`` is checked against the manifest first: ValueError leaves the engine untouched.
+        The next chunk is pulled only when the previous one has been read, so its memory may be
+        used again then. Running completions freeze meanwhile and go on with the new weights; all
+        caches are dropped. EngineError on a failure after the first chunk: the engine is broken.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop drawing. Requests that arrive while paused wait for ``resume``."""
+        ...
+
+    async def resume(self) -> None:
+        """Draw again."""
+        ...
+
+    async def connect(self, group: dict[str, Any]) -> None:
+        """Join a process group of the trainer that carries weights. NotImplementedError so far."""
+        ...
+
+    async def sleep(self, tags: Sequence[str]) -> None:
+        """Free device memory: ``weights``, ``kv_cache``. Nothing to free on a CPU."""
+        ...
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Undo ``sleep``."""
+        ...
+
+    async def checksums(self) -> dict[str, str]:
+        """HF name -> ``tensor_digest`` of the weights that the engine computes with."""
+        ...
+
+    async def version(self) -> str:
+        """Name of the weights in force."""
+        ...
+
+    async def health(self) -> None:
+        """Return if the engine works; raise what is wrong with it otherwise."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the engine (an embedded one frees its model, a remote one its connections)."""
+        ...
+
+
+def available_engines() -> tuple[str, ...]:
+    """Names of the engines whose library is installed."""
+    return tuple(name for name, module in ENGINE_MODULES.items() if find_spec(module))
+
+
+def default_engine() -> str:
+    """``vllm`` where it is installed, else ``hf``."""
+    return "vllm" if "vllm" in available_engines() else "hf"
+
+
+def require_engine(name: str) -> None:
+    """ValueError if the engine ``name`` cannot be started here, with the remedy."""
+    if name == "sglang":
+        raise ValueError("engine 'sglang' is not available yet; use 'vllm' or 'hf'")
+    if name not in ENGINE_MODULES:
+        raise ValueError(f"unknown engine {name!r}; use one of {sorted(ENGINE_MODULES)}")
+    if name not in available_engines():
+        raise ValueError(
+            f"engine {name!r} is not installed here; install the extra that brings "
+            f"{ENGINE_MODULES[name]!r}, or use one of {available_engines()}"
+        )

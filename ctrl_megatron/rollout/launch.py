@@ -1,0 +1,176 @@
+"""Starts engines in processes of their own and ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ctrl_megatron.config.environment import child_environment
+from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, log_tail
+from ctrl_megatron.rollout.engine import EngineAddress, EngineDied, EngineSpec, require_engine
+from ctrl_megatron.rollout.lifeline import end_group
+from ctrl_megatron.rollout.manifest import read_manifest
+
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+_HOST = "ctrl_megatron.rollout.host"
+_KILL_SECONDS = 10.0
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+_VLLM = {
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+    # The runner whose sampler ``vllm_worker.Untruncated`` knows.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # Worker groups of one host talk over loopback.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # Pinned threads of several engines and trainer ranks would sit on the same cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+def engine_environment(spec: EngineSpec) -> dict[str, str]:
+    """The environment of the engine's process: ours, without what makes it a trainer rank."""
+    kept = child_environment()
+    # torchrun sets this to 1 for each of its ranks.
+    kept.pop("OMP_NUM_THREADS", None)
+    path = os.pathsep.join(filter(None, (_PACKAGE_PARENT, kept.get("PYTHONPATH"))))
+    chosen = {**_OFFLINE, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    if spec.name == "vllm":
+        chosen |= _VLLM
+    if spec.threads:
+        chosen["OMP_NUM_THREADS"] = str(spec.threads)
+    return {**kept, **chosen}
+
+
+def _command(name: str, ready_fd: int) -> list[str]:
+    return [sys.executable, "-m", _HOST, "--engine", name, "--ready-fd", str(ready_fd)]
+
+
+class EngineProcess:
+    """A launched engine. The process that launched it owns it: when that ends, the engine ends."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        require_engine(spec.name)
+        read_manifest(spec.model_path, spec.dtype)
+        self.spec, self.token = spec, secrets.token_urlsafe(32)
+        self.name, self.endpoint = spec.label or spec.name, ""
+        self.log_path = spec.log_path or self._temporary_log()
+        self._deadline = time.monotonic() + spec.startup_timeout
+        self._ready, ready_child = os.pipe()
+        with open(self.log_path, "ab") as log:
+            self._popen = subprocess.Popen(
+                _command(spec.name, ready_child),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(ready_child,),
+                env=engine_environment(spec),
+                start_new_session=True,
+            )
+        os.close(ready_child)
+        assert self._popen.stdin is not None
+        # The pipe stays open: the engine lives as long as it does.
+        self._popen.stdin.write(
+            json.dumps({"spec": asdict(spec), "token": self.token}).encode() + b"\n"
+        )
+        self._popen.stdin.flush()
+
+    def _temporary_log(self) -> str:
+        descriptor, path = tempfile.mkstemp(prefix=f"ctrl-engine-{self.name}-", suffix=".log")
+        os.close(descriptor)
+        return path
+
+    @property
+    def pid(self) -> int:
+        """Process id of the host, which is also the id of its process group."""
+        return self._popen.pid
+
+    @property
+    def address(self) -> EngineAddress:
+        """What another rank needs to connect."""
+        return EngineAddress(
+            name=self.name,
+            endpoint=self.endpoint,
+            token=self.token,
+            pid=self.pid,
+            log_path=self.log_path,
+        )
+
+    def connect(self) -> RemoteEngine:
+        """A client that also knows how the process ended."""
+        return RemoteEngine(self.address, self._popen.poll)
+
+    def alive(self) -> bool:
+        """Whether the host still runs."""
+        return self._popen.poll() is None
+
+    def wait_ready(self) -> None:
+        """Return when the engine can generate. EngineDied with the log's end if it never will."""
+        while True:
+            if select.select([self._ready], [], [], 0.2)[0] or not self.alive():
+                break
+            if time.monotonic() > self._deadline:
+                self._fail(f"was not ready within {self.spec.startup_timeout:g} s")
+        text = os.read(self._ready, 4096) if self.alive() else b""
+        if not text:
+            # Nothing can come any more: the host has ended, or is about to.
+            self._fail(describe_exit(self._popen.wait(_KILL_SECONDS)) + " while starting")
+        self.endpoint = f"http://127.0.0.1:{json.loads(text)['port']}"
+
+    def _fail(self, what: str) -> None:
+        self.stop()
+        raise EngineDied(
+            f"engine {self.name} (pid {self.pid}) {what}; the end of its log {self.log_path}:\n"
+            f"{log_tail(self.log_path)}"
+        )
+
+    def stop(self) -> None:
+        """End the engine and everything it started; returns when all of it is gone."""
+        left = end_group(self.pid)
+        if left:
+            raise RuntimeError(f"processes {left} of engine {self.name} cannot be killed")
+        self._popen.wait()
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+        if self._ready >= 0:
+            os.close(self._ready)
+            self._ready = -1
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def launch_engines(specs: Sequence[EngineSpec]) -> tuple[EngineProcess, ...]:
+    """Start several engines at the same time; if one fails, none is left."""
+    started: list[EngineProcess] = []
+    try:
+        for spec in specs:
+            started.append(EngineProcess(spec))
+        for process in started:
+            process.wait_ready()
+    except BaseException:
+        for process in started:
+            process.stop()
+        raise
+    return tuple(started)
+
+
+def launch_engine(spec: EngineSpec) -> EngineProcess:
+    """Start an engine and wait until it can generate.
+
+    ValueError if the engine is not installed or ``model_path`` is no model directory; EngineDied,
+    with the end of the log, if the process dies or is not ready within ``startup_timeout``.
+    """
+    return launch_engines([spec])[0]

@@ -1,0 +1,247 @@
+"""vLLM (0.32 or later) behind the ``Engine`` protocol, through its public ``AsyncLLM``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from ctrl_megatron.rollout.engine import Chunk, EngineDied, EngineSpec, PauseMode
+from ctrl_megatron.rollout.manifest import read_manifest, read_model_config
+from ctrl_megatron.rollout.requests import check_request, stream_seed
+from ctrl_megatron.rollout.update import WeightState
+from ctrl_megatron.rollout.wire import chunk_to_json
+from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
+
+# Names, not imports: the worker module must first be imported by vLLM's workers.
+_BACKEND = "ctrl_shared_memory"
+_EXTENSION = "ctrl_megatron.rollout.vllm_worker.WorkerExtension"
+_CPU_KV_CACHE_GIB = 2.0
+
+
+def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
+    """vLLM's arguments for ``spec``."""
+    gib = spec.kv_cache_gib or _CPU_KV_CACHE_GIB
+    chosen: dict[str, Any] = {
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "gpu_memory_utilization": spec.gpu_memory_utilization,
+        "kv_cache_memory_bytes": int(gib * 2**30) if current_platform.is_cpu() else None,
+        "enforce_eager": spec.enforce_eager,
+        "seed": spec.seed,
+        # Texts never pass here, and the directory's generation_config.json must not change draws.
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=_BACKEND),
+        "worker_extension_cls": _EXTENSION,
+        "disable_log_stats": True,
+    }
+    if current_platform.is_cpu():
+        # A prompt that is cut in two makes vLLM rewind the request's generator, which CPU
+        # generators cannot do: whole prompts only.
+        chosen |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(spec.max_model_len, 4096),
+        }
+    return AsyncEngineArgs(**{**chosen, **spec.extra})
+
+
+def vllm_params(params: SamplingParams, row: int, sample: int) -> VllmSamplingParams:
+    """vLLM's parameters for one completion."""
+    return VllmSamplingParams(
+        n=1,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=None if params.seed is None else stream_seed(params.seed, row, sample),
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+class VllmEngine:
+    """``Engine`` on ``AsyncLLM``; build it inside a running event loop."""
+
+    def __init__(self, spec: EngineSpec, llm: AsyncLLM) -> None:
+        self._spec, self._llm = spec, llm
+        self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
+        self._state = WeightState(read_manifest(spec.model_path, spec.dtype), spec.initial_version)
+        self._resume_after = True
+
+    @classmethod
+    async def build(cls, spec: EngineSpec) -> VllmEngine:
+        """Start vLLM's processes and load the model; returns when it can generate."""
+        if current_platform.is_cpu() and spec.enforce_eager:
+            # The sampler compiles small kernels on first use, which needs a C++ compiler.
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        engine = cls(spec, AsyncLLM.from_engine_args(engine_args(spec)))
+        await engine._llm.collective_rpc("ctrl_prepare")
+        await engine._llm.update_weight_version(spec.initial_version)
+        return engine
+
+    async def generate(
+        self, prompts: list[list[int]], params: SamplingParams
+    ) -> list[list[Completion]]:
+        """See ``Engine.generate``."""
+        self._state.require_whole()
+        check_request(
+            prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
+        )
+        tasks = [
+            asyncio.create_task(self._one(prompt, vllm_params(params, i, j)))
+            for i, prompt in enumerate(prompts)
+            for j in range(params.n)
+        ]
+        try:
+            done = await asyncio.gather(*tasks)
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM's engine core died: {error}") from error
+        finally:
+            for task in tasks:
+                task.cancel()
+        self._state.require_whole()
+        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+
+    async def _one(self, prompt: list[int], params: VllmSamplingParams) -> Completion:
+        stream = self._llm.generate(
+            {"prompt_token_ids": prompt}, params, request_id=uuid.uuid4().hex
+        )
+        (final,) = [request async for request in stream]
+        output = final.outputs[0]
+        tokens = tuple(output.token_ids)
+        steps: Any = output.logprobs or []
+        reason = output.finish_reason
+        if reason not in ("stop", "length", "abort"):
+            raise RuntimeError(f"vLLM ended a completion with finish reason {reason!r}")
+        return Completion(
+            token_ids=tokens,
+            log_probs=tuple(s[t].logprob for s, t in zip(steps, tokens, strict=True)),
+            finish_reason=reason,
+            spans=tuple(
+                VersionSpan(span.version, span.start, span.end)
+                for span in output.weight_versions or ()
+            ),
+        )
+
+    async def manifest(self) -> tuple[TensorSpec, ...]:
+        """See ``Engine.manifest``."""
+        return self._state.manifest
+
+    async def update(
+        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[Chunk], version: str
+    ) -> None:
+        """See ``Engine.update``. Frozen completions recompute their KV cache afterwards."""
+        await self._state.replace(
+            specs,
+            chunks,
+            version,
+            begin=self._begin,
+            read=self._read,
+            commit=self._commit,
+            fail=self._fail,
+        )
+
+    async def _begin(self) -> None:
+        self._resume_after = not await self._llm.is_paused()
+        # vLLM must not step while its weights are half loaded: that kills its engine core.
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._llm.start_weight_update()
+
+    async def _read(self, chunk: Chunk) -> None:
+        info = chunk_to_json(chunk)
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    async def _commit(self, version: str) -> None:
+        await self._llm.finish_weight_update(weight_version=version)
+        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not flush its prefix cache")
+        if self._resume_after:
+            await self._llm.resume_generation()
+
+    async def _fail(self) -> None:
+        await self._llm.pause_generation(mode="abort", clear_cache=False)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See ``Engine.pause``."""
+        await self._llm.pause_generation(mode=mode, clear_cache=mode == "abort")
+
+    async def resume(self) -> None:
+        """See ``Engine.resume``."""
+        self._state.require_whole()
+        await self._llm.resume_generation()
+
+    async def connect(self, group: dict[str, Any]) -> None:
+        """See ``Engine.connect``."""
+        raise NotImplementedError("engine 'vllm' takes weights through shared memory only")
+
+    async def sleep(self, tags: Sequence[str]) -> None:
+        """See ``Engine.sleep``; needs ``extra={"enable_sleep_mode": True}`` on a GPU."""
+        if not self._can_sleep():
+            return
+        if set(tags) == {"kv_cache"}:
+            await self._llm.release_kv_cache_memory()
+        else:
+            await self._llm.sleep(level=1, mode="keep")
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """See ``Engine.wake``."""
+        if self._can_sleep():
+            await self._llm.wake_up(list(tags))
+
+    def _can_sleep(self) -> bool:
+        if current_platform.is_cpu():
+            return False
+        if not self._spec.extra.get("enable_sleep_mode"):
+            raise ValueError("to sleep, launch vllm with extra={'enable_sleep_mode': True}")
+        return True
+
+    async def checksums(self) -> dict[str, str]:
+        """Digests of the weights read back from vLLM's layers, un-fused and gathered.
+
+        RuntimeError if the layers do not give back exactly the manifest's tensors.
+        """
+        self._state.require_whole()
+        parts: list[dict[str, str]] = await self._llm.collective_rpc("ctrl_checksums")
+        held = {name: digest for part in parts for name, digest in part.items()}
+        wanted = {spec.name for spec in self._state.manifest}
+        if held.keys() != wanted:
+            raise RuntimeError(
+                "vLLM's layers cannot be read back under their HF names; differing: "
+                f"{sorted(held.keys() ^ wanted)[:5]}"
+            )
+        return held
+
+    async def version(self) -> str:
+        """See ``Engine.version``."""
+        return await self._llm.get_weight_version()
+
+    async def health(self) -> None:
+        """See ``Engine.health``; EngineDied if vLLM's own processes are gone."""
+        try:
+            await self._llm.check_health()
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM's engine core died: {error}") from error
+        self._state.require_whole()
+
+    async def close(self) -> None:
+        """End vLLM's processes."""
+        self._llm.shutdown()

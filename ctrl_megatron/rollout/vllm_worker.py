@@ -1,0 +1,228 @@
+"""What runs inside vLLM's worker processes: reading chunks, reading weights back, log-probs.
+
+vLLM imports this module in each worker because ``worker_extension_cls`` names it; the import
+registers the weight transfer. Only vLLM 0.32's own interfaces are used, apart from ``Untruncated``
+(see there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    tensor_model_parallel_all_gather,
+)
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from ctrl_megatron.rollout.digest import digest_all, tensor_digest
+from ctrl_megatron.rollout.segment import open_chunk
+from ctrl_megatron.rollout.wire import chunk_from_json
+
+BACKEND = "ctrl_shared_memory"
+EXTENSION = "ctrl_megatron.rollout.vllm_worker.WorkerExtension"
+_PROBE_ROWS = 256
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Shared memory needs no rendezvous."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One chunk, as ``wire.chunk_to_json`` writes it."""
+
+    segment: str
+    specs: list[list[Any]]
+    offsets: list[int]
+
+
+class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Every worker maps the chunk; the model's own weight loaders take the worker's share."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        """Bring the model back to the form in which checkpoints are loaded."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load a chunk. It is copied first: loaders keep tensors until a layer is whole."""
+        chunk = chunk_from_json(
+            {
+                "segment": update_info.segment,
+                "specs": update_info.specs,
+                "offsets": update_info.offsets,
+            }
+        )
+        dtype = self.model_config.dtype
+        model: Any = self.model
+        model.load_weights(
+            (name, view.to(self.device, dtype, copy=True)) for name, view in open_chunk(chunk)
+        )
+
+    def finish_weight_update(self) -> None:
+        """Bring the model back to the form in which it computes."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        for module in self.model.modules():
+            # A tied head shares the embedding's weight but packs a copy of its own on a CPU,
+            # which the reload does not renew.
+            if isinstance(module, VocabParallelEmbedding) and _is_packed(module):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
+
+
+class Untruncated(torch.nn.Module):
+    """Returns log-probs from before top-k and top-p; vLLM's "processed" ones come from after.
+
+    Stands in for ``Sampler.topk_topp_sampler`` of vLLM's first model runner (launch selects that
+    runner).
+    """
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(B,) tokens and (B, V) fp32 log-probs."""
+        if k is None and p is None:
+            return self.inner(logits, generators, k, p)
+        log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        tokens, _ = self.inner(logits, generators, k, p)
+        return tokens, log_probs
+
+
+def _is_packed(module: torch.nn.Module) -> bool:
+    return hasattr(module, "cpu_linear")
+
+
+def _computed_weight(module: Any, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """(out, in) weight that the layer multiplies with.
+
+    On a CPU vLLM keeps weights only in a packed form. Then the layer is applied to the rows of the
+    identity matrix, which returns the columns of its weight exactly (one product per output, the
+    rest zeros).
+    """
+    if not _is_packed(module):
+        return module.weight
+    identity = torch.eye(width, dtype=dtype, device=module.weight.device)
+    columns = [
+        module.quant_method.apply(module, identity[i : i + _PROBE_ROWS])
+        for i in range(0, width, _PROBE_ROWS)
+    ]
+    return torch.cat(columns).t().contiguous()
+
+
+def _whole_parts(module: Any, local: torch.Tensor) -> list[torch.Tensor]:
+    """A column-parallel weight or bias of this rank -> its HF tensors, gathered from all ranks."""
+    if not isinstance(module, MergedColumnParallelLinear | QKVParallelLinear):
+        return [tensor_model_parallel_all_gather(local, 0)]
+    sizes = [size // module.tp_size for size in module.output_sizes]
+    parts = [tensor_model_parallel_all_gather(p.contiguous(), 0) for p in local.split(sizes)]
+    copies = getattr(module, "num_kv_head_replicas", 1)
+    if copies == 1:
+        return parts
+    heads = [p.view(-1, size, *p.shape[1:]) for p, size in zip(parts[1:], sizes[1:], strict=True)]
+    return [parts[0], *(h[::copies].flatten(0, 1) for h in heads)]
+
+
+def _linear(module: Any, dtype: torch.dtype) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """("weight" or "bias", HF tensors of the layer in the order of their fusion)."""
+    width = getattr(module, "input_size_per_partition", module.input_size)
+    weight = _computed_weight(module, width, dtype)
+    bias = getattr(module, "bias", None)
+    if isinstance(module, RowParallelLinear):
+        yield "weight", [tensor_model_parallel_all_gather(weight, 1)]
+        if bias is not None:
+            yield "bias", [bias]
+    elif isinstance(module, ColumnParallelLinear):
+        yield "weight", _whole_parts(module, weight)
+        if bias is not None:
+            yield "bias", _whole_parts(module, bias)
+    else:
+        yield "weight", [weight]
+        if bias is not None:
+            yield "bias", [bias]
+
+
+def held_tensors(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF name, whole tensor) of everything the model computes with. Collective over tensor ranks.
+
+    RuntimeError if a tied head computes with something else than the embedding.
+    """
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    embedding: Any = None
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        if isinstance(module, LinearBase):
+            for kind, tensors in _linear(module, dtype):
+                for name, tensor in zip(fused.get(leaf, [leaf]), tensors, strict=True):
+                    yield ".".join(filter(None, (parent, name, kind))), tensor.to(dtype)
+        elif isinstance(module, VocabParallelEmbedding):
+            is_head = leaf == "lm_head"
+            if is_head:
+                used = _computed_weight(module, module.embedding_dim, dtype)
+            else:
+                used = embedding = torch.as_tensor(module.weight)
+            if is_head and model.config.tie_word_embeddings and embedding is not None:
+                if tensor_digest(used) != tensor_digest(embedding):
+                    raise RuntimeError("the tied output head differs from the embedding")
+                continue
+            whole = tensor_model_parallel_all_gather(used, 0)
+            yield f"{path}.weight", whole[: module.org_vocab_size]
+        else:
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}" if path else name, parameter
+
+
+class WorkerExtension:
+    """Methods added to vLLM's worker, reached through ``AsyncLLM.collective_rpc``."""
+
+    def ctrl_prepare(self: Any) -> None:
+        """Once, after start: log-probs from before truncation."""
+        sampler = self.model_runner.sampler
+        sampler.topk_topp_sampler = Untruncated(sampler.topk_topp_sampler)
+
+    def ctrl_checksums(self: Any) -> dict[str, str]:
+        """Digests of this pipeline stage's tensors; only the first tensor rank gives them."""
+        model = self.model_runner.get_model()
+        with torch.inference_mode():
+            digests = digest_all(held_tensors(model, self.model_config.dtype))
+        return digests if get_tensor_model_parallel_rank() == 0 else {}

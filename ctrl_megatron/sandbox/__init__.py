@@ -1,0 +1,49 @@
+"""Execution of untrusted programs: service, isolation, graders and the asynchronous client."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ctrl_megatron.sandbox.client import ClientCounters, SandboxClient, SandboxError
+    from ctrl_megatron.sandbox.embedded import EmbeddedSandbox
+    from ctrl_megatron.sandbox.limits import SandboxLimits
+    from ctrl_megatron.sandbox.wire import (
+        EvalResult,
+        RunCodeRequest,
+        RunCodeResponse,
+        SubmitRequest,
+    )
+
+_HOME = {
+    "ClientCounters": "client",
+    "SandboxClient": "client",
+    "SandboxError": "client",
+    "EmbeddedSandbox": "embedded",
+    "SandboxLimits": "limits",
+    "EvalResult": "wire",
+    "RunCodeRequest": "wire",
+    "RunCodeResponse": "wire",
+    "SubmitRequest": "wire",
+}
+
+__all__ = [
+    "ClientCounters",
+    "EmbeddedSandbox",
+    "EvalResult",
+    "RunCodeRequest",
+    "RunCodeResponse",
+    "SandboxClient",
+    "SandboxError",
+    "SandboxLimits",
+    "SubmitRequest",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, because the jail's processes import their modules from this package and must stay free
+    # of everything but the standard library.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

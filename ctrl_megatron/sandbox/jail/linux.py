@@ -1,0 +1,130 @@
+"""The few system calls that Python does not wrap, through ctypes; errors name the call."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_CAPBSET_DROP = 24
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAP_AMBIENT = 47
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+
+_LAST_CAPABILITY = 40
+_CAPABILITY_VERSION_3 = 0x20080522
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+class KernelRefusal(OSError):
+    """The kernel refused a call; the text names the call, the reason and the error number."""
+
+    def __init__(self, call: str, number: int) -> None:
+        super().__init__(number, f"{call}: {os.strerror(number)} (errno {number})")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def machine() -> str:
+    """``x86_64`` or ``aarch64``; any other machine raises ``KernelRefusal``."""
+    name = platform.machine()
+    if name not in _PIVOT_ROOT:
+        raise KernelRefusal(f"system call table of {name}", 38)
+    return name
+
+
+def _check(result: int, call: str) -> int:
+    if result < 0:
+        raise KernelRefusal(call, ctypes.get_errno())
+    return result
+
+
+def syscall(call: str, number: int, *arguments: object) -> int:
+    """Raw system call; integers are passed as 64-bit values. Raises ``KernelRefusal``."""
+    converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    return _check(_libc.syscall(ctypes.c_long(number), *converted), call)
+
+
+def prctl(option: int, *arguments: object) -> int:
+    """``prctl(2)``. Raises ``KernelRefusal``."""
+    padded = [*arguments, 0, 0, 0, 0][:4]
+    converted = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in padded]
+    return _check(_libc.prctl(option, *converted), f"prctl({option})")
+
+
+def unshare(flags: int) -> None:
+    """``unshare(2)``. Raises ``KernelRefusal``."""
+    _check(_libc.unshare(flags), f"unshare({flags:#x})")
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """``mount(2)``. Raises ``KernelRefusal``."""
+    result = _libc.mount(
+        source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
+    )
+    _check(result, f"mount({target}, {kind or 'bind'}, {flags:#x})")
+
+
+def unmount(target: str) -> None:
+    """Detach a mount. Raises ``KernelRefusal``."""
+    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount({target})")
+
+
+def pivot_root(new_root: str) -> None:
+    """Make ``new_root`` (a mount point) the root and let go of the old one. Raises
+    ``KernelRefusal``.
+    """
+    os.chdir(new_root)
+    # The old root lands on top of the new one and is detached at once, so no directory for it is
+    # needed.
+    syscall("pivot_root", _PIVOT_ROOT[machine()], b".", b".")
+    unmount(".")
+    os.chdir("/")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability for good: bounding, ambient, effective, permitted and inheritable
+    set.
+    """
+    for capability in range(_LAST_CAPABILITY + 1):
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except KernelRefusal:
+            break  # without CAP_SETPCAP there is nothing in the set that could be gained anyway
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    syscall("capset", _CAPSET[machine()], header, (ctypes.c_uint32 * 6)())
+
+
+def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
+    """Ask for a signal when the parent ends; exit at once if ``parent`` (a pid) is gone already."""
+    prctl(PR_SET_PDEATHSIG, int(number))
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)

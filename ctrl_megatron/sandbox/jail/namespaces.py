@@ -1,0 +1,129 @@
+"""A root file system with nothing of the machine's data, and namespaces around a worker and around
+each job.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+
+from ctrl_megatron.sandbox.jail import linux
+
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+_WORKER = (
+    linux.CLONE_NEWUSER
+    | linux.CLONE_NEWNS
+    | linux.CLONE_NEWNET
+    | linux.CLONE_NEWIPC
+    | linux.CLONE_NEWUTS
+    | linux.CLONE_NEWCGROUP
+)
+_STATVFS_TO_MOUNT = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
+TMP = "/tmp"
+
+
+def library_paths() -> tuple[str, ...]:
+    """Directories that a Python program reads: shared libraries, this interpreter's library, time
+    zones.
+    """
+    system = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64")
+    own = os.path.join(os.path.realpath(sys.base_prefix), "lib")
+    paths = [path for path in (*system, "/usr/share/zoneinfo") if os.path.exists(path)]
+    if not own.startswith("/usr/lib"):
+        paths.append(own)
+    return tuple(paths)
+
+
+def enter_worker(staging: str, user: int | None) -> None:
+    """Move this process into a world of its own: new root, no network, unprivileged.
+
+    ``staging`` is an empty directory to build the root on. ``user`` is the id that a process
+    started as root takes on; None keeps the own one. Raises ``KernelRefusal`` when the kernel
+    grants less than all of it.
+    """
+    process = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
+    try:
+        if user is None:
+            _new_user_namespace(process)
+            _build_root(staging, library_paths())
+        else:
+            # As root first: the interpreter may live where the unprivileged user cannot look.
+            linux.unshare(linux.CLONE_NEWNS)
+            _build_root(staging, library_paths())
+            become(user)
+            _new_user_namespace(process)
+    finally:
+        os.close(process)
+
+
+def become(user: int) -> None:
+    """Give up root for an unprivileged user and group id."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    # Changing ids makes /proc/self/uid_map root's; dumpable gives it back.
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)
+
+
+def enter_job(disk_bytes: int) -> None:
+    """Give this process private mounts, IPC and ``/tmp``, and its next child a pid namespace."""
+    linux.unshare(linux.CLONE_NEWPID | linux.CLONE_NEWNS | linux.CLONE_NEWIPC)
+    linux.mount(
+        "tmpfs",
+        TMP,
+        "tmpfs",
+        linux.MS_NOSUID | linux.MS_NODEV,
+        f"size={disk_bytes},nr_inodes=4096,mode=1777",
+    )
+    os.chdir(TMP)
+
+
+def _new_user_namespace(process: int) -> None:
+    uid, gid = os.getuid(), os.getgid()
+    linux.unshare(_WORKER)
+    _write(process, "setgroups", "deny")
+    _write(process, "uid_map", f"{uid} {uid} 1")
+    _write(process, "gid_map", f"{gid} {gid} 1")
+
+
+def _write(directory: int, name: str, text: str) -> None:
+    try:
+        fd = os.open(name, os.O_WRONLY, dir_fd=directory)
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise linux.KernelRefusal(f"write({name})", error.errno or 0) from error
+
+
+def _build_root(staging: str, readable: Iterable[str]) -> None:
+    linux.mount("", "/", "", linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount("tmpfs", staging, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
+    for path in readable:
+        target = staging + path
+        os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), target)
+        else:
+            os.makedirs(target, mode=0o755, exist_ok=True)
+            _bind(path, target, linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV)
+    os.mkdir(staging + "/dev", 0o755)
+    for device in _DEVICES:
+        with open(staging + device, "x"):
+            pass
+        _bind(device, staging + device, linux.MS_NOSUID)
+    os.mkdir(staging + TMP, 0o755)
+    read_only = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY
+    linux.mount("", staging, "", read_only | linux.MS_NOSUID | linux.MS_NODEV)
+    linux.pivot_root(staging)
+
+
+def _bind(source: str, target: str, flags: int) -> None:
+    linux.mount(source, target, "", linux.MS_BIND | linux.MS_REC)
+    # Flags that the source's mount carries are locked in a user namespace: a remount has to repeat
+    # them.
+    present = os.statvfs(target).f_flag
+    kept = sum(mount for seen, mount in _STATVFS_TO_MOUNT.items() if present & seen)
+    linux.mount("", target, "", linux.MS_REMOUNT | linux.MS_BIND | flags | kept)

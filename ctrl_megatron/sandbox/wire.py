@@ -1,0 +1,126 @@
+"""The SandboxFusion wire contract as records; unknown fields are ignored in both directions.
+
+Source: bytedance/SandboxFusion, ``/run_code`` and ``/submit``. Fields keep upstream's names and
+defaults, so that its public client and ours are interchangeable.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RunStatus(StrEnum):
+    """Outcome of a request. ``SandboxError`` is always a fault of the service, never of the
+    program.
+    """
+
+    SUCCESS = "Success"
+    FAILED = "Failed"
+    SANDBOX_ERROR = "SandboxError"
+
+
+class CommandRunStatus(StrEnum):
+    """Outcome of one process."""
+
+    FINISHED = "Finished"
+    ERROR = "Error"
+    TIME_LIMIT_EXCEEDED = "TimeLimitExceeded"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class CommandRunResult(_Record):
+    """What one process did. A run that exceeded its time has no ``return_code``."""
+
+    status: CommandRunStatus
+    execution_time: float | None = None
+    """Wall seconds."""
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class RunCodeRequest(_Record):
+    """Body of ``POST /run_code``."""
+
+    code: str
+    language: str
+    compile_timeout: float = 10.0
+    run_timeout: float = 10.0
+    """Seconds of wall clock."""
+    memory_limit_MB: int = -1
+    """Upstream's spelling. Address space in MiB; -1 leaves the service's own limit."""
+    stdin: str | None = None
+    files: dict[str, str | None] = Field(default_factory=dict)
+    """Path in the program's directory -> base64 content; null entries are ignored."""
+    fetch_files: list[str] = Field(default_factory=list)
+
+
+class RunCodeResponse(_Record):
+    """Answer of ``POST /run_code``."""
+
+    status: RunStatus
+    message: str = ""
+    compile_result: CommandRunResult | None = None
+    run_result: CommandRunResult | None = None
+    executor_pod_name: str | None = None
+    files: dict[str, str] = Field(default_factory=dict)
+    """Fetched path -> base64 content."""
+
+
+class TestConfig(_Record):
+    """How a submission is judged."""
+
+    __test__ = False  # not a pytest class
+
+    dataset_type: str | None = None
+    """``CommonOJDataset``, ``MBPPDataset``, ``HumanEvalDataset`` or ``LiveCodeBenchDataset``."""
+    language: str | None = None
+    locale: str | None = None
+    is_fewshot: bool | None = None
+    compile_timeout: float | None = None
+    run_timeout: float | None = None
+    """Seconds of wall clock per test."""
+    custom_extract_logic: str | None = None
+    """Refused: it would run the caller's code in the service."""
+    provided_data: dict[str, Any] | list[dict[str, Any]] | None = None
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """``run_all_cases`` (bool) judges every test instead of stopping at the first failure."""
+
+
+class SubmitRequest(_Record):
+    """Body of ``POST /submit``."""
+
+    dataset: str
+    id: int | str
+    completion: str
+    config: TestConfig
+
+
+class EvalTestCase(_Record):
+    """The verdict on one test."""
+
+    passed: bool
+    exec_info: RunCodeResponse
+    test_info: dict[str, Any] | None = None
+    """Short account of the test; ``reason`` says why it failed."""
+
+
+class EvalResult(_Record):
+    """Answer of ``POST /submit``. Without ``run_all_cases`` ``tests`` is a prefix ending at the
+    first failure.
+    """
+
+    id: int | str
+    accepted: bool
+    extracted_code: str
+    full_code: str | None = None
+    test_code: str | None = None
+    tests: list[EvalTestCase]
+    extracted_type: str | None = None
+    extra: dict[str, Any] | None = None

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning of the critic: its targets and its objective."""

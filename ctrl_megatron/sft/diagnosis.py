@@ -1,0 +1,159 @@
+"""What execution and the text of an answer say about its fault. Pure; nothing is run here."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from ctrl_megatron.prompts import extract_code
+from ctrl_megatron.types import Attempt, Verdict
+
+Fault = Literal["none", "syntax", "missing", "timeout", "exception", "died", "no_return", "wrong"]
+Shape = Literal["recursion", "loop", "branch", "formula"]
+
+# Anchored at the start of a detail: what follows may quote the program's own values.
+_WHERE = r"(?:the program failed to load: |not run: )?"
+_TIMEOUT = re.compile(_WHERE + r"(?:timeout|time ?limit ?exceeded)", re.IGNORECASE)
+_DIED = re.compile(_WHERE + r"(?:the program ended|killed|exit status)", re.IGNORECASE)
+_EXCEPTION = re.compile(
+    r"(?:the program failed to load: |exit status -?\d+: )?(?:CandidateException: )?"
+    r"(?:\w+\.)*([A-Z]\w*(?:Error|Exception|Exit|Interrupt|Iteration))\b"
+)
+_UNDEFINED = re.compile(r"name '([A-Za-z_]\w{0,30})' is not defined")
+_NOT_A_CRASH = {"AssertionError", "TimeLimitError", "TimeoutError"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """The facts a critique may use: never a test's text, never the program's."""
+
+    fault: Fault
+    name: str
+    """The function under test; empty for a program."""
+    parameters: tuple[str, ...] = ()
+    """Parameter names of that function as the answer declares them."""
+    shape: Shape = "formula"
+    """The construct that does the work."""
+    failed: int
+    """Tests that failed."""
+    total: int
+    """Tests that were run."""
+    exception: str = ""
+    """Type of the commonest exception."""
+    undefined: str = ""
+    """The name that a ``NameError`` is about."""
+    line: int = 0
+    """Line of the syntax error, from 1."""
+
+
+def diagnose(attempt: Attempt, verdict: Verdict) -> Diagnosis:
+    """Why ``attempt`` got ``verdict``; the gravest fault wins."""
+    name = attempt.problem.entry_point
+    failed, total = verdict.passed.count(False), len(verdict.passed)
+    tree = _parse(extract_code(attempt.solution))
+    if isinstance(tree, int):
+        fault: Fault = "none" if verdict.accepted else "syntax"
+        return Diagnosis(fault=fault, name=name, failed=failed, total=total, line=tree)
+    function = _find(tree, name)
+    exception, undefined = _crash(verdict)
+    return Diagnosis(
+        fault=_fault(verdict, name, tree, function, exception),
+        name=name,
+        parameters=_parameters(function),
+        shape=_shape(function or tree, name),
+        failed=failed,
+        total=total,
+        exception=exception,
+        undefined=undefined,
+    )
+
+
+def _fault(
+    verdict: Verdict, name: str, tree: ast.Module, function: ast.AST | None, exception: str
+) -> Fault:
+    if verdict.accepted:
+        return "none"
+    if name and function is None and not _binds(tree, name):
+        return "missing"
+    if any(map(_TIMEOUT.match, verdict.detail)):
+        return "timeout"
+    if exception:
+        return "exception"
+    if any(map(_DIED.match, verdict.detail)):
+        return "died"
+    if function is not None and not _returns(function):
+        return "no_return"
+    return "wrong"
+
+
+def _parse(code: str) -> ast.Module | int:
+    """The syntax tree, or the line of the error."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the answer's style, not ours
+            return ast.parse(code)
+    except SyntaxError as error:
+        return error.lineno or 1
+    except (ValueError, RecursionError, MemoryError):  # NUL bytes, absurd nesting
+        return 1
+
+
+def _find(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return next(
+        (node for node in tree.body if isinstance(node, functions) and node.name == name), None
+    )
+
+
+def _binds(tree: ast.Module, name: str) -> bool:
+    """Whether ``name`` is bound in another way than by ``def``: assigned, imported, a class."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
+            return True
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return True
+        if isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"):
+            return True
+    return False
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | None) -> tuple[str, ...]:
+    return () if function is None else tuple(argument.arg for argument in function.args.args)
+
+
+def _returns(function: ast.AST) -> bool:
+    returned = (
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom)
+    )
+    return any(node.value is not None or isinstance(node, ast.Yield) for node in returned)
+
+
+def _shape(scope: ast.AST, name: str) -> Shape:
+    nodes = list(ast.walk(scope))
+    called = {
+        node.func.id
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    if name and name in called:
+        return "recursion"
+    if any(isinstance(node, ast.For | ast.While | ast.comprehension) for node in nodes):
+        return "loop"
+    return "branch" if any(isinstance(node, ast.If | ast.IfExp) for node in nodes) else "formula"
+
+
+def _crash(verdict: Verdict) -> tuple[str, str]:
+    """The commonest exception type over the failed tests, and the name a ``NameError`` misses."""
+    found = (match for detail in verdict.detail if (match := _EXCEPTION.match(detail)))
+    types = Counter(match[1] for match in found if match[1] not in _NOT_A_CRASH)
+    if not types:
+        return "", ""
+    commonest = types.most_common(1)[0][0]
+    missing = _UNDEFINED.search(" ".join(verdict.detail)) if commonest == "NameError" else None
+    return commonest, missing[1] if missing else ""

@@ -1,0 +1,53 @@
+"""Parquet files of supervised examples: a prompt and the response to learn."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ctrl_megatron.types import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftExample:
+    """One example; the loss is on the response and the token that ends it."""
+
+    id: str
+    prompt: tuple[Message, ...]
+    response: str
+
+
+def write_examples(path: Path, examples: Iterable[SftExample]) -> None:
+    """Write the file whole; ValueError if there is nothing to write."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    records = [{**asdict(e), "prompt": list(e.prompt)} for e in examples]
+    if not records:
+        raise ValueError(f"{path}: there are no examples to write")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    parquet.write_table(pyarrow.Table.from_pylist(records), work)
+    os.replace(work, path)
+
+
+def read_examples(files: Sequence[str]) -> list[SftExample]:
+    """All examples in order; ValueError naming file and row for a missing value."""
+    import pyarrow.parquet as parquet
+
+    examples = []
+    for file in files:
+        try:
+            records = parquet.read_table(file).to_pylist()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read the parquet file {file}: {error}") from error
+        for number, record in enumerate(records):
+            missing = [k for k in ("id", "prompt", "response") if not record.get(k)]
+            if missing:
+                raise ValueError(f"{file} row {number}: {', '.join(missing)} missing or empty")
+            prompt = tuple({"role": m["role"], "content": m["content"]} for m in record["prompt"])
+            examples.append(SftExample(id=record["id"], prompt=prompt, response=record["response"]))
+    return examples

@@ -1,0 +1,105 @@
+"""Critiques written from execution feedback: the targets of the first training stage.
+
+Source: CTRL (arXiv 2502.03492); the paper lets a large model write them, here templates
+do, so that the stage needs no second model. A critique states facts of the run and of the code's
+structure; it contains no test, no expected value and no solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from ctrl_megatron.prompts import JUDGED_CORRECT, JUDGED_INCORRECT, critique_messages
+from ctrl_megatron.sft.diagnosis import Diagnosis, diagnose
+from ctrl_megatron.sft.phrases import (
+    EXCEPTION_ADVICE,
+    FINDINGS,
+    OPENINGS,
+    OTHER_EXCEPTION_ADVICE,
+    SHAPE_ADVICE,
+    SHAPE_DOUBT,
+    SHAPE_PRAISE,
+    SUGGESTIONS,
+)
+from ctrl_megatron.types import Attempt, Verdict
+
+_LONGEST_SIGNATURE = 40
+
+
+def synthesise_critique(attempt: Attempt, verdict: Verdict, rng_seed: int) -> str:
+    """A critique of ``attempt`` in the required format whose judgment is ``verdict.accepted``.
+
+    The same arguments give the same text in every process; ``rng_seed`` and the attempt's id vary
+    the wording. Raises ``ValueError`` for a verdict without tests.
+    """
+    if not verdict.passed:
+        raise ValueError(
+            f"attempt {attempt.id!r}: the verdict covers no test, nothing can be said about it"
+        )
+    diagnosis = diagnose(attempt, verdict)
+    facts = _facts(diagnosis)
+    rng = Random(f"{rng_seed}/{attempt.id}")
+    opening, finding, advice = (
+        rng.choice(phrases).format_map(facts)
+        for phrases in (OPENINGS, FINDINGS[diagnosis.fault], SUGGESTIONS[diagnosis.fault])
+    )
+    judgment = JUDGED_CORRECT if verdict.accepted else JUDGED_INCORRECT
+    return f"Analysis: {opening} {finding}\nImprovement suggestions: {advice}\n{judgment}"
+
+
+def synthesise_rows(
+    attempts: Sequence[Attempt], verdicts: Sequence[Verdict], seed: int
+) -> list[dict[str, Any]]:
+    """Rows for supervised fine-tuning, in order.
+
+    Keys: ``id``, ``prompt`` (critique messages), ``response`` (the critique) and ``label`` (whether
+    the attempt is correct). Raises ``ValueError`` for lists of unequal length.
+    """
+    return [
+        {
+            "id": attempt.id,
+            "prompt": critique_messages(attempt.problem, attempt.solution),
+            "response": synthesise_critique(attempt, verdict, seed),
+            "label": verdict.accepted,
+        }
+        for attempt, verdict in zip(attempts, verdicts, strict=True)
+    ]
+
+
+def _facts(diagnosis: Diagnosis) -> dict[str, str]:
+    advice = SHAPE_ADVICE[diagnosis.shape]
+    undefined = f"`{diagnosis.undefined}`" if diagnosis.undefined else "every name"
+    exception_advice = EXCEPTION_ADVICE.get(diagnosis.exception, OTHER_EXCEPTION_ADVICE)
+    return {
+        "subject": _subject(diagnosis),
+        "name": diagnosis.name,
+        "line": str(diagnosis.line),
+        "share": _share(diagnosis),
+        "exception": diagnosis.exception,
+        "exception_advice": exception_advice.format(
+            undefined=undefined, exception=diagnosis.exception
+        ),
+        "shape_praise": SHAPE_PRAISE[diagnosis.shape],
+        "shape_doubt": SHAPE_DOUBT[diagnosis.shape],
+        "shape_advice": advice,
+        "shape_advice_capital": advice[0].upper() + advice[1:],
+    }
+
+
+def _subject(diagnosis: Diagnosis) -> str:
+    if not diagnosis.name:
+        return "the program"
+    signature = f"{diagnosis.name}({', '.join(diagnosis.parameters)})"
+    fits = diagnosis.parameters and len(signature) <= _LONGEST_SIGNATURE
+    return f"`{signature}`" if fits else f"`{diagnosis.name}`"
+
+
+def _share(diagnosis: Diagnosis) -> str:
+    """How many tests failed, in words that a critic without the tests could use."""
+    if diagnosis.failed == diagnosis.total:
+        return "all inputs" if diagnosis.total > 1 else "typical inputs"
+    if diagnosis.failed == 1:
+        return "one kind of input"
+    return "most inputs" if diagnosis.failed * 2 > diagnosis.total else "some inputs"

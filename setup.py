@@ -1,0 +1,5 @@
+"""Metadata and dependencies stand in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from ragged_batches import normal, ragged_mask, seeds, spoil
+
+from ctrl_megatron.algorithms import masked, masked_mean, masked_var, masked_whiten
+
+
+def selected(values: torch.Tensor, mask: torch.Tensor) -> list[float]:
+    return [float(v) for v, m in zip(values.flatten(), mask.flatten(), strict=True) if m]
+
+
+@given(seeds)
+def test_moments_and_whitening_equal_plain_python(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mask, values = ragged_mask(generator, 4, 6), normal(generator, 4, 6, 3.0)
+    chosen = selected(values, mask)
+    mean = sum(chosen) / len(chosen)
+    var = sum((v - mean) ** 2 for v in chosen) / (len(chosen) - 1)
+    assert float(masked_mean(values, mask)) == pytest.approx(mean, rel=1e-9, abs=1e-12)
+    assert float(masked_var(values, mask)) == pytest.approx(var, rel=1e-9)
+    whitened = masked_whiten(spoil(values, mask), mask.float())
+    expected = [(v - mean) / math.sqrt(var + 1e-8) for v in chosen]
+    assert selected(whitened, mask) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert torch.all(whitened[~mask] == 0)
+    kept = masked_whiten(values, mask, shift_mean=False)
+    assert selected(kept, mask) == pytest.approx([e + mean for e in expected], rel=1e-6, abs=1e-9)
+
+
+def test_pieces_whiten_with_the_moments_of_the_whole() -> None:
+    generator = torch.Generator().manual_seed(3)
+    mask, values = ragged_mask(generator, 6, 5), normal(generator, 6, 5)
+    mean = masked_mean(values, mask)
+    var = masked_var(values, mask, mean)
+    parts = [
+        masked_whiten(values[s], mask[s], mean=mean, var=var)
+        for s in (slice(0, 1), slice(1, 4), slice(4, 6))
+    ]
+    torch.testing.assert_close(torch.cat(parts), masked_whiten(values, mask))
+
+
+def test_no_gradient_reaches_hidden_places() -> None:
+    values = torch.tensor([[1.0, float("nan")]], requires_grad=True)
+    mask = torch.tensor([[1, 0]])
+    masked(values, mask).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [[1.0, 0.0]]
+
+
+def test_too_few_elements_are_an_error_not_a_number() -> None:
+    with pytest.raises(ValueError, match="selects no element"):
+        masked_mean(torch.ones(2, 2), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="two elements"):
+        masked_whiten(torch.ones(1, 2), torch.tensor([[1, 0]]))

@@ -1,0 +1,173 @@
+"""Keys that do not fit together are refused with the key and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ctrl_megatron.config import Config, check_files, check_world_size, load_config
+from ctrl_megatron.config.coerce import leaf_keys
+
+ACTOR = "actor_rollout_ref.actor."
+ROLLOUT = "actor_rollout_ref.rollout."
+MEGATRON = ACTOR + "megatron."
+PATHS = ("data.train_files=a.parquet", "actor_rollout_ref.model.path=model")
+
+
+def messages(*overrides: str) -> list[str]:
+    try:
+        load_config(None, [*PATHS, *overrides])
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
+
+
+def test_the_defaults_with_the_required_paths_pass() -> None:
+    assert messages() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    [
+        (
+            (ACTOR + "use_kl_loss=true", "algorithm.use_kl_in_reward=true"),
+            ["use_kl_loss", "use_kl_in_reward", "turn one of them off"],
+        ),
+        (
+            ("data.train_batch_size=100", ACTOR + "ppo_mini_batch_size=30"),
+            ["ppo_mini_batch_size=30", "divide", "train_batch_size=100"],
+        ),
+        ((MEGATRON + "sequence_parallel=true",), ["tensor_model_parallel_size", "2 or more"]),
+        (
+            (MEGATRON + "virtual_pipeline_model_parallel_size=2",),
+            ["pipeline_model_parallel_size", "2 or more"],
+        ),
+        ((ROLLOUT + "n=1",), ["rollout.n=1", "grpo", "2 or more"]),
+        ((ROLLOUT + "temperature=0",), ["temperature=0", "greedy"]),
+        ((ROLLOUT + "temperature=-1",), ["temperature=-1.0", "0 or more"]),
+        ((ROLLOUT + "top_p=0",), ["top_p=0.0", "(0, 1]"]),
+        ((ROLLOUT + "top_p=1.5",), ["top_p=1.5", "(0, 1]"]),
+        ((ROLLOUT + "top_k=0",), ["top_k=0", "-1"]),
+        ((ROLLOUT + "tensor_model_parallel_size=2",), ["name=hf", "vllm or sglang"]),
+        (("algorithm.adv_estimator=gae",), ["gae", "value model", "not available yet"]),
+        (("critic.enable=true",), ["critic.enable", "not available yet"]),
+        (("algorithm.adv_estimator=grop",), ["adv_estimator", "did you mean 'grpo'"]),
+        ((ACTOR + "policy_loss=vanila",), ["policy_loss", "did you mean 'vanilla'"]),
+        (("trainer.logger=[console, tensorbord]",), ["logger", "did you mean 'tensorboard'"]),
+        (("sandbox.isolation=nome",), ["sandbox.isolation", "strict, standard, none"]),
+        ((ROLLOUT + "max_model_len=3000",), ["max_model_len=3000", "3328", "leave it unset"]),
+        ((ACTOR + "ppo_max_token_len_per_gpu=2000",), ["2304", "raise it"]),
+        ((ROLLOUT + "log_prob_max_token_len_per_gpu=9",), ["2304", "raise it"]),
+        (("sft.max_token_len_per_gpu=100",), ["sft.max_length=1024"]),
+        (("algorithm.kl_ctrl.type=adaptive",), ["adaptive", "use_kl_in_reward=true"]),
+        (
+            (ACTOR + "optim.lr_warmup_steps=3", ACTOR + "optim.lr_warmup_steps_ratio=0.1"),
+            ["both set", "keep one"],
+        ),
+        (
+            (ACTOR + "optim.lr_warmup_steps=3", ACTOR + "optim.total_training_steps=3"),
+            ["lr_warmup_steps=3", "smaller"],
+        ),
+        ((ACTOR + "optim.betas=[0.9, 1]",), ["betas", "[0, 1)"]),
+        (("sandbox.endpoint=localhost:80",), ["sandbox.endpoint", "http://"]),
+        (("trainer.experiment_name=../x",), ["experiment_name", "plain directory name"]),
+        (("trainer.val_before_train=true",), ["data.val_files"]),
+        (("trainer.test_freq=5",), ["data.val_files"]),
+        (("trainer.save_freq=0",), ["save_freq=0", "-1 or at least 1"]),
+        (("data.max_prompt_length=0",), ["data.max_prompt_length=0", "at least 1"]),
+        (("dag.custom_pipeline_fn=my.module.fn",), ["package.module:function"]),
+    ],
+)
+def test_each_conflict_is_one_line_with_key_and_remedy(
+    overrides: tuple[str, ...], fragments: list[str]
+) -> None:
+    found = messages(*overrides)
+    hits = [line for line in found if all(fragment in line for fragment in fragments)]
+    assert len(hits) == 1, found
+
+
+def test_names_of_own_algorithms_are_left_to_the_registry() -> None:
+    own = ("algorithm.adv_estimator=mine", ACTOR + "policy_loss=mine")
+    assert len(messages(*own)) == 2
+    assert messages(*own, "dag.custom_pipeline_fn=my.module:build") == []
+
+
+@pytest.mark.parametrize(
+    ("purpose", "missing"),
+    [
+        ("rl", ["actor_rollout_ref.model.path", "data.train_files"]),
+        ("sft", ["actor_rollout_ref.model.path", "sft.train_files"]),
+        ("none", []),
+    ],
+)
+def test_required_keys_depend_on_the_purpose(purpose: str, missing: list[str]) -> None:
+    if not missing:
+        assert load_config(None, [], purpose) == Config()  # type: ignore[arg-type]
+        return
+    with pytest.raises(ValueError) as caught:
+        load_config(None, [], purpose)  # type: ignore[arg-type]
+    lines = str(caught.value).splitlines()
+    assert [line.split()[0] for line in lines] == missing
+    assert all("not set" in line for line in lines)
+
+
+def test_every_number_has_a_range() -> None:
+    """A number that nobody bounded accepts nonsense in silence; only seeds are free."""
+    for key in leaf_keys(Config):
+        value = load_config(None, [], "none")
+        for name in key.split("."):
+            value = getattr(value, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or key.endswith("seed"):
+            continue
+        assert any(line.startswith(key + "=") for line in messages(f"{key}=-7")), key
+
+
+def test_missing_files_are_named_with_their_keys(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    config = load_config(
+        None, [f"data.train_files={tmp_path}/a.parquet", f"actor_rollout_ref.model.path={model}"]
+    )
+    with pytest.raises(ValueError) as caught:
+        check_files(config, "rl")
+    text = str(caught.value)
+    for key in ("data.train_files", "model.path", "tokenizer_path", "proxy.model.path", "ref"):
+        assert key in text
+    (tmp_path / "a.parquet").touch()
+    (model / "config.json").touch()
+    (model / "tokenizer_config.json").touch()
+    check_files(config, "rl")
+
+
+def test_world_size_must_fit_layout_and_batches() -> None:
+    sizes = (MEGATRON + "tensor_model_parallel_size=2", MEGATRON + "pipeline_model_parallel_size=2")
+    config = load_config(
+        None, [*PATHS, *sizes, "data.train_batch_size=6", ACTOR + "ppo_mini_batch_size=6"]
+    )
+    check_world_size(config, 4)
+    check_world_size(config, 12)
+    with pytest.raises(ValueError, match=r"multiple of 4 ranks"):
+        check_world_size(config, 6)
+    with pytest.raises(ValueError, match=r"train_batch_size=6 .* 4 data-parallel ranks"):
+        check_world_size(config, 16)
+    with pytest.raises(ValueError, match=r"sft\.train_batch_size=16 .* 3 data-parallel"):
+        check_world_size(config, 12, "sft")
+
+
+def test_derived_values_follow_their_sources() -> None:
+    config = load_config(
+        None, [*PATHS, ACTOR + "clip_ratio_high=0.28", ACTOR + "clip_ratio_low=0.0001"]
+    )
+    model = config.actor_rollout_ref
+    assert (model.actor.clip_low, model.actor.clip_high) == (0.0001, 0.28)
+    assert model.proxy_path == model.ref_path == model.model.tokenizer == "model"
+    assert model.rollout_dtype == "bfloat16"
+    assert config.max_model_len == 1536 + 768 + 1024
+    assert str(config.trainer.run_dir) == "runs/run"
+    assert not config.needs_reference
+    other = load_config(None, [*PATHS, "actor_rollout_ref.proxy.model.path=coder"])
+    assert (other.actor_rollout_ref.proxy_path, other.actor_rollout_ref.ref_path) == (
+        "coder",
+        "model",
+    )

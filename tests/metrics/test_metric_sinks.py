@@ -1,0 +1,216 @@
+"""Every sink receives what was logged, and says what is wrong when it cannot be built."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from ctrl_megatron.metrics import Display, JsonLines, build_sinks, read_json_lines
+from ctrl_megatron.metrics.display import eta_seconds, format_seconds
+from ctrl_megatron.metrics.sinks.console import format_value, step_table
+
+CONFIG = {"trainer": {"project_name": "project", "experiment_name": "run"}}
+METRICS = {"reward/mean": 0.25, "actor/ppo_kl": 1e-5, "perf/tokens_per_second": 240.0}
+
+
+def plain_display(steps: int = 3) -> tuple[Display, io.StringIO]:
+    buffer = io.StringIO()
+    return Display(steps, console=Console(file=buffer, width=100)), buffer
+
+
+def test_jsonl_appends_whole_lines(tmp_path: Path) -> None:
+    for step in (1, 2):  # the second start continues the file
+        (sink,) = build_sinks(["jsonl"], tmp_path, CONFIG)
+        sink.log(step, METRICS)
+        sink.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text.endswith("\n")
+    assert [json.loads(line) for line in text.splitlines()] == [
+        {"step": 1, "metrics": METRICS},
+        {"step": 2, "metrics": METRICS},
+    ]
+
+
+def test_non_finite_numbers_stay_valid_json(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "x.jsonl")
+    lines.append({"a": math.nan, "b": [math.inf, -math.inf, 1.5]})
+    lines.close()
+    lines.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    record = json.loads((tmp_path / "x.jsonl").read_text(), parse_constant=refuse)
+    assert math.isnan(float(record["a"]))
+    assert [float(v) for v in record["b"]] == [math.inf, -math.inf, 1.5]
+
+
+@pytest.mark.parametrize("tail", ['{"step": 3, "met', "x" * 200_000])
+def test_a_killed_writer_does_not_spoil_the_next_line(tmp_path: Path, tail: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n' + tail)
+    assert read_json_lines(path) == [{"step": 1}, {"step": 2}]
+    lines = JsonLines(path)
+    lines.append({"step": 3})
+    lines.close()
+    assert read_json_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"step": 1}\nnot json\n')
+    with pytest.raises(ValueError, match=r"x\.jsonl line 2 is not JSON"):
+        read_json_lines(path)
+    path.write_text("[1]\n")
+    with pytest.raises(ValueError, match="line 1 must be an object"):
+        read_json_lines(path)
+
+
+def test_tensorboard_events_can_be_read_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (sink,) = build_sinks(["tensorboard"], tmp_path, CONFIG)
+    sink.log(1, METRICS)
+    sink.log(2, {"reward/mean": 0.5})
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == set(METRICS)
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_console_prints_one_table_with_every_metric() -> None:
+    display, buffer = plain_display()
+    (sink,) = build_sinks(["console"], Path("."), CONFIG, display)
+    sink.log(2, METRICS)
+    text = buffer.getvalue()
+    assert "step 2/3" in text
+    for fragment in ("reward", "mean", "0.25", "ppo_kl", "1e-05", "tokens_per_second", "240"):
+        assert fragment in text
+
+
+@given(
+    metrics=st.dictionaries(
+        st.from_regex(r"[a-z]{1,8}(/[a-z_]{1,30})?", fullmatch=True), st.floats(), max_size=20
+    ),
+    width=st.integers(60, 200),
+)
+def test_a_table_of_anything_fits_any_width(metrics: dict[str, float], width: int) -> None:
+    buffer = io.StringIO()
+    Console(file=buffer, width=width).print(step_table(1, 0, metrics))
+    assert all(len(line) <= width for line in buffer.getvalue().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (12.0, "12"), (0.12345, "0.1235"), (1e-6, "1e-06"), (12345.678, "12346")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert format_value(value) == text
+
+
+def test_display_writes_plain_lines_without_a_terminal() -> None:
+    display, buffer = plain_display()
+    with display:
+        display.begin_step(1)
+        display.begin_phase("sandbox")
+        display.begin_phase("old_log_probs")
+        display.end_phase("old_log_probs")
+        display.end_phase("sandbox")
+        display.end_step(1)
+    first, second, third = buffer.getvalue().splitlines()
+    assert first.startswith("[step 1/3]") and first.endswith("sandbox")
+    assert second.endswith("old_log_probs (beside sandbox)")
+    assert third.startswith("[step 1/3] done in")
+    assert third.endswith("to go")
+    assert "\x1b" not in buffer.getvalue()
+
+
+def test_display_shows_phases_on_a_terminal() -> None:
+    buffer = io.StringIO()
+    display = Display(3, console=Console(file=buffer, width=100, force_terminal=True))
+    with display:
+        display.begin_step(1)
+        display.begin_phase("critiques")
+        assert display._bar is not None
+        display._bar.refresh()
+        display.print("above the bar")
+        display.end_phase("critiques")
+        display.end_step(1)
+    text = buffer.getvalue()
+    for fragment in ("step 1", "critiques", "0/3", "above the bar", "to go"):
+        assert fragment in text
+
+
+def test_eta_follows_the_recent_steps() -> None:
+    assert eta_seconds([1000.0, *[2.0] * 10], 5) == 10.0
+    assert eta_seconds([3.0], 0) == 0.0
+    assert [format_seconds(s) for s in (4.4, 65, 7620)] == ["4s", "1m05s", "2h07m"]
+
+
+def fake_tracker(calls: list[tuple[Any, ...]]) -> ModuleType:
+    """A module that answers to wandb's and mlflow's calls and writes them down."""
+
+    def record(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> SimpleNamespace:
+            calls.append((name, args, kwargs))
+            return SimpleNamespace(log=record("log"), finish=record("finish"))
+
+        return call
+
+    module = ModuleType("fake")
+    for name in ("init", "set_experiment", "start_run", "log_dict", "set_tag"):
+        setattr(module, name, record(name))
+    for name in ("log_metrics", "end_run"):
+        setattr(module, name, record(name))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "log", "end"), [("wandb", "log", "finish"), ("mlflow", "log_metrics", "end_run")]
+)
+def test_trackers_get_project_run_metrics_and_an_end(
+    name: str, log: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setitem(sys.modules, name, fake_tracker(calls))
+    (sink,) = build_sinks([name], tmp_path, CONFIG)
+    sink.log(4, METRICS)
+    sink.close()
+    assert "project" in str(calls) and "'run'" in str(calls)
+    assert (log, (METRICS,), {"step": 4}) in calls
+    assert calls[-1][0] == end
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
+def test_a_missing_library_is_a_clear_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = "tensorboard.compat.proto" if name == "tensorboard" else name
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ValueError, match=rf"trainer\.logger.*{name}.*pip install {name}"):
+        build_sinks(["jsonl", name], tmp_path, CONFIG)
+
+
+def test_an_unknown_sink_is_named_with_the_choices(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'cnosole'.*console, jsonl"):
+        build_sinks(["cnosole"], tmp_path, CONFIG)
+
+
+def test_metrics_load_without_heavy_libraries() -> None:
+    code = (
+        "import sys; import ctrl_megatron.metrics, ctrl_megatron.metrics.report;"
+        "heavy = {'torch', 'matplotlib', 'tensorboard', 'wandb', 'mlflow'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

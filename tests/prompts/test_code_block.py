@@ -1,0 +1,113 @@
+"""sanitize and desanitize against the table of CTRL's behaviour and against the regular expressions
+it implies.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ctrl_megatron.prompts import desanitize, extract_code, fenced, sanitize
+
+CANONICAL = "```python\nx = 1\n```"
+ORIGINAL = object()
+
+SANITIZE = {
+    "prose around": ("Here:\n```python\nx = 1\n```\nDone.", CANONICAL),
+    "no tag": ("```\nx = 1\n```", CANONICAL),
+    "upper-case tag": ("```PYTHON\nx = 1\n```", CANONICAL),
+    "one-line block": ("```x = 1```", CANONICAL),
+    "code directly after the tag": ("```pythonx = 1\n```", CANONICAL),
+    "CRLF": ("```python\r\nx = 1\r\ny = 2\r\n```", "```python\nx = 1\r\ny = 2\n```"),
+    "unclosed": ("```python\nx = 1", CANONICAL),
+    "unclosed, final newline": ("```python\nx = 1\n", CANONICAL),
+    "two blocks": ("```python\nx = 1\n```\n```python\ny = 2\n```", CANONICAL),
+    "empty block": ("a ```python\n``` b", ORIGINAL),
+    "white-space block": ("```python\n \t\n\n```", ORIGINAL),
+    "empty block, then a full one": ("```\n```\n```python\nx = 1\n```", ORIGINAL),
+    "py tag leaks": ("```py\nx = 1\n```", "```python\npy\nx = 1\n```"),
+    "python3 tag leaks": ("```python3\nx = 1\n```", "```python\n3\nx = 1\n```"),
+    "cpp tag leaks": ("```cpp\nx = 1\n```", "```python\ncpp\nx = 1\n```"),
+    "first line indented": (
+        "```python\n    a = 1\n    b = 2\n```",
+        "```python\na = 1\n    b = 2\n```",
+    ),
+    "blank before the closing fence": ("```python\nx = 1\n\n  ```", CANONICAL),
+    "no fence": ("  x = 1\n", ORIGINAL),
+    "empty string": ("", ORIGINAL),
+}
+
+DESANITIZE = {
+    "closed": ("p\n```python\nx = 1\n```\nq", "x = 1"),
+    "no tag": ("```\n x = 1 \n```", "x = 1"),
+    "upper-case tag": ("```Python\nx = 1```", "x = 1"),
+    "empty block": ("```python\n```", ""),
+    "white-space block": ("``` \n ```", ""),
+    "unclosed": (" ```python\nx = 1\n", ORIGINAL),
+    "no fence": ("  x = 1\n", ORIGINAL),
+    "two blocks": ("```\nx = 1\n```\n```\ny = 2\n```", "x = 1"),
+    "cpp tag leaks": ("```cpp\nx = 1\n```", "cpp\nx = 1"),
+}
+
+# Pieces that make fences, tags and white space meet in every order.
+texts = st.lists(
+    st.sampled_from(
+        ["```", "`", "python", "PyThon", "py", "\n", "\r\n", " ", "\t", "x = 1", "é", "\x1c"]
+    ),
+    max_size=14,
+).map("".join)
+
+
+@pytest.mark.parametrize(("text", "expected"), SANITIZE.values(), ids=SANITIZE)
+def test_sanitize_table(text: str, expected: object) -> None:
+    result = sanitize(text)
+    assert result is text if expected is ORIGINAL else result == expected
+    assert sanitize(result) == result
+
+
+@pytest.mark.parametrize(("text", "expected"), DESANITIZE.values(), ids=DESANITIZE)
+def test_desanitize_table(text: str, expected: object) -> None:
+    result = desanitize(text)
+    assert result is text if expected is ORIGINAL else result == expected
+
+
+@given(texts)
+@example("```python```python```")
+@example("``````x```")
+def test_both_equal_the_regular_expressions(text: str) -> None:
+    flags = re.DOTALL | re.IGNORECASE
+    opened = re.search(r"```(?:python)?\s*(.*?)\s*(?:```|\Z)", text, flags)
+    code = opened.group(1) if opened else ""
+    assert sanitize(text) == (f"```python\n{code}\n```" if code else text)
+    closed = re.search(r"```(?:python)?(.*?)```", text, flags)
+    assert desanitize(text) == (closed.group(1).strip() if closed else text)
+
+
+@given(texts)
+def test_sanitize_is_idempotent(text: str) -> None:
+    assert sanitize(sanitize(text)) == sanitize(text)
+
+
+@given(
+    st.text().filter(lambda code: "```" not in code and code.strip() and code.strip()[-1] != "`")
+)
+def test_round_trip_gives_the_stripped_code(code: str) -> None:
+    assert desanitize(fenced(code)) == code.strip()
+    assert extract_code(f"Sure.\n{fenced(code)}") == code.strip()
+    assert extract_code(f"```python\n{code}") == code.strip()
+
+
+def test_extract_code_takes_unfenced_text_whole() -> None:
+    assert extract_code("x = 1\n") == "x = 1\n"
+
+
+def test_long_runs_of_white_space_take_linear_time() -> None:
+    # A quadratic search would need minutes for this.
+    blank = "\n" * 300_000
+    assert (
+        sanitize(f"```python{blank}x = 1{blank}y = 2{blank}")
+        == f"```python\nx = 1{blank}y = 2\n```"
+    )

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ctrl_megatron.rewards.cache import ResultCache, fingerprint
+
+
+class Source:
+    """Counts runs; every run waits for ``gate`` and then gives the next answer (an exception is
+    raised).
+    """
+
+    def __init__(self, *answers: object) -> None:
+        self.answers = list(answers)
+        self.gate = asyncio.Event()
+        self.runs = self.cancelled = 0
+
+    async def __call__(self) -> object:
+        self.runs += 1
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def cache(capacity: int = 10) -> ResultCache[object]:
+    return ResultCache(keep=lambda result: result != "unsure", capacity=capacity)
+
+
+def spin() -> asyncio.Future[None]:
+    """Let every ready task run until it blocks."""
+
+    async def yields() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    return asyncio.ensure_future(yields())
+
+
+def test_simultaneous_callers_share_one_run_and_later_ones_the_result() -> None:
+    async def main() -> None:
+        source, results = Source("a"), cache()
+        source.gate.set()
+        answers = await asyncio.gather(*(results.get("k", source) for _ in range(50)))
+        assert answers == [("a", False)] + [("a", True)] * 49
+        assert await results.get("k", source) == ("a", True)
+        assert source.runs == 1
+        counters = results.counters
+        assert (counters.runs, counters.joined, counters.hits) == (1, 49, 1)
+
+    asyncio.run(main())
+
+
+def test_different_keys_run_separately() -> None:
+    async def main() -> None:
+        source, results = Source("a", "b"), cache()
+        source.gate.set()
+        await asyncio.gather(results.get("k", source), results.get("l", source))
+        assert source.runs == 2
+
+    asyncio.run(main())
+
+
+def test_a_failure_reaches_every_waiter_and_is_forgotten() -> None:
+    async def main() -> None:
+        source, results = Source(OSError("down"), "a"), cache()
+        waiters = [asyncio.create_task(results.get("k", source)) for _ in range(3)]
+        await spin()
+        source.gate.set()
+        outcomes = await asyncio.gather(*waiters, return_exceptions=True)
+        assert [str(outcome) for outcome in outcomes] == ["down"] * 3
+        assert await results.get("k", source) == ("a", False)
+        assert source.runs == 2
+
+    asyncio.run(main())
+
+
+def test_a_result_that_may_not_be_kept_is_shared_but_not_remembered() -> None:
+    async def main() -> None:
+        source, results = Source("unsure", "a"), cache()
+        source.gate.set()
+        both = await asyncio.gather(results.get("k", source), results.get("k", source))
+        assert both == [("unsure", False), ("unsure", True)]
+        assert await results.get("k", source) == ("a", False)
+        assert len(results) == 1
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_caller_leaves_the_run_to_the_others() -> None:
+    async def main() -> None:
+        source, results = Source("a"), cache()
+        first = asyncio.create_task(results.get("k", source))
+        second = asyncio.create_task(results.get("k", source))
+        await spin()
+        first.cancel()
+        await spin()
+        source.gate.set()
+        assert await second == ("a", True)
+        assert (source.runs, source.cancelled) == (1, 0)
+
+    asyncio.run(main())
+
+
+def test_the_last_caller_to_leave_cancels_the_run_and_a_new_one_starts_afresh() -> None:
+    async def main() -> None:
+        source, results = Source("a"), cache()
+        waiters = [asyncio.create_task(results.get("k", source)) for _ in range(2)]
+        await spin()
+        for waiter in waiters:
+            waiter.cancel()
+        await asyncio.wait(waiters)
+        late = asyncio.create_task(results.get("k", source))
+        await spin()
+        assert (source.runs, source.cancelled) == (2, 1)
+        source.gate.set()
+        assert await late == ("a", False)
+
+    asyncio.run(main())
+
+
+def test_the_longest_unused_result_goes_first() -> None:
+    async def main() -> None:
+        source, results = Source("a", "b", "c", "b again"), cache(capacity=2)
+        source.gate.set()
+        await results.get("a", source)
+        await results.get("b", source)
+        await results.get("a", source)
+        await results.get("c", source)
+        assert await results.get("a", source) == ("a", True)
+        assert await results.get("b", source) == ("b again", False)
+
+    asyncio.run(main())
+
+
+def test_results_survive_a_change_of_loop_and_runs_do_not() -> None:
+    results = cache()
+
+    async def fill() -> None:
+        done, stuck = Source("a"), Source("b")
+        done.gate.set()
+        await results.get("done", done)
+        task = asyncio.create_task(results.get("stuck", stuck))
+        await spin()
+        assert not task.done()  # asyncio.run cancels it
+
+    async def use() -> None:
+        source = Source("new")
+        source.gate.set()
+        assert await results.get("done", source) == ("a", True)
+        assert await results.get("stuck", source) == ("new", False)
+
+    asyncio.run(fill())
+    asyncio.run(use())
+
+
+def test_two_running_loops_are_refused() -> None:
+    results = cache()
+
+    async def other() -> None:
+        with pytest.raises(RuntimeError, match="another event loop"):
+            await results.get("k", Source("a"))
+
+    async def main() -> None:
+        task = asyncio.create_task(results.get("k", Source("a")))
+        await spin()
+        await asyncio.to_thread(asyncio.run, other())
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(main())
+
+
+def test_fingerprints_separate_what_concatenation_would_merge() -> None:
+    assert fingerprint("ab", "c") != fingerprint("a", "bc")
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    assert fingerprint(1.0) != fingerprint("1.0")

@@ -1,0 +1,339 @@
+"""RewardModelForCritic: judgment rule, requests, modes, cache identity, faults, order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reward_samples import (
+    CORRECT,
+    INCORRECT,
+    ScriptedSandbox,
+    block,
+    function_row,
+    stdio_row,
+    write,
+)
+
+from ctrl_megatron.rewards import MAX_REQUESTS, RUN_TIMEOUT, RewardModelForCritic, normalize_code
+from ctrl_megatron.rewards.registry import get_reward, register_reward
+from ctrl_megatron.sandbox.client import SandboxError
+from ctrl_megatron.sandbox.wire import SubmitRequest
+
+Make = Callable[..., tuple[RewardModelForCritic, ScriptedSandbox]]
+
+
+def by_marker(request: SubmitRequest) -> list[bool | None]:
+    """The program says what it passes: ``# +-?`` passes, fails, runs out of time. Stops early
+    unless told not to.
+    """
+    marks = request.completion.partition("# ")[2].partition("\n")[0]
+    verdicts: list[bool | None] = [{"+": True, "-": False, "?": None}[mark] for mark in marks]
+    if request.config.extra["run_all_cases"] or all(verdicts):
+        return verdicts
+    return verdicts[: next(i for i, passed in enumerate(verdicts) if not passed) + 1]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def build(**options: Any) -> tuple[RewardModelForCritic, ScriptedSandbox]:
+        path = write(tmp_path / "rows.parquet", function_row(), function_row("add/1"))
+        sandbox = ScriptedSandbox(by_marker)
+        model = RewardModelForCritic(path, None, sandbox=sandbox, show_progress=False, **options)
+        return model, sandbox
+
+    return build
+
+
+def semaphore() -> asyncio.Semaphore:
+    return asyncio.Semaphore(4)
+
+
+def reward(
+    model: RewardModelForCritic, critique: str, revision: str, sample: dict[str, Any]
+) -> float:
+    return asyncio.run(model.reward_revision(critique, revision, sample, semaphore()))
+
+
+def test_constants() -> None:
+    assert (MAX_REQUESTS, RUN_TIMEOUT) == (256, 10)
+
+
+@pytest.mark.parametrize(
+    "critique", ["", "good", "**Overall judgment:** Correct", "Overall judgment: correct"]
+)
+def test_without_judgment_the_reward_is_zero_and_nothing_runs(make: Make, critique: str) -> None:
+    model, sandbox = make()
+    assert reward(model, critique, block("# +++"), function_row()) == 0.0
+    (outcome,) = asyncio.run(model.judge_all([critique], [block("# +++")], [function_row()]))
+    assert (outcome.reward, outcome.valid, outcome.judged_correct, outcome.passed) == (
+        0.0,
+        False,
+        None,
+        (),
+    )
+    assert sandbox.requests == []
+
+
+@pytest.mark.parametrize(
+    ("marks", "pass_rate", "binary"), [("+++", 1.0, 1.0), ("+-+", 2 / 3, 0.0), ("---", 0.0, 0.0)]
+)
+def test_modes_and_the_judgments_truth_does_not_matter(
+    make: Make, marks: str, pass_rate: float, binary: float
+) -> None:
+    for run_all_cases, expected in ((True, pass_rate), (False, binary)):
+        model, _ = make(run_all_cases=run_all_cases)
+        for critique in (CORRECT, INCORRECT):
+            assert reward(model, critique, block(f"# {marks}"), function_row()) == pytest.approx(
+                expected
+            )
+
+
+def test_function_problem_request(make: Make) -> None:
+    model, sandbox = make()
+    reward(model, CORRECT, "Here you go\n```\n# +++\n```\nbye", function_row())
+    (request,) = sandbox.requests
+    assert request.completion == block("# +++")
+    assert request.config.dataset_type == "MBPPDataset"
+    assert request.config.run_timeout == 2.0
+    assert request.config.extra == {"run_all_cases": True}
+    assert request.config.provided_data == {
+        "test_list": function_row()["selected_uts"],
+        "test_setup_code": "import math",
+        "entry_point": "add",
+    }
+
+
+def test_stdio_request(make: Make) -> None:
+    model, sandbox = make(run_all_cases=False)
+    assert reward(model, CORRECT, block("# ++"), stdio_row(time_limit=None)) == 1.0
+    config = sandbox.requests[0].config
+    assert (config.dataset_type, config.language, config.run_timeout) == (
+        "CommonOJDataset",
+        "python",
+        10.0,
+    )
+    assert config.extra == {"run_all_cases": False}
+    assert isinstance(config.provided_data, dict)
+    assert config.provided_data["test"][0]["input"] == {"stdin": "1 2"}
+
+
+def test_livecodebench_request(make: Make) -> None:
+    model, sandbox = make()
+    sample = function_row(prompter_type="livecodebench", content="c", labels="{}", test="[]")
+    assert reward(model, CORRECT, block("# +"), sample) == 1.0
+    config = sandbox.requests[0].config
+    assert config.dataset_type == "LiveCodeBenchDataset"
+    assert config.provided_data == {"id": "add/0", "content": "c", "labels": "{}", "test": "[]"}
+    del sample["labels"]
+    with pytest.raises(ValueError, match=r"add/0.*labels"):
+        reward(model, CORRECT, block("# +"), sample)
+
+
+def test_bad_samples_are_errors_of_the_user_not_zeros(make: Make) -> None:
+    model, _ = make()
+    with pytest.raises(ValueError, match=r"add/0.*'apps'"):
+        asyncio.run(model.judge_all([CORRECT], ["x"], [function_row(prompter_type="apps")]))
+    with pytest.raises(ValueError, match=r"add/0.*non-empty"):
+        asyncio.run(model.judge_all([CORRECT], ["x"], [function_row(selected_uts=[])]))
+    with pytest.raises(ValueError):
+        asyncio.run(model.judge_all([CORRECT, CORRECT], ["x"], [function_row()]))
+
+
+def test_no_sandbox_is_said_at_the_first_run(tmp_path: Path) -> None:
+    model = RewardModelForCritic(
+        write(tmp_path / "a.parquet", function_row()), None, show_progress=False
+    )
+    assert reward(model, "no judgment", "x", function_row()) == 0.0
+    with pytest.raises(ValueError, match="sandbox="):
+        reward(model, CORRECT, "x", function_row())
+
+
+def test_order_length_and_bound_of_a_batch(make: Make) -> None:
+    model, sandbox = make()
+    marks = ["+++", "++-", "+--", "---"] * 100
+    revisions = [block(f"# {mark}\nx = {number}") for number, mark in enumerate(marks)]
+    rewards = asyncio.run(
+        model.get_reward_all([CORRECT] * 401, revisions, [function_row() for _ in range(450)])
+    )
+    assert rewards == [pytest.approx(mark.count("+") / 3) for mark in marks]
+    assert len(sandbox.requests) == 400
+    assert sandbox.most_under_way == MAX_REQUESTS
+    assert asyncio.run(model.get_reward_all([], [], [])) == []
+
+
+def test_the_public_methods_build_on_each_other() -> None:
+    """Who replaces ``reward_revision`` or ``get_sandbox_response``, as CTRL's own tests do, changes
+    the result.
+    """
+
+    class Half(RewardModelForCritic):
+        async def get_sandbox_response(
+            self, revision: str, sample: dict[str, Any], semaphore: asyncio.Semaphore
+        ) -> float:
+            assert revision == block("x = 1")
+            return 0.5
+
+    model = Half.__new__(Half)
+    samples = [function_row()] * 2
+    rewards = asyncio.run(
+        model.get_reward_all([CORRECT, "none"], [f"a {block('x = 1')} b"] * 2, samples)
+    )
+    assert rewards == [0.5, 0.0]
+
+
+def test_progress_is_shown(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = make()
+    model.show_progress = True
+    asyncio.run(model.get_reward_all([CORRECT], [block("# +++")], [function_row()]))
+    shown = capsys.readouterr().err
+    assert "Generating rewards" in shown
+    assert "1/1" in shown
+
+
+class TestCache:
+    SAME_NORMAL_FORM = (
+        ("# +++\ndef f(a):\n a=a+1\n return a", "# ---\ndef f(a):\n b=b+1\n return b"),
+        ("# +++\nx=1;print(x)", "# ---\nx=1;print(v_0)"),
+        (
+            "# +++\ndef f():\n  global n\n  n = 1\nn = 0",
+            "# ---\ndef f():\n  global n\n  m = 1\nm = 0",
+        ),
+    )
+
+    @pytest.mark.parametrize(("right", "wrong"), SAME_NORMAL_FORM)
+    def test_programs_that_only_look_equal_are_judged_apart(
+        self, make: Make, right: str, wrong: str
+    ) -> None:
+        assert normalize_code(right) == normalize_code(wrong)
+        model, sandbox = make()
+        revisions = [block(right), block(wrong), block(right), block(wrong)]
+        rewards = asyncio.run(model.get_reward_all([CORRECT] * 4, revisions, [function_row()] * 4))
+        assert rewards == [1.0, 0.0, 1.0, 0.0]
+        assert len(sandbox.requests) == 2
+
+    def test_equal_requests_of_a_batch_run_once(self, make: Make) -> None:
+        model, sandbox = make()
+        texts = [block("# ++-"), "prose " + block("# ++-"), "```\n# ++-", block("# ++-")]
+        outcomes = asyncio.run(model.judge_all([CORRECT] * 4, texts, [function_row()] * 4))
+        assert len(sandbox.requests) == 1
+        assert [outcome.cached for outcome in outcomes] == [False, True, True, True]
+        assert {outcome.reward for outcome in outcomes} == {2 / 3}
+        asyncio.run(model.judge_all([CORRECT], texts[:1], [function_row("add/1")]))
+        counters = model.cache_counters
+        assert (counters.runs, counters.joined, counters.hits) == (1, 3, 1)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {
+                "selected_uts": [
+                    "assert add(1, 2) == 3",
+                    "assert add(4, 4) == 8",
+                    "assert add(0, 6) == 6",
+                ]
+            },
+            {"time_limit": 3.0},
+            {"entry_point": "plus"},
+            {"test_setup": "import os"},
+        ],
+        ids=lambda change: next(iter(change)),
+    )
+    def test_everything_that_can_change_a_verdict_is_in_the_key(
+        self, make: Make, change: dict[str, Any]
+    ) -> None:
+        model, sandbox = make()
+        asyncio.run(
+            model.get_reward_all(
+                [CORRECT] * 2, [block("# +++")] * 2, [function_row(), function_row(**change)]
+            )
+        )
+        assert len(sandbox.requests) == 2
+
+    def test_the_mode_is_in_the_key(self, make: Make) -> None:
+        model, sandbox = make(run_all_cases=False)
+        assert reward(model, CORRECT, block("# -++"), function_row()) == 0.0
+        verdict = asyncio.run(model.judge_solution(block("# -++"), function_row()))
+        assert verdict.pass_rate == pytest.approx(2 / 3)
+        assert len(sandbox.requests) == 2
+
+    def test_a_time_out_is_judged_again_later(self, make: Make) -> None:
+        model, sandbox = make()
+        for _ in range(2):
+            outcomes = asyncio.run(
+                model.judge_all([CORRECT] * 2, [block("# +?+")] * 2, [function_row()] * 2)
+            )
+            assert [outcome.cached for outcome in outcomes] == [False, True]
+            assert outcomes[0].detail == ("", "TimeLimitExceeded", "")
+        assert len(sandbox.requests) == 2
+
+
+class TestFaults:
+    def test_a_fault_masks_its_sample_and_only_that(self, make: Make) -> None:
+        model, sandbox = make()
+        sandbox.faults_left = 1
+        revisions = [block("# +++"), block("# ++-")]
+        first, second = asyncio.run(
+            model.judge_all([INCORRECT] * 2, revisions, [function_row()] * 2)
+        )
+        assert (first.reward, first.valid, first.judged_correct) == (None, True, False)
+        assert first.error == "the service is gone"
+        assert (second.reward, second.error) == (pytest.approx(2 / 3), "")
+        (again,) = asyncio.run(model.judge_all([INCORRECT], revisions[:1], [function_row()]))
+        assert (again.reward, again.cached) == (1.0, False)
+
+    def test_equal_revisions_share_the_fault(self, make: Make) -> None:
+        model, sandbox = make()
+        sandbox.faults_left = 1
+        outcomes = asyncio.run(
+            model.judge_all([CORRECT] * 3, [block("# +++")] * 3, [function_row()] * 3)
+        )
+        assert [outcome.reward for outcome in outcomes] == [None] * 3
+        assert len(sandbox.requests) == 1
+
+    def test_get_reward_all_and_judge_solution_raise(self, make: Make) -> None:
+        model, sandbox = make()
+        sandbox.faults_left = 2
+        with pytest.raises(SandboxError, match="the service is gone"):
+            asyncio.run(
+                model.get_reward_all([CORRECT] * 2, [block("# +++")] * 2, [function_row()] * 2)
+            )
+        with pytest.raises(SandboxError):
+            asyncio.run(model.judge_solution(block("# +++"), function_row()))
+
+    @pytest.mark.parametrize("marks", ["", "++", "++++", "----"])
+    def test_an_answer_for_other_tests_is_a_fault_not_a_reward(
+        self, make: Make, marks: str
+    ) -> None:
+        model, _ = make()
+        (outcome,) = asyncio.run(
+            model.judge_all([CORRECT], [block(f"# {marks}\n")], [function_row()])
+        )
+        assert outcome.reward is None
+        assert "for 3 test(s)" in outcome.error
+
+
+def test_judge_all_tells_what_happened(make: Make) -> None:
+    model, _ = make()
+    (outcome,) = asyncio.run(model.judge_all([INCORRECT], [block("# +-+")], [function_row()]))
+    assert outcome.passed == (True, False, True)
+    assert outcome.detail == ("", "ValueError: no", "")
+    assert outcome.judged_correct is False
+    assert not outcome.cached
+
+
+def test_binary_mode_keeps_the_number_of_tests(make: Make) -> None:
+    model, _ = make(run_all_cases=False)
+    (outcome,) = asyncio.run(model.judge_all([CORRECT], [block("# +-+")], [function_row()]))
+    assert (outcome.reward, outcome.passed) == (0.0, (True, False))
+
+
+def test_registry() -> None:
+    assert get_reward("critic") is RewardModelForCritic
+    with pytest.raises(ValueError, match=r"'critics'.*'critic'"):
+        get_reward("critics")
+    with pytest.raises(ValueError, match="already registered"):
+        register_reward("critic")(RewardModelForCritic)

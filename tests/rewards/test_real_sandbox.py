@@ -1,0 +1,116 @@
+"""Rewards through the real service: programs run, verdicts come back per test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from reward_samples import CORRECT, INCORRECT, block, function_row, stdio_row, write
+
+from ctrl_megatron.rewards import RewardModelForCritic
+from ctrl_megatron.rewards.samples import problem_of
+from ctrl_megatron.sandbox.client import SandboxClient
+from ctrl_megatron.sandbox.embedded import EmbeddedSandbox
+from ctrl_megatron.sft.diagnosis import diagnose
+from ctrl_megatron.types import Attempt
+
+ADD = "def add(a, b):\n    return a + b"
+FUNCTION = {
+    "right": (block(ADD), 1.0),
+    "right, unfenced": (ADD, 1.0),
+    "right, open fence": (f"Sure:\n```python\n{ADD}", 1.0),
+    "partly right": (block("def add(a, b):\n    return 3 if a else 5"), 2 / 3),
+    "raises": (block("def add(a, b):\n    raise KeyError(a)"), 0.0),
+    "other name": (block("def plus(a, b):\n    return a + b"), 0.0),
+    "syntax error": (block("def add(a, b:\n    return a + b"), 0.0),
+    "only prose": ("You should add the numbers.", 0.0),
+    "leaves early": (block(f"import os\n{ADD}\nos._exit(0)"), 0.0),
+    "equals everything": (
+        block("class E:\n    def __eq__(self, o): return True\ndef add(a, b): return E()"),
+        0.0,
+    ),
+    "never ends": (block("def add(a, b):\n    while True: pass"), 0.0),
+}
+STDIO = {
+    "right": (block("a, b = map(int, input().split())\nprint(a + b)"), 1.0),
+    "partly right": (block("print(3)"), 0.5),
+    "raises": (block("print(int(input()))"), 0.0),
+}
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[EmbeddedSandbox]:
+    with EmbeddedSandbox.start(workers=2) as service:
+        yield service
+
+
+def test_pass_rates_of_a_mixed_batch(sandbox: EmbeddedSandbox, tmp_path: Path) -> None:
+    function, stdio = function_row(time_limit=1.0), stdio_row(time_limit=5.0)
+    batch = [(*case, function) for case in FUNCTION.values()]
+    batch += [(*case, stdio) for case in STDIO.values()]
+    revisions, expected, samples = (list(column) for column in zip(*batch, strict=True))
+    critiques = [CORRECT, INCORRECT] * len(batch)
+
+    async def main() -> None:
+        async with SandboxClient(sandbox.endpoint) as client:
+            file = write(tmp_path / "rows.parquet", function)
+            model = RewardModelForCritic(file, None, sandbox=client, show_progress=False)
+            rewards = await model.get_reward_all(critiques, revisions, samples)
+            assert rewards == [pytest.approx(value) for value in expected]
+            assert await model.get_reward_all(["no judgment"], revisions, samples) == [0.0]
+            before = client.counters.requests
+            outcomes = await model.judge_all(critiques[: len(batch)], revisions, samples)
+            assert [outcome.reward for outcome in outcomes] == rewards
+            # Everything is remembered but the time-out.
+            assert client.counters.requests == before + 1
+            binary = RewardModelForCritic(file, None, 0, False, sandbox=client, show_progress=False)
+            assert await binary.get_reward_all(critiques, revisions, samples) == [
+                float(value == 1.0) for value in expected
+            ]
+
+    asyncio.run(main())
+
+
+def test_verdicts_carry_what_synthesis_needs(sandbox: EmbeddedSandbox, tmp_path: Path) -> None:
+    faults = {
+        "right": "none",
+        "partly right": "wrong",
+        "raises": "exception",
+        "other name": "missing",
+        "syntax error": "syntax",
+        "leaves early": "died",
+        "never ends": "timeout",
+    }
+
+    async def main() -> None:
+        async with SandboxClient(sandbox.endpoint) as client:
+            file = write(tmp_path / "rows.parquet", function_row())
+            model = RewardModelForCritic(file, None, sandbox=client, show_progress=False)
+            for name, fault in faults.items():
+                sample = function_row(solution=FUNCTION[name][0], time_limit=1.0)
+                verdict = await model.judge_solution(sample["solution"], sample)
+                attempt = Attempt(id="a", problem=problem_of(sample), solution=sample["solution"])
+                assert diagnose(attempt, verdict).fault == fault, (name, verdict)
+            sample = stdio_row(solution=STDIO["raises"][0])
+            verdict = await model.judge_solution(sample["solution"], sample)
+            attempt = Attempt(id="a", problem=problem_of(sample), solution=sample["solution"])
+            diagnosis = diagnose(attempt, verdict)
+            assert (diagnosis.fault, diagnosis.exception) == ("exception", "ValueError")
+
+    asyncio.run(main())
+
+
+def test_a_stopped_service_masks_the_sample(tmp_path: Path) -> None:
+    async def main(endpoint: str) -> None:
+        async with SandboxClient(endpoint, attempts=2, backoff=0.01) as client:
+            file = write(tmp_path / "rows.parquet", function_row())
+            model = RewardModelForCritic(file, None, sandbox=client, show_progress=False)
+            (outcome,) = await model.judge_all([CORRECT], [block(ADD)], [function_row()])
+            assert outcome.reward is None
+            assert outcome.error
+
+    with EmbeddedSandbox.start(workers=1) as service:
+        endpoint = service.endpoint
+    asyncio.run(main(endpoint))

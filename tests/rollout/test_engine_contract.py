@@ -1,0 +1,350 @@
+"""What every engine must do, checked on live processes against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rollout_models import VOCAB, Sender, greedy, log_probs, save, tiny_llama, weights
+
+from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.rollout.client import RemoteEngine
+from ctrl_megatron.rollout.digest import tensor_digest
+from ctrl_megatron.rollout.engine import (
+    EngineBroken,
+    EngineDied,
+    EngineSpec,
+    available_engines,
+)
+from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
+from ctrl_megatron.rollout.lifeline import group_members
+from ctrl_megatron.types import Completion, SamplingParams
+
+PROMPTS = [[1, 2, 3], [7, 8, 9, 10, 11, 12, 13], [5], list(range(20, 60))]
+CLOSE = 1e-4
+
+
+class Bench:
+    """One engine process for all tests of a module, launched again when a test has ruined it."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self.models = [tiny_llama(0), tiny_llama(1)]
+        self.loop = BackgroundLoop()
+        self.process: EngineProcess | None = None
+        self.ruined = False
+        self._updates = 0
+
+    @property
+    def engine(self) -> RemoteEngine:
+        return self._engine
+
+    def run(self, work: Coroutine[Any, Any, Any], seconds: float = 60.0) -> Any:
+        return self.loop.submit(asyncio.wait_for(work, seconds)).result()
+
+    def ready(self) -> Bench:
+        """A live engine that holds model 0 and is not paused."""
+        if self.process is None or self.ruined:
+            self.stop()
+            self._launch()
+        elif self._updates:
+            self.load(0)
+        return self
+
+    def _launch(self) -> None:
+        self.process = launch_engine(
+            EngineSpec(
+                name=self.name,
+                model_path=str(self.path),
+                dtype="float32",
+                max_model_len=1024,
+                max_num_seqs=8,
+                kv_cache_gib=0.25,
+                threads=1,
+                log_path=str(self.path / f"{self.name}.log"),
+                startup_timeout=180.0,
+            )
+        )
+        self._engine, self.ruined, self._updates = RemoteEngine(self.process.address), False, 0
+
+    def load(self, which: int) -> str:
+        """Put model ``which`` into the engine; the name of the new version."""
+        self._updates += 1
+        sender, version = Sender(weights(self.models[which])), f"step-{self._updates}"
+        self.run(self.engine.update(sender.specs(), sender.chunks(), version))
+        return version
+
+    def generate(self, prompts: list[list[int]], **params: Any) -> list[list[Completion]]:
+        return self.run(self.engine.generate(prompts, SamplingParams(**params)))
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.run(self._engine.close())
+            self.process.stop()
+            assert group_members(self.process.pid) == []
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def bench_of_module(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    if request.param not in available_engines():
+        pytest.skip(f"the optional engine {request.param} is not installed")
+    bench = Bench(request.param, save(tiny_llama(0), tmp_path_factory.mktemp("tiny")))
+    yield bench
+    bench.stop()
+    bench.loop.close()
+
+
+@pytest.fixture
+def bench(bench_of_module: Bench) -> Bench:
+    return bench_of_module.ready()
+
+
+def assert_explained(completion: Completion, expected: torch.Tensor) -> None:
+    """The completion's log-probs are ``expected``."""
+    torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=CLOSE, rtol=0)
+
+
+def test_the_initial_weights_are_named_and_digested(bench_of_module: Bench) -> None:
+    bench_of_module.ruined = True
+    bench = bench_of_module.ready()
+    (completion,) = bench.generate([[1, 2]], max_tokens=3)[0]
+    assert bench.run(bench.engine.version()) == "initial"
+    assert [(s.version, s.start, s.end) for s in completion.spans] == [("initial", 0, 3)]
+    expected = {n: tensor_digest(t) for n, t in weights(bench.models[0]).items()}
+    assert bench.run(bench.engine.checksums()) == expected
+    bench.run(bench.engine.health())
+
+
+def test_the_manifest_is_the_checkpoint_without_the_tied_head(bench: Bench) -> None:
+    manifest = bench.run(bench.engine.manifest())
+    expected = {n: (tuple(t.shape), "float32") for n, t in weights(bench.models[0]).items()}
+    assert {spec.name: (spec.shape, spec.dtype) for spec in manifest} == expected
+
+
+def test_greedy_is_transformers_greedy(bench: Bench) -> None:
+    answers = bench.generate(PROMPTS, max_tokens=12, temperature=0.0)
+    assert [len(group) for group in answers] == [1] * len(PROMPTS)
+    for prompt, (completion,) in zip(PROMPTS, answers, strict=True):
+        assert list(completion.token_ids) == greedy(bench.models[0], prompt, 12)
+        assert completion.finish_reason == "length"
+        assert_explained(completion, log_probs(bench.models[0], prompt, completion.token_ids))
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 20, "top_p": 0.9}])
+def test_log_probs_are_those_at_the_temperature_before_truncation(
+    bench: Bench, truncation: dict[str, Any]
+) -> None:
+    answers = bench.generate(PROMPTS, max_tokens=10, temperature=0.7, n=3, seed=5, **truncation)
+    assert [len(group) for group in answers] == [3] * len(PROMPTS)
+    for prompt, group in zip(PROMPTS, answers, strict=True):
+        for completion in group:
+            expected = log_probs(bench.models[0], prompt, completion.token_ids, 0.7)
+            assert_explained(completion, expected)
+
+
+def test_a_draw_depends_on_seed_row_and_sample_only(bench: Bench) -> None:
+    sampled: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0}
+    all_four = bench.generate(PROMPTS, n=3, seed=11, **sampled)
+    assert all_four == bench.generate(PROMPTS, n=3, seed=11, **sampled)
+    fewer = bench.generate(PROMPTS[:2], n=2, seed=11, **sampled)
+    same = [[c.token_ids for c in group[:2]] for group in all_four[:2]]
+    assert [[c.token_ids for c in group] for group in fewer] == same
+    assert bench.generate(PROMPTS, n=3, seed=12, **sampled) != all_four
+    twins = bench.generate([PROMPTS[0]] * 2, n=2, seed=11, **sampled)
+    assert len({c.token_ids for group in twins for c in group}) == 4
+
+
+def test_draws_without_a_seed_differ(bench: Bench) -> None:
+    first, second = (bench.generate([[1, 2]], max_tokens=16)[0][0] for _ in range(2))
+    assert first.token_ids != second.token_ids
+
+
+def test_draws_follow_the_truncated_distribution(bench: Bench) -> None:
+    prompt = [3, 1, 4]
+    with torch.no_grad():
+        probabilities = bench.models[0](torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    likeliest = probabilities.topk(4).indices.tolist()
+    answers = bench.generate([prompt], max_tokens=1, n=400, seed=0, top_k=4)[0]
+    drawn = [c.token_ids[0] for c in answers]
+    assert set(drawn) <= set(likeliest)
+    for token in likeliest:
+        share = float(probabilities[token] / probabilities[likeliest].sum())
+        error = math.sqrt(share * (1 - share) / len(drawn))
+        assert abs(drawn.count(token) / len(drawn) - share) < 5 * error + 1e-9
+
+
+def test_a_stop_token_ends_a_completion_and_is_kept(bench: Bench) -> None:
+    free = greedy(bench.models[0], PROMPTS[0], 12)
+    stop = free[5]
+    (completion,) = bench.generate(
+        [PROMPTS[0]], max_tokens=12, temperature=0.0, stop_token_ids=(stop,)
+    )[0]
+    assert list(completion.token_ids) == free[: free.index(stop) + 1]
+    assert completion.finish_reason == "stop"
+    assert len(completion.log_probs) == len(completion.token_ids)
+
+
+def test_an_update_changes_everything_at_once(bench: Bench) -> None:
+    before = bench.generate(PROMPTS, max_tokens=8, temperature=0.0)
+    version = bench.load(1)
+    after = bench.generate(PROMPTS, max_tokens=8, temperature=0.0)
+    assert bench.run(bench.engine.version()) == version
+    for prompt, (completion,) in zip(PROMPTS, after, strict=True):
+        # Same prompts as before: cached prefixes of the old weights would show here.
+        assert list(completion.token_ids) == greedy(bench.models[1], prompt, 8)
+        assert_explained(completion, log_probs(bench.models[1], prompt, completion.token_ids))
+        assert [(s.version, s.start, s.end) for s in completion.spans] == [(version, 0, 8)]
+    assert before != after
+    expected = {n: tensor_digest(t) for n, t in weights(bench.models[1]).items()}
+    assert bench.run(bench.engine.checksums()) == expected
+
+
+def test_weights_of_another_dtype_are_cast(bench: Bench) -> None:
+    rounded = {n: t.bfloat16() for n, t in weights(bench.models[1]).items()}
+    sender = Sender(rounded, per_chunk=3)
+    bench.run(bench.engine.update(sender.specs(), sender.chunks(), "rounded"))
+    bench._updates += 1
+    expected = {n: tensor_digest(t.float()) for n, t in rounded.items()}
+    assert bench.run(bench.engine.checksums()) == expected
+
+
+def test_running_completions_cross_an_update(bench: Bench) -> None:
+    prompt, count = [1, 2, 3], 600
+    running = bench.loop.submit(
+        bench.engine.generate([prompt], SamplingParams(max_tokens=count, seed=1))
+    )
+    time.sleep(0.3)
+    version = bench.load(1)
+    ((completion,),) = running.result(timeout=60)
+    assert len(completion.token_ids) == count
+    assert completion.spans[0].start == 0 and completion.spans[-1].end == count
+    assert completion.spans[-1].version in (version, completion.spans[0].version)
+    border = completion.spans[-1].start if len(completion.spans) > 1 else count
+    old, new = (log_probs(m, prompt, completion.token_ids) for m in bench.models)
+    expected = torch.cat([old[:border], new[border:]])
+    assert_explained(completion, expected)
+
+
+@pytest.mark.parametrize("kind", ["unknown", "missing", "mis-shaped"])
+def test_a_wrong_update_is_refused_before_anything_changes(bench: Bench, kind: str) -> None:
+    tensors = dict(weights(bench.models[1]))
+    if kind == "unknown":
+        tensors["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    elif kind == "missing":
+        del tensors["model.norm.weight"]
+    else:
+        tensors["model.norm.weight"] = torch.zeros(65)
+    named = "layers.9" if kind == "unknown" else "model.norm.weight"
+    sender, version = Sender(tensors), bench.run(bench.engine.version())
+    with pytest.raises(ValueError, match=rf"{kind}.*{named}"):
+        bench.run(bench.engine.update(sender.specs(), sender.chunks(), "wrong"))
+    assert sender.pulled == 0
+    (completion,) = bench.generate([PROMPTS[0]], max_tokens=8, temperature=0.0)[0]
+    assert list(completion.token_ids) == greedy(bench.models[0], PROMPTS[0], 8)
+    assert bench.run(bench.engine.version()) == version == completion.spans[0].version
+
+
+def test_pause_holds_new_requests_until_resume(bench: Bench) -> None:
+    bench.run(bench.engine.pause("keep"))
+    waiting = bench.loop.submit(bench.engine.generate([[1]], SamplingParams(max_tokens=2)))
+    with pytest.raises(TimeoutError):
+        waiting.result(timeout=0.5)
+    bench.run(bench.engine.resume())
+    assert len(waiting.result(timeout=30)[0][0].token_ids) == 2
+
+
+def test_pause_abort_ends_running_completions(bench: Bench) -> None:
+    running = bench.loop.submit(
+        bench.engine.generate([[1, 2]] * 2, SamplingParams(max_tokens=1000, seed=2))
+    )
+    time.sleep(0.3)
+    bench.run(bench.engine.pause("abort"))
+    for (completion,) in running.result(timeout=30):
+        assert completion.finish_reason == "abort" and len(completion.token_ids) < 1000
+        assert len(completion.log_probs) == len(completion.token_ids)
+    bench.run(bench.engine.resume())
+    assert len(bench.generate([[1]], max_tokens=3)[0][0].token_ids) == 3
+
+
+def test_an_update_leaves_a_paused_engine_paused(bench: Bench) -> None:
+    bench.run(bench.engine.pause("keep"))
+    bench.load(1)
+    waiting = bench.loop.submit(bench.engine.generate([[1]], SamplingParams(max_tokens=2)))
+    with pytest.raises(TimeoutError):
+        waiting.result(timeout=0.5)
+    bench.run(bench.engine.resume())
+    ((completion,),) = waiting.result(timeout=30)
+    assert_explained(completion, log_probs(bench.models[1], [1], completion.token_ids))
+
+
+def test_prompts_that_cannot_be_served_are_refused(bench: Bench) -> None:
+    for prompts, tokens, message in [
+        ([[1], []], 2, "row 1 is empty"),
+        ([[1] * 1020], 5, "row 0 .*max_model_len=1024"),
+        ([[VOCAB]], 2, "outside"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            bench.generate(prompts, max_tokens=tokens)
+
+
+def test_connect_says_that_this_transport_has_no_groups(bench: Bench) -> None:
+    with pytest.raises(NotImplementedError, match="shared memory"):
+        bench.run(bench.engine.connect({}))
+
+
+def test_sleep_and_wake_leave_the_engine_usable(bench: Bench) -> None:
+    bench.run(bench.engine.sleep(["weights", "kv_cache"]))
+    bench.run(bench.engine.wake(["weights", "kv_cache"]))
+    assert len(bench.generate([[1]], max_tokens=2)[0][0].token_ids) == 2
+
+
+def test_many_calls_at_once_keep_their_answers_apart(bench: Bench) -> None:
+    async def ask() -> list[list[list[Completion]]]:
+        params = SamplingParams(max_tokens=4, temperature=0.0)
+        calls = [bench.engine.generate([[token, 9]], params) for token in range(24)]
+        return list(await asyncio.gather(*calls))
+
+    for token, ((completion,),) in enumerate(bench.run(ask())):
+        assert list(completion.token_ids) == greedy(bench.models[0], [token, 9], 4)
+
+
+def test_an_update_that_fails_half_way_breaks_the_engine(bench: Bench) -> None:
+    bench.ruined = True
+    sender = Sender(weights(bench.models[1]))
+    with pytest.raises(RuntimeError, match="the trainer fell over"):
+        bench.run(bench.engine.update(sender.specs(), sender.chunks(fail_after=2), "half"))
+    with pytest.raises(EngineBroken, match=r"half.*the trainer fell over"):
+        bench.generate([[1]], max_tokens=2)
+
+
+def test_a_killed_host_is_named_and_leaves_nothing_behind(bench: Bench) -> None:
+    bench.ruined = True
+    assert bench.process is not None
+    pid = bench.process.pid
+    assert pid in group_members(pid)
+    running = bench.loop.submit(
+        bench.engine.generate([[1, 2]], SamplingParams(max_tokens=1000, seed=2))
+    )
+    time.sleep(0.2)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDied, match=rf"{bench.name} \(pid {pid}.*") as caught:
+        running.result(timeout=20)
+    assert bench.process.address.log_path in str(caught.value)
+    with pytest.raises(EngineDied):
+        bench.generate([[1]], max_tokens=2)
+    # Without anybody's help: the engine's own processes end with their host.
+    deadline = time.monotonic() + 20
+    while group_members(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert group_members(pid) == []
+    assert not bench.process.alive()

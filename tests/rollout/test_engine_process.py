@@ -1,0 +1,132 @@
+"""How an engine's process starts, refuses strangers, and ends with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rollout_models import save, tiny_llama
+
+from ctrl_megatron.rollout.client import RemoteEngine
+from ctrl_megatron.rollout.engine import EngineDied, EngineSpec
+from ctrl_megatron.rollout.launch import EngineProcess, launch_engine, launch_engines
+from ctrl_megatron.rollout.lifeline import group_members, process_gone
+
+PARENT = """
+import sys, time
+from ctrl_megatron.rollout.engine import EngineSpec
+from ctrl_megatron.rollout.launch import launch_engine
+process = launch_engine(EngineSpec(name="hf", model_path=sys.argv[1], dtype="float32", threads=1))
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+
+STUBBORN = """
+import os, subprocess, sys, time
+from ctrl_megatron.rollout.lifeline import tie_group
+tie_group(0)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_llama(0), tmp_path_factory.mktemp("model"))
+
+
+def tiny_spec(model_path: Path, **changes: object) -> EngineSpec:
+    spec = EngineSpec(name="hf", model_path=str(model_path), dtype="float32", threads=1)
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def wait_until_empty(group: int) -> None:
+    deadline = time.monotonic() + 20
+    while group_members(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert group_members(group) == []
+
+
+def test_an_engine_that_cannot_start_shows_the_end_of_its_log(model_path: Path) -> None:
+    spec = tiny_spec(model_path, extra={"attn_implementation": "no_such_attention"}, label="actor")
+    with pytest.raises(EngineDied, match=r"(?s)engine actor .*exited with code 1.*no_such_attent"):
+        launch_engine(spec)
+
+
+def test_a_start_that_takes_too_long_is_ended(model_path: Path) -> None:
+    process = EngineProcess(tiny_spec(model_path, startup_timeout=0.3))
+    with pytest.raises(EngineDied, match=r"was not ready within 0\.3 s"):
+        process.wait_ready()
+    assert group_members(process.pid) == []
+
+
+def test_a_bad_model_path_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        launch_engine(tiny_spec(tmp_path))
+
+
+def test_two_start_together_and_only_their_own_token_opens_them(model_path: Path) -> None:
+    first, second = launch_engines([tiny_spec(model_path), tiny_spec(model_path, label="proxy")])
+    try:
+        thief = RemoteEngine(replace(first.address, token=second.token))
+
+        async def ask() -> None:
+            with pytest.raises(ValueError, match="refused /version with status 401"):
+                await thief.version()
+            await thief.close()
+            async with asyncio.timeout(20):
+                # A second client from plain data, as another rank would make it.
+                other = RemoteEngine(second.address)
+                assert await other.version() == "initial"
+                await other.close()
+
+        asyncio.run(ask())
+        assert first.token not in repr(first.address)
+        assert first.token.encode() not in Path(f"/proc/{first.pid}/cmdline").read_bytes()
+    finally:
+        first.stop()
+        second.stop()
+    assert not first.alive() and group_members(first.pid) == group_members(second.pid) == []
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_the_engine_ends_with_its_parent(model_path: Path, sign: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(model_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    ) as parent:
+        assert parent.stdout is not None
+        group = int(parent.stdout.readline())
+        assert group in group_members(group)
+        parent.send_signal(sign)
+    wait_until_empty(group)
+
+
+@pytest.mark.parametrize("end", ["leader killed", "pipe closed"])
+def test_the_guard_ends_children_that_nobody_else_would(end: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUBBORN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    ) as leader:
+        assert leader.stdout is not None and leader.stdin is not None
+        child = int(leader.stdout.readline())
+        assert not process_gone(child)
+        if end == "leader killed":
+            leader.kill()
+        else:
+            leader.stdin.close()
+        wait_until_empty(leader.pid)
+        assert process_gone(child)
+        leader.wait(10)

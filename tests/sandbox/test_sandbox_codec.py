@@ -1,0 +1,177 @@
+"""Values between judge and candidate: equal after a round trip, and nothing malformed gets in."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict, deque, namedtuple
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import IntEnum
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctrl_megatron.sandbox.jail import codec
+
+atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(min_value=-(2**300), max_value=2**300)
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text(st.characters())
+    | st.binary()
+    | st.fractions()
+    | st.decimals(allow_nan=False)
+    | st.dates()
+    | st.datetimes()
+    | st.times()
+    | st.timedeltas()
+)
+hashable = st.recursive(atoms, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=5)
+values = st.recursive(
+    atoms | st.sets(hashable, max_size=4) | st.frozensets(hashable, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.lists(inner, max_size=4).map(deque)
+        | st.dictionaries(hashable, inner, max_size=4)
+    ),
+    max_leaves=15,
+)
+
+
+def shape(value: Any) -> Any:
+    """The exact types of a value, all the way down."""
+    if isinstance(value, dict):
+        return type(value), [(shape(k), shape(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return type(value), [shape(item) for item in value]
+    return type(value)
+
+
+def there_and_back(value: Any) -> Any:
+    return codec.decode(json.loads(json.dumps(codec.encode(value))))
+
+
+@given(values)
+def test_round_trip_keeps_value_and_types(value: Any) -> None:
+    assert there_and_back(value) == value
+    assert shape(there_and_back(value)) == shape(value)
+
+
+@given(values)
+def test_equal_values_have_equal_codes(value: Any) -> None:
+    assert codec.encode(there_and_back(value)) == codec.encode(value)
+
+
+class Colour(IntEnum):
+    RED = 3
+
+
+class Liar(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (Colour.RED, 3),
+        (Liar(5), 5),
+        (namedtuple("Point", "x y")(1, 2), (1, 2)),
+        (Counter("aab"), Counter("aab")),
+        (OrderedDict(a=1), OrderedDict(a=1)),
+        (range(2, 9, 3), range(2, 9, 3)),
+        (float("inf"), float("inf")),
+        (bytearray(b"x"), bytearray(b"x")),
+        ("\ud800", "\ud800"),
+        ({1: 2}.keys(), {1: 2}.keys()),
+    ],
+)
+def test_subclasses_cross_as_what_they_hold(value: Any, plain: Any) -> None:
+    got = there_and_back(value)
+    assert type(got) is type(plain)
+    assert plain == got
+
+
+def test_not_a_number_and_iterators() -> None:
+    nan = there_and_back(float("nan"))
+    assert nan != nan
+    assert list(there_and_back(i * i for i in range(3))) == [0, 1, 4]
+    assert list(there_and_back(zip("ab", [1, 2], strict=True))) == [("a", 1), ("b", 2)]
+
+
+def test_other_objects_are_opaque() -> None:
+    opaque = there_and_back(object())
+    assert isinstance(opaque, codec.Opaque)
+    assert bool(opaque)
+    for compare in (
+        lambda: opaque == 1,
+        lambda: opaque != 1,
+        lambda: opaque < 1,
+        lambda: opaque == 1,
+    ):
+        with pytest.raises(TypeError):
+            compare()
+    with pytest.raises(TypeError):
+        hash(opaque)
+    with pytest.raises(codec.CodecError):
+        codec.encode(len, strict=True)
+
+
+def test_too_deep_values_are_refused() -> None:
+    value: list[Any] = []
+    for _ in range(1000):
+        value = [value]
+    with pytest.raises(codec.CodecError):
+        codec.encode(value)
+    data: list[Any] = ["list", []]
+    for _ in range(400):
+        data = ["list", [data]]
+    with pytest.raises(codec.CodecError):
+        codec.decode(data)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+tagged = st.recursive(
+    json_values,
+    lambda inner: st.builds(
+        lambda tag, rest: [tag, *rest],
+        st.sampled_from(sorted(codec._DECODERS)),
+        st.lists(inner | st.lists(inner, max_size=3), max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@given(tagged)
+def test_whatever_arrives_is_a_value_or_an_error(data: Any) -> None:
+    try:
+        codec.decode(data)
+    except codec.CodecError:
+        return
+
+
+def test_all_dates_cross() -> None:
+    for value in (
+        date(2024, 2, 29),
+        datetime(2024, 1, 1, 3),
+        time(3, 4, 5),
+        timedelta(days=-1),
+        Fraction(1, 3),
+    ):
+        assert there_and_back(value) == value
+    assert str(there_and_back(Decimal("1.50"))) == "1.50"

@@ -1,0 +1,46 @@
+"""Finding the program in a completion."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctrl_megatron.sandbox.extraction import extract_python
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "kind"),
+    [
+        ("a\n```python\nx = 1\n```\nb", "x = 1\n", "fenced"),
+        ("```py\nx = 1\n```\n```python\ny = 1\n```", "x = 1\n", "fenced"),
+        ("```cpp\nint x;\n```\n```Python3\nx = 1\n```", "x = 1\n", "fenced"),
+        ("```\nx = 1\n```", "x = 1\n", "fenced"),
+        ("```cpp\nint x;\n```", "int x;\n", "fenced"),
+        ("  ```python\n  x = 1\n  ```", "  x = 1\n", "fenced"),
+        ("```python\nx = 1\n", "x = 1\n", "incomplete_fenced"),
+        ("```python\nx = '```'\n```", "x = '```'\n", "fenced"),
+        ("```python x = 1```", "", "none"),
+        ("```python\n```", "", "fenced"),
+        ("def f():\n    return 1", "def f():\n    return 1", "heuristic"),
+        ("Sure, here it is.\n\nimport os\nx = 1", "import os\nx = 1", "heuristic"),
+        ("def f(): return 1\n\nThis returns one.", "def f(): return 1\n", "heuristic"),
+        ("I cannot do that.", "", "none"),
+        ("", "", "none"),
+        ("```python\r\nx = 1\r\n```", "x = 1\n", "fenced"),
+    ],
+)
+def test_extraction(text: str, code: str, kind: str) -> None:
+    found = extract_python(text)
+    assert (found.code, found.kind) == (code, kind)
+
+
+@given(st.text(st.sampled_from("`\npython xdef():= 1\x00\r\t"), max_size=60))
+def test_any_text_gives_an_answer(text: str) -> None:
+    found = extract_python(text)
+    assert (found.kind == "none") <= (found.code == "")
+
+
+@given(st.text(st.characters(exclude_characters="`\r", exclude_categories=["Cs"])))
+def test_a_fenced_program_comes_back_exactly(code: str) -> None:
+    assert extract_python(f"text\n```python\n{code}\n```\nmore").code == code + "\n"

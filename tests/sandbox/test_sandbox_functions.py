@@ -1,0 +1,175 @@
+"""``/submit`` for function problems: asserts run in the judge, functions in the candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ctrl_megatron.sandbox.function_tests import read_function_tests
+from ctrl_megatron.sandbox.wire import CommandRunStatus, EvalResult, RunStatus
+
+Judge = Callable[..., EvalResult]
+
+
+def passed(result: EvalResult) -> list[bool]:
+    return [case.passed for case in result.tests]
+
+
+def reasons(result: EvalResult) -> list[str]:
+    return [(case.test_info or {})["reason"] for case in result.tests]
+
+
+def test_one_verdict_per_assert(judge: Judge) -> None:
+    result = judge(
+        "def f(x): return abs(x)", ["assert f(2) == 2", "assert f(-3) == 4", "assert f(0) == 0"]
+    )
+    assert passed(result) == [True, False, True]
+    assert not result.accepted
+    assert reasons(result) == ["", "AssertionError: f(-3) returned 3", ""]
+    statuses = [case.exec_info.status for case in result.tests]
+    assert statuses == [RunStatus.SUCCESS, RunStatus.FAILED, RunStatus.SUCCESS]
+    assert result.extracted_code == "def f(x): return abs(x)\n"
+    assert result.id == 7
+
+
+def test_accepted_when_everything_passes(judge: Judge) -> None:
+    assert judge("def f(x): return x", ["assert f(1) == 1", "assert f([2]) == [2]"]).accepted
+
+
+def test_stops_at_the_first_failure_unless_all_are_wanted(judge: Judge) -> None:
+    tests = ["assert f(1) == 1", "assert f(2) == 0", "assert f(3) == 3"]
+    assert passed(judge("def f(x): return x", tests, run_all=False)) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("def f(x:\n  pass", "SyntaxError"),
+        ("raise RuntimeError('at load')", "failed to load: RuntimeError: at load (line 1)"),
+        ("exit(0)", "failed to load: SystemExit"),
+        ("def g(x): return x", "NameError: name 'f' is not defined"),
+        ("def f(x): raise KeyError('k')", "KeyError"),
+        ("def f(x): return g(x)\ndef g(x): return 1 / 0", "ZeroDivisionError"),
+        ("def f(x): return f(x)", "RecursionError"),
+        ("def f(): return 1", "TypeError"),
+        ("", "NameError"),
+        ("def f(x): return object()", "cannot be compared"),
+        ("def f(x): return 'x' * (5 << 20)", "more than"),
+    ],
+)
+def test_wrong_programs_fail_with_the_reason(judge: Judge, code: str, reason: str) -> None:
+    result = judge(code, ["assert f(1) == 1", "assert f(2) == 2"])
+    assert passed(result) == [False, False]
+    assert all(reason in text for text in reasons(result)), reasons(result)
+
+
+def test_a_test_that_times_out_does_not_take_the_others_along(judge: Judge) -> None:
+    code = "def f(x):\n    while x == 1: pass\n    return x"
+    result = judge(
+        code, ["assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 2"], run_timeout=1.5
+    )
+    assert passed(result) == [True, False, True]
+    slow = result.tests[1].exec_info.run_result
+    assert slow is not None and slow.status is CommandRunStatus.TIME_LIMIT_EXCEEDED
+    assert slow.return_code is None
+
+
+def test_after_two_time_outs_the_rest_is_not_run(judge: Judge) -> None:
+    code = "def f(x):\n    while x: pass\n    return x"
+    tests = [f"assert f({x}) == {x}" for x in (1, 2, 0, 3)]
+    result = judge(code, tests, run_timeout=0.3)
+    assert passed(result) == [False] * 4
+    assert "not run" in reasons(result)[3]
+
+
+def test_a_comparison_that_never_ends_is_a_time_out(judge: Judge) -> None:
+    result = judge("def f(): return 10**12", ["assert sum(range(f())) == 1"], run_timeout=0.3)
+    assert passed(result) == [False]
+    assert reasons(result) == ["time limit exceeded"]
+
+
+def test_in_place_changes_of_arguments_come_back(judge: Judge) -> None:
+    code = "def f(a, b, c):\n    a.append(1); b['k'] = (2,); c.add(3); a[0].pop()"
+    tests = [
+        "a, b, c = [[0]], {}, set()\nf(a, b, c)\nassert (a, b, c) == ([[], 1], {'k': (2,)}, {3})"
+    ]
+    assert judge(code, tests).accepted
+
+
+def test_types_cross_exactly(judge: Judge) -> None:
+    code = "def f(x): return x\ndef g(x): return type(x).__name__"
+    values = ["(1, [2])", "{1: {2}}", "1.5", "float('inf')", "b'x'", "2**200", "1j", "None", "True"]
+    tests = [
+        f"assert f({v}) == {v} and type(f({v})) is type({v}) and g({v}) == type({v}).__name__"
+        for v in values
+    ]
+    assert passed(judge(code, tests)) == [True] * len(values)
+
+
+def test_lists_are_not_tuples_and_generators_are_not_lists(judge: Judge) -> None:
+    code = "def f(x): return (i for i in x)\ndef g(x): return list(x)"
+    tests = ["assert list(f([1])) == [1]", "assert f([1]) == [1]", "assert g((1,)) == (1,)"]
+    assert passed(judge(code, tests)) == [True, False, False]
+
+
+def test_setup_runs_in_the_judge_and_only_its_imports_reach_the_program(judge: Judge) -> None:
+    setup = "import math\nEXPECTED = 3\ndef same(a, b): return math.isclose(a, b)"
+    code = "def f(x): return math.sqrt(x)\ndef g(): return 'EXPECTED' in globals()"
+    tests = ["assert same(f(9), EXPECTED)", "assert g() is False"]
+    assert judge(code, tests, setup=setup).accepted
+
+
+def test_human_eval_style_candidate_is_the_entry_point(judge: Judge) -> None:
+    assert judge("def f(x): return x", ["assert candidate(4) == 4"], entry_point="f").accepted
+
+
+def test_a_function_named_like_a_builtin(judge: Judge) -> None:
+    tests = ["assert sum(10, 15) == 6", "assert sum(1, 1) == 1"]
+    assert passed(judge("def sum(a, b): return 6 if a > 1 else 1", tests)) == [True, True]
+    assert passed(judge("def other(a, b): return 6", tests)) == [False, False]
+
+
+def test_redefining_builtins_that_the_test_uses_changes_nothing(judge: Judge) -> None:
+    code = "def sorted(x): return [1, 2]\nlen = abs = set = sorted\ndef f(): return [7]"
+    tests = ["assert sorted(f()) == [1, 2]", "assert len(f()) == 2", "assert set(f()) == [1, 2]"]
+    assert passed(judge(code, tests)) == [False] * 3
+
+
+def test_expected_exceptions_are_raised_in_the_test(judge: Judge) -> None:
+    code = "class Own(Exception): pass\ndef f(x):\n    if x: raise ValueError('no')\n    raise Own"
+    catch = "try:\n    f({})\nexcept {}:\n    pass\nelse:\n    assert False"
+    tests = [catch.format(1, "ValueError"), catch.format(0, "ValueError")]
+    assert passed(judge(code, tests)) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"test_list": []}, "non-empty list"),
+        ({}, "non-empty list"),
+        ({"test_list": [1]}, "non-empty list"),
+        ({"test_list": ["assert f("]}, r"test_list\[0\] is not valid Python"),
+        ({"test_list": ["assert f()"], "test_setup_code": "def"}, "test_setup_code is not valid"),
+        ({"test_list": ["assert f()"], "entry_point": "f g"}, "entry_point must be"),
+        ({"test_list": ["assert len(sorted([])) == 0"]}, "give provided_data.entry_point"),
+        ({"test_list": ["assert True"]}, "give provided_data.entry_point"),
+    ],
+)
+def test_records_that_cannot_be_judged_are_refused(data: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_function_tests(data)
+
+
+def test_stubs_follow_from_the_record() -> None:
+    tests = read_function_tests(
+        {
+            "test_list": [
+                "xs = [h(y) for y in range(3)]\nassert all(map(lambda z: f(z) == len(xs), xs))",
+                "import os.path\nassert os.path.join(g(1), 'a') == helper()",
+            ],
+            "test_setup_code": "from math import pi as p\nimport cmath\ndef helper(): return k(p)",
+        }
+    )
+    assert tests.stubs == ("f", "g", "h", "k")
+    assert tests.prelude == "from math import pi as p\nimport cmath"

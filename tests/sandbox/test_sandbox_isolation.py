@@ -1,0 +1,223 @@
+"""Levels of isolation: what is reached, what is refused, and that the lower tiers still hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import descendants, submission, wait_until
+
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
+from ctrl_megatron.sandbox.embedded import SandboxStartError
+from ctrl_megatron.sandbox.jail import landlock, seccomp
+from ctrl_megatron.sandbox.wire import EvalResult, RunCodeRequest, RunCodeResponse
+
+
+def readable_python() -> str | None:
+    """An interpreter that the user who runs programs can read: not in root's home."""
+    own = Path(sys.executable).resolve()
+    if os.getuid() != 0 or all(folder.stat().st_mode & 0o005 == 0o005 for folder in own.parents):
+        return str(own)
+    return shutil.which("python3.11", path="/usr/bin:/usr/local/bin")
+
+
+def run(service: EmbeddedSandbox, code: str, seconds: float = 5.0) -> RunCodeResponse:
+    async def call() -> RunCodeResponse:
+        async with SandboxClient(service.endpoint, attempts=1) as client:
+            return await client.run_code(
+                RunCodeRequest(code=code, language="python", run_timeout=seconds)
+            )
+
+    return asyncio.run(call())
+
+
+def judge(service: EmbeddedSandbox, code: str) -> EvalResult:
+    async def call() -> EvalResult:
+        async with SandboxClient(service.endpoint, attempts=1) as client:
+            data = {"test_list": ["assert f(1) == 1", "assert f(2) == 2"]}
+            return await client.submit(
+                submission(code, dataset_type="MBPPDataset", provided_data=data)
+            )
+
+    return asyncio.run(call())
+
+
+def stdout(response: RunCodeResponse) -> str:
+    assert response.run_result is not None
+    return response.run_result.stdout or ""
+
+
+def test_strict_refuses_what_the_kernel_does_not_give() -> None:
+    with pytest.raises(SandboxStartError, match="isolation strict needs namespaces and seccomp"):
+        EmbeddedSandbox.start(workers=1, isolation="strict", without=("namespaces",))
+    with pytest.raises(SandboxStartError, match="missing: seccomp"):
+        EmbeddedSandbox.start(workers=1, isolation="strict", without=("seccomp",))
+
+
+def test_the_service_reports_what_it_reached(service: EmbeddedSandbox) -> None:
+    reached = service.isolation
+    assert reached["requested"] == "standard"
+    assert (reached["tier"] == "namespaces") == (
+        not any("namespaces" in m for m in reached["missing"])
+    )
+    assert reached["uid"] != 0
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(SandboxStartError, match="invalid choice: 'safe'"):
+        EmbeddedSandbox.start(workers=1, isolation="safe")  # type: ignore[arg-type]
+
+
+TIERS = {
+    "namespaces": (),
+    "landlock": ("namespaces",),
+    "limits": ("namespaces", "landlock", "seccomp"),
+}
+
+
+@pytest.fixture(scope="module", params=TIERS)
+def tier(request: pytest.FixtureRequest) -> Iterator[EmbeddedSandbox]:
+    python = readable_python()
+    if python is None:
+        pytest.skip("started as root without an interpreter that an unprivileged user can read")
+    with EmbeddedSandbox.start(
+        workers=1,
+        python=python,
+        without=TIERS[request.param],
+        limits=SandboxLimits(processes=20),
+    ) as running:
+        if running.isolation["tier"] != request.param:
+            pytest.skip(f"this kernel gives no {request.param}: {running.isolation['missing']}")
+        yield running
+
+
+def test_every_tier_judges(tier: EmbeddedSandbox) -> None:
+    assert judge(tier, "def f(x): return x").accepted
+    assert not judge(tier, "import os\ndef f(x): os._exit(0)").accepted
+    assert not judge(
+        tier, "class E:\n  def __eq__(s, o): return True\ndef f(x): return E()"
+    ).accepted
+
+
+def test_every_tier_has_a_private_directory(tier: EmbeddedSandbox) -> None:
+    code = (
+        "import os, tempfile\nprint(os.listdir('.'), dict(os.environ))\n"
+        "tempfile.TemporaryFile().write(b'x')\nopen('x', 'w')"
+    )
+    for _ in range(2):
+        assert stdout(run(tier, code)) == "['main.py'] {}\n"
+
+
+def test_every_tier_removes_what_a_program_left(tier: EmbeddedSandbox) -> None:
+    code = (
+        "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\n"
+        "os.chmod('a/b', 0)\nos.chmod('a', 0)\nprint(1)"
+    )
+    assert stdout(run(tier, code)) == "1\n"
+    assert stdout(run(tier, "import os; print(os.listdir('.'))")) == "['main.py']\n"
+
+
+def test_every_tier_ends_the_whole_tree(tier: EmbeddedSandbox) -> None:
+    code = (
+        "import os, time\n"
+        "try:\n    for _ in range(3):\n        if os.fork() == 0:\n"
+        "            os.setsid(); os.fork(); time.sleep(600)\n"
+        "except OSError: pass\n"
+        "print('out', flush=True)\ntime.sleep(600)"
+    )
+    assert stdout(run(tier, code, seconds=0.5)).startswith("out\n")
+    assert wait_until(lambda: len(descendants(tier.pid)) <= 1), descendants(tier.pid)
+
+
+def test_every_tier_bounds_a_fork_bomb(tier: EmbeddedSandbox) -> None:
+    code = "import os, time\nwhile True:\n    try: os.fork()\n    except OSError: time.sleep(0.05)"
+    run(tier, code, seconds=0.7)
+    assert wait_until(lambda: len(descendants(tier.pid)) <= 1), descendants(tier.pid)
+    assert stdout(run(tier, "print(1)")) == "1\n"
+
+
+def test_no_tier_lets_a_program_into_the_judge(tier: EmbeddedSandbox) -> None:
+    code = (
+        "import os\ndef f(x):\n    for p in range(1, 99999):\n"
+        "        if p == os.getpid(): continue\n"
+        "        try: fds = os.listdir(f'/proc/{p}/fd')\n        except OSError: continue\n"
+        "        try: open(f'/proc/{p}/mem', 'rb+'); return x\n        except OSError: pass\n"
+        "    return 0"
+    )
+    assert not judge(tier, code).accepted
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_is_a_well_formed_program(machine: str) -> None:
+    program = seccomp.compile_filter(machine)
+    assert len(program) < 4096
+    for index, (code, if_true, if_false, _) in enumerate(program):
+        assert code in (0x20, 0x15, 0x35, 0x45, 0x06)
+        if code != 0x06:
+            assert index + 1 + max(if_true, if_false) < len(program)
+    assert program[-1] == (0x06, 0, 0, 0x7FFF0000)
+    assert len(set(seccomp.DENIED[machine])) == len(seccomp.DENIED[machine])
+
+
+def run_filter(machine: str, number: int, argument: int = 0, pid: int = 77) -> int:
+    """An interpreter of the filter, written from the kernel's definition of the instructions."""
+    words = {0: number, 4: {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine], 16: argument}
+    accumulator, at = 0, 0
+    program = seccomp.compile_filter(machine)
+    while True:
+        code, if_true, if_false, constant = program[at]
+        constant = pid if code == 0x15 and constant == 0xFFFFFFFF else constant
+        at += 1
+        if code == 0x06:
+            return constant
+        if code == 0x20:
+            accumulator = words[constant]
+            continue
+        taken = {
+            0x15: accumulator == constant,
+            0x35: accumulator >= constant,
+            0x45: bool(accumulator & constant),
+        }
+        at += if_true if taken[code] else if_false
+
+
+ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050001, 0x00050026
+
+
+@pytest.mark.parametrize(
+    ("machine", "number", "argument", "outcome"),
+    [
+        ("x86_64", 0, 0, ALLOW),  # read
+        ("x86_64", 41, 2, REFUSE),  # socket
+        ("x86_64", 53, 1, ALLOW),  # socketpair
+        ("x86_64", 56, 0x00010F00, ALLOW),  # clone of a thread
+        ("x86_64", 56, 17, REFUSE),  # clone of a process
+        ("x86_64", 57, 0, REFUSE),  # fork
+        ("x86_64", 59, 0, REFUSE),  # execve
+        ("x86_64", 435, 0, ABSENT),  # clone3
+        ("x86_64", 62, 77, ALLOW),  # kill itself
+        ("x86_64", 62, 1, REFUSE),  # kill another
+        ("x86_64", 62, 0xFFFFFFFF, REFUSE),  # kill everybody
+        ("x86_64", 302, 0, ALLOW),  # prlimit of itself
+        ("x86_64", 302, 1, REFUSE),
+        ("x86_64", 0x40000000 + 41, 0, ABSENT),  # the x32 table
+        ("x86_64", 9999, 0, ABSENT),
+        ("aarch64", 198, 2, REFUSE),
+        ("aarch64", 220, 17, REFUSE),
+        ("aarch64", 220, 0x00010F00, ALLOW),
+        ("aarch64", 129, 1, REFUSE),
+        ("aarch64", 129, 77, ALLOW),
+        ("aarch64", 63, 0, ALLOW),
+    ],
+)
+def test_what_the_filter_answers(machine: str, number: int, argument: int, outcome: int) -> None:
+    assert run_filter(machine, number, argument) == outcome
+
+
+def test_landlock_version_is_a_number() -> None:
+    assert landlock.abi() >= 0

