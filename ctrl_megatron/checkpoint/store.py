@@ -63,6 +63,10 @@ class CheckpointStore:
         The directory gets its name only when all ranks have written all files.
         """
         groups = policy.groups
+        if groups.is_first:
+            # What a killed run left half-written.
+            for stale in self.directory.glob(f".{_PREFIX}*"):
+                shutil.rmtree(stale)
         target = self.directory / f"{_PREFIX}{step}"
         with whole_directory(target, active=groups.is_first) as work:
             work = Path(groups.from_first(str(work)))

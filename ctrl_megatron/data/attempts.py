@@ -10,17 +10,19 @@ from typing import Any
 
 from ctrl_megatron.data.schema import Row, check_columns, encode_tests, row_from_record
 from ctrl_megatron.prompts import critique_messages
-from ctrl_megatron.types import Attempt
+from ctrl_megatron.types import Attempt, Message
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def row_of(attempt: Attempt) -> Row:
-    """The row that asks for a critique of ``attempt``."""
+def row_of(attempt: Attempt, prompt: Sequence[Message] | None = None) -> Row:
+    """The row of ``attempt``; without a ``prompt``, the one that asks for its critique."""
     problem = attempt.problem
+    if prompt is None:
+        prompt = critique_messages(problem, attempt.solution)
     return Row(
         id=attempt.id,
-        prompt=tuple(critique_messages(problem, attempt.solution)),
+        prompt=tuple(prompt),
         problem=problem.statement,
         solution=attempt.solution,
         prompter_type=problem.prompter_type,
@@ -37,7 +39,8 @@ def row_of(attempt: Attempt) -> Row:
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
     """Write a parquet file that appears complete or not at all.
 
-    Raises ``ValueError`` for rows that :func:`read_rows` would refuse, naming the row and the column.
+    Raises ``ValueError`` for rows that :func:`read_rows` would refuse, naming the row and the
+    column.
     """
     import pyarrow as pa
     import pyarrow.parquet as parquet
@@ -58,15 +61,16 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
 def read_rows(paths: Paths) -> list[Row]:
     """The rows of one or several parquet files, in order.
 
-    Raises ``ValueError`` naming file, row and column for anything that does not fit the schema, for an
-    ``id`` that occurs twice and for files without any row.
+    Raises ``ValueError`` naming file, row and column for anything that does not fit the schema, for
+    an ``id`` that occurs twice and for files without any row.
     """
     import pyarrow.parquet as parquet
 
-    files = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    files = [str(os.fspath(path)) for path in given]
     rows: list[Row] = []
     seen: dict[str, str] = {}
-    for file in map(os.fspath, files):
+    for file in files:
         try:
             table = parquet.read_table(file)
         except (OSError, ValueError) as error:
@@ -74,9 +78,7 @@ def read_rows(paths: Paths) -> list[Row]:
         check_columns(table.column_names, file)
         rows += _check(table.to_pylist(), file, seen)
     if not rows:
-        raise ValueError(
-            f"no rows in {', '.join(map(os.fspath, files)) or 'an empty list of files'}"
-        )
+        raise ValueError(f"no rows in {', '.join(files) or 'an empty list of files'}")
     return rows
 
 
@@ -114,9 +116,18 @@ def _arrow_schema() -> Any:
     import pyarrow as pa
 
     text = pa.string()
-    columns = dict.fromkeys(("id", "problem", "solution", "prompter_type"), text)
-    columns |= dict.fromkeys(("problem_id", "entry_point", "test_setup"), text)
-    columns["prompt"] = pa.list_(pa.struct([("role", text), ("content", text)]))
-    columns["selected_uts"] = pa.list_(text)
-    columns |= {"time_limit": pa.float64(), "difficulty": pa.int64(), "pass_rate": pa.float64()}
-    return pa.schema(list(columns.items()))
+    columns: list[tuple[str, Any]] = [
+        ("id", text),
+        ("prompt", pa.list_(pa.struct([("role", text), ("content", text)]))),
+        ("problem", text),
+        ("solution", text),
+        ("prompter_type", text),
+        ("selected_uts", pa.list_(text)),
+        ("time_limit", pa.float64()),
+        ("problem_id", text),
+        ("entry_point", text),
+        ("test_setup", text),
+        ("difficulty", pa.int64()),
+        ("pass_rate", pa.float64()),
+    ]
+    return pa.schema(columns)

@@ -1,7 +1,8 @@
 """Sharing work evenly: multiway number partitioning by largest differencing.
 
-Source: Karmarkar and Karp, "The differencing method of set partitioning", 1982; with equal sizes the balanced
-variant of Michiels et al., 2003. The results depend on the arguments alone, so every rank can compute them.
+Source: Karmarkar and Karp, "The differencing method of set partitioning", 1982; with equal sizes
+the balanced variant of Michiels et al., 2003. The results depend on the arguments alone, so every
+rank can compute them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class _Partial:
 def partition(costs: Sequence[float], k: int, equal_size: bool) -> list[list[int]]:
     """Indices of ``costs`` in ``k`` parts whose sums are as equal as the method gets them.
 
-    ``equal_size`` gives every part the same number of items; without it parts may be empty when there
-    are fewer items than parts. The part with the smallest index comes first, empty ones last; indices
-    ascend inside a part. The sums differ by at most the largest cost. Raises ``ValueError`` for k < 1, a
-    cost that is negative or not finite, and for a number of items that ``k`` does not divide under
-    ``equal_size``.
+    ``equal_size`` gives every part the same number of items; without it parts may be empty when
+    there are fewer items than parts. The part with the smallest index comes first, empty ones last;
+    indices ascend inside a part. The sums differ by at most the largest cost. Raises ``ValueError``
+    for k < 1, a cost that is negative or not finite, and for a number of items that ``k`` does not
+    divide under ``equal_size``.
     """
     if k < 1:
         raise ValueError(f"the number of parts must be positive, is {k}")
@@ -53,8 +54,9 @@ def partition_groups(
 ) -> list[list[int]]:
     """Like :func:`partition`, but items of the same group stay in the same part.
 
-    groups: one name per item, in any order; ``equal_size`` gives every part the same number of groups.
-    Raises ``ValueError`` for unequal lengths and where :func:`partition` does, which then counts groups.
+    groups: one name per item, in any order; ``equal_size`` gives every part the same number of
+    groups. Raises ``ValueError`` for unequal lengths and where :func:`partition` does, which then
+    counts groups.
     """
     members: dict[Hashable, list[int]] = {}
     for index, (_, group) in enumerate(zip(costs, groups, strict=True)):
@@ -71,7 +73,7 @@ def _start(items: Sequence[int], costs: Sequence[float], k: int) -> _Partial:
 
 
 def _difference(partials: Sequence[_Partial]) -> _Partial:
-    """Merge the two partials of the largest spread, again and again: heavy parts meet light ones."""
+    """Merge the two partials of the largest spread until one is left: heavy meets light."""
     # The running number settles ties, so that partials themselves are never compared.
     heap = [(-partial.spread, number, partial) for number, partial in enumerate(partials)]
     heapq.heapify(heap)

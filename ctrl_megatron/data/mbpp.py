@@ -1,9 +1,12 @@
-"""MBPP: the file of 974 problems (``mbpp.jsonl``) and the hand-verified one (``sanitized-mbpp.json``)."""
+"""MBPP: the file of 974 problems (``mbpp.jsonl``) and the hand-verified one
+(``sanitized-mbpp.json``).
+"""
 
 from __future__ import annotations
 
 import ast
 import json
+import warnings
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -72,9 +75,10 @@ def _problem(record: Mapping[str, Any], place: str) -> Problem:
 def entry_point_of(code: str, tests: Iterable[str]) -> str:
     """The one function that ``code`` defines and every test calls.
 
-    Raises ``ValueError`` where there is none or more than one, ``SyntaxError`` for text that is not Python.
+    Raises ``ValueError`` where there is none or more than one, ``SyntaxError`` for text that is not
+    Python.
     """
-    defined = {n.name for n in ast.walk(ast.parse(code)) if isinstance(n, ast.FunctionDef)}
+    defined = {n.name for n in ast.walk(_parse(code)) if isinstance(n, ast.FunctionDef)}
     called = [_called_names(test) & defined for test in tests]
     common = set.intersection(*called) if called else set()
     if len(common) != 1:
@@ -85,8 +89,14 @@ def entry_point_of(code: str, tests: Iterable[str]) -> str:
 
 
 def _called_names(test: str) -> set[str]:
-    calls = (node.func for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call))
+    calls = (node.func for node in ast.walk(_parse(test)) if isinstance(node, ast.Call))
     return {function.id for function in calls if isinstance(function, ast.Name)}
+
+
+def _parse(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # stray escapes in other people's strings
+        return ast.parse(text)
 
 
 def _unix(text: str) -> str:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 
 def pack(lengths: Sequence[int], budget: int, *, key: str = "the token budget") -> list[list[int]]:
-    """Groups of indices whose lengths sum to at most ``budget``, longest items and fullest groups first.
+    """Groups of indices whose lengths sum to at most ``budget``, longest items and fullest groups
+    first.
 
-    The result depends on the arguments alone; equal lengths keep their order. At most 11/9 of the least
-    possible number of groups, plus one (Dósa 2007). Raises ``ValueError`` naming the item that alone
-    exceeds the budget and ``key``, the option that sets it, and for a length that is not positive.
+    The result depends on the arguments alone; equal lengths keep their order. At most 11/9 of the
+    least possible number of groups, plus one (Dósa 2007). Raises ``ValueError`` naming the item
+    that alone exceeds the budget and ``key``, the option that sets it, and for a length that is not
+    positive.
     """
     groups: list[list[int]] = []
     room: list[int] = []

@@ -1,17 +1,16 @@
-"""Our own problem files: one JSON object per line, with a reference solution and known wrong ones."""
+"""Our own problem files: one JSON object per line, with a reference and wrong solutions."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ctrl_megatron.data.schema import decode_tests
-from ctrl_megatron.prompts import fenced
-from ctrl_megatron.types import Attempt, Problem, PrompterType
+from ctrl_megatron.data.schema import DEFAULT_TIME_LIMIT, decode_tests
+from ctrl_megatron.types import Problem, PrompterType
 
 _KEYS = {
     "id": str,
@@ -25,54 +24,65 @@ _KEYS = {
     "difficulty": int,
     "time_limit": (int, float),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exercise:
-    """A problem and programs that are known to fail it."""
-
-    problem: Problem
-    buggy: tuple[str, ...]
-
-    def known_attempts(self) -> list[Attempt]:
-        """The reference solution, then the wrong ones, as answers in a code block, not yet judged."""
-        programs = (self.problem.reference, *self.buggy)
-        return [
-            Attempt(
-                id=f"{self.problem.id}/known{i}",
-                problem=self.problem,
-                solution=fenced(text.strip()),
-            )
-            for i, text in enumerate(programs)
-        ]
+_DEFAULTS = {
+    "entry_point": "",
+    "test_setup": "",
+    "buggy": [],
+    "difficulty": 0,
+    "time_limit": DEFAULT_TIME_LIMIT,
+}
 
 
 def read_problems(path: str | PathLike[str]) -> list[Problem]:
-    """The problems of a ``.jsonl`` file, or of all such files of a directory in name order."""
-    return [exercise.problem for exercise in read_exercises(path)]
+    """The problems of a ``.jsonl`` file, or of all such files of a directory in name order.
+
+    Raises ``ValueError`` where :func:`read_problem_records` does.
+    """
+    return [problem_from(record) for record in read_problem_records(path)]
 
 
-def read_exercises(path: str | PathLike[str]) -> list[Exercise]:
-    """Like :func:`read_problems`, with the wrong programs.
+def read_problem_records(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """Like :func:`read_problems`, as checked objects with all keys; ``buggy`` lists wrong programs.
 
-    Raises ``ValueError`` naming file, line and key for an unknown, missing or ill-typed key, for an id
-    that occurs twice and for a path without problems.
+    Raises ``ValueError`` naming file, line and key for an unknown, missing or ill-typed key, for an
+    id that occurs twice and for a path without problems.
     """
     path = Path(path)
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    exercises: list[Exercise] = []
+    records: list[dict[str, Any]] = []
     seen: dict[str, str] = {}
     for file in files:
-        for place, record in read_json_lines(file):
-            exercise = _exercise(record, place)
-            name = exercise.problem.id
-            if name in seen:
-                raise ValueError(f"{place}: key 'id' repeats {name!r} of {seen[name]}")
-            seen[name] = place
-            exercises.append(exercise)
-    if not exercises:
+        for place, given in read_json_lines(file):
+            record = {**_DEFAULTS, **given}
+            _check(record, place)
+            if record["id"] in seen:
+                raise ValueError(
+                    f"{place}: key 'id' repeats {record['id']!r} of {seen[record['id']]}"
+                )
+            seen[record["id"]] = place
+            records.append(record)
+    if not records:
         raise ValueError(f"no problems in {path}; expected .jsonl with one JSON object per line")
-    return exercises
+    return records
+
+
+def problem_from(record: Mapping[str, Any]) -> Problem:
+    """The problem of a checked object. Raises ``ValueError`` for unusable tests."""
+    kind = cast(PrompterType, record["prompter_type"])
+    tests = record["tests"]
+    return Problem(
+        id=record["id"],
+        statement=record["statement"],
+        prompter_type=kind,
+        selected_uts=decode_tests(
+            kind, tests if kind == "mbppplus" else json.dumps(tests, ensure_ascii=False)
+        ),
+        entry_point=record["entry_point"],
+        test_setup=record["test_setup"],
+        time_limit=float(record["time_limit"]),
+        reference=record["reference"],
+        difficulty=record["difficulty"],
+    )
 
 
 def read_json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -100,35 +110,12 @@ def read_json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def _exercise(record: Mapping[str, Any], place: str) -> Exercise:
-    _check_keys(record, place)
-    kind = record["prompter_type"]
-    if kind not in get_args(PrompterType):
-        raise ValueError(
-            f"{place}: key 'prompter_type' is {kind!r}, use {', '.join(get_args(PrompterType))}"
-        )
-    tests = (
-        record["tests"] if kind == "mbppplus" else json.dumps(record["tests"], ensure_ascii=False)
-    )
-    try:
-        selected = decode_tests(cast(PrompterType, kind), tests)
-    except ValueError as error:
-        raise ValueError(f"{place}: key 'tests' {error}") from error
-    problem = Problem(
-        id=record["id"],
-        statement=record["statement"],
-        prompter_type=cast(PrompterType, kind),
-        selected_uts=selected,
-        entry_point=record["entry_point"],
-        test_setup=record["test_setup"],
-        time_limit=float(record["time_limit"]),
-        reference=record["reference"],
-        difficulty=record["difficulty"],
-    )
-    return Exercise(problem=problem, buggy=tuple(record["buggy"]))
+def _check(record: Mapping[str, Any], place: str) -> None:
+    _check_types(record, place)
+    _check_values(record, place)
 
 
-def _check_keys(record: Mapping[str, Any], place: str) -> None:
+def _check_types(record: Mapping[str, Any], place: str) -> None:
     if unknown := record.keys() - _KEYS.keys():
         raise ValueError(f"{place}: unknown key(s) {', '.join(sorted(unknown))}")
     if missing := _KEYS.keys() - record.keys():
@@ -136,6 +123,14 @@ def _check_keys(record: Mapping[str, Any], place: str) -> None:
     for key, kind in _KEYS.items():
         if not isinstance(record[key], kind) or isinstance(record[key], bool):
             raise ValueError(f"{place}: key {key!r} has the wrong type: {record[key]!r:.60}")
+
+
+def _check_values(record: Mapping[str, Any], place: str) -> None:
+    kind = record["prompter_type"]
+    if kind not in get_args(PrompterType):
+        raise ValueError(
+            f"{place}: key 'prompter_type' is {kind!r}, use {', '.join(get_args(PrompterType))}"
+        )
     for key in ("id", "statement", "reference"):
         if not record[key].strip():
             raise ValueError(f"{place}: key {key!r} is empty")
@@ -143,7 +138,11 @@ def _check_keys(record: Mapping[str, Any], place: str) -> None:
         raise ValueError(f"{place}: key 'buggy' has an entry that is empty or not text")
     if not 0 <= record["difficulty"] <= 4:
         raise ValueError(f"{place}: key 'difficulty' must be 0 to 4, is {record['difficulty']}")
-    if not 0 < record["time_limit"] < float("inf"):
+    if not 0 < record["time_limit"] < math.inf:
         raise ValueError(f"{place}: key 'time_limit' must be positive, is {record['time_limit']}")
-    if (record["prompter_type"] == "mbppplus") != bool(record["entry_point"]):
+    if (kind == "mbppplus") != bool(record["entry_point"]):
         raise ValueError(f"{place}: key 'entry_point' must be set for function problems only")
+    try:
+        problem_from(record)
+    except ValueError as error:
+        raise ValueError(f"{place}: key 'tests' {error}") from error

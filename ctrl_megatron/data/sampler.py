@@ -1,4 +1,6 @@
-"""The order in which rows are drawn: a function of (seed, epoch), so that a position is all there is to save."""
+"""The order in which rows are drawn: a function of (seed, epoch), so that a position is all there
+is to save.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from typing import Any
 class ResumableSampler:
     """Global batches of row indices, the same on every rank and for every data-parallel size.
 
-    Every epoch is a permutation of all rows drawn from ``seed`` and the epoch's number. The rows that do
-    not fill a last batch are dropped; the next epoch's permutation gives them their turn. The state counts
-    rows, not batches, so a run may resume with another batch size.
+    Every epoch is a permutation of all rows drawn from ``seed`` and the epoch's number. The rows
+    that do not fill a last batch are dropped; the next epoch's permutation gives them their turn.
+    The state counts rows, not batches, so a run may resume with another batch size.
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True) -> None:
@@ -28,8 +30,8 @@ class ResumableSampler:
             raise ValueError(f"data.train_batch_size must be positive, is {size}")
         if size > self.num_rows:
             raise ValueError(
-                f"data.train_batch_size={size} is larger than the training data ({self.num_rows} rows); "
-                "lower it or add rows"
+                f"data.train_batch_size={size} is larger than the training data "
+                f"({self.num_rows} rows); lower it or add rows"
             )
         if self.position + size > self.num_rows:
             self.epoch, self.position = self.epoch + 1, 0
@@ -48,13 +50,16 @@ class ResumableSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken. Raises ``ValueError`` if the order would be another one."""
+        """Continue where ``state`` was taken. Raises ``ValueError`` if the order would be another
+        one.
+        """
         for name in ("num_rows", "seed", "shuffle"):
             here = getattr(self, name)
             if state[name] != here:
                 raise ValueError(
-                    f"the checkpoint's data order has {name}={state[name]}, this run has {here}; resume with "
-                    "the same training files, data.seed and data.shuffle, or start a new run"
+                    f"the checkpoint's data order has {name}={state[name]}, this run has {here}; "
+                    "resume with the same training files, data.seed and data.shuffle, or start a "
+                    "new run"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
 

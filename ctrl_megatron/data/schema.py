@@ -1,8 +1,9 @@
 """The parquet row of every training and validation file, and how a raw record becomes one.
 
-Column ``selected_uts`` holds both kinds of tests in one type, a list of strings: one assert per entry for
-function problems; exactly one entry, the JSON text of all cases, for problems judged on stdin and stdout.
-:func:`decode_tests` is the way back; it also takes the plain strings that other people's files carry.
+Column ``selected_uts`` holds both kinds of tests in one type, a list of strings: one assert per
+entry for function problems; exactly one entry, the JSON text of all cases, for problems judged on
+stdin and stdout. :func:`decode_tests` is the way back; it also takes the plain strings that other
+people's files carry.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Row:
     """Share of tests that ``solution`` passes; None where it was never judged."""
 
     def attempt(self) -> Attempt:
-        """The attempt that the row was made from; ``reference`` is not stored and comes back empty."""
+        """The attempt that the row was made from, but for ``reference``, which is empty."""
         problem = Problem(
             id=self.problem_id,
             statement=self.problem,
@@ -114,8 +115,9 @@ def row_from_record(record: Mapping[str, Any], file: str, number: int) -> Row:
 def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
     """The tests of a problem from what a file holds.
 
-    A function problem: a list of asserts, or a string that is one test program. Otherwise: a JSON list
-    of cases, as a string or as a list of one string. Raises ``ValueError`` saying what is wrong.
+    A function problem: a list of asserts, or a string that is one test program. Otherwise: a JSON
+    list of cases, as a string or as a list of one string. Raises ``ValueError`` saying what is
+    wrong.
     """
     if kind == "mbppplus":
         return _decode_asserts(value)

@@ -25,7 +25,9 @@ class TextCodec:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer itself. Raises ``ValueError`` if it cannot be loaded or has no chat template."""
+        """The tokenizer itself. Raises ``ValueError`` if it cannot be loaded or has no chat
+        template.
+        """
         from transformers import AutoTokenizer
 
         try:
@@ -34,7 +36,8 @@ class TextCodec:
             raise ValueError(f"cannot load the tokenizer of {self.path}: {error}") from error
         if not tokenizer.chat_template:
             raise ValueError(
-                f"the tokenizer of {self.path} has no chat template; use a chat model's, or add chat_template.jinja"
+                f"the tokenizer of {self.path} has no chat template; use a chat model's, or add "
+                "chat_template.jinja"
             )
         return tokenizer
 
@@ -59,15 +62,11 @@ class TextCodec:
             raise ValueError(
                 f"the chat template of {self.path} refuses the roles ({roles}): {error}"
             ) from error
-        return self.encode_text(text)
+        return self.encode(text)
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Tokens of ``text`` alone: nothing is added in front or behind."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def encode_answer(self, text: str) -> list[int]:
-        """Tokens of an assistant's whole answer, the token that ends it included."""
-        return [*self.encode_text(text), self.eos_token_ids[0]]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``, white space untouched."""
@@ -77,7 +76,8 @@ class TextCodec:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the tokenizer's first, then others that ``generation_config.json`` names.
+        """Tokens that end an answer: the tokenizer's first, then others that
+        ``generation_config.json`` names.
 
         Raises ``ValueError`` if neither names one.
         """
@@ -91,6 +91,8 @@ class TextCodec:
 
     @property
     def pad_token_id(self) -> int:
-        """Fills unused positions, which are always masked: the first end-of-text token where none is set."""
+        """Fills unused positions, which are always masked: the first end-of-text token where none
+        is set.
+        """
         pad = self.tokenizer.pad_token_id
         return self.eos_token_ids[0] if pad is None else pad

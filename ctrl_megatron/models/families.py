@@ -189,7 +189,7 @@ def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
 
 
 def pieces(row: Row, shape: ModelShape, *, layer: int, tp: int, tensor: int) -> ShardParam:
-    """``row`` of global ``layer`` as tensor rank ``tp`` of ``tensor`` holds it (name not filled)."""
+    """``row`` of global ``layer`` as tensor rank ``tp`` of ``tensor`` holds it (unfilled name)."""
     names = tuple(n.format(i=layer) for n in row.hf)
     full = hf_shape(names[0], shape)
     tail = full[1:]
@@ -222,7 +222,7 @@ def _rows(name: str, hf_row: int, row: int, count: int, tail: tuple[int, ...]) -
 def _query_groups(
     names: tuple[str, ...], shape: ModelShape, tp: int, tensor: int, tail: tuple[int, ...]
 ) -> tuple[list[Piece], tuple[int, ...]]:
-    """Megatron interleaves query groups: (queries of group 0, k 0, v 0, queries of group 1, ...)."""
+    """Megatron interleaves query groups: queries of group 0, k 0, v 0, queries of group 1, ..."""
     groups = shape.num_query_groups // tensor
     queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
     found, row = [], 0

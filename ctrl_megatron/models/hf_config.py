@@ -56,7 +56,6 @@ _IRRELEVANT = frozenset(
         "name_or_path",
         "_name_or_path",
         "is_llama_config",
-        "rope_interleaved",
         "transformers.js_config",
         "tokenizer_class",
         "id2label",
@@ -96,6 +95,18 @@ _READ = frozenset(
         "partial_rotary_factor",
     ]
 )
+_ROPE_KEYS = {
+    "default": frozenset(),
+    "llama3": frozenset(
+        ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    ),
+}
+# Where transformers fills in a number of its own for a missing key, the key must be given.
+_DEMANDED = {
+    "llama": (),
+    "qwen2": ("num_key_value_heads",),
+    "qwen3": ("num_key_value_heads", "head_dim"),
+}
 _FAMILIES = {
     "llama": {"qkv_bias": False, "qk_norm": False},
     "qwen2": {"qkv_bias": True, "qk_norm": False},
@@ -108,7 +119,11 @@ def read_model_shape(directory: str | Path) -> ModelShape:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the directory of a Hugging Face model")
-    return parse_model_shape(json.loads(path.read_text()), str(path))
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    return parse_model_shape(config, str(path))
 
 
 def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> ModelShape:
@@ -123,15 +138,21 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
             f"{where}: model_type {family!r} is not supported; known: {', '.join(_FAMILIES)}"
         )
     _refuse_unsupported(config, where)
+    for key in _DEMANDED[family]:
+        _need(config, key, where)
     heads = _need(config, "num_attention_heads", where)
     hidden = _need(config, "hidden_size", where)
+    groups = config.get("num_key_value_heads") or heads
+    _divides(heads, "num_attention_heads", groups, "num_key_value_heads", where)
+    if not config.get("head_dim"):
+        _divides(hidden, "hidden_size", heads, "num_attention_heads", where)
     return ModelShape(
         family=family,
         num_layers=_need(config, "num_hidden_layers", where),
         hidden_size=hidden,
         ffn_hidden_size=_need(config, "intermediate_size", where),
         num_attention_heads=heads,
-        num_query_groups=config.get("num_key_value_heads") or heads,
+        num_query_groups=groups,
         head_dim=config.get("head_dim") or hidden // heads,
         vocab_size=_need(config, "vocab_size", where),
         max_position_embeddings=_need(config, "max_position_embeddings", where),
@@ -148,9 +169,14 @@ def _need(config: dict[str, Any], key: str, where: str) -> Any:
     return config[key]
 
 
+def _divides(whole: int, name: str, part: int, part_name: str, where: str) -> None:
+    if whole % part:
+        raise ValueError(f"{where}: {name}={whole} is not a multiple of {part_name}={part}")
+
+
 def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
     for key, value in config.items():
-        if key not in _READ and key not in _IRRELEVANT and value not in (None, False):
+        if key not in _READ and key not in _IRRELEVANT and value is not None and value is not False:
             raise ValueError(
                 f"{where}: {key}={value!r} is not supported by the {config['model_type']} family; "
                 "remove the key if it does not change the forward pass"
@@ -180,23 +206,31 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
 
 def _rope(config: dict[str, Any], where: str) -> Rope:
     # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    if new and old and new != old:
+        raise ValueError(f"{where}: rope_parameters and rope_scaling differ; remove one of them")
+    scaling = new or old or {}
     theta = scaling.get("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise ValueError(f"{where}: neither rope_theta nor rope_parameters.rope_theta is given")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if float(scaling.get("partial_rotary_factor", 1.0)) != 1.0:
+    if kind not in _ROPE_KEYS:
+        raise ValueError(
+            f"{where}: rope type {kind!r} is not supported; known: {', '.join(_ROPE_KEYS)}"
+        )
+    if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ValueError(f"{where}: partial_rotary_factor is not supported")
+    common = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    for key in sorted(scaling.keys() - common - _ROPE_KEYS[kind]):
+        raise ValueError(f"{where}: {key}={scaling[key]!r} is not supported by rope type {kind!r}")
     if kind == "default":
         return Rope(theta=float(theta))
-    if kind == "llama3":
-        return Rope(
-            theta=float(theta),
-            factor=float(_need(scaling, "factor", where)),
-            low_freq_factor=float(_need(scaling, "low_freq_factor", where)),
-            high_freq_factor=float(_need(scaling, "high_freq_factor", where)),
-            original_max_position_embeddings=int(
-                _need(scaling, "original_max_position_embeddings", where)
-            ),
-        )
-    raise ValueError(f"{where}: rope type {kind!r} is not supported; known: default, llama3")
+    return Rope(
+        theta=float(theta),
+        factor=float(_need(scaling, "factor", where)),
+        low_freq_factor=float(_need(scaling, "low_freq_factor", where)),
+        high_freq_factor=float(_need(scaling, "high_freq_factor", where)),
+        original_max_position_embeddings=int(
+            _need(scaling, "original_max_position_embeddings", where)
+        ),
+    )

@@ -17,7 +17,7 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of the parallel dimensions. Ranks are ordered tensor, data, pipeline (Megatron's default)."""
+    """Sizes of the parallel dimensions; ranks go tensor, data, pipeline (Megatron's default)."""
 
     tensor: int = 1
     pipeline: int = 1

@@ -146,6 +146,11 @@ def linear_log_probs(
             f"the output weight has {weight.shape[0]} rows, rank {tensor_rank} of {tensor_size} "
             f"owns {share} of a vocabulary of {vocab_size}"
         )
-    if temperature <= 0:
+    if len(hidden) != len(targets):
+        raise ValueError(f"{len(hidden)} hidden states for {len(targets)} targets")
+    if chunk < 1:
+        # A negative step would leave the result's memory as it was found.
+        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+    if not temperature > 0:
         raise ValueError(f"temperature must be positive to compute log-probs, got {temperature}")
     return _LinearLogProb.apply(hidden, weight, targets, first, real, temperature, chunk, group)  # type: ignore[return-value]

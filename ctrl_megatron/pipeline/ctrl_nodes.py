@@ -48,10 +48,10 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     _assert_spoken_by(version, [versions_of(r.completion) for r in drawn])
     if worker.config.trainer.balance_batch:
         drawn = level_over_data_ranks(drawn, worker.groups)
-    made = make_batch(drawn, pad_token_id=worker.train.codec.pad_token_id)
+    made = make_batch(drawn, pad_token_id=worker.codec.pad_token_id)
     lengths = made["response_mask"].sum(dim=1).float()
     cut = torch.tensor([r.completion.finish_reason == "length" for r in drawn]).float()
-    critiques = [worker.train.codec.decode(r.completion.token_ids) for r in drawn]
+    critiques = [worker.codec.decode(r.completion.token_ids) for r in drawn]
     made["critique"] = NonTensorStack(*critiques)
     made["valid"] = torch.tensor([parse_judgment(c) is not None for c in critiques])
     metrics = worker.means(
@@ -76,7 +76,7 @@ def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     _assert_spoken_by(version, [versions_of(a) for a in answers])
     written = [""] * len(valid)
     for i, answer in zip(rows, answers, strict=True):
-        written[i] = worker.train.codec.decode(answer.token_ids)
+        written[i] = worker.codec.decode(answer.token_ids)
     lengths = torch.tensor([float(len(a.token_ids)) for a in answers])
     return NodeOutput(
         fields={"revision": NonTensorStack(*written)},

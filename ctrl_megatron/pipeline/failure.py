@@ -42,7 +42,7 @@ class FailureWatch:
     def __init__(self, groups: Groups, *, timeout: float, clean_up: Callable[[], None]) -> None:
         self._groups, self._timeout, self._clean_up = groups, timeout, clean_up
         self._services: list[Service] = []
-        self._ended = threading.Event()
+        self._ended, self._announced = threading.Event(), False
         # A store of its own connection: the main thread may sit in a blocking call of the other.
         self._store = dist.PrefixStore(
             "failure", dist.distributed_c10d._get_default_store().clone()
@@ -123,6 +123,9 @@ class FailureWatch:
         self._store.compare_set("cause", "", record)
 
     def _announce(self) -> None:
+        if self._announced:
+            return
+        self._announced = True
         record = json.loads(self._store.get("cause"))
         cause = record["cause"]
         if record["rank"] != self._groups.rank:

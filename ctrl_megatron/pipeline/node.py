@@ -213,17 +213,26 @@ def resolve(reference: str, node_id: str) -> Callable[..., Any]:
             f"node {node_id!r}: {reference!r} is neither 'module:Class.method' nor "
             "'module.function'"
         )
+    if module_name.startswith("."):
+        raise UnresolvedReference(
+            f"node {node_id!r}: {reference!r} is relative; write the module's full name"
+        )
     try:
         found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise _unresolved(reference, node_id, error) from error
+    try:
         for name in path.split("."):
             found = getattr(found, name)
-    except (ImportError, AttributeError) as error:
-        raise UnresolvedReference(
-            f"node {node_id!r}: cannot resolve {reference!r}: {error}"
-        ) from error
+    except AttributeError as error:
+        raise _unresolved(reference, node_id, error) from error
     if not callable(found):
         raise UnresolvedReference(f"node {node_id!r}: {reference!r} is not callable")
     return found
+
+
+def _unresolved(reference: str, node_id: str, error: Exception) -> UnresolvedReference:
+    return UnresolvedReference(f"node {node_id!r}: cannot resolve {reference!r}: {error}")
 
 
 def _listed(dependencies: Sequence[str] | None, node_id: str) -> list[str]:

@@ -15,7 +15,6 @@ class PromptTable:
 
     rows: tuple[Row, ...]
     prompts: tuple[tuple[int, ...], ...]
-    codec: TextCodec
     dropped: int
     """Rows left out because their prompt is too long."""
 
@@ -46,4 +45,4 @@ def load_prompt_table(
         raise ValueError(
             f"{files}: no row has a prompt of at most data.max_prompt_length={max_prompt_length} tokens"
         )
-    return PromptTable(rows=tuple(rows), prompts=tuple(prompts), codec=codec, dropped=dropped)
+    return PromptTable(rows=tuple(rows), prompts=tuple(prompts), dropped=dropped)

@@ -72,13 +72,9 @@ class Recorder:
                 sink.log(step, metrics)
 
     def add_stage(self, stage: str, results: Mapping[str, float]) -> None:
-        """A row of the final table; an earlier row of the same stage is replaced."""
-        if not self.active:
-            return
-        path = self.run_dir / "summary.json"
-        table = json.loads(path.read_text())["table"] if path.is_file() else []
-        table = [row for row in table if row["stage"] != stage]
-        write_whole(path, json.dumps({"table": [*table, {"stage": stage, **results}]}, indent=1))
+        """A row of the final table."""
+        if self.active:
+            add_stage(self.run_dir, stage, results)
 
     def close(self, *, report: bool) -> Path | None:
         """Flush everything and, with ``report``, write the HTML page; returns its path."""
@@ -91,3 +87,11 @@ class Recorder:
         if self.display is not None:
             self.display.__exit__(None, None, None)
         return write_report(self.run_dir) if report else None
+
+
+def add_stage(run_dir: Path, stage: str, results: Mapping[str, float]) -> None:
+    """Add a row to the run's final table; an earlier row of the same stage is replaced."""
+    path = run_dir / "summary.json"
+    table = json.loads(path.read_text())["table"] if path.is_file() else []
+    table = [row for row in table if row["stage"] != stage]
+    write_whole(path, json.dumps({"table": [*table, {"stage": stage, **results}]}, indent=1))

@@ -24,6 +24,7 @@ from ctrl_megatron.models.policy import Policy, PolicyOptions
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import Groups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
+from ctrl_megatron.pipeline.assembly import engine_layout, engine_weights, reward_model
 from ctrl_megatron.pipeline.builtin import ctrl_pipeline
 from ctrl_megatron.pipeline.executor import Executor
 from ctrl_megatron.pipeline.failure import EXIT_CODE, FailureWatch
@@ -36,14 +37,8 @@ from ctrl_megatron.pipeline.services import Services, ServiceStart
 from ctrl_megatron.pipeline.step_metrics import examples_of, performance
 from ctrl_megatron.pipeline.task_graph import TaskGraph
 from ctrl_megatron.pipeline.validation import validate
-from ctrl_megatron.pipeline.weights import EngineWeights
 from ctrl_megatron.pipeline.worker import DAGWorker
-from ctrl_megatron.resharding.plan import EngineLayout
-from ctrl_megatron.resharding.push import EngineLink
-from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource
-from ctrl_megatron.rewards import RewardModelForCritic
-from ctrl_megatron.rollout.client import RemoteEngine
-from ctrl_megatron.sandbox import SandboxClient
+from ctrl_megatron.resharding.sources import MegatronSource
 
 
 def join(config: Config, launch: Launch | None = None) -> Groups:
@@ -153,7 +148,8 @@ def train(config: Config) -> bool:
         clean_up.append(starting.stop)
         for service in starting.guarded():
             watch.guard(service)
-        train_table, validation = _tables(config)
+        codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
+        train_table, validation = prompt_tables(config, codec)
         total = _total_steps(config, len(train_table.rows))
         sampler = ResumableSampler(
             len(train_table.rows), seed=config.data.seed, shuffle=config.data.shuffle
@@ -163,7 +159,16 @@ def train(config: Config) -> bool:
         if services.engine is not None:
             watch.guard(services.guarded()[0])
         worker = _worker(
-            config, groups, background, stop, policy, reference, services, train_table, validation
+            config,
+            groups,
+            background,
+            stop,
+            codec,
+            services,
+            policy=policy,
+            reference=reference,
+            train=train_table,
+            validation=validation,
         )
         recorder = Recorder(config, active=groups.is_first, total_steps=total)
         worker.timeline = recorder.timeline()
@@ -207,8 +212,9 @@ def train(config: Config) -> bool:
     return finished
 
 
-def _tables(config: Config) -> tuple[PromptTable, PromptTable | None]:
-    data, codec = config.data, TextCodec(config.actor_rollout_ref.model.tokenizer)
+def prompt_tables(config: Config, codec: TextCodec) -> tuple[PromptTable, PromptTable | None]:
+    """Training rows and, where there are any, validation rows."""
+    data = config.data
 
     def load(files: tuple[str, ...]) -> PromptTable:
         return load_prompt_table(
@@ -254,64 +260,33 @@ def _worker(
     groups: Groups,
     background: BackgroundLoop,
     stop: StopFlag,
+    codec: TextCodec,
+    services: Services,
+    *,
     policy: Policy,
     reference: Policy | None,
-    services: Services,
-    train_table: PromptTable,
+    train: PromptTable,
     validation: PromptTable | None,
 ) -> DAGWorker:
-    family, control = config.actor_rollout_ref, config.algorithm.kl_ctrl
-    engine = RemoteEngine(services.engine_address) if groups.is_leader else None
-    link = EngineLink(engine=engine, loop=background) if groups.is_first and engine else None
-    layout = EngineLayout(
-        dtype=family.rollout_dtype, bucket_bytes=family.rollout.update_bucket_megabytes << 20
-    )
-    proxy_shape = read_model_shape(family.proxy_path)
-    if proxy_shape != policy.shape:
-        raise ValueError(
-            f"actor_rollout_ref.proxy.model.path={family.proxy_path} has another architecture than "
-            "the actor; one engine speaks for both, so their shapes must be equal"
-        )
-    weights = EngineWeights(
-        {
-            "actor": MegatronSource(policy, layout),
-            "proxy": DirectorySource(family.proxy_path, layout, groups),
-        },
-        link,
-        groups,
-        verify=config.trainer.verify_weight_sync,
-    )
+    control = config.algorithm.kl_ctrl
+    engine = services.connect() if groups.is_leader else None
+    actor = MegatronSource(policy, engine_layout(config))
     return DAGWorker(
         config=config,
         groups=groups,
         background=background,
         stop=stop,
+        codec=codec,
         policy=policy,
         reference=reference,
         engine=engine,
-        reward=_reward(config, services, train_table) if groups.is_leader else None,
-        weights=weights,
+        reward=reward_model(config, services, codec) if groups.is_leader else None,
+        weights=engine_weights(config, groups, actor, engine, background),
         kl_controller=get_kl_controller(
             control.type, control.kl_coef, control.target_kl, control.horizon
         ),
-        train=train_table,
+        train=train,
         validation=validation,
-    )
-
-
-def _reward(config: Config, services: Services, table: PromptTable) -> RewardModelForCritic:
-    client = SandboxClient(
-        services.sandbox_endpoint,
-        attempts=config.sandbox.attempts,
-        max_concurrency=config.sandbox.max_concurrency,
-    )
-    return RewardModelForCritic(
-        [*config.data.train_files, *config.data.val_files],
-        table.codec,
-        num_examine=config.reward.num_examine,
-        run_all_cases=config.reward.run_all_cases,
-        sandbox=client,
-        show_progress=False,
     )
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.parallel.groups import Groups
-from ctrl_megatron.rollout.launch import EngineAddress, EngineProcess, EngineSpec, launch_engine
+from ctrl_megatron.rollout.client import RemoteEngine
+from ctrl_megatron.rollout.engine import Engine, EngineAddress, EngineSpec
+from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
 from ctrl_megatron.sandbox import EmbeddedSandbox
 
 
@@ -39,6 +41,13 @@ class Services:
         """This rank's child processes."""
         children = [(self.engine, "rollout engine"), (self.sandbox, "sandbox service")]
         return [Guarded(name=n, alive=c.alive, pid=c.pid) for c, n in children if c is not None]
+
+    def connect(self) -> Engine:
+        """A client of the engine."""
+        if self.engine is not None:
+            return self.engine.connect()
+        assert self.engine_address is not None
+        return RemoteEngine(self.engine_address)
 
 
 def engine_spec(config: Config, run_dir: Path, model_path: str | None = None) -> EngineSpec:
@@ -83,7 +92,7 @@ class ServiceStart:
         if self._groups.is_first:
             self._services = Services(engine=self._engine.result(), sandbox=self._sandbox)
             endpoint = self._sandbox.endpoint if self._sandbox else self._config.sandbox.endpoint
-            found = (self._services.engine.address, endpoint)
+            found = (self._engine.result().address, endpoint)
         address, endpoint = self._groups.from_first(found)
         self._services = self._services or Services()
         self._services.engine_address, self._services.sandbox_endpoint = address, str(endpoint)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ctrl_megatron.pipeline.prompts_table import PromptTable
-from ctrl_megatron.pipeline.worker import DAGWorker
+from ctrl_megatron.pipeline.worker import Speaker
 from ctrl_megatron.types import Completion, SamplingParams
 
 
-def critique_params(worker: DAGWorker, *, greedy: bool) -> SamplingParams:
+def critique_params(worker: Speaker, *, greedy: bool) -> SamplingParams:
     """How critiques are drawn: sampled in training, greedily once per prompt in validation."""
     config, rollout = worker.config, worker.config.actor_rollout_ref.rollout
     seed = (rollout.seed * 1_000_003 + worker.step * 1009 + worker.groups.place.dp) % 2**31
@@ -20,23 +20,23 @@ def critique_params(worker: DAGWorker, *, greedy: bool) -> SamplingParams:
         top_k=-1 if greedy else rollout.top_k,
         n=1 if greedy else rollout.n,
         seed=seed,
-        stop_token_ids=tuple(worker.train.codec.eos_token_ids),
+        stop_token_ids=tuple(worker.codec.eos_token_ids),
     )
 
 
-def revision_params(worker: DAGWorker) -> SamplingParams:
+def revision_params(worker: Speaker) -> SamplingParams:
     """Revisions are greedy, so that a critique's reward does not depend on luck."""
     rollout = worker.config.actor_rollout_ref.rollout
     return SamplingParams(
         max_tokens=rollout.revision_max_tokens,
         temperature=0.0,
         n=1,
-        stop_token_ids=tuple(worker.train.codec.eos_token_ids),
+        stop_token_ids=tuple(worker.codec.eos_token_ids),
     )
 
 
 async def critiques(
-    worker: DAGWorker, table: PromptTable, rows: Sequence[int], *, greedy: bool
+    worker: Speaker, table: PromptTable, rows: Sequence[int], *, greedy: bool
 ) -> list[list[Completion]]:
     """Critiques of the table's ``rows`` from whatever weights the engine holds (leaders only)."""
     assert worker.engine is not None
@@ -45,14 +45,14 @@ async def critiques(
 
 
 async def revisions(
-    worker: DAGWorker, ids: Sequence[str], critique_texts: Sequence[str]
+    worker: Speaker, ids: Sequence[str], critique_texts: Sequence[str]
 ) -> list[Completion]:
     """One revision per (row id, critique) from whatever weights the engine holds (leaders only)."""
     assert worker.engine is not None and worker.reward is not None
     if not ids:
         return []
     dialogues, _ = worker.reward.parse_query(ids)
-    codec = worker.train.codec
+    codec = worker.codec
     prompts = [
         codec.encode_chat(
             worker.reward.build_revision_messages(dialogue, critique), add_generation_prompt=True

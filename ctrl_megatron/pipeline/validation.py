@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from ctrl_megatron.eval.critique_revision import Round, summarise
 from ctrl_megatron.pipeline import speech
 from ctrl_megatron.pipeline.prompts_table import PromptTable
-from ctrl_megatron.pipeline.worker import DAGWorker
+from ctrl_megatron.pipeline.worker import Speaker
 from ctrl_megatron.prompts import parse_judgment
 from ctrl_megatron.types import Completion, Verdict
 
 
-def validate(worker: DAGWorker) -> dict[str, float]:
+def validate(worker: Speaker) -> dict[str, float]:
     """Rates over the whole validation file (see ``eval.critique_revision``). Collective.
 
     Unlike in training, the revision of an invalid critique is written and judged too: the table
@@ -27,7 +27,7 @@ def validate(worker: DAGWorker) -> dict[str, float]:
     worker.weights.use("actor")
     with worker.timeline.phase("validate_critiques"):
         critiques = worker.ask(lambda: speech.critiques(worker, table, mine, greedy=True))
-    texts = [table.codec.decode(answers[0].token_ids) for answers in critiques]
+    texts = [worker.codec.decode(answers[0].token_ids) for answers in critiques]
     ids = [table.rows[row].id for row in mine]
     worker.weights.use("proxy")
     with worker.timeline.phase("validate_revisions"):
@@ -39,7 +39,7 @@ def validate(worker: DAGWorker) -> dict[str, float]:
 
 
 async def _judge(
-    worker: DAGWorker,
+    worker: Speaker,
     table: PromptTable,
     rows: Sequence[int],
     critiques: Sequence[str],
@@ -53,7 +53,7 @@ async def _judge(
         for row, s in zip(rows, samples, strict=True)
     ]
     second = [
-        reward.judge_solution(table.codec.decode(r.token_ids), s)
+        reward.judge_solution(worker.codec.decode(r.token_ids), s)
         for r, s in zip(revisions, samples, strict=True)
     ]
     verdicts = await asyncio.gather(*first, *second)

@@ -11,6 +11,7 @@ import torch
 
 from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController
 from ctrl_megatron.config import Config
+from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.parallel.background import BackgroundLoop
@@ -26,32 +27,23 @@ _POLL_SECONDS = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
-class DAGWorker:
-    """Models, services and state of one rank. There is no controller: every rank has one of these."""
+class Speaker:
+    """What it takes to let critic and proxy speak and to judge what they say."""
 
     config: Config
     groups: Groups
     background: BackgroundLoop
     stop: StopFlag
-    policy: Policy
-    reference: Policy | None
-    """The frozen KL anchor; None where the objective has no KL."""
+    codec: TextCodec
     engine: Engine | None
     """Given on leaders."""
     reward: RewardModelForCritic | None
     """Given on leaders."""
     weights: EngineWeights
-    kl_controller: FixedKLController | AdaptiveKLController
-    train: PromptTable
     validation: PromptTable | None
     timeline: Timeline = field(default_factory=Timeline)
     step: int = 0
     """Training steps that are finished."""
-
-    @property
-    def temperature(self) -> float:
-        """Temperature of all log-probs: the sampling temperature, 1 where sampling is greedy."""
-        return self.config.actor_rollout_ref.rollout.temperature or 1.0
 
     def ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The leader's answer to ``work`` on all ranks of its model copy. Collective over all ranks.
@@ -71,6 +63,22 @@ class DAGWorker:
         if self.stop.agreed(self.groups, interrupted):
             raise StopRequested
         return self.groups.from_leader(answer)
+
+
+@dataclass(slots=True, kw_only=True)
+class DAGWorker(Speaker):
+    """Models, services and state of one rank. There is no controller: every rank has one of these."""
+
+    policy: Policy
+    reference: Policy | None
+    """The frozen KL anchor; None where the objective has no KL."""
+    kl_controller: FixedKLController | AdaptiveKLController
+    train: PromptTable
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of all log-probs: the sampling temperature, 1 where sampling is greedy."""
+        return self.config.actor_rollout_ref.rollout.temperature or 1.0
 
     def means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
         """Global mean of each (values selected by no mask) vector over the data-parallel ranks.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.rollout.gate import Gate
+from ctrl_megatron.rollout.gate import Gate, Ticket
 from ctrl_megatron.rollout.sampling import draw, temper
 from ctrl_megatron.types import Completion, FinishReason, SamplingParams, VersionSpan
 
@@ -20,7 +20,6 @@ class Row:
 
     prompt: Sequence[int]
     stream: torch.Generator
-    epoch: int
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
@@ -119,13 +118,14 @@ def decode_all(
     *,
     max_rows: int,
     gate: Gate,
+    ticket: Ticket,
     version: Callable[[], str],
 ) -> None:
-    """Finish every row, ``max_rows`` at a time; rows of an aborted epoch finish as ``abort``."""
+    """Finish every row, ``max_rows`` at a time; as ``abort`` once the ticket is refused."""
     for first in range(0, len(rows), max_rows):
         batch = Batch(model, rows[first : first + max_rows], params)
         while batch.alive:
-            if not gate.enter(batch.alive[0].epoch):
+            if not gate.enter(ticket):
                 for row in batch.alive:
                     row.finish_reason = "abort"
                 break

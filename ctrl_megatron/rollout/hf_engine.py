@@ -11,7 +11,7 @@ import torch
 from ctrl_megatron.rollout.decoding import Row, decode_all
 from ctrl_megatron.rollout.digest import digest_all
 from ctrl_megatron.rollout.engine import Chunk, EngineSpec, PauseMode
-from ctrl_megatron.rollout.gate import Gate
+from ctrl_megatron.rollout.gate import Gate, Ticket
 from ctrl_megatron.rollout.manifest import read_manifest, read_model_config
 from ctrl_megatron.rollout.requests import check_request, stream_seed
 from ctrl_megatron.rollout.segment import open_chunk
@@ -62,20 +62,33 @@ class HfEngine:
         check_request(
             prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
         )
-        rows = self._rows(prompts, params)
+        rows, ticket = self._rows(prompts, params), self._gate.ticket()
         async with self._turn:
-            await asyncio.to_thread(
+            await self._decode(rows, params, ticket)
+        self._state.require_whole()
+        done = [row.completion() for row in rows]
+        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+
+    async def _decode(self, rows: list[Row], params: SamplingParams, ticket: Ticket) -> None:
+        thread = asyncio.create_task(
+            asyncio.to_thread(
                 decode_all,
                 self._model,
                 rows,
                 params,
                 max_rows=self._spec.max_num_seqs,
                 gate=self._gate,
+                ticket=ticket,
                 version=lambda: self._state.version,
             )
-        self._state.require_whole()
-        done = [row.completion() for row in rows]
-        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+        )
+        try:
+            await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            # The caller is gone. A thread cannot be cancelled, so it is told, and waited for.
+            self._gate.revoke(ticket)
+            await thread
+            raise
 
     def _rows(self, prompts: list[list[int]], params: SamplingParams) -> list[Row]:
         self._calls += 1
@@ -86,7 +99,6 @@ class HfEngine:
             Row(
                 prompt=prompt,
                 stream=torch.Generator().manual_seed(stream_seed(base, i, j)),
-                epoch=self._gate.epoch,
             )
             for i, prompt in enumerate(prompts)
             for j in range(params.n)

@@ -112,6 +112,20 @@ def test_what_the_mask_hides_reaches_neither_value_nor_gradient(
     assert torch.all(grads[0][~mask] == 0)
 
 
+@given(seeds, ranges)
+def test_every_term_is_zero_off_the_mask(seed: int, config: SimpleNamespace) -> None:
+    fields = batch(seed)
+    mask = fields.pop("response_mask")
+    dirty = {name: spoil(value, mask) for name, value in fields.items()}
+    weights = spoil(torch.ones_like(dirty["log_prob"]), mask)
+    terms = policy_loss_terms(
+        **dirty, response_mask=mask, config=config, rollout_is_weights=weights
+    )
+    for values in (terms.loss, terms.clipped, terms.approx_kl, terms.clipped_lower):
+        assert torch.isfinite(values).all()
+        assert torch.all(values[~mask] == 0)
+
+
 @given(seeds, ranges, st.sampled_from(LOSS_AGG_MODES), st.integers(1, 4))
 def test_micro_batches_add_up_in_loss_and_gradient(
     seed: int, config: SimpleNamespace, mode: str, size: int

@@ -95,6 +95,58 @@ def train(
     return results
 
 
+def vocab_log_probs(
+    rank: int, cases: list[tuple[int, int]], temperature: float, chunk: int
+) -> list[dict[str, torch.Tensor]]:
+    """Per (vocabulary, tensor size) what the first ``tensor size`` ranks compute together."""
+    import torch.distributed as dist
+
+    from ctrl_megatron.parallel.vocab import linear_log_probs, vocab_range
+
+    dist.init_process_group("gloo")
+    found: list[dict[str, torch.Tensor]] = []
+    for vocab, size in cases:
+        group = dist.new_group(list(range(size)))
+        generator = torch.Generator().manual_seed(vocab)
+        hidden = torch.randn(10, 6, generator=generator)
+        whole = torch.randn(vocab, 6, generator=generator)
+        targets = torch.randint(0, vocab, (10,), generator=generator)
+        upstream = torch.randn(2, 10, generator=generator)
+        if rank >= size:
+            found.append({})
+            continue
+        first, real, share = vocab_range(vocab, rank, size)
+        # What lies in the padding must not matter.
+        weight = torch.full((share, 6), 1e3)
+        weight[:real] = whole[first : first + real]
+        own_hidden, weight = hidden.clone().requires_grad_(), weight.requires_grad_()
+        log_probs, entropy = linear_log_probs(
+            own_hidden,
+            weight,
+            targets,
+            vocab_size=vocab,
+            temperature=temperature,
+            chunk=chunk,
+            tensor_rank=rank,
+            tensor_size=size,
+            group=group,
+        )
+        (log_probs * upstream[0] + entropy * upstream[1]).sum().backward()
+        found.append(
+            {
+                "hidden": hidden,
+                "weight": whole,
+                "targets": targets,
+                "upstream": upstream,
+                "log_probs": log_probs.detach(),
+                "entropy": entropy.detach(),
+                "grad_hidden": own_hidden.grad,
+                "grad_weight": weight.grad,
+            }
+        )
+    return found
+
+
 if __name__ == "__main__":
     name, folder, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
     torch.manual_seed(0)

@@ -1,0 +1,67 @@
+"""Parts that training and evaluation build in the same way."""
+
+from __future__ import annotations
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.pipeline.services import Services
+from ctrl_megatron.pipeline.weights import EngineWeights
+from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.push import EngineLink
+from ctrl_megatron.resharding.sources import DirectorySource, WeightSource
+from ctrl_megatron.rewards import RewardModelForCritic
+from ctrl_megatron.rollout.engine import Engine
+from ctrl_megatron.sandbox import SandboxClient
+
+
+def engine_layout(config: Config) -> EngineLayout:
+    """How the configured engine wants its weights."""
+    family = config.actor_rollout_ref
+    return EngineLayout(
+        dtype=family.rollout_dtype, bucket_bytes=family.rollout.update_bucket_megabytes << 20
+    )
+
+
+def engine_weights(
+    config: Config,
+    groups: Groups,
+    actor: WeightSource,
+    engine: Engine | None,
+    background: BackgroundLoop,
+) -> EngineWeights:
+    """The switch between ``actor`` and the configured proxy; ValueError if their shapes differ."""
+    family = config.actor_rollout_ref
+    proxy_shape, shape = read_model_shape(family.proxy_path), read_model_shape(family.model.path)
+    if proxy_shape != shape:
+        raise ValueError(
+            f"actor_rollout_ref.proxy.model.path={family.proxy_path} has another architecture than "
+            "the actor; one engine speaks for both, so their shapes must be equal"
+        )
+    link = EngineLink(engine=engine, loop=background) if groups.is_first and engine else None
+    proxy = DirectorySource(family.proxy_path, engine_layout(config), groups)
+    return EngineWeights(
+        {"actor": actor, "proxy": proxy},
+        link,
+        groups,
+        verify=config.trainer.verify_weight_sync,
+    )
+
+
+def reward_model(config: Config, services: Services, codec: TextCodec) -> RewardModelForCritic:
+    """The reward model over the training and validation rows."""
+    client = SandboxClient(
+        services.sandbox_endpoint,
+        attempts=config.sandbox.attempts,
+        max_concurrency=config.sandbox.max_concurrency,
+    )
+    return RewardModelForCritic(
+        [*config.data.train_files, *config.data.val_files],
+        codec.tokenizer,
+        num_examine=config.reward.num_examine,
+        run_all_cases=config.reward.run_all_cases,
+        sandbox=client,
+        show_progress=False,
+    )

@@ -1,0 +1,207 @@
+"""README and docs name only what exists, and leave out no tool and no key."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ctrl_megatron.config import Config, parse_override
+from ctrl_megatron.config.coerce import leaf_keys
+from ctrl_megatron.sandbox import SandboxLimits
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+LEAVES = set(leaf_keys(Config))
+GROUPS = {key.rsplit(".", n)[0] for key in LEAVES for n in range(1, key.count(".") + 1)}
+NAMES_OF_GROUPS = {f.name for f in fields(Config)}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WRITTEN_BY_RUNS = ("runs/", "/", "http")
+INSIDE_A_CHECKPOINT = {"policy/", "hf/", "trainer_state.json", "config.json", "mine.py", ".jsonl"}
+PATH = re.compile(r"[\w.\-/]+(\.(py|sh|md|toml|yaml|json|jsonl|txt)|/)")
+
+each_page = pytest.mark.parametrize("page", TEXTS)
+
+
+def prose(page: str) -> str:
+    return FENCE.sub("", TEXTS[page])
+
+
+def quoted(page: str) -> list[str]:
+    return [text.strip() for text in re.findall(r"`([^`\n]+)`", prose(page))]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [body for kind, body in FENCE.findall(TEXTS[page]) if kind == language]
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """Shell commands of the page, in blocks and between backticks, as words."""
+    for block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield shlex.split(line)
+    for text in quoted(page):
+        if re.match(r"(make|python|pytest|torchrun|sbatch) \S", text):
+            yield shlex.split(text)
+
+
+def is_key(text: str) -> bool:
+    return text in LEAVES or text in GROUPS
+
+
+def load_tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@each_page
+def test_every_path_exists(page: str) -> None:
+    named = [t for t in quoted(page) if PATH.fullmatch(t) and not t.startswith(WRITTEN_BY_RUNS)]
+    missing = [t for t in named if t not in INSIDE_A_CHECKPOINT and not (ROOT / t).exists()]
+    assert missing == []
+
+
+@each_page
+def test_every_link_leads_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
+        assert not target.startswith("/"), target
+        if not target.startswith("http"):
+            assert ((ROOT / page).parent / target.partition("#")[0]).exists(), target
+
+
+@each_page
+def test_every_configuration_key_exists(page: str) -> None:
+    wrong = []
+    for text in quoted(page):
+        key, _, value = text.partition("=")
+        if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.split(".")[0] in NAMES_OF_GROUPS:
+            known = key in LEAVES if value else is_key(key)
+            wrong += [] if known else [text]
+    assert wrong == []
+
+
+@each_page
+def test_every_dotted_python_name_exists(page: str) -> None:
+    for text in re.findall(r"ctrl_megatron(?:\.\w+)+(?::\w+)?", TEXTS[page]):
+        module, _, name = text.partition(":")
+        file = ROOT / (module.replace(".", "/") + ".py")
+        assert file.is_file() or (ROOT / module.replace(".", "/")).is_dir(), text
+        assert not name or re.search(rf"^(async )?def {name}\b", file.read_text(), re.M), text
+
+
+@each_page
+def test_every_command_can_be_given(page: str) -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in commands(page):
+        if words[0] == "make":
+            assert next(w for w in words[1:] if "=" not in w) in targets, words
+        scripts = [w for w in words if re.fullmatch(r"(tools|slurm|tests)/\S+\.(py|sh)", w)]
+        for script in scripts:
+            text = (ROOT / script).read_text()
+            if script == "tools/serve_sandbox.py":
+                text = (ROOT / "ctrl_megatron/sandbox/__main__.py").read_text()
+            given = words[words.index(script) + 1 :]
+            unknown = [w for w in given if w.startswith("--") and f'"{w}"' not in text]
+            assert unknown == [], words
+            for word in given:
+                if re.fullmatch(r"[a-z_]+\.[a-z_.]+=\S+", word):
+                    assert parse_override(word)[0] in LEAVES, words
+                if word.endswith(".yaml"):
+                    assert (ROOT / word).is_file(), words
+
+
+@each_page
+def test_every_python_example_runs(page: str) -> None:
+    examples = blocks(page, "python")
+    if examples:
+        # A process of its own: the examples register names.
+        done = subprocess.run(
+            [sys.executable, "-c", "\n".join(examples)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_every_tool_is_described() -> None:
+    everything = "\n".join([*TEXTS.values(), (ROOT / "Makefile").read_text()])
+    tools = [path.name for path in (ROOT / "tools").glob("*.py")]
+    assert [name for name in sorted(tools) if f"tools/{name}" not in everything] == []
+
+
+def test_every_room_stands_in_the_readme_in_the_order_of_imports() -> None:
+    rooms = re.findall(r"^\| `ctrl_megatron/(\w+)(?:/|\.py)` \|", TEXTS["README.md"], re.MULTILINE)
+    order = (
+        "types config metrics prompts data sandbox rewards algorithms parallel models rollout "
+        "resharding checkpoint generation eval pipeline sft"
+    )
+    assert rooms == order.split()
+    present = {p.parent.name for p in (ROOT / "ctrl_megatron").glob("*/__init__.py")}
+    assert present == set(rooms) - {"types"}
+
+
+def test_the_configuration_page_is_what_the_tool_writes() -> None:
+    written = load_tool("write_config_docs").render()
+    assert TEXTS["docs/configuration.md"] == written, "run python tools/write_config_docs.py"
+    assert set(re.findall(r"^\| `([\w.]+)` \|", written, re.MULTILINE)) == LEAVES
+
+
+def test_keys_said_to_have_no_effect_are_those_that_nothing_reads() -> None:
+    silent = load_tool("write_config_docs").NO_EFFECT
+    package = ROOT / "ctrl_megatron"
+    files = [p for p in package.rglob("*.py") if p.name not in ("checks.py", "environment.py")]
+    code = "\n".join(p.read_text() for p in files)
+    # trackers get the configuration as a dict; a type with one value needs no reader; the value
+    # model is refused by config/checks.py
+    elsewhere = {
+        "trainer.project_name",
+        "actor_rollout_ref.actor.strategy",
+        "critic.enable",
+    }
+    for key in sorted(LEAVES):
+        group, name = key.split(".")[-2:]
+        if key in silent:
+            assert not re.search(rf"\b{group}\.{name}\b", code), f"{key} is read; it has an effect"
+        elif key not in elsewhere:
+            assert re.search(rf"\.{name}\b", code), f"nothing reads {key}; add it to NO_EFFECT"
+
+
+def test_the_sandbox_page_gives_every_limit_with_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", TEXTS["docs/sandbox.md"], re.MULTILINE)
+    limits = SandboxLimits()
+    assert rows == [(f.name, str(getattr(limits, f.name))) for f in fields(limits)]
+
+
+def test_the_built_in_graph_is_the_one_described() -> None:
+    from ctrl_megatron.pipeline.builtin import ctrl_pipeline
+
+    graph = ctrl_pipeline()
+    rows = re.findall(
+        r"^\| `(\w+)` \| (rollout|train|host) \| ([^|]*) \|",
+        TEXTS["docs/architecture.md"].replace("| |", "|  |"),
+        re.MULTILINE,
+    )
+    described = [(name, place, re.findall(r"\w+", after)) for name, place, after in rows]
+    nodes = [graph.get_node(name) for name in graph.get_topological_sort()]
+    assert described == [(n.node_id, n.place.value, n.dependencies) for n in nodes]
+
+
+def test_messages_quoted_from_the_code_are_there() -> None:
+    message = "shared-memory weight sync needs all trainer ranks on the engine's host"
+    assert message in (ROOT / "ctrl_megatron/resharding/shared_memory.py").read_text()
+    assert message in TEXTS["docs/architecture.md"]

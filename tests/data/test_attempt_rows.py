@@ -1,0 +1,209 @@
+"""Parquet rows: what is written comes back, what does not fit is refused with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctrl_megatron.data.attempts import read_rows, row_of, write_rows
+from ctrl_megatron.data.schema import REQUIRED_COLUMNS, Row
+from ctrl_megatron.prompts import critique_messages
+from ctrl_megatron.rewards.samples import asserts_of, cases_of, load_samples
+from ctrl_megatron.types import Attempt, Problem
+
+CASES = json.dumps([{"input": {"stdin": "1\n"}, "output": {"stdout": "2\n"}}])
+FUNCTION = Problem(
+    id="t/double",
+    statement="Write `double(x)`.",
+    prompter_type="mbppplus",
+    selected_uts=("assert double(1) == 2", "assert double(2) == 4"),
+    entry_point="double",
+    test_setup="import math",
+    time_limit=3.5,
+    difficulty=2,
+)
+PROGRAM = Problem(
+    id="t/next", statement="Print n + 1.", prompter_type="code_contests", selected_uts=CASES
+)
+ATTEMPTS = [
+    Attempt(id="t/double/0", problem=FUNCTION, solution="```python\nx\n```", pass_rate=0.5),
+    Attempt(id="t/double/1", problem=FUNCTION, solution=""),
+    Attempt(id="t/next/0", problem=PROGRAM, solution="print(1)", pass_rate=0.0),
+]
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    plain = {
+        "id": "a",
+        "prompt": [{"role": "user", "content": "Review."}],
+        "problem": "p",
+        "solution": "s",
+        "prompter_type": "mbppplus",
+        "selected_uts": ["assert f()"],
+    }
+    return {**plain, **changes}
+
+
+def write_raw(path: Path, *records: dict[str, Any]) -> Path:
+    parquet.write_table(pa.Table.from_pylist(list(records)), path)
+    return path
+
+
+def test_attempts_survive_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "rows.parquet"
+    write_rows(file, map(row_of, ATTEMPTS))
+    rows = read_rows(file)
+    assert [row.attempt() for row in rows] == ATTEMPTS
+    assert [list(row.prompt) for row in rows] == [
+        critique_messages(a.problem, a.solution) for a in ATTEMPTS
+    ]
+    assert [path.name for path in file.parent.iterdir()] == ["rows.parquet"]
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda t: t.strip())
+
+
+@given(texts, texts, texts, st.floats(0, 1) | st.none(), st.floats(0.01, 1e6))
+def test_any_text_survives(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    statement: str,
+    solution: str,
+    pass_rate: float | None,
+    limit: float,
+) -> None:
+    problem = Problem(
+        id=name,
+        statement=statement,
+        prompter_type="mbppplus",
+        selected_uts=(f"assert {statement!r}", "assert True"),
+        time_limit=limit,
+    )
+    attempt = Attempt(id=name, problem=problem, solution=solution, pass_rate=pass_rate)
+    file = tmp_path_factory.mktemp("rows") / "rows.parquet"
+    write_rows(file, [row_of(attempt)])
+    assert read_rows(file)[0].attempt() == attempt
+
+
+def test_files_are_read_in_order_and_a_prompt_of_ones_own_is_kept(tmp_path: Path) -> None:
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}]
+    names = [tmp_path / "b.parquet", tmp_path / "a.parquet"]
+    for name, attempt in zip(names, ATTEMPTS, strict=False):
+        write_rows(name, [row_of(attempt, prompt)])
+    rows = read_rows([str(name) for name in names])
+    assert [row.id for row in rows] == ["t/double/0", "t/double/1"]
+    assert list(rows[0].prompt) == prompt
+
+
+def test_the_reward_room_reads_the_same_tests(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    write_rows(file, map(row_of, ATTEMPTS))
+    samples = load_samples(file)
+    assert asserts_of(samples["t/double/0"]) == list(FUNCTION.selected_uts)
+    assert cases_of(samples["t/next/0"]) == json.loads(CASES)
+
+
+def test_files_of_others_load(tmp_path: Path) -> None:
+    """Only the required columns; a string column of cases; further columns; nulls and NaN."""
+    functions = write_raw(tmp_path / "f.parquet", record(labels="x"))
+    programs = write_raw(
+        tmp_path / "p.parquet",
+        record(id="b", prompter_type="code_contests", selected_uts=CASES, time_limit=float("nan")),
+        record(id="c", prompter_type="livecodebench", selected_uts=CASES, pass_rate=None),
+    )
+    rows = read_rows([functions, programs])
+    assert [row.selected_uts for row in rows] == [("assert f()",), CASES, CASES]
+    assert [row.time_limit for row in rows] == [10.0] * 3
+    assert [row.problem_id for row in rows] == ["a", "b", "c"]
+    assert [row.pass_rate for row in rows] == [None] * 3
+    assert rows[0].attempt().problem.id == "a"
+
+
+@pytest.mark.parametrize("column", REQUIRED_COLUMNS)
+def test_a_missing_column_is_named(tmp_path: Path, column: str) -> None:
+    plain = record()
+    del plain[column]
+    file = write_raw(tmp_path / "rows.parquet", plain)
+    with pytest.raises(ValueError, match=rf"rows\.parquet: column\(s\) {column} missing"):
+        read_rows(file)
+
+
+BAD_CELLS: dict[str, list[tuple[Any, str]]] = {
+    "id": [(" ", "empty"), (None, "missing or null"), (3, "text")],
+    "prompt": [
+        ([], "non-empty list"),
+        ([{"role": "user"}], "role and content"),
+        ([{"role": "robot", "content": "x"}], "'robot'"),
+        ([{"role": "user", "content": " "}], "without content"),
+        ("text", "non-empty list"),
+    ],
+    "problem": [("", "empty")],
+    "solution": [(None, "null")],
+    "prompter_type": [("apps", "mbppplus, code_contests")],
+    "selected_uts": [
+        ([], "non-empty list"),
+        (["assert 1", " "], "empty"),
+        ('["assert f()"]', "JSON"),
+        (['["assert f()"]'], "JSON"),
+    ],
+    "time_limit": [(0.0, "positive"), (float("inf"), "positive"), ("5", "number")],
+    "difficulty": [(5, "0 to 4"), (1.5, "whole")],
+    "pass_rate": [(1.5, "between 0 and 1"), (True, "number")],
+}
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "complaint"),
+    [(column, value, text) for column, cells in BAD_CELLS.items() for value, text in cells],
+)
+def test_a_bad_cell_is_named(tmp_path: Path, column: str, value: Any, complaint: str) -> None:
+    others = write_raw(tmp_path / "good.parquet", record(id="good"))
+    file = write_raw(tmp_path / "bad.parquet", record(**{column: value}))
+    with pytest.raises(ValueError, match=complaint) as caught:
+        read_rows([others, file])
+    assert f"{file}: row 0: column {column!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("tests", ["[]", "{}", "not json", ["1", "2"], []])
+def test_bad_cases_are_named(tmp_path: Path, tests: Any) -> None:
+    row = record(prompter_type="code_contests", selected_uts=tests)
+    file = write_raw(tmp_path / "rows.parquet", row)
+    with pytest.raises(ValueError, match="column 'selected_uts'"):
+        read_rows(file)
+
+
+def test_an_id_that_occurs_twice_is_named(tmp_path: Path) -> None:
+    first = write_raw(tmp_path / "1.parquet", record())
+    second = write_raw(tmp_path / "2.parquet", record(id="b"), record())
+    with pytest.raises(ValueError, match=r"2\.parquet: row 1: column 'id' repeats 'a' of .*1\."):
+        read_rows([first, second])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "text.parquet").write_text("no parquet")
+    for name in ("text.parquet", "absent.parquet"):
+        with pytest.raises(ValueError, match=f"cannot read .*{name}"):
+            read_rows(tmp_path / name)
+    write_rows(tmp_path / "empty.parquet", [])
+    with pytest.raises(ValueError, match=r"no rows in .*empty"):
+        read_rows(tmp_path / "empty.parquet")
+    with pytest.raises(ValueError, match="no rows"):
+        read_rows([])
+
+
+def test_a_bad_row_is_not_written(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    write_rows(file, [row_of(ATTEMPTS[0])])
+    before = file.read_bytes()
+    bad: Row = row_of(ATTEMPTS[1], [])
+    with pytest.raises(ValueError, match="row 1: column 'prompt'"):
+        write_rows(file, [row_of(ATTEMPTS[0]), bad])
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.parquet"]

@@ -1,0 +1,172 @@
+"""MBPP and recorded first solutions: small files of our own, and the real ones where they are."""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctrl_megatron.data.initial_solutions import read_initial_solutions
+from ctrl_megatron.data.mbpp import SPLITS, entry_point_of, read_mbpp
+from ctrl_megatron.prompts import extract_code
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not here")
+
+MBPP = {
+    "text": "Write a function to double.",
+    "code": "def help(x):\r\n    return x\r\ndef double(x):\r\n    return help(x) + x",
+    "task_id": 601,
+    "test_setup_code": "import math\r\n",
+    "test_list": ["assert double(1) == 2", "assert abs(double(2)) == 4"],
+    "challenge_test_list": [],
+}
+SANITIZED = {
+    "prompt": "Write a function to double.",
+    "code": MBPP["code"],
+    "task_id": 11,
+    "test_imports": ["import math", "import re"],
+    "test_list": MBPP["test_list"],
+}
+
+
+def test_both_mbpp_formats(tmp_path: Path) -> None:
+    (tmp_path / "mbpp.jsonl").write_text(json.dumps(MBPP) + "\n")
+    (tmp_path / "sanitized.json").write_text(json.dumps([SANITIZED]))
+    (full,) = read_mbpp(tmp_path / "mbpp.jsonl")
+    (clean,) = read_mbpp(tmp_path / "sanitized.json")
+    assert (full.id, clean.id) == ("mbpp/601", "mbpp/11")
+    assert full.entry_point == clean.entry_point == "double"
+    assert full.selected_uts == tuple(MBPP["test_list"])
+    assert (full.test_setup, clean.test_setup) == ("import math\n", "import math\nimport re")
+    assert "\r" not in full.reference
+    assert read_mbpp(tmp_path / "mbpp.jsonl", split="test") == []
+    assert read_mbpp(tmp_path / "mbpp.jsonl", split="train") == [full]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"test_list": []}, "0 functions"),
+        ({"test_list": ["assert other(1)"]}, "0 functions"),
+        ({"test_list": ["assert help(double(1))"]}, "2 functions"),
+        ({"code": "def double(x: return"}, "invalid syntax|never closed"),
+    ],
+)
+def test_an_mbpp_entry_without_a_clear_function(
+    tmp_path: Path, change: dict[str, Any], complaint: str
+) -> None:
+    (tmp_path / "mbpp.jsonl").write_text(json.dumps({**MBPP, **change}))
+    with pytest.raises(ValueError, match=rf"mbpp\.jsonl: line 1: .*({complaint})"):
+        read_mbpp(tmp_path / "mbpp.jsonl")
+
+
+def test_mbpp_mistakes(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="not a JSON list"):
+        read_mbpp(file)
+    file.write_text('[{"task_id": 3}]')
+    with pytest.raises(ValueError, match=r"entry 0: key.s. code, test_list, text missing"):
+        read_mbpp(file)
+    with pytest.raises(ValueError, match="cannot read"):
+        read_mbpp(tmp_path / "absent.json")
+    with pytest.raises(ValueError, match="unknown MBPP split"):
+        read_mbpp(file, split="dev")  # type: ignore[arg-type]
+
+
+@needs_data
+@pytest.mark.parametrize(("name", "count"), [("mbpp.jsonl", 974), ("sanitized-mbpp.json", 427)])
+def test_the_real_mbpp(name: str, count: int) -> None:
+    problems = read_mbpp(SHARED / "mbpp" / name)
+    assert len({problem.id for problem in problems}) == len(problems) == count
+    for problem in problems:
+        assert problem.statement.strip() and len(problem.selected_uts) >= 3
+        assert f"{problem.entry_point}" in problem.reference
+        ast.parse(problem.test_setup)
+        assert entry_point_of(problem.reference, problem.selected_uts) == problem.entry_point
+
+
+@needs_data
+def test_the_splits_of_mbpp_cover_it_once() -> None:
+    file = SHARED / "mbpp" / "mbpp.jsonl"
+    parts = {split: read_mbpp(file, split=split) for split in SPLITS}
+    assert {split: len(part) for split, part in parts.items()} == {
+        "prompt": 10,
+        "test": 500,
+        "validation": 90,
+        "train": 374,
+    }
+    ids = [problem.id for part in parts.values() for problem in part]
+    assert Counter(ids) == Counter(problem.id for problem in read_mbpp(file))
+
+
+SOLUTION = {
+    "source": "s",
+    "model": "m",
+    "licence": "MIT",
+    "task_id": "T/1",
+    "prompt": "def f(x):\n",
+    "solution": "\ndef f(x):\n    return x\n",
+    "tests": ["assert f(1) == 1", "assert f(2) == 3"],
+    "setup": "candidate = f",
+    "stub": ["f"],
+    "verdicts": ["pass", "timeout"],
+    "pass_rate": 0.5,
+}
+
+
+def write_solutions(path: Path, *records: Any) -> Path:
+    with gzip.open(path, "wt", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(record) + "\n" for record in records)
+    return path
+
+
+def test_recorded_solutions(tmp_path: Path) -> None:
+    file = write_solutions(tmp_path / "x.jsonl.gz", SOLUTION, SOLUTION, {**SOLUTION, "model": "n"})
+    first, second, other = read_initial_solutions(file)
+    assert [j.attempt.id for j in (first, second, other)] == ["s/T/1/m/0", "s/T/1/m/1", "s/T/1/n/0"]
+    assert first.attempt.problem == second.attempt.problem == other.attempt.problem
+    assert first.attempt.problem.entry_point == "f"
+    assert extract_code(first.attempt.solution) == SOLUTION["solution"].strip()
+    assert (first.verdict.passed, first.verdict.detail) == ((True, False), ("", "timeout"))
+    assert first.attempt.pass_rate == first.verdict.pass_rate == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"verdicts": ["pass"]}, "'tests' and 'verdicts'"),
+        ({"stub": []}, "'stub'"),
+        ({"tests": "assert"}, "'tests' has the wrong type"),
+    ],
+)
+def test_a_bad_solution_is_named(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
+    file = write_solutions(tmp_path / "x.jsonl.gz", SOLUTION, {**SOLUTION, **change})
+    with pytest.raises(ValueError, match=rf"gz: line 2: .*{complaint}"):
+        read_initial_solutions(file)
+
+
+def test_a_truncated_file_of_solutions(tmp_path: Path) -> None:
+    file = write_solutions(tmp_path / "x.jsonl.gz", *[SOLUTION] * 50)
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="cannot read"):
+        read_initial_solutions(file)
+
+
+@needs_data
+def test_the_real_solutions() -> None:
+    judged = read_initial_solutions(SHARED / "initial_solutions" / "initial_solutions.jsonl.gz")
+    assert len({j.attempt.id for j in judged}) == len(judged) == 3496
+    rates = Counter(
+        "pass" if j.verdict.accepted else "partial" if j.verdict.pass_rate else "zero"
+        for j in judged
+    )
+    # The counts of the data set's own README.
+    assert rates == {"pass": 1383, "partial": 976, "zero": 1137}
+    assert sum(len(j.verdict.passed) for j in judged) == 18169

@@ -1,0 +1,103 @@
+"""Our jsonl problem files: a good one becomes problems, a bad one names file, line and key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctrl_megatron.data.problems import problem_from, read_problem_records, read_problems
+
+FUNCTION: dict[str, Any] = {
+    "id": "t/double",
+    "statement": "Write `double(x)`.",
+    "prompter_type": "mbppplus",
+    "entry_point": "double",
+    "test_setup": "",
+    "tests": ["assert double(1) == 2"],
+    "reference": "def double(x):\n    return 2 * x\n",
+    "buggy": ["def double(x):\n    return x\n"],
+    "difficulty": 1,
+    "time_limit": 5,
+}
+CASES = [{"input": {"stdin": "1\n"}, "output": {"stdout": "é\u2028\n"}}]
+PROGRAM = {
+    **{key: FUNCTION[key] for key in ("statement", "reference")},
+    **{"id": "t/next", "prompter_type": "code_contests", "tests": CASES},
+}
+
+
+def write(path: Path, *records: Any) -> Path:
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return path
+
+
+def test_problems_of_both_kinds(tmp_path: Path) -> None:
+    double, successor = read_problems(write(tmp_path / "x.jsonl", FUNCTION, PROGRAM))
+    assert double.selected_uts == ("assert double(1) == 2",)
+    assert (double.entry_point, double.difficulty, double.time_limit) == ("double", 1, 5.0)
+    assert double.reference == FUNCTION["reference"]
+    assert isinstance(successor.selected_uts, str)
+    assert json.loads(successor.selected_uts) == CASES
+    assert (successor.entry_point, successor.difficulty, successor.time_limit) == ("", 0, 10.0)
+
+
+def test_a_directory_is_read_in_name_order(tmp_path: Path) -> None:
+    write(tmp_path / "b.jsonl", FUNCTION)
+    write(tmp_path / "a.jsonl", PROGRAM)
+    (tmp_path / "README.md").write_text("not a problem")
+    records = read_problem_records(tmp_path)
+    assert [record["id"] for record in records] == ["t/next", "t/double"]
+    assert [record["buggy"] for record in records] == [[], FUNCTION["buggy"]]
+    assert [problem_from(record) for record in records] == read_problems(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"test": []}, "unknown key.s. test"),
+        ({"id": ""}, "'id' is empty"),
+        ({"statement": 3}, "'statement' has the wrong type"),
+        ({"difficulty": True}, "'difficulty' has the wrong type"),
+        ({"difficulty": 5}, "'difficulty' must be 0 to 4"),
+        ({"time_limit": 0}, "'time_limit' must be positive"),
+        ({"prompter_type": "apps"}, "'prompter_type' is 'apps'"),
+        ({"entry_point": ""}, "'entry_point'"),
+        ({"tests": []}, "'tests' must be a non-empty list"),
+        ({"tests": [""]}, "'tests' has an entry"),
+        ({"buggy": [""]}, "'buggy'"),
+        ({"reference": " "}, "'reference' is empty"),
+    ],
+)
+def test_a_bad_value_is_named(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
+    file = write(tmp_path / "x.jsonl", PROGRAM, {**FUNCTION, **change})
+    with pytest.raises(ValueError, match=rf"x\.jsonl: line 2: .*{complaint}"):
+        read_problems(file)
+
+
+@pytest.mark.parametrize("key", ["id", "statement", "prompter_type", "tests", "reference"])
+def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
+    short = {k: v for k, v in FUNCTION.items() if k != key}
+    with pytest.raises(ValueError, match=rf"line 1: key\(s\) {key} missing"):
+        read_problems(write(tmp_path / "x.jsonl", short))
+
+
+def test_other_mistakes(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", FUNCTION)
+    write(tmp_path / "b.jsonl", FUNCTION)
+    with pytest.raises(ValueError, match=r"b\.jsonl: line 1: key 'id' repeats .*a\.jsonl: line 1"):
+        read_problems(tmp_path)
+    (tmp_path / "b.jsonl").write_text("\n{\n")
+    with pytest.raises(ValueError, match=r"b\.jsonl: line 2 is not JSON"):
+        read_problems(tmp_path)
+    (tmp_path / "b.jsonl").write_text("[]\n")
+    with pytest.raises(ValueError, match="line 1 is not a JSON object"):
+        read_problems(tmp_path)
+    with pytest.raises(ValueError, match="cannot read"):
+        read_problems(tmp_path / "absent.jsonl")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="no problems in"):
+        read_problems(tmp_path / "none")

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctrl_megatron.models.families import (
+    ShardParam,
+    check_tensor_size,
+    hf_names,
+    hf_shape,
+    shard_params,
+    table,
+)
+from ctrl_megatron.models.hf_config import ModelShape, Rope, parse_model_shape
+from ctrl_megatron.parallel.layout import Layout
+
+DIMS = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {}),
+    "llama_tied": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen2_tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 10}),
+    "qwen3_tied": (transformers.Qwen3Config, {"head_dim": 10, "tie_word_embeddings": True}),
+}
+LAYOUTS = [
+    Layout(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual)
+    for tensor in (1, 2, 4)
+    for pipeline, virtual in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2))
+]
+
+
+def family(name: str) -> tuple[transformers.PreTrainedConfig, ModelShape]:
+    config_class, extra = FAMILIES[name]
+    config = config_class(**DIMS, **extra)
+    return config, parse_model_shape(json.loads(config.to_json_string()))
+
+
+def shards(shape: ModelShape, layout: Layout) -> Iterator[tuple[int, int, int, ShardParam]]:
+    """(tp, pp, chunk, parameter) of all ranks of one model copy."""
+    for pp, chunk in layout.stages():
+        for tp in range(layout.tensor):
+            for param in shard_params(shape, layout, tp=tp, pp=pp, chunk=chunk):
+                yield tp, pp, chunk, param
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
+    config, shape = family(name)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    # named_parameters leaves the repeated name of tied embeddings out.
+    want = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    names = hf_names(shape)
+    assert len(set(names)) == len(names)
+    assert {n: hf_shape(n, shape) for n in names} == want
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_pieces_cover_both_sides(name: str, layout: Layout) -> None:
+    _, shape = family(name)
+    covered = {n: torch.zeros(hf_shape(n, shape), dtype=torch.int64) for n in hf_names(shape)}
+    for _, _, _, param in shards(shape, layout):
+        own = torch.zeros(param.shape, dtype=torch.int64)
+        for piece in param.pieces:
+            assert own[piece.slices].shape == covered[piece.hf][piece.hf_slices].shape
+            assert own[piece.slices].shape == piece.extent
+            own[piece.slices] += 1
+            covered[piece.hf][piece.hf_slices] += 1
+        if "embedding" in param.name or "output_layer" in param.name:
+            filled = own.amin(dim=1)
+            real = int(filled.sum())
+            assert torch.equal(own, (torch.arange(len(own)) < real)[:, None].expand_as(own).long())
+            assert len(own) - real < layout.tensor
+        else:
+            assert torch.all(own == 1), param.name
+    copied = shape.tied_embeddings and layout.pipeline * layout.virtual_pipeline > 1
+    for hf, count in covered.items():
+        if hf.endswith("norm.weight"):
+            assert torch.all(count == layout.tensor), hf
+        else:
+            assert torch.all(count == (2 if copied and "embed" in hf else 1)), hf
+
+
+def whole_parameter(
+    param: ShardParam,
+    layer: int,
+    hf: dict[str, torch.Tensor],
+    shape: ModelShape,
+    tensor: int,
+    tp: int,
+) -> torch.Tensor:
+    """What Megatron's rank must hold, from Megatron's own description of its layers."""
+    at = f"model.layers.{layer}."
+    groups, head = shape.num_query_groups, shape.head_dim
+    if "linear_qkv" in param.name:
+        leaf = param.name.rsplit(".", 1)[1]
+        parts = [hf[f"{at}self_attn.{p}_proj.{leaf}"] for p in "qkv"]
+        grouped = [x.reshape(groups, -1, head, *x.shape[1:]) for x in parts]
+        fused = torch.cat(grouped, dim=1)
+        return fused.chunk(tensor)[tp].flatten(0, 2)
+    if "linear_fc1" in param.name:
+        halves = [hf[f"{at}mlp.{p}_proj.weight"].chunk(tensor)[tp] for p in ("gate", "up")]
+        return torch.cat(halves)
+    if "linear_proj" in param.name:
+        return hf[at + "self_attn.o_proj.weight"].chunk(tensor, dim=1)[tp]
+    if "linear_fc2" in param.name:
+        return hf[at + "mlp.down_proj.weight"].chunk(tensor, dim=1)[tp]
+    if "embedding" in param.name or "output_layer" in param.name:
+        head_name = "model.embed_tokens.weight"
+        if "output" in param.name and not shape.tied_embeddings:
+            head_name = "lm_head.weight"
+        share = -(-shape.vocab_size // tensor)
+        padding = torch.zeros(share * tensor - shape.vocab_size, shape.hidden_size)
+        return torch.cat([hf[head_name], padding.long()]).split(share)[tp]
+    norms = {
+        "input_layernorm": at + "input_layernorm.weight",
+        "pre_mlp_layernorm": at + "post_attention_layernorm.weight",
+        "q_layernorm": at + "self_attn.q_norm.weight",
+        "k_layernorm": at + "self_attn.k_norm.weight",
+        "final_layernorm": "model.norm.weight",
+    }
+    return hf[norms[param.name.split(".")[-2]]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_shards_hold_what_megatron_expects(name: str, layout: Layout) -> None:
+    _, shape = family(name)
+    hf, next_id = {}, 1
+    for hf_name in hf_names(shape):
+        size = torch.Size(hf_shape(hf_name, shape))
+        hf[hf_name] = torch.arange(next_id, next_id + size.numel()).view(size)
+        next_id += size.numel()
+    for tp, pp, chunk, param in shards(shape, layout):
+        layer = 0
+        if ".layers." in param.name:
+            local = int(param.name.split(".layers.")[1].split(".")[0])
+            layer = layout.layers(shape.num_layers, pp=pp, chunk=chunk)[local]
+        shard = torch.zeros(param.shape, dtype=torch.int64)
+        for piece in param.pieces:
+            shard[piece.slices] = hf[piece.hf][piece.hf_slices]
+        want = whole_parameter(param, layer, hf, shape, layout.tensor, tp)
+        assert torch.equal(shard, want), param.name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_split_dim_tells_which_dimension_is_cut(name: str, layout: Layout) -> None:
+    _, shape = family(name)
+    alone = {
+        param.name: param.shape
+        for _, _, _, param in shards(shape, Layout(pipeline=layout.pipeline))
+    }
+    for tp, _, _, param in shards(shape, Layout(tensor=layout.tensor, pipeline=layout.pipeline)):
+        whole = alone[param.name]
+        if param.split_dim is None:
+            assert param.shape == whole
+            continue
+        pad = -whole[param.split_dim] % layout.tensor
+        want = list(whole)
+        want[param.split_dim] = (whole[param.split_dim] + pad) // layout.tensor
+        assert param.shape == tuple(want), (tp, param.name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ends_of_the_pipeline_hold_embedding_and_output(layout: Layout) -> None:
+    ends = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
+    stages = list(layout.stages())
+    for name in ("qwen2", "qwen2_tied"):
+        _, shape = family(name)
+        for stage in stages:
+            names = [p.name for p in shard_params(shape, layout, tp=0, pp=stage[0], chunk=stage[1])]
+            assert len(set(names)) == len(names)
+            assert (ends[0] in names) == (stage == stages[0])
+            assert (ends[1] in names) == (stage == stages[-1])
+            shared = shape.tied_embeddings and stage == stages[0]
+            assert ("output_layer.weight" in names) == (stage == stages[-1] and not shared)
+
+
+def test_transformer_engine_renames_only_the_fused_norms() -> None:
+    _, shape = family("qwen3")
+    layout = Layout(tensor=2, pipeline=2)
+    plain = list(shard_params(shape, layout, tp=1, pp=1, chunk=0))
+    fused = list(shard_params(shape, layout, tp=1, pp=1, chunk=0, te_names=True))
+    renamed = {}
+    for ours, theirs in zip(plain, fused, strict=True):
+        assert (ours.shape, ours.pieces) == (theirs.shape, theirs.pieces)
+        if ours.name != theirs.name:
+            renamed[ours.name] = theirs.name
+    layers = range(shape.num_layers // 2)
+    at = "decoder.layers."
+    assert renamed == {
+        f"{at}{i}.input_layernorm.weight": (f"{at}{i}.self_attention.linear_qkv.layer_norm_weight")
+        for i in layers
+    } | {
+        f"{at}{i}.pre_mlp_layernorm.weight": f"{at}{i}.mlp.linear_fc1.layer_norm_weight"
+        for i in layers
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor", "named"),
+    [
+        ({"num_attention_heads": 6, "num_query_groups": 2}, 4, "num_attention_heads=6"),
+        ({}, 8, "num_key_value_heads=4"),
+        ({"ffn_hidden_size": 82}, 4, "intermediate_size=82"),
+    ],
+)
+def test_a_tensor_size_that_does_not_divide_is_named(
+    change: dict[str, int], tensor: int, named: str
+) -> None:
+    from dataclasses import replace
+
+    shape = replace(family("llama")[1], **change)
+    with pytest.raises(ValueError, match=f"{named} .*tensor_model_parallel_size={tensor}"):
+        check_tensor_size(shape, Layout(tensor=tensor))
+
+
+@st.composite
+def shapes_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
+    tensor, pipeline, virtual = (draw(st.integers(1, 3)) for _ in range(3))
+    groups = tensor * draw(st.integers(1, 3))
+    shape = ModelShape(
+        family="any",
+        num_layers=pipeline * virtual * draw(st.integers(1, 2)),
+        hidden_size=draw(st.integers(1, 7)),
+        ffn_hidden_size=tensor * draw(st.integers(1, 4)),
+        num_attention_heads=groups * draw(st.integers(1, 3)),
+        num_query_groups=groups,
+        head_dim=2 * draw(st.integers(1, 3)),
+        vocab_size=draw(st.integers(1, 11)),
+        max_position_embeddings=8,
+        norm_epsilon=1e-5,
+        rope=Rope(theta=1e4),
+        tied_embeddings=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+    )
+    return shape, Layout(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual)
+
+
+@settings(deadline=None, max_examples=40)
+@given(shapes_and_layouts())
+def test_any_model_survives_the_way_there_and_back(drawn: tuple[ModelShape, Layout]) -> None:
+    shape, layout = drawn
+    check_tensor_size(shape, layout)
+    hf = {n: torch.randn(hf_shape(n, shape)) for n in hf_names(shape)}
+    back = {n: torch.full_like(t, torch.nan) for n, t in hf.items()}
+    for _, _, _, param in shards(shape, layout):
+        shard = torch.full(param.shape, torch.nan)
+        for piece in param.pieces:
+            shard[piece.slices] = hf[piece.hf][piece.hf_slices]
+        for piece in param.pieces:
+            back[piece.hf][piece.hf_slices] = shard[piece.slices]
+    for name, tensor in hf.items():
+        assert torch.equal(back[name], tensor), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_row_of_the_table_is_used_by_some_stage(name: str) -> None:
+    _, shape = family(name)
+    layout = Layout(pipeline=2)
+    seen = {
+        param.name.replace("layers.0.", "layers.{i}.") for _, _, _, param in shards(shape, layout)
+    }
+    assert {row.megatron for row in table(shape)} <= seen

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ctrl_megatron.models.hf_config import ModelShape, Rope, parse_model_shape, read_model_shape
+
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# The dimensions of published models, as transformers 4 wrote them.
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pad_token_id": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 49152,
+}
+LLAMA31 = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {**LLAMA3_ROPE, "rope_type": "llama3"},
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+QWEN25 = {
+    "model_type": "qwen2",
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN3 = {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MODELS = {"smollm2": SMOLLM2, "llama31": LLAMA31, "qwen25": QWEN25, "qwen3": QWEN3}
+
+
+def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
+    new = copy.deepcopy(config)
+    scaling = new.pop("rope_scaling", None) or {"rope_type": "default"}
+    new["rope_parameters"] = {**scaling, "rope_theta": new.pop("rope_theta")}
+    if new["model_type"].startswith("qwen"):
+        new["layer_types"] = ["full_attention"] * new["num_hidden_layers"]
+    return new
+
+
+def test_every_number_of_a_published_model_is_read() -> None:
+    assert parse_model_shape(LLAMA31) == ModelShape(
+        family="llama",
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        head_dim=128,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        norm_epsilon=1e-5,
+        rope=Rope(
+            theta=5e5,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+        tied_embeddings=False,
+        qkv_bias=False,
+        qk_norm=False,
+    )
+    small, qwen25, qwen3 = (parse_model_shape(c) for c in (SMOLLM2, QWEN25, QWEN3))
+    assert (small.head_dim, small.tied_embeddings, small.rope) == (64, True, Rope(theta=1e5))
+    assert (qwen25.qkv_bias, qwen25.qk_norm, qwen25.tied_embeddings) == (True, False, False)
+    assert (qwen25.head_dim, qwen25.num_query_groups) == (128, 4)
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_generations_of_transformers_say_the_same(name: str) -> None:
+    old = MODELS[name]
+    before = copy.deepcopy(old)
+    assert parse_model_shape(as_transformers_5(old)) == parse_model_shape(old)
+    assert old == before
+
+
+def test_the_older_name_of_the_rope_type_is_read() -> None:
+    config = {**LLAMA31, "rope_scaling": {**LLAMA3_ROPE, "type": "llama3"}}
+    assert parse_model_shape(config) == parse_model_shape(LLAMA31)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_transformers_writes_itself_is_read_alike(name: str, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(MODELS[name]))
+    config.save_pretrained(tmp_path)
+    shape = read_model_shape(tmp_path)
+    assert shape == parse_model_shape(MODELS[name])
+    with torch.device("meta"):
+        layer = transformers.AutoModelForCausalLM.from_config(config).model.layers[0]
+    assert layer.self_attn.head_dim == shape.head_dim
+    assert layer.self_attn.num_key_value_groups * shape.num_query_groups == 1 * (
+        shape.num_attention_heads
+    )
+    assert (layer.self_attn.q_proj.bias is not None) == shape.qkv_bias
+    assert hasattr(layer.self_attn, "q_norm") == shape.qk_norm
+
+
+def test_a_llama_without_key_value_heads_has_one_per_head() -> None:
+    config = {k: v for k, v in SMOLLM2.items() if k != "num_key_value_heads"}
+    assert parse_model_shape(config).num_query_groups == 9
+    assert transformers.AutoConfig.for_model(**config).num_key_value_heads == 9
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": kind, **more}}
+
+
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama31", rope("linear", factor=2.0), "linear"),
+    ("llama31", rope("dynamic", factor=2.0), "dynamic"),
+    ("llama31", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+    ("qwen25", rope("yarn", factor=4.0, original_max_position_embeddings=32768), "yarn"),
+    ("qwen3", rope("longrope", short_factor=[1.0], long_factor=[2.0]), "longrope"),
+    ("qwen25", {"rope_scaling": {"type": "mrope", "mrope_section": [16]}}, "mrope"),
+    ("llama31", rope("llama3"), "factor"),
+    ("llama31", rope("llama3", **LLAMA3_ROPE, attention_factor=2.0), "attention_factor"),
+    ("smollm2", {"rope_scaling": {"factor": 8.0}}, "factor"),
+    ("smollm2", rope("default", partial_rotary_factor=0.5), "partial_rotary_factor"),
+    ("smollm2", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention"),
+    (
+        "llama31",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        "rope_parameters and rope_scaling",
+    ),
+    ("smollm2", {"rope_interleaved": True}, "rope_interleaved"),
+    ("smollm2", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ("llama31", {"attention_bias": True}, "attention_bias"),
+    ("qwen3", {"attention_bias": True}, "attention_bias"),
+    ("llama31", {"mlp_bias": True}, "mlp_bias"),
+    ("llama31", {"sliding_window": 4096}, "sliding_window"),
+    ("qwen25", {"use_sliding_window": True}, "use_sliding_window"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ("llama31", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("llama31", {"attention_dropout": 0.1}, "attention_dropout"),
+    ("llama31", {"pretraining_tp": 2}, "pretraining_tp"),
+    ("llama31", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ("llama31", {"residual_multiplier": 0.22}, "residual_multiplier"),
+    ("llama31", {"embedding_multiplier": 0}, "embedding_multiplier"),
+    ("llama31", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+    ("llama31", {"model_type": "mixtral"}, "mixtral"),
+    ("llama31", {"model_type": None}, "model_type"),
+    ("llama31", {"rope_theta": None}, "rope_theta"),
+    ("llama31", {"num_key_value_heads": 5}, "num_attention_heads=32 .* num_key_value_heads=5"),
+    ("smollm2", {"hidden_size": 577}, "hidden_size=577 .* num_attention_heads=9"),
+]
+
+
+@pytest.mark.parametrize(("model", "change", "named"), UNSUPPORTED)
+def test_what_is_not_supported_is_refused_by_name(
+    model: str, change: dict[str, Any], named: str
+) -> None:
+    config = {**MODELS[model], **change}
+    with pytest.raises(ValueError, match=rf"some/config\.json: .*{named}"):
+        parse_model_shape(config, "some/config.json")
+
+
+@pytest.mark.parametrize("off", [None, False])
+def test_an_unknown_feature_that_is_off_is_no_error(off: object) -> None:
+    assert parse_model_shape({**QWEN3, "use_new_thing": off}) == parse_model_shape(QWEN3)
+
+
+NEEDED = [
+    "num_attention_heads",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        *((model, key) for model in MODELS for key in NEEDED),
+        # transformers would fill in 32 and 128.
+        ("qwen25", "num_key_value_heads"),
+        ("qwen3", "num_key_value_heads"),
+        ("qwen3", "head_dim"),
+    ],
+)
+def test_a_missing_key_is_named(model: str, key: str) -> None:
+    config = {k: v for k, v in MODELS[model].items() if k != key}
+    with pytest.raises(ValueError, match=key):
+        parse_model_shape(config)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        read_model_shape(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        read_model_shape(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, "mystery": 1}))
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*mystery"):
+        read_model_shape(tmp_path)
+
+
+def llama3_oracle(theta: float, head_dim: int, scaling: dict[str, Any]) -> list[float]:
+    """Wavelengths beyond the old context are stretched, short ones kept, the rest blended."""
+    result = []
+    context, low = scaling["original_max_position_embeddings"], scaling["low_freq_factor"]
+    high, factor = scaling["high_freq_factor"], scaling["factor"]
+    for i in range(0, head_dim, 2):
+        frequency = theta ** (-i / head_dim)
+        turns = context * frequency / (2 * math.pi)
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        result.append(share * frequency + (1 - share) * frequency / factor)
+    return result
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 20])
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        LLAMA3_ROPE,
+        {**LLAMA3_ROPE, "factor": 32.0, "original_max_position_embeddings": 64},
+        {**LLAMA3_ROPE, "factor": 1.0},
+    ],
+)
+def test_rope_frequencies_equal_those_of_transformers(
+    head_dim: int, theta: float, scaling: dict[str, Any] | None
+) -> None:
+    from ctrl_megatron.models.build import rope_frequencies
+
+    kind = "llama3" if scaling else "default"
+    parameters = {"rope_type": kind, "rope_theta": theta, **(scaling or {})}
+    config = {**LLAMA31, "head_dim": head_dim, "rope_parameters": parameters}
+    config = {k: v for k, v in config.items() if k not in ("rope_scaling", "rope_theta")}
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(config))
+    if scaling:
+        want, attention = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
+    else:
+        want, attention = LlamaRotaryEmbedding.compute_default_rope_parameters(theirs)
+    assert attention == 1.0
+    got = rope_frequencies(parse_model_shape(config).rope, head_dim)
+    assert (got.dtype, got.shape) == (torch.float32, (head_dim // 2,))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    plain = llama3_oracle(theta, head_dim, scaling or {**LLAMA3_ROPE, "factor": 1.0})
+    torch.testing.assert_close(got.double(), torch.tensor(plain).double(), rtol=2e-5, atol=0)

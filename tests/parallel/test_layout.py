@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from ctrl_megatron.parallel.layout import Coordinates, Layout, layout_for
+
+SMALL = [
+    Layout(tensor=t, pipeline=p, virtual_pipeline=v, data=d)
+    for t, p, v, d in itertools.product((1, 2, 3), (1, 2, 4), (1, 2, 3), (1, 2, 3))
+]
+
+
+@pytest.mark.parametrize("layout", SMALL, ids=str)
+def test_ranks_count_through_tensor_then_data_then_pipeline(layout: Layout) -> None:
+    rank = 0
+    for pp in range(layout.pipeline):
+        for dp in range(layout.data):
+            for tp in range(layout.tensor):
+                assert layout.coordinates(rank) == Coordinates(tp=tp, pp=pp, dp=dp)
+                assert layout.rank(tp=tp, pp=pp, dp=dp) == rank
+                rank += 1
+    assert layout.world_size == rank
+    assert layout.model_size * layout.data == rank
+    for outside in (-1, rank):
+        with pytest.raises(ValueError, match=f"rank {outside} is outside a layout of {rank} ranks"):
+            layout.coordinates(outside)
+
+
+@pytest.mark.parametrize("layout", SMALL, ids=str)
+def test_stages_hold_every_layer_once_and_in_order(layout: Layout) -> None:
+    chunks = layout.pipeline * layout.virtual_pipeline
+    stages = list(layout.stages())
+    assert sorted(stages) == sorted(
+        itertools.product(range(layout.pipeline), range(layout.virtual_pipeline))
+    )
+    for num_layers in range(1, 25):
+        if num_layers % chunks:
+            continue
+        passed = [
+            layer for pp, chunk in stages for layer in layout.layers(num_layers, pp=pp, chunk=chunk)
+        ]
+        assert passed == list(range(num_layers))
+        sizes = {len(layout.layers(num_layers, pp=pp, chunk=chunk)) for pp, chunk in stages}
+        assert sizes == {num_layers // chunks}
+
+
+@pytest.mark.parametrize("layout", SMALL, ids=str)
+def test_one_stage_is_first_and_one_is_last(layout: Layout) -> None:
+    stages = list(layout.stages())
+    assert [s for s in stages if layout.is_first(pp=s[0], chunk=s[1])] == stages[:1]
+    assert [s for s in stages if layout.is_last(pp=s[0], chunk=s[1])] == stages[-1:]
+
+
+@pytest.mark.parametrize("layout", SMALL, ids=str)
+def test_megatron_has_the_same_ranks_and_layers(layout: Layout) -> None:
+    from types import SimpleNamespace
+
+    from megatron.core.parallel_state import RankGenerator
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    theirs = RankGenerator(
+        tp=layout.tensor,
+        ep=1,
+        dp=layout.data,
+        pp=layout.pipeline,
+        cp=1,
+        order="tp-cp-ep-dp-pp",
+    )
+    for token, fixed in (("tp", ("pp", "dp")), ("pp", ("tp", "dp")), ("dp", ("tp", "pp"))):
+        for group in theirs.get_ranks(token):
+            places = [layout.coordinates(rank) for rank in group]
+            assert [getattr(place, token) for place in places] == list(range(len(group)))
+            for other in fixed:
+                assert len({getattr(place, other) for place in places}) == 1
+    if layout.pipeline == 1 and layout.virtual_pipeline > 1:
+        return  # Megatron has no interleaving without a pipeline.
+    num_layers = 2 * layout.pipeline * layout.virtual_pipeline
+    config = SimpleNamespace(
+        num_layers=num_layers,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline
+        if layout.virtual_pipeline > 1
+        else None,
+        pipeline_model_parallel_layout=None,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+    for pp, chunk in layout.stages():
+        stage = chunk if layout.virtual_pipeline > 1 else None
+        offset = get_transformer_layer_offset(config, vp_stage=stage, pp_rank=pp)
+        assert layout.layers(num_layers, pp=pp, chunk=chunk).start == offset
+
+
+def test_layers_that_do_not_divide_name_both_keys() -> None:
+    layout = Layout(pipeline=2, virtual_pipeline=3)
+    for call in (layout.check_layers, lambda n: layout.layers(n, pp=0, chunk=0)):
+        with pytest.raises(ValueError) as caught:
+            call(8)
+        text = str(caught.value)
+        assert "8 layers" in text
+        assert "pipeline_model_parallel_size=2" in text
+        assert "virtual_pipeline_model_parallel_size=3" in text
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor", "pipeline"),
+    list(itertools.product(range(1, 13), (1, 2, 3, 4), (1, 2, 3))),
+)
+def test_what_is_left_over_is_data_parallel(world: int, tensor: int, pipeline: int) -> None:
+    def make() -> Layout:
+        return layout_for(
+            world,
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual_pipeline=None,
+            sequence_parallel=tensor > 1,
+        )
+
+    if world % (tensor * pipeline):
+        with pytest.raises(ValueError) as caught:
+            make()
+        text = str(caught.value)
+        assert f"tensor_model_parallel_size={tensor}" in text
+        assert f"pipeline_model_parallel_size={pipeline}" in text
+        assert f"multiple of {tensor * pipeline} ranks" in text
+        return
+    layout = make()
+    assert layout.world_size == world
+    assert (layout.tensor, layout.pipeline, layout.virtual_pipeline) == (tensor, pipeline, 1)
+    assert layout.sequence_parallel == (tensor > 1)

@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+import asyncio
+import functools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctrl_megatron.pipeline import (
+    Node,
+    NodePlace,
+    NodeRole,
+    NodeStatus,
+    NodeType,
+    Pipeline,
+    TaskGraph,
+)
+
+
+class Tool:
+    """Something to point references at."""
+
+    SETTING = 3
+
+    @staticmethod
+    def double(x: int) -> int:
+        return 2 * x
+
+    def scale(self, x: int, factor: int = 1) -> int:
+        return x * factor * self.SETTING
+
+
+def nothing(**_: object) -> None:
+    return None
+
+
+async def later(x: int) -> int:
+    await asyncio.sleep(0)
+    return x + 1
+
+
+def graph_of(edges: dict[str, list[str]]) -> TaskGraph:
+    graph = TaskGraph("g")
+    for node_id, dependencies in edges.items():
+        graph.add_node(Node(node_id, NodeType.COMPUTE, dependencies=dependencies))
+    return graph
+
+
+def ids(nodes: list[Node]) -> list[str]:
+    return [node.node_id for node in nodes]
+
+
+def test_enums_hold_the_guides_values() -> None:
+    assert [t.value for t in NodeType] == [
+        *("COMPUTE", "DATA_LOAD", "ENV_INTERACT", "MODEL_INFERENCE", "MODEL_TRAIN"),
+        *("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC", "CUSTOM"),
+    ]
+    assert [r.value for r in NodeRole] == [
+        *("DEFAULT", "ACTOR", "ADVANTAGE", "CRITIC", "ROLLOUT", "REFERENCE", "REWARD"),
+        "DYNAMIC_SAMPLING",
+    ]
+    assert [s.value for s in NodeStatus] == [
+        *("PENDING", "READY", "RUNNING", "COMPLETED", "FAILED", "SKIPPED")
+    ]
+    for kind in (NodeType, NodeRole, NodeStatus):
+        assert all(member.name == member.value for member in kind)
+
+
+def test_importing_the_graph_needs_no_torch() -> None:
+    code = "import sys, ctrl_megatron.pipeline; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# Node
+
+
+def test_a_node_runs_its_function_with_its_config() -> None:
+    node = Node("n", NodeType.COMPUTE, config={"factor": 5}, func=Tool.scale)
+    assert node.status is NodeStatus.PENDING
+    assert node.run(self=Tool(), x=2) == 30
+    assert node.status is NodeStatus.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("reference", "arguments", "want"),
+    [
+        (f"{__name__}:Tool.double", {"x": 4}, 8),
+        (f"{__name__}.nothing", {}, None),
+        (f"{__name__}:nothing", {}, None),
+        ("os.path.basename", {"p": "a/b"}, "b"),
+    ],
+)
+def test_references_resolve(reference: str, arguments: dict, want: object) -> None:
+    assert Node("n", NodeType.CUSTOM, executable_ref=reference).run(**arguments) == want
+
+
+@pytest.mark.parametrize(
+    ("reference", "complaint"),
+    [
+        ("no_such_module_here:f", "No module named 'no_such_module_here'"),
+        ("os.path:nope.f", "has no attribute 'nope'"),
+        (f"{__name__}:Tool.SETTING", "is not callable"),
+        ("plain", "neither 'module:Class.method' nor 'module.function'"),
+        (":f", "neither"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ImportError, ValueError])
+def test_a_wrong_reference_stops_the_construction(
+    reference: str, complaint: str, kind: type[Exception]
+) -> None:
+    with pytest.raises(kind, match="node 'n'") as caught:
+        Node("n", NodeType.COMPUTE, executable_ref=reference)
+    assert complaint in str(caught.value)
+    assert reference in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"node_id": ""}, "non-empty string"),
+        ({"node_id": 3}, "non-empty string"),
+        ({"node_type": "COMPUTE"}, "'COMPUTE' is not a NodeType"),
+        ({"node_role": NodeType.COMPUTE}, "is not a NodeRole"),
+        ({"place": "host"}, "'host' is not a NodePlace"),
+        ({"dependencies": "abc"}, r"write \['abc'\]"),
+        ({"dependencies": [1]}, "1 is not a node id"),
+        ({"retry_limit": -1}, "retry_limit"),
+        ({"func": nothing, "executable_ref": "os.getcwd"}, "not both"),
+        ({"func": 3}, "not callable"),
+        ({"place": NodePlace.HOST, "func": nothing}, "async def"),
+        ({"place": NodePlace.HOST, "node_type": NodeType.MODEL_TRAIN}, "collectives"),
+    ],
+)
+def test_wrong_options_are_named(options: dict, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Node(**{"node_id": "n", "node_type": NodeType.COMPUTE, **options})
+
+
+def test_a_node_without_a_function_does_not_pretend_to_run() -> None:
+    with pytest.raises(ValueError, match="node 'n' has no function"):
+        Node("n", NodeType.BARRIER_SYNC).run()
+
+
+def test_a_failure_keeps_its_type_and_names_the_node() -> None:
+    def breaks() -> None:
+        raise KeyError("lost")
+
+    node = Node("n", NodeType.COMPUTE, func=breaks, retry_limit=1)
+    with pytest.raises(KeyError) as caught:
+        node.run()
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == ["in node 'n'"]
+    assert node.status is NodeStatus.FAILED
+    assert node.error_info == "KeyError: 'lost'"
+    assert node.can_retry()
+    node.increment_retry_count()
+    assert not node.can_retry()
+    node.update_status(NodeStatus.COMPLETED)
+    assert node.error_info is None
+    node.reset()
+    assert (node.status, node.retries_done) == (NodeStatus.PENDING, 0)
+
+
+class LaterCall:
+    """A callable object whose call is a coroutine."""
+
+    async def __call__(self, x: int) -> int:
+        return await later(x)
+
+
+@pytest.mark.parametrize("func", [later, functools.partial(later), LaterCall()])
+def test_a_coroutine_function_completes_when_awaited(func: object) -> None:
+    node = Node("n", NodeType.ENV_INTERACT, func=func, place=NodePlace.HOST)  # type: ignore[arg-type]
+    pending = node.run(x=1)
+    assert node.status is NodeStatus.RUNNING
+    assert asyncio.run(pending) == 2
+    assert node.status is NodeStatus.COMPLETED
+
+
+def test_a_coroutine_that_fails_fails_its_node() -> None:
+    async def breaks() -> None:
+        raise OSError("service gone")
+
+    node = Node("n", NodeType.ENV_INTERACT, func=breaks, place=NodePlace.HOST)
+    with pytest.raises(OSError, match="service gone"):
+        asyncio.run(node.run())
+    assert node.status is NodeStatus.FAILED
+
+
+def test_readiness_and_dependencies() -> None:
+    node = Node("n", NodeType.COMPUTE, dependencies=["a", "b", "a"])
+    assert node.dependencies == ["a", "b"]
+    assert not node.is_ready({"a"})
+    assert node.is_ready({"a", "b", "z"})
+    node.add_dependency("c")
+    node.add_dependency("c")
+    node.remove_dependency("a")
+    node.remove_dependency("a")
+    assert node.dependencies == ["b", "c"]
+    node.update_status(NodeStatus.RUNNING)
+    assert not node.is_ready({"b", "c"})
+
+
+def test_repr_reads_like_a_dictionary() -> None:
+    shown = repr(Node("n", NodeType.MODEL_TRAIN, NodeRole.ACTOR, dependencies=["a"]))
+    assert "'node_id': 'n'" in shown
+    assert "'node_role': 'ACTOR'" in shown
+    assert "'dependencies': ['a']" in shown
+
+
+# TaskGraph
+
+
+DIAMOND = {"d": ["b", "c"], "c": ["a"], "b": ["a"], "a": []}
+
+
+def test_a_diamond_has_its_edges_in_both_directions() -> None:
+    graph = graph_of(DIAMOND)
+    assert graph.adj == {"d": [], "c": ["d"], "b": ["d"], "a": ["c", "b"]}
+    assert graph.rev_adj == DIAMOND
+    assert graph.get_topological_sort() == ["a", "c", "b", "d"]
+    assert ids(graph.get_entry_nodes()) == ["a"]
+    assert ids(graph.get_exit_nodes()) == ["d"]
+    assert ids(graph.get_dependents("a")) == ids(graph.get_downstream_nodes("a")) == ["c", "b"]
+    assert ids(graph.get_dependencies("d")) == ["b", "c"]
+    assert graph.get_ancestors("d") == {"a", "b", "c"}
+    assert graph.get_ancestors("a") == set()
+    assert graph.validate_graph() == (True, None)
+
+
+def test_edges_follow_a_nodes_dependencies_when_they_change() -> None:
+    graph = graph_of({"a": [], "b": [], "c": ["a"]})
+    graph.nodes["c"].add_dependency("b")
+    graph.nodes["c"].remove_dependency("a")
+    assert graph.adj == {"a": [], "b": ["c"], "c": []}
+    assert graph.get_topological_sort() == ["a", "b", "c"]
+
+
+def test_ties_keep_the_order_of_insertion() -> None:
+    written = {"a": [], "x": [], "b": ["a"], "y": ["x"], "z": [], "c": ["b", "y"]}
+    assert graph_of(written).get_topological_sort() == list(written)
+    late = {"c": ["b"], "z": [], "b": ["a"], "a": []}
+    assert graph_of(late).get_topological_sort() == ["z", "a", "b", "c"]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_order_of_random_graphs(data: st.DataObject) -> None:
+    size = data.draw(st.integers(0, 9))
+    parents = {
+        i: data.draw(st.sets(st.integers(0, i - 1), max_size=4)) if i else set()
+        for i in range(size)
+    }
+    inserted = data.draw(st.permutations(range(size)))
+    graph = graph_of({f"n{i}": sorted(f"n{p}" for p in parents[i]) for i in inserted})
+    order = graph.get_topological_sort()
+    assert sorted(order) == sorted(f"n{i}" for i in range(size))
+    done: set[str] = set()
+    for node_id in order:
+        # Of everything that could run now, the first inserted runs.
+        ready = [n for n in graph.nodes if n not in done and set(graph.rev_adj[n]) <= done]
+        assert node_id == ready[0]
+        assert graph.get_ancestors(node_id) <= done
+        done.add(node_id)
+    assert graph.validate_graph() == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("edges", "cycle"),
+    [
+        ({"a": ["a"]}, "a -> a"),
+        ({"a": ["c"], "b": ["a"], "c": ["b"], "d": ["c"], "e": []}, "a -> b -> c -> a"),
+        ({"start": [], "out": ["q"], "p": ["start", "q"], "q": ["p"]}, "q -> p -> q"),
+    ],
+)
+def test_a_cycle_is_named(edges: dict[str, list[str]], cycle: str) -> None:
+    valid, message = graph_of(edges).validate_graph()
+    assert (valid, message) == (False, f"graph 'g' has a cycle: {cycle}")
+
+
+def test_a_missing_dependency_is_named_with_the_nearest_id() -> None:
+    valid, message = graph_of({"rollout": [], "reward": ["rolout"]}).validate_graph()
+    assert not valid
+    assert message == (
+        "graph 'g': node 'reward' depends on 'rolout', which does not exist; "
+        "did you mean 'rollout'?"
+    )
+
+
+def test_wrong_use_of_a_graph_is_an_error() -> None:
+    graph = graph_of(DIAMOND)
+    with pytest.raises(ValueError, match="graph 'g' already has a node 'a'"):
+        graph.add_node(Node("a", NodeType.COMPUTE))
+    with pytest.raises(ValueError, match="'a' is not a Node"):
+        graph.add_node("a")  # type: ignore[arg-type]
+    for look_up in (graph.get_node, graph.get_dependents, graph.get_dependencies):
+        with pytest.raises(ValueError, match="has no node 'zz'"):
+            look_up("zz")
+    with pytest.raises(ValueError, match="has no node 'zz'"):
+        graph.get_ancestors("zz")
+
+
+def test_reset_makes_all_nodes_pending() -> None:
+    graph = graph_of(DIAMOND)
+    for node in graph.nodes.values():
+        node.update_status(NodeStatus.COMPLETED)
+    graph.reset()
+    assert {node.status for node in graph.nodes.values()} == {NodeStatus.PENDING}
+
+
+# Pipeline
+
+
+def test_a_pipeline_builds_a_graph() -> None:
+    pipeline = Pipeline("p", "what it does")
+    same = pipeline.add_node(
+        "last", nothing, ["first"], node_type=NodeType.MODEL_TRAIN, only_forward_compute=True
+    ).add_node("first", f"{__name__}:Tool.double", node_role=NodeRole.REWARD)
+    assert same is pipeline
+    graph = pipeline.build()
+    assert graph.graph_id == "p"
+    assert graph.get_topological_sort() == ["first", "last"]
+    first, last = graph.nodes["first"], graph.nodes["last"]
+    assert (first.node_type, first.node_role) == (NodeType.COMPUTE, NodeRole.REWARD)
+    assert first.run(x=3) == 6
+    assert last.only_forward_compute
+    assert last.executable is nothing
+    assert last.place is NodePlace.TRAIN
+
+
+def test_wrong_pipelines_name_themselves() -> None:
+    with pytest.raises(ValueError, match="pipeline 'p' already has a node 'a'"):
+        Pipeline("p").add_node("a", nothing).add_node("a", nothing)
+    with pytest.raises(ValueError, match=r"pipeline 'p': .*'a' depends on 'b', which does not"):
+        Pipeline("p").add_node("a", nothing, ["b"]).build()
+    with pytest.raises(ValueError, match=r"pipeline 'p': .* cycle: a -> b -> a"):
+        Pipeline("p").add_node("a", nothing, ["b"]).add_node("b", nothing, ["a"]).build()
+    with pytest.raises(ValueError, match="pipeline 'p' has no nodes"):
+        Pipeline("p").build()
+    with pytest.raises(TypeError, match="only_foward_compute"):
+        Pipeline("p").add_node("a", nothing, only_foward_compute=True)  # type: ignore[call-arg]

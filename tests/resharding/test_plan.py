@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import pickle
+from collections import Counter, defaultdict
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctrl_megatron.models.families import hf_names, hf_shape, shard_params
+from ctrl_megatron.models.hf_config import ModelShape, Rope
+from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.resharding.plan import (
+    ALIGNMENT,
+    EngineLayout,
+    place_in_buckets,
+    plan,
+    spec_bytes,
+)
+from ctrl_megatron.types import TensorSpec
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+engines = st.builds(
+    EngineLayout,
+    dtype=st.sampled_from(sorted(BYTES)),
+    bucket_bytes=st.sampled_from([1, 100, 256, 1000, 4096, 1 << 20]),
+)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
+    tensor, pipeline, virtual = (draw(st.integers(1, 3)) for _ in range(3))
+    groups = tensor * draw(st.integers(1, 2))
+    shape = ModelShape(
+        family="any",
+        num_layers=pipeline * virtual * draw(st.integers(1, 2)),
+        hidden_size=draw(st.integers(1, 7)),
+        ffn_hidden_size=tensor * draw(st.integers(1, 4)),
+        num_attention_heads=groups * draw(st.integers(1, 3)),
+        num_query_groups=groups,
+        head_dim=2 * draw(st.integers(1, 2)),
+        vocab_size=draw(st.integers(1, 11)),
+        max_position_embeddings=8,
+        norm_epsilon=1e-5,
+        rope=Rope(theta=1e4),
+        tied_embeddings=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+    )
+    layout = Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual_pipeline=virtual,
+        data=draw(st.integers(1, 4)),
+    )
+    return shape, layout
+
+
+Shards = dict[tuple[int, int, int, str], torch.Tensor]
+
+
+def scatter(shape: ModelShape, layout: Layout, hf: dict[str, torch.Tensor], te: bool) -> Shards:
+    """Every shard of one model copy; what belongs to no HF tensor is NaN."""
+    shards: Shards = {}
+    for pp, chunk in layout.stages():
+        for tp in range(layout.tensor):
+            for param in shard_params(shape, layout, tp=tp, pp=pp, chunk=chunk, te_names=te):
+                weight = torch.full(param.shape, torch.nan)
+                for piece in param.pieces:
+                    weight[piece.slices] = hf[piece.hf][piece.hf_slices]
+                shards[tp, pp, chunk, param.name] = weight
+    return shards
+
+
+@settings(deadline=None, max_examples=60)
+@given(models(), engines, st.booleans())
+def test_carrying_the_plan_out_rebuilds_every_tensor_writing_each_element_once(
+    drawn: tuple[ModelShape, Layout], engine: EngineLayout, te_names: bool
+) -> None:
+    shape, layout = drawn
+    hf = {n: torch.randn(hf_shape(n, shape)) for n in hf_names(shape)}
+    shards = scatter(shape, layout, hf, te_names)
+    transfers = plan(shape, layout, engine, te_names)
+    assert [t.spec.name for t in transfers] == list(hf)
+    for transfer in transfers:
+        want = hf[transfer.spec.name]
+        assert transfer.spec.shape == tuple(want.shape)
+        assert transfer.spec.dtype == engine.dtype
+        got, writes = torch.full_like(want, torch.nan), torch.zeros_like(want)
+        for source in transfer.sources:
+            assert source.piece.hf == transfer.spec.name
+            assert source.dp in range(layout.data)
+            shard = shards[source.tp, source.pp, source.chunk, source.param]
+            got[source.piece.hf_slices] = shard[source.piece.slices]
+            writes[source.piece.hf_slices] += 1
+        assert torch.all(writes == 1), transfer.spec.name
+        assert torch.equal(got, want), transfer.spec.name
+
+
+def check_buckets(places: list[tuple[TensorSpec, int, int]], bucket_bytes: int) -> None:
+    """Aligned, disjoint, in order, and bounded where more than one tensor shares a bucket."""
+    inside: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    buckets = [bucket for _, bucket, _ in places]
+    assert buckets == sorted(buckets)
+    assert set(buckets) == set(range(buckets[-1] + 1))
+    for spec, bucket, offset in places:
+        assert offset % ALIGNMENT == 0
+        size = prod(spec.shape) * BYTES[spec.dtype]
+        assert spec_bytes(spec) == size
+        inside[bucket].append((offset, offset + size))
+    for spans in inside.values():
+        assert spans[0][0] == 0
+        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+            assert start >= end
+        assert len(spans) == 1 or spans[-1][1] <= bucket_bytes
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 20), max_size=3), st.sampled_from(sorted(BYTES))),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 3000),
+)
+def test_places_in_buckets(tensors: list[tuple[list[int], str]], bucket_bytes: int) -> None:
+    specs = [
+        TensorSpec(name=f"t{i}", dtype=dtype, shape=tuple(shape))
+        for i, (shape, dtype) in enumerate(tensors)
+    ]
+    places = place_in_buckets(specs, bucket_bytes)
+    assert [p.spec for p in places] == specs
+    check_buckets([(p.spec, p.bucket, p.offset) for p in places], bucket_bytes)
+    # A bucket is left only when the next tensor does not fit.
+    for before, after in zip(places, places[1:], strict=False):
+        if after.bucket > before.bucket:
+            start = -(-(before.offset + spec_bytes(before.spec)) // ALIGNMENT) * ALIGNMENT
+            assert start + -(-spec_bytes(after.spec) // ALIGNMENT) * ALIGNMENT > bucket_bytes
+
+
+@settings(deadline=None, max_examples=40)
+@given(models(), engines)
+def test_buckets_of_a_plan(drawn: tuple[ModelShape, Layout], engine: EngineLayout) -> None:
+    transfers = plan(*drawn, engine)
+    check_buckets([(t.spec, t.bucket, t.offset) for t in transfers], engine.bucket_bytes)
+
+
+@settings(deadline=None, max_examples=30)
+@given(models(), engines)
+def test_the_same_question_has_the_same_answer(
+    drawn: tuple[ModelShape, Layout], engine: EngineLayout
+) -> None:
+    fresh = [plan.__wrapped__(*drawn, engine) for _ in range(2)]
+    assert fresh[0] == fresh[1] == plan(*drawn, engine)
+    assert pickle.loads(pickle.dumps(fresh[0])) == fresh[0]
+
+
+@settings(deadline=None, max_examples=40)
+@given(models(), engines)
+def test_replicas_share_the_copying_evenly(
+    drawn: tuple[ModelShape, Layout], engine: EngineLayout
+) -> None:
+    shape, layout = drawn
+    load = Counter(dict.fromkeys(range(layout.data), 0))
+    for transfer in plan(shape, layout, engine):
+        (replica,) = {source.dp for source in transfer.sources}
+        load[replica] += spec_bytes(transfer.spec)
+    largest = max(spec_bytes(t.spec) for t in plan(shape, layout, engine))
+    assert max(load.values()) - min(load.values()) <= largest
+
+
+@settings(deadline=None, max_examples=30)
+@given(models(), engines)
+def test_tied_embeddings_and_whole_weights_are_sent_once(
+    drawn: tuple[ModelShape, Layout], engine: EngineLayout
+) -> None:
+    shape, layout = drawn
+    transfers = {t.spec.name: t for t in plan(shape, layout, engine)}
+    assert ("lm_head.weight" in transfers) != shape.tied_embeddings
+    for source in transfers["model.embed_tokens.weight"].sources:
+        assert (source.pp, source.chunk) == (0, 0)
+        assert source.param == "embedding.word_embeddings.weight"
+    for name, transfer in transfers.items():
+        if name.endswith("norm.weight"):
+            assert len(transfer.sources) == 1, name
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ValueError, match="int7"):
+        place_in_buckets([TensorSpec(name="x", dtype="int7", shape=(1,))], 100)

@@ -1,0 +1,159 @@
+"""Write docs/configuration.md from the configuration's dataclasses: ``python
+tools/write_config_docs.py``; with ``--check`` only say whether the file is up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import json
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from ctrl_megatron.config import Config
+
+TARGET = ROOT / "docs/configuration.md"
+NO_EFFECT = frozenset(
+    {
+        "data.prompt_key",
+        "data.val_batch_size",
+        "actor_rollout_ref.hybrid_engine",
+        "actor_rollout_ref.actor.megatron.param_offload",
+        "actor_rollout_ref.actor.megatron.optimizer_offload",
+        "actor_rollout_ref.actor.megatron.grad_offload",
+        "actor_rollout_ref.rollout.revision_n",
+        "actor_rollout_ref.rollout.free_cache_engine",
+        "critic.cliprange_value",
+        "algorithm.gamma",
+        "algorithm.lam",
+        "reward.max_requests",
+        "reward.run_timeout",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        "dag.enable_perf",
+    }
+)
+"""Keys that are checked and that nothing reads yet; tests/architecture/test_docs.py compares."""
+_INTRODUCTION = """# Configuration
+
+Written by `python tools/write_config_docs.py` from `ctrl_megatron/config/`; do not edit by hand.
+
+A run is told everything by a YAML file and by `key=value` arguments after it, which win:
+
+```bash
+torchrun --nproc-per-node 2 tools/train_rl.py --config examples/ctrl_smollm2_cpu.yaml \\
+  trainer.total_training_steps=2
+```
+
+- Keys that are not given keep the default of the tables below. The values of a run stand in
+  `runs/NAME/config.yaml`, every default written out.
+- An unknown key, a value of the wrong type or keys that do not fit together stop the run before a
+  model is loaded, with one line per problem: the key, where it was written, and the remedy.
+- YAML is read by the rules of YAML 1.2: `1e-6` is a number, only `true` and `false` are booleans.
+  The value of an argument is YAML too: `trainer.logger='[console, jsonl]'`.
+- A value may refer to another one as `${group.key}`.
+- `tools/train_rl.py` needs `actor_rollout_ref.model.path` and `data.train_files`;
+  `tools/train_sft.py` needs `actor_rollout_ref.model.path` and `sft.train_files`.
+- None, True and False in the tables are written `null`, `true` and `false`.
+- Keys marked *no effect yet* are accepted and checked, but nothing reads them so far.
+
+One environment variable belongs to the package: `CTRL_MASTER_PORT` (or `MASTER_PORT`) sets the port
+of the rendezvous where `srun` starts the ranks without torchrun; otherwise it follows from the
+job's number.
+"""
+
+
+def field_texts(cls: type) -> dict[str, str]:
+    """The string that follows each field in the source of a dataclass, on one line."""
+    (tree,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for field, after in zip(tree.body, tree.body[1:], strict=False):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr)):
+            continue
+        if isinstance(field.target, ast.Name) and isinstance(after.value, ast.Constant):
+            texts[field.target.id] = " ".join(str(after.value.value).split()).replace("``", "`")
+    return texts
+
+
+def type_words(hint: Any) -> str:
+    """A type as somebody who writes YAML would call it."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = (a for a in arguments if a is not type(None))
+        return f"{type_words(inner)} or null"
+    if origin is Literal:
+        return ", ".join(f"`{a}`" for a in arguments)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"list of {type_words(arguments[0])}"
+    if origin is tuple:
+        return f"list of {len(arguments)} {type_words(arguments[0])}s"
+    if origin is dict:
+        return "mapping"
+    return {bool: "boolean", int: "integer", float: "number", str: "text"}[hint]
+
+
+def default_words(value: Any) -> str:
+    """A default as YAML would have it."""
+    return f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
+
+
+def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """(dotted name, dataclass) of every group that has keys of its own, in the schema's order."""
+    hints = typing.get_type_hints(cls)
+    groups = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    if len(groups) < len(hints):
+        yield prefix, cls
+    for name, hint in groups.items():
+        yield from sections(typing.cast(type, hint), f"{prefix}.{name}" if prefix else name)
+
+
+def section_table(prefix: str, cls: type) -> str:
+    """One group's heading and table; ValueError for a key without a text."""
+    hints, texts, defaults = typing.get_type_hints(cls), field_texts(cls), cls()
+    rows = []
+    for name, hint in hints.items():
+        if dataclasses.is_dataclass(hint):
+            continue
+        key = f"{prefix}.{name}"
+        if name not in texts:
+            raise ValueError(f"{key} has no docstring in ctrl_megatron/config")
+        meaning = texts[name] + (" *No effect yet.*" if key in NO_EFFECT else "")
+        cells = (f"`{key}`", type_words(hint), default_words(getattr(defaults, name)), meaning)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    purpose = " ".join((cls.__doc__ or "").split()).replace("``", "`")
+    head = "| key | type | default | meaning |\n|---|---|---|---|"
+    return "\n".join((f"## `{prefix}`\n\n{purpose}\n\n{head}", *rows)) + "\n"
+
+
+def render() -> str:
+    """The whole page."""
+    tables = [section_table(prefix, cls) for prefix, cls in sections(Config)]
+    return "\n".join((_INTRODUCTION, *tables))
+
+
+def main() -> int:
+    """Write the page, or compare; 1 if it is out of date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    arguments = parser.parse_args()
+    if not arguments.check:
+        TARGET.write_text(render(), encoding="utf-8")
+        return 0
+    if TARGET.read_text(encoding="utf-8") == render():
+        return 0
+    print(f"{TARGET.name} is out of date; run python tools/write_config_docs.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
