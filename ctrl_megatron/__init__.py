@@ -1,3 +1,3 @@
-"""ctrl_megatron: large-scale critique training via reinforcement learning (CTRL) on Megatron-Core."""
+"""Large-scale critique training via reinforcement learning (CTRL) on Megatron-Core."""
 
 __version__ = "0.1.0"

@@ -9,8 +9,8 @@ Message = dict[str, str]
 """One chat turn: ``{"role": "system" | "user" | "assistant", "content": text}``."""
 
 PrompterType = Literal["mbppplus", "code_contests", "livecodebench"]
-"""How a problem is asked and judged; the names are CTRL's. ``mbppplus`` covers every function problem
-judged by asserts, ``code_contests`` every problem judged on stdin and stdout."""
+"""How a problem is asked and judged; the names are CTRL's. ``mbppplus`` covers every function
+problem judged by asserts, ``code_contests`` every problem judged on stdin and stdout."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -26,11 +26,12 @@ class Problem:
     prompter_type: PrompterType
     """Which prompt format and which grader the problem uses."""
     selected_uts: tuple[str, ...] | str
-    """Asserts (function problems), or a JSON list of ``{"input": {"stdin"}, "output": {"stdout"}}``."""
+    """Asserts (function problems), or a JSON list of ``{"input": {"stdin"}, "output": {"stdout"}}``
+    cases."""
     entry_point: str = ""
     """The function under test; empty for stdin/stdout problems."""
     test_setup: str = ""
-    """Code that the asserts need before they run (imports, helpers); never contains expected values."""
+    """Code that the asserts need before they run (imports, helpers), without expected values."""
     time_limit: float = 10.0
     """Seconds of wall clock that one test may take."""
     reference: str = ""

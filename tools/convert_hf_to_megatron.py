@@ -1,4 +1,7 @@
-"""HF directory -> Megatron checkpoint: ``python tools/convert_hf_to_megatron.py --hf DIR --out DIR [--tp N --pp N]``."""
+"""HF directory -> Megatron checkpoint.
+
+``python tools/convert_hf_to_megatron.py --hf DIR --out DIR [--tp N --pp N]``
+"""
 
 from __future__ import annotations
 

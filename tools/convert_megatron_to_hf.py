@@ -1,4 +1,7 @@
-"""Megatron checkpoint -> HF directory: ``python tools/convert_megatron_to_hf.py --checkpoint DIR --out DIR``."""
+"""Megatron checkpoint -> HF directory.
+
+``python tools/convert_megatron_to_hf.py --checkpoint DIR --out DIR``
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Score critics on the validation rows: ``python tools/evaluate.py --config FILE "before SFT=DIR" "after SFT=DIR" [--set key=value]``.
+"""Score critics on the validation rows.
+
+``python tools/evaluate.py --config FILE "before SFT=DIR" "after SFT=DIR" [--set key=value]``
 
 Each row is added to the final table of the run (``runs/NAME/summary.json``).
 """

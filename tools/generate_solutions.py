@@ -1,6 +1,6 @@
 """Draw first solutions of a problem set with a model and judge them.
 
-``python tools/generate_solutions.py --model runs/models/smollm2 --out examples/solutions/smollm2.jsonl``
+``python tools/generate_solutions.py --model DIR --out examples/solutions/smollm2.jsonl``
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
 
 
 def digest_of(lock: Path) -> str:
-    """Names the environment: the lock file's content and the Python version. ValueError if missing."""
+    """Names the environment by lock file and Python version. ValueError if missing."""
     if not lock.is_file():
         raise ValueError(f"lock file {lock} not found; run from the root of the checkout")
     return hashlib.sha256(lock.read_bytes() + repr(LOCKED_FOR).encode()).hexdigest()

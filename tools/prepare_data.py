@@ -1,8 +1,8 @@
 """Turn a problem set and first solutions into training files.
 
-``python tools/prepare_data.py --out runs/data`` writes ``train.parquet`` and ``val.parquet`` (attempts
-with critique prompts, held-out problems in val) and ``sft_train.parquet`` (critiques synthesised from
-execution feedback, training problems only).
+``python tools/prepare_data.py --out runs/data`` writes ``train.parquet`` and ``val.parquet``
+(attempts with critique prompts, held-out problems in val) and ``sft_train.parquet`` (critiques
+synthesised from execution feedback, training problems only).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Train a critic: ``torchrun --nproc-per-node 2 tools/train_rl.py --config examples/ctrl_smollm2_cpu.yaml key=value``."""
+"""Train a critic by reinforcement learning.
+
+``torchrun --nproc-per-node 2 tools/train_rl.py --config examples/ctrl_smollm2_cpu.yaml key=value``
+"""
 
 from __future__ import annotations
 

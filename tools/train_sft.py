@@ -1,4 +1,7 @@
-"""Fine-tune on synthesised critiques: ``torchrun --nproc-per-node 2 tools/train_sft.py --config examples/ctrl_smollm2_cpu.yaml key=value``."""
+"""Fine-tune on synthesised critiques.
+
+``torchrun --nproc-per-node 2 tools/train_sft.py --config examples/ctrl_smollm2_cpu.yaml key=value``
+"""
 
 from __future__ import annotations
 

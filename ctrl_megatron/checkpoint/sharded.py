@@ -31,7 +31,7 @@ def load_sharded(policy: Policy, directory: Path) -> None:
     """
     if policy.optimization is not None:
         policy.optimization.create_state()
-    state = dist_checkpointing.load(_sharded_state(policy, loading=True), str(directory))
+    state: Any = dist_checkpointing.load(_sharded_state(policy, loading=True), str(directory))
     for index, model in enumerate(policy.models):
         model.load_state_dict(state[f"model{index}"], strict=True)
     if policy.optimization is not None:
@@ -39,6 +39,7 @@ def load_sharded(policy: Policy, directory: Path) -> None:
 
 
 def _sharded_state(policy: Policy, *, loading: bool) -> dict[str, Any]:
+    policy.onload()
     state: dict[str, Any] = {}
     for index, model in enumerate(policy.models):
         state[f"model{index}"] = model.sharded_state_dict(metadata=_METADATA)

@@ -54,11 +54,12 @@ class Megatron:
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks."""
     param_offload: bool = False
-    """Keep parameters in host memory while they are not used."""
+    """Keep the frozen reference's parameters in host memory while it is not used; the trained
+    actor's always stay on the device."""
     optimizer_offload: bool = False
-    """Keep optimizer state in host memory while it is not used."""
+    """Keep the actor's optimizer state in host memory while the engine speaks."""
     grad_offload: bool = False
-    """Free gradient buffers while they are not used."""
+    """Free the actor's gradient buffers while the engine speaks."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole layers, attention only, or nothing."""
     recompute_num_layers: int = 1

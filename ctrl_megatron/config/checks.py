@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +34,7 @@ _AT_LEAST_ONE = (
     *(_M + k for k in ("virtual_pipeline_model_parallel_size",)),
     _O + "total_training_steps",
     *(_R + k for k in ("n", "tensor_model_parallel_size", "max_model_len", "revision_max_tokens")),
-    *(_R + k for k in ("revision_n", "max_num_seqs", "threads", "update_bucket_megabytes")),
+    *(_R + k for k in ("max_num_seqs", "threads", "update_bucket_megabytes")),
     _R + "log_prob_max_token_len_per_gpu",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
     *("algorithm.kl_ctrl.horizon", "reward.max_requests"),
@@ -46,7 +47,7 @@ _AT_LEAST_ONE = (
 _ABOVE_ZERO = (
     *(_A + k for k in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "grad_clip")),
     *(_O + "eps", _R + "kv_cache_gib", _R + "startup_timeout"),
-    *("algorithm.kl_ctrl.target_kl", "critic.cliprange_value", "reward.run_timeout"),
+    *("algorithm.kl_ctrl.target_kl", "reward.run_timeout"),
     *("sandbox.startup_timeout", "trainer.peak_tflops_per_device", "trainer.failure_timeout"),
     *("trainer.distributed_timeout", "sft.lr", "sft.grad_clip", _O + "lr"),
 )
@@ -55,10 +56,7 @@ _NOT_NEGATIVE = (
     *(_R + "temperature", "algorithm.kl_ctrl.kl_coef", "reward.num_examine"),
     "trainer.examples_in_report",
 )
-_SHARES = (
-    *(_O + "lr_warmup_steps_ratio", _O + "min_lr_ratio", "sft.warmup_steps_ratio"),
-    *("algorithm.gamma", "algorithm.lam"),
-)
+_SHARES = (_O + "lr_warmup_steps_ratio", _O + "min_lr_ratio", "sft.warmup_steps_ratio")
 _FREQUENCIES = ("trainer.save_freq", "trainer.test_freq", "trainer.max_ckpt_to_keep")
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
@@ -70,6 +68,16 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     ((_R + "top_k",), lambda v: v == -1 or v >= 1, "-1 (keep all) or at least 1"),
     ((_A + "clip_ratio_c",), lambda v: v > 1, "greater than 1"),
 )
+_VALUE_MODEL = "it belongs to the value model, and algorithm.adv_estimator=grpo has none"
+RESERVED: Mapping[str, str] = {
+    "actor_rollout_ref.hybrid_engine": "trainer and engine share the devices",
+    _R + "revision_n": "a critique's reward is that of one greedy revision",
+    "critic.cliprange_value": _VALUE_MODEL,
+    "algorithm.gamma": _VALUE_MODEL,
+    "algorithm.lam": _VALUE_MODEL,
+    "dag.enable_perf": "runs/NAME/timeline.jsonl has every node's wall time",
+}
+"""Keys without an effect so far, and what holds instead; only their defaults are accepted."""
 
 
 def check(config: Config, purpose: Purpose) -> None:
@@ -77,6 +85,7 @@ def check(config: Config, purpose: Purpose) -> None:
     problems = [
         *_ranges(config),
         *_required(config, purpose),
+        *_reserved(config),
         *_names(config),
         *_batches(config),
         *_lengths(config),
@@ -118,7 +127,8 @@ def check_files(config: Config, purpose: Purpose) -> None:
 
 
 def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -> None:
-    """ValueError unless ``world_size`` ranks can form the layout and share the batches evenly."""
+    """ValueError unless ``world_size`` ranks were announced, form the layout, share the batches."""
+    _check_announced(config, world_size)
     megatron = config.actor_rollout_ref.actor.megatron
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     if world_size % (tensor * pipeline):
@@ -149,6 +159,19 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
             )
 
 
+def _check_announced(config: Config, world_size: int) -> None:
+    nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    if nodes * each == world_size:
+        return
+    nodes_then = nodes if world_size % nodes == 0 else 1
+    raise ValueError(
+        f"trainer.nnodes={nodes} x trainer.n_gpus_per_node={each} announce {nodes * each} ranks, "
+        f"but {world_size} were started; start {nodes * each} (torchrun --nnodes {nodes} "
+        f"--nproc-per-node {each}), or add trainer.nnodes={nodes_then} "
+        f"trainer.n_gpus_per_node={world_size // nodes_then}"
+    )
+
+
 def _marker(key: str) -> str:
     return "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
 
@@ -175,6 +198,23 @@ def _required(config: Config, purpose: Purpose) -> Iterator[str]:
     name = "sft" if purpose == "sft" else "data"
     if not _get(config, f"{name}.train_files"):
         yield f"{name}.train_files is not set; give one parquet file or a list of them"
+
+
+def _reserved(config: Config) -> Iterator[str]:
+    plain = Config()
+    for key, instead in RESERVED.items():
+        value, default = _get(config, key), _get(plain, key)
+        if value != default:
+            yield (
+                f"{key}={json.dumps(value)} is not available yet: {instead}; "
+                f"leave it at {json.dumps(default)}"
+            )
+    for key in ("actor_rollout_ref.model.dtype", _R + "dtype"):
+        if _get(config, key) == "float16":
+            yield (
+                f"{key}=float16 is not available yet: it would need a loss scale; "
+                f"use bfloat16 or float32"
+            )
 
 
 def _known(key: str, value: str, names: tuple[str, ...], more: str = "") -> Iterator[str]:
@@ -252,11 +292,27 @@ def _parallelism(config: Config) -> Iterator[str]:
             f"{_M}virtual_pipeline_model_parallel_size={virtual} needs "
             f"{_M}pipeline_model_parallel_size of 2 or more; unset it or raise the size"
         )
+    yield from _offload(config)
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "hf" and rollout.tensor_model_parallel_size != 1:
         yield (
             f"{_R}tensor_model_parallel_size={rollout.tensor_model_parallel_size} is not possible "
             f"with {_R}name=hf; use vllm or sglang, or set it to 1"
+        )
+
+
+def _offload(config: Config) -> Iterator[str]:
+    megatron = config.actor_rollout_ref.actor.megatron
+    if megatron.param_offload and not config.needs_reference:
+        yield (
+            f"{_M}param_offload=true has no effect without a reference, whose weights it moves; "
+            f"turn it off, or turn on {_A}use_kl_loss or algorithm.use_kl_in_reward"
+        )
+    float32 = config.actor_rollout_ref.model.dtype == "float32"
+    if megatron.optimizer_offload and float32 and not megatron.use_distributed_optimizer:
+        yield (
+            f"{_M}optimizer_offload=true would take the weights along, which are their own master "
+            f"copy in float32; set {_M}use_distributed_optimizer=true or turn it off"
         )
 
 

@@ -22,7 +22,7 @@ class Data:
     train_batch_size: int = 1024
     """Prompts per training step, over all ranks."""
     val_batch_size: int = 256
-    """Prompts per validation batch, over all ranks."""
+    """Prompts that are sent to the engine together in validation, over all ranks."""
     shuffle: bool = True
     """Draw the training rows in a new random order every epoch."""
     seed: int = 1

@@ -38,7 +38,7 @@ class Rollout:
     seed: int = 0
     """Base seed of the sampling."""
     dtype: Dtype | None = None
-    """Parameter type inside the engine; None takes model.dtype."""
+    """Parameter type inside the engine; None takes model.dtype; float16 is refused so far."""
     max_num_seqs: int = 64
     """Sequences that the engine decodes at the same time."""
     kv_cache_gib: float = 2.0
@@ -46,7 +46,8 @@ class Rollout:
     enforce_eager: bool = True
     """Do not capture graphs."""
     free_cache_engine: bool = True
-    """Release the engine's cache and weights while the trainer runs."""
+    """Release the engine's device memory, weights and cache, while the trainer computes; nothing
+    to release on a CPU."""
     startup_timeout: float = 600.0
     """Seconds until an engine that does not answer counts as failed."""
     threads: int | None = None
@@ -68,7 +69,7 @@ class Model:
     tokenizer_path: str | None = None
     """Directory of the tokenizer; None for model.path."""
     dtype: Dtype = "bfloat16"
-    """Type of the parameters in compute; the master copy is fp32."""
+    """Type of the parameters in compute; the master copy is fp32; float16 is refused so far."""
 
     @property
     def tokenizer(self) -> str:

@@ -58,8 +58,8 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def read_rows(paths: Paths) -> list[Row]:
-    """The rows of one or several parquet files, in order.
+def read_rows(paths: Paths, *, prompt_key: str = "prompt") -> list[Row]:
+    """The rows of one or several parquet files, in order; column ``prompt_key`` is the prompt.
 
     Raises ``ValueError`` naming file, row and column for anything that does not fit the schema, for
     an ``id`` that occurs twice and for files without any row.
@@ -75,18 +75,20 @@ def read_rows(paths: Paths) -> list[Row]:
             table = parquet.read_table(file)
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read parquet file {file}: {error}") from error
-        check_columns(table.column_names, file)
-        rows += _check(table.to_pylist(), file, seen)
+        check_columns(table.column_names, file, prompt_key)
+        rows += _check(table.to_pylist(), file, seen, prompt_key)
     if not rows:
         raise ValueError(f"no rows in {', '.join(files) or 'an empty list of files'}")
     return rows
 
 
-def _check(records: Sequence[dict[str, Any]], file: str, seen: dict[str, str]) -> list[Row]:
+def _check(
+    records: Sequence[dict[str, Any]], file: str, seen: dict[str, str], prompt_key: str = "prompt"
+) -> list[Row]:
     """Rows of ``records``; ``seen`` maps every id met so far to its place and grows."""
     rows = []
     for number, record in enumerate(records):
-        row = row_from_record(record, file, number)
+        row = row_from_record(record, file, number, prompt_key)
         place = f"{file}: row {number}"
         if row.id in seen:
             raise ValueError(f"{place}: column 'id' repeats {row.id!r} of {seen[row.id]}")

@@ -72,18 +72,24 @@ class Row:
         )
 
 
-def check_columns(present: Iterable[str], file: str) -> None:
-    """Raise ``ValueError`` naming the required columns that ``file`` lacks."""
+def check_columns(present: Iterable[str], file: str, prompt_key: str = "prompt") -> None:
+    """Raise ``ValueError`` naming the required columns that ``file`` lacks.
+
+    ``prompt_key`` stands for ``prompt``.
+    """
     present = list(present)
-    missing = [name for name in REQUIRED_COLUMNS if name not in present]
+    wanted = [prompt_key if name == "prompt" else name for name in REQUIRED_COLUMNS]
+    missing = [name for name in wanted if name not in present]
     if missing:
         raise ValueError(
             f"{file}: column(s) {', '.join(missing)} missing; it has {', '.join(present) or 'none'}"
         )
 
 
-def row_from_record(record: Mapping[str, Any], file: str, number: int) -> Row:
-    """Check one raw record, row ``number`` (from 0) of ``file``.
+def row_from_record(
+    record: Mapping[str, Any], file: str, number: int, prompt_key: str = "prompt"
+) -> Row:
+    """Check one raw record, row ``number`` (from 0) of ``file``, whose prompt is ``prompt_key``.
 
     Raises ``ValueError`` naming file, row and column.
     """
@@ -98,7 +104,7 @@ def row_from_record(record: Mapping[str, Any], file: str, number: int) -> Row:
         raise cell.error("selected_uts", str(error)) from error
     return Row(
         id=identity,
-        prompt=cell.messages("prompt"),
+        prompt=cell.messages(prompt_key),
         problem=cell.text("problem"),
         solution=cell.text("solution", may_be_empty=True),
         prompter_type=cast(PrompterType, kind),

@@ -151,7 +151,7 @@ def build_chunks(shape: ModelShape, groups: Groups, options: BuildOptions) -> li
         )
         model.rotary_pos_emb.inv_freq = rope_frequencies(shape.rope, shape.head_dim)
         if model.post_process:
-            model.output_layer.forward = _pass_through
+            model.output_layer.forward = _pass_through  # type: ignore[method-assign]
         chunks.append(model.to(groups.device))
     return chunks
 
@@ -166,4 +166,6 @@ def output_weight(model: GPTModel) -> torch.Tensor:
     """The (padded vocabulary / tensor size, H) weight of the last stage's output layer."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
-    return model.output_layer.weight
+    weight = model.output_layer.weight
+    assert weight is not None
+    return weight

@@ -1,4 +1,4 @@
-"""Megatron layer specs: Transformer Engine's where it is installed, ours in plain torch elsewhere."""
+"""Megatron layer specs: Transformer Engine's where installed, ours in plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -102,11 +102,14 @@ def layer_spec(*, qk_norm: bool) -> ModuleSpec:
     """The decoder layer's spec on this machine."""
     if has_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-    head_norm = RMSNorm if qk_norm else None
+    # Megatron annotates these slots more narrowly than what it builds from.
+    norm: Any = RMSNorm
+    head_norm: Any = RMSNorm if qk_norm else None
+    bias_dropout_add: Any = get_bias_dropout_add
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
@@ -118,15 +121,15 @@ def layer_spec(*, qk_norm: bool) -> ModuleSpec:
                     k_layernorm=head_norm,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            self_attn_bda=bias_dropout_add,
+            pre_mlp_layernorm=norm,
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(
                     linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
                 ),
             ),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=bias_dropout_add,
         ),
     )
 
@@ -136,4 +139,5 @@ def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
     layer = layer_spec(qk_norm=qk_norm)
     if has_transformer_engine():
         return layer
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    norm: Any = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

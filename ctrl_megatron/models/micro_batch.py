@@ -46,14 +46,16 @@ def split_into_micro_batches(
 ) -> list[MicroBatch]:
     """Micro-batches that cover every row of ``batch`` once.
 
-    batch: ``input_ids``, ``attention_mask`` (B, P+R) and ``response_mask`` (B, R), prompts padded on
-    the left, responses on the right. ``multiple``: packed lengths are filled up to a multiple of it
-    (sequence parallelism cuts them over the tensor ranks). ``count_multiple``: empty micro-batches
-    are appended up to a multiple of it (the interleaved pipeline schedule needs that).
-    Raises ValueError for a row above the token budget or without a prompt token.
+    batch: ``input_ids``, ``attention_mask`` (B, P+R) and ``response_mask`` (B, R), prompts padded
+    on the left, responses on the right. ``multiple``: packed lengths are filled up to a multiple
+    of it (sequence parallelism cuts them over the tensor ranks). ``count_multiple``: empty
+    micro-batches are appended up to a multiple of it (the interleaved schedule needs that).
+    Raises ValueError for a row above the token budget, without a prompt token, or whose response
+    mask is neither empty nor exactly the attended response tokens.
     """
     attended = batch["attention_mask"].bool().cpu()
     answered = batch["response_mask"].bool().cpu()
+    _check_responses(attended[:, attended.shape[1] - answered.shape[1] :], answered)
     lengths = attended.sum(dim=1).tolist()
     answers = answered.sum(dim=1).tolist()
     for row, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
@@ -67,6 +69,18 @@ def split_into_micro_batches(
     return [
         _build(rows, ids, attended, lengths, answers, width, multiple, device) for rows in groups
     ]
+
+
+def _check_responses(attended: torch.Tensor, answered: torch.Tensor) -> None:
+    """Log-probs are put back from column 0 on, so a mask with holes would shift them."""
+    holes = answered[:, 1:] & ~answered[:, :-1]
+    wrong = holes.any(dim=1) | (answered.any(dim=1) & (attended != answered).any(dim=1))
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"row {row}: response_mask must select no token or all attended tokens of the response "
+            "from its first column on"
+        )
 
 
 def _build(

@@ -40,7 +40,7 @@ class Optimization:
     ) -> None:
         dtype = DTYPES[build.dtype]
         self.options = options
-        self.optimizer = get_megatron_optimizer(
+        self.optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=options.lr,

@@ -34,8 +34,8 @@ from ctrl_megatron.parallel.vocab import linear_log_probs
 class LossFn(Protocol):
     """What ``Policy.step`` minimises; called once per micro-batch on the last pipeline stage.
 
-    ``log_probs`` and ``entropy`` are (b, R) float32 with gradients; ``rows`` holds the batch's other
-    fields for the same b rows. Returns this piece's share of the loss (already divided by the global
+    ``log_probs`` and ``entropy`` are (b, R) float32 with gradients; ``rows`` holds the other fields
+    of the same b rows. Returns this piece's share of the loss (already divided by the global
     ``counts``) and of named scalars; shares are added over micro-batches and data-parallel ranks.
     """
 
@@ -79,7 +79,8 @@ class Policy:
                 weight.partition_dim = param.split_dim  # type: ignore[attr-defined]
                 weight.partition_stride = 1  # type: ignore[attr-defined]
         self.optimization: Optimization | None = None
-        self.chunks: list[torch.nn.Module] = list(self.models)
+        self._away: set[str] = set()
+        self.chunks: list[Any] = list(self.models)
         if options.optimizer is None:
             for model in self.models:
                 model.requires_grad_(False).eval()
@@ -104,6 +105,48 @@ class Policy:
         if self.options.optimizer is None:
             raise ValueError("this policy is frozen; give PolicyOptions.optimizer to train it")
         self.optimization = Optimization(self.chunks, self.options.optimizer, self.options.build)
+
+    def offload(self, *, gradients: bool, optimizer: bool) -> None:
+        """Free the gradient buffers; move the optimizer state to host memory. The weights stay.
+
+        Gradients are forgotten. ``step`` and checkpoints call ``onload`` themselves. On a CPU the
+        optimizer state is where it belongs already. ValueError for a frozen policy.
+        """
+        if self.optimization is None:
+            raise ValueError("a frozen policy has no gradients and no optimizer; use to_host()")
+        self.optimization.zero_grad()
+        if gradients:
+            for chunk in self.chunks:
+                chunk.offload_grad_buffers()
+            self._away.add("gradients")
+        if optimizer:
+            self.optimization.optimizer.offload_to_cpu()
+            self._away.add("optimizer")
+
+    def onload(self) -> None:
+        """Undo ``offload``; the gradients are zero. Nothing happens where nothing is away."""
+        if "gradients" in self._away:
+            for chunk in self.chunks:
+                chunk.restore_grad_buffers()
+        if "optimizer" in self._away and self.optimization is not None:
+            self.optimization.optimizer.restore_from_cpu()
+        self._away.clear()
+
+    def to_host(self) -> None:
+        """Move a frozen policy's weights to host memory; it cannot compute until ``to_device``.
+
+        ValueError for a trained policy: its weights are views of Megatron's buffers.
+        """
+        if self.options.optimizer is not None:
+            raise ValueError("the weights of a trained policy stay on the device; use offload()")
+        for model in self.models:
+            model.to("cpu")
+        torch.cuda.empty_cache()
+
+    def to_device(self) -> None:
+        """Undo ``to_host``."""
+        for model in self.models:
+            model.to(self.groups.device)
 
     @property
     def num_parameters(self) -> int:
@@ -141,7 +184,7 @@ class Policy:
     def log_probs(
         self, batch: Fields, temperature: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the response tokens and entropies, (B, R) float32 on the host, 0 off the mask.
+        """Log-probs of the response tokens and entropies: (B, R) float32, host, 0 off the mask.
 
         Every rank of the model copy calls this with the same batch and gets the same result.
         """
@@ -167,6 +210,7 @@ class Policy:
         """
         if self.optimization is None:
             raise RuntimeError("call start_optimizer() after the weights are loaded")
+        self.onload()
         counts = global_counts(batch["response_mask"], self.groups)
 
         def objective(

@@ -142,7 +142,7 @@ def _rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
     """torchrun serves a store of its own; everywhere else rank 0 serves one."""
     if launch.launcher == "torchrun":
         return {}
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         launch.master_addr,
         launch.master_port,
         launch.world_size,

@@ -58,7 +58,7 @@ class ActorLoss:
         if actor.entropy_coeff:
             loss = loss - actor.entropy_coeff * whole(entropy)
         if self._with_kl:
-            kl = whole(kl_penalty(log_probs, rows["ref_log_prob"], actor.kl_loss_type))
+            kl = whole(kl_penalty(log_probs, rows["ref_log_prob"], actor.kl_loss_type, mask))
             loss = loss + actor.kl_loss_coef * kl
             scalars["actor/kl_loss"] = kl
         return loss, {name: value.detach() for name, value in scalars.items()}

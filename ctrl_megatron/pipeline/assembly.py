@@ -31,6 +31,8 @@ def engine_weights(
     actor: WeightSource,
     engine: Engine | None,
     background: BackgroundLoop,
+    *,
+    may_sleep: bool = False,
 ) -> EngineWeights:
     """The switch between ``actor`` and the configured proxy; ValueError if their shapes differ."""
     family = config.actor_rollout_ref
@@ -47,6 +49,7 @@ def engine_weights(
         link,
         groups,
         verify=config.trainer.verify_weight_sync,
+        may_sleep=may_sleep,
     )
 
 
@@ -62,6 +65,8 @@ def reward_model(config: Config, services: Services, codec: TextCodec) -> Reward
         codec.tokenizer,
         num_examine=config.reward.num_examine,
         run_all_cases=config.reward.run_all_cases,
+        max_requests=config.reward.max_requests,
+        run_timeout=config.reward.run_timeout,
         sandbox=client,
         show_progress=False,
     )

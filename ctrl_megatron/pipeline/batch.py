@@ -99,7 +99,7 @@ def tensors_of(batch: TensorDict, rows: torch.Tensor | None = None) -> dict[str,
 
 
 def share_prompts(num_prompts: int, mini_batch: int, groups: Groups) -> list[tuple[int, int]]:
-    """(prompt index, its mini-batch) for this data-parallel rank: an equal part of every mini-batch."""
+    """(prompt index, its mini-batch) for this rank: an equal part of every mini-batch."""
     part = mini_batch // groups.layout.data
     first = groups.place.dp * part
     return [

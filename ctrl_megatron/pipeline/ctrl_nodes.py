@@ -29,6 +29,7 @@ from ctrl_megatron.prompts import parse_judgment
 def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``row`` (prompts of the global batch) -> the critique batch of this data-parallel rank."""
     actor, chosen = worker.config.actor_rollout_ref.actor, batch["row"].tolist()
+    worker.make_room()
     version = worker.weights.use("actor")
     mine = share_prompts(len(chosen), actor.ppo_mini_batch_size, worker.groups)
     rows = [chosen[prompt] for prompt, _ in mine]
@@ -73,6 +74,7 @@ def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     answers = worker.ask(
         lambda: speech.revisions(worker, [ids[i] for i in rows], [critiques[i] for i in rows])
     )
+    worker.weights.rest()
     _assert_spoken_by(version, [versions_of(a) for a in answers])
     written = [""] * len(valid)
     for i, answer in zip(rows, answers, strict=True):
@@ -85,7 +87,7 @@ def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``critique``, ``revision`` -> ``reward`` (B,), ``judged`` (B,) bool, ``pass_rate`` (B,), ``detail``.
+    """``critique``, ``revision`` -> ``reward``, ``judged`` (bool), ``pass_rate`` (B,), ``detail``.
 
     Runs beside the log-probs. A row whose judging failed has ``judged`` False and a reward of 0
     that nobody may read.
@@ -122,7 +124,12 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``ref_log_prob`` (B, R): the frozen reference's; nothing where the objective has no KL."""
     if worker.reference is None:
         return NodeOutput()
+    away = worker.config.actor_rollout_ref.actor.megatron.param_offload
+    if away:
+        worker.reference.to_device()
     log_probs, _ = worker.reference.log_probs(tensors_of(batch), worker.temperature)
+    if away:
+        worker.reference.to_host()
     return NodeOutput(fields={"ref_log_prob": log_probs})
 
 
@@ -187,7 +194,7 @@ def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``advantages``, ``returns`` (B, R) by the configured estimator; groups are whole on a rank."""
+    """``advantages``, ``returns`` (B, R) by the configured estimator; no group is split."""
     algorithm = worker.config.algorithm
     values, returns = get_adv_estimator(algorithm.adv_estimator)(
         token_level_rewards=batch["token_level_rewards"],
@@ -202,8 +209,9 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """The updated actor's weights go to the engine; reports what all pushes of the step moved."""
+    worker.make_room()
     worker.weights.actor_changed(worker.step + 1)
-    worker.weights.use("actor")
+    worker.weights.load("actor")
     reports = worker.weights.take_reports()
     moved, seconds = sum(r.num_bytes for r in reports), sum(r.seconds for r in reports)
     return NodeOutput(

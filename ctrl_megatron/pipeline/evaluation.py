@@ -18,7 +18,7 @@ from ctrl_megatron.resharding.sources import DirectorySource
 
 
 def evaluate(config: Config, critics: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Validation rates per stage; ``critics`` maps a stage's name to the HF directory of its critic.
+    """Validation rates per stage; ``critics`` maps a stage's name to its critic's HF directory.
 
     Revisions come from the configured proxy. All critics must have the actor's architecture.
     """

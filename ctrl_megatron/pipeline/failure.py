@@ -44,9 +44,8 @@ class FailureWatch:
         self._services: list[Service] = []
         self._ended, self._announced = threading.Event(), False
         # A store of its own connection: the main thread may sit in a blocking call of the other.
-        self._store = dist.PrefixStore(
-            "failure", dist.distributed_c10d._get_default_store().clone()
-        )
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store: Any = dist.distributed_c10d.PrefixStore("failure", store.clone())
         self._peers = groups.from_all((socket.gethostname(), os.getpid()))
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()

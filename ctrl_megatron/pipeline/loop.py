@@ -84,7 +84,7 @@ class TrainingLoop:
         self.recorder.say(f"continuing from {found.path} after step {self.worker.step}")
 
     def run(self) -> bool:
-        """Train to the last step; False if a stop was asked for (a checkpoint is saved either way)."""
+        """Train to the last step; False if a stop was asked for. Saves either way."""
         try:
             self._train()
         except StopRequested:

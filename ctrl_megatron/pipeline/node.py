@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -148,8 +147,7 @@ class Node:
             yield
         except BaseException as error:
             self.update_status(NodeStatus.FAILED, f"{type(error).__name__}: {error}")
-            if sys.version_info >= (3, 11):
-                error.add_note(f"in node {self.node_id!r}")
+            error.add_note(f"in node {self.node_id!r}")
             raise
 
     def update_status(self, new_status: NodeStatus, error_info: str | None = None) -> None:

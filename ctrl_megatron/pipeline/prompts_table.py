@@ -20,15 +20,22 @@ class PromptTable:
 
 
 def load_prompt_table(
-    files: str | Sequence[str], codec: TextCodec, *, max_prompt_length: int, filter_overlong: bool
+    files: str | Sequence[str],
+    codec: TextCodec,
+    *,
+    max_prompt_length: int,
+    filter_overlong: bool,
+    prompt_key: str = "prompt",
 ) -> PromptTable:
     """Read and tokenise; every rank does the same and gets the same.
+
+    The messages stand in the column ``prompt_key``.
 
     Raises ValueError for a prompt above ``max_prompt_length`` unless such rows are filtered, and if
     no row is left.
     """
     rows, prompts, dropped = [], [], 0
-    for row in read_rows(files):
+    for row in read_rows(files, prompt_key=prompt_key):
         tokens = tuple(codec.encode_chat(row.prompt, add_generation_prompt=True))
         if len(tokens) <= max_prompt_length:
             rows.append(row)
@@ -43,6 +50,7 @@ def load_prompt_table(
             )
     if not rows:
         raise ValueError(
-            f"{files}: no row has a prompt of at most data.max_prompt_length={max_prompt_length} tokens"
+            f"{files}: no row has a prompt of at most "
+            f"data.max_prompt_length={max_prompt_length} tokens"
         )
     return PromptTable(rows=tuple(rows), prompts=tuple(prompts), dropped=dropped)

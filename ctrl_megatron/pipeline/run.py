@@ -38,6 +38,7 @@ from ctrl_megatron.pipeline.step_metrics import examples_of, performance
 from ctrl_megatron.pipeline.task_graph import TaskGraph
 from ctrl_megatron.pipeline.validation import validate
 from ctrl_megatron.pipeline.worker import DAGWorker
+from ctrl_megatron.resharding.shared_memory import require_one_host
 from ctrl_megatron.resharding.sources import MegatronSource
 
 
@@ -65,7 +66,8 @@ def guarded(
 ) -> Iterator[tuple[FailureWatch, list[Callable[[], None]]]]:
     """A run's body: a failure on any rank ends all ranks, printing the first cause.
 
-    Yields the watch and a list of clean-up functions, called last to first whatever happens.
+    Yields the watch and a list of clean-up functions, called last to first whatever happens. Weights
+    travel through shared memory, so ranks on several hosts end here, not at the first push.
     """
     clean_up: list[Callable[[], None]] = []
 
@@ -75,6 +77,7 @@ def guarded(
 
     watch = FailureWatch(groups, timeout=config.trainer.failure_timeout, clean_up=clean)
     try:
+        require_one_host(groups)
         yield watch, clean_up
         watch.close()
     except BaseException as error:
@@ -195,7 +198,7 @@ def train(config: Config) -> bool:
                 performance(worker, batch, peak_flops=peak),
                 examples_of(worker, batch) if groups.is_first else [],
             ),
-            validate=(lambda: validate(worker)) if validation else None,
+            validate=(lambda: _validate(worker)) if validation else None,
             parts={"kl_controller": worker.kl_controller},
         )
         if train_table.dropped:
@@ -212,6 +215,11 @@ def train(config: Config) -> bool:
     return finished
 
 
+def _validate(worker: DAGWorker) -> dict[str, float]:
+    worker.make_room()
+    return validate(worker)
+
+
 def prompt_tables(config: Config, codec: TextCodec) -> tuple[PromptTable, PromptTable | None]:
     """Training rows and, where there are any, validation rows."""
     data = config.data
@@ -222,6 +230,7 @@ def prompt_tables(config: Config, codec: TextCodec) -> tuple[PromptTable, Prompt
             codec,
             max_prompt_length=data.max_prompt_length,
             filter_overlong=data.filter_overlong_prompts,
+            prompt_key=data.prompt_key,
         )
 
     return load(data.train_files), load(data.val_files) if data.val_files else None
@@ -252,6 +261,8 @@ def _policies(config: Config, groups: Groups, total: int) -> tuple[Policy, Polic
     reference = build_policy(
         config, groups, path=family.ref_path, optimizer=None, budget=family.ref_token_budget
     )
+    if family.actor.megatron.param_offload:
+        reference.to_host()
     return policy, reference
 
 
@@ -281,7 +292,14 @@ def _worker(
         reference=reference,
         engine=engine,
         reward=reward_model(config, services, codec) if groups.is_leader else None,
-        weights=engine_weights(config, groups, actor, engine, background),
+        weights=engine_weights(
+            config,
+            groups,
+            actor,
+            engine,
+            background,
+            may_sleep=config.actor_rollout_ref.rollout.free_cache_engine,
+        ),
         kl_controller=get_kl_controller(
             control.type, control.kl_coef, control.target_kl, control.horizon
         ),

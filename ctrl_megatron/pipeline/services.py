@@ -1,4 +1,4 @@
-"""The processes a run starts beside itself: one engine, one sandbox. Rank 0 starts, others connect."""
+"""The processes a run starts beside itself: one engine, one sandbox; rank 0 starts them."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def engine_spec(config: Config, run_dir: Path, model_path: str | None = None) ->
         kv_cache_gib=rollout.kv_cache_gib,
         max_num_seqs=rollout.max_num_seqs,
         enforce_eager=rollout.enforce_eager,
+        may_sleep=rollout.free_cache_engine,
         seed=rollout.seed,
         threads=rollout.threads,
         startup_timeout=rollout.startup_timeout,

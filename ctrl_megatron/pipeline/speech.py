@@ -40,6 +40,8 @@ async def critiques(
 ) -> list[list[Completion]]:
     """Critiques of the table's ``rows`` from whatever weights the engine holds (leaders only)."""
     assert worker.engine is not None
+    if not rows:
+        return []
     prompts = [list(table.prompts[row]) for row in rows]
     return await worker.engine.generate(prompts, critique_params(worker, greedy=greedy))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from ctrl_megatron.eval.critique_revision import Round, summarise
 from ctrl_megatron.pipeline import speech
@@ -23,17 +24,30 @@ def validate(worker: Speaker) -> dict[str, float]:
     if table is None:
         raise ValueError("data.val_files is empty; there is nothing to validate on")
     place, layout = worker.groups.place, worker.groups.layout
-    mine = list(range(len(table.rows)))[place.dp :: layout.data]
+    size = worker.config.data.val_batch_size
+    # The same number of batches on every rank, because asking is collective.
+    batches = [
+        list(range(start, min(start + size, len(table.rows))))[place.dp :: layout.data]
+        for start in range(0, len(table.rows), size)
+    ]
+    mine = [row for batch in batches for row in batch]
+    texts: dict[int, str] = {}
+    revisions: list[Completion] = []
     worker.weights.use("actor")
     with worker.timeline.phase("validate_critiques"):
-        critiques = worker.ask(lambda: speech.critiques(worker, table, mine, greedy=True))
-    texts = [worker.codec.decode(answers[0].token_ids) for answers in critiques]
-    ids = [table.rows[row].id for row in mine]
+        for batch in batches:
+            drawn = worker.ask(partial(speech.critiques, worker, table, batch, greedy=True))
+            spoken = [worker.codec.decode(answers[0].token_ids) for answers in drawn]
+            texts |= zip(batch, spoken, strict=True)
     worker.weights.use("proxy")
     with worker.timeline.phase("validate_revisions"):
-        revisions = worker.ask(lambda: speech.revisions(worker, ids, texts))
+        for batch in batches:
+            ids, said = [table.rows[row].id for row in batch], [texts[row] for row in batch]
+            revisions += worker.ask(partial(speech.revisions, worker, ids, said))
+    worker.weights.rest()
     with worker.timeline.phase("validate_sandbox"):
-        rounds = worker.ask(lambda: _judge(worker, table, mine, texts, revisions))
+        critiques = [texts[row] for row in mine]
+        rounds = worker.ask(lambda: _judge(worker, table, mine, critiques, revisions))
     everything = [r for part in worker.groups.from_data_ranks(rounds) for r in part]
     return summarise(everything)
 

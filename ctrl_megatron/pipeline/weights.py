@@ -1,4 +1,4 @@
-"""Which weights the engine holds, and the switch between actor and proxy."""
+"""Which weights the engine holds, the switch between actor and proxy, and its sleep."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from ctrl_megatron.resharding.push import EngineLink, SyncReport, push
 from ctrl_megatron.resharding.sources import WeightSource
 
 Role = Literal["actor", "proxy"]
+_MEMORY = ("weights", "kv_cache")
 
 
 class EngineWeights:
-    """One engine speaks for two models in turn; every completion names the one that spoke."""
+    """One engine speaks for two models in turn; every completion names the one that spoke.
+
+    With ``may_sleep`` the engine gives its device memory to the trainer between ``rest`` and the
+    next ``load`` or ``use``. It is awake at first. All ranks call the same methods in the same
+    order; rank 0 drives the engine.
+    """
 
     def __init__(
         self,
@@ -22,8 +28,10 @@ class EngineWeights:
         groups: Groups,
         *,
         verify: bool,
+        may_sleep: bool = False,
     ) -> None:
         self._sources, self._link, self._groups, self._verify = sources, link, groups, verify
+        self._may_sleep, self._asleep = may_sleep, set[str]()
         self._actor_step = 0
         self._loaded: str | None = None
         self.reports: list[SyncReport] = []
@@ -38,8 +46,15 @@ class EngineWeights:
         self._actor_step = step
 
     def use(self, role: Role) -> str:
+        """Let the engine generate with the role's weights; returns their version. Collective."""
+        version = self.load(role)
+        self._wake("kv_cache")
+        return version
+
+    def load(self, role: Role) -> str:
         """Make the engine hold the role's weights; returns their version. Collective."""
         version = self.version(role)
+        self._wake("weights")
         if self._loaded != version:
             # A push that fails half-way leaves nothing that may be relied on.
             self._loaded = None
@@ -49,6 +64,28 @@ class EngineWeights:
             )
             self._loaded = version
         return version
+
+    def rest(self) -> None:
+        """Nobody needs the engine for a while: free its device memory. Collective."""
+        if not self._may_sleep or self._asleep == set(_MEMORY):
+            return
+        # Engines fall asleep as a whole.
+        self._wake("kv_cache")
+        # Another leader may still be generating; and nobody may take the memory before it is free.
+        self._groups.barrier()
+        if self._link:
+            self._link.loop.run(self._link.engine.sleep(_MEMORY))
+        self._asleep = set(_MEMORY)
+        self._groups.barrier()
+
+    def _wake(self, tag: str) -> None:
+        if tag not in self._asleep:
+            return
+        self._groups.barrier()
+        if self._link:
+            self._link.loop.run(self._link.engine.wake((tag,)))
+        self._asleep.remove(tag)
+        self._groups.barrier()
 
     def take_reports(self) -> list[SyncReport]:
         """The pushes since the last call."""

@@ -46,7 +46,7 @@ class Speaker:
     """Training steps that are finished."""
 
     def ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The leader's answer to ``work`` on all ranks of its model copy. Collective over all ranks.
+        """The leader's answer to ``work``, on all ranks of its model copy. Collective.
 
         Raises StopRequested, on all ranks, if a stop is requested while any leader waits.
         """
@@ -67,7 +67,7 @@ class Speaker:
 
 @dataclass(slots=True, kw_only=True)
 class DAGWorker(Speaker):
-    """Models, services and state of one rank. There is no controller: every rank has one of these."""
+    """Models, services and state of one rank; every rank has one, there is no controller."""
 
     policy: Policy
     reference: Policy | None
@@ -79,6 +79,14 @@ class DAGWorker(Speaker):
     def temperature(self) -> float:
         """Temperature of all log-probs: the sampling temperature, 1 where sampling is greedy."""
         return self.config.actor_rollout_ref.rollout.temperature or 1.0
+
+    def make_room(self) -> None:
+        """Free what the configuration lets go of the device while the engine speaks."""
+        megatron = self.config.actor_rollout_ref.actor.megatron
+        if megatron.grad_offload or megatron.optimizer_offload:
+            self.policy.offload(
+                gradients=megatron.grad_offload, optimizer=megatron.optimizer_offload
+            )
 
     def means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
         """Global mean of each (values selected by no mask) vector over the data-parallel ranks.

@@ -58,7 +58,11 @@ class Slice:
 
 
 def spec_bytes(spec: TensorSpec) -> int:
-    """Bytes of the tensor."""
+    """Bytes of the tensor; ValueError for a dtype that is not transferred."""
+    if spec.dtype not in DTYPE_BYTES:
+        raise ValueError(
+            f"{spec.name}: dtype {spec.dtype!r} is not supported; known: {', '.join(DTYPE_BYTES)}"
+        )
     return prod(spec.shape) * DTYPE_BYTES[spec.dtype]
 
 

@@ -42,10 +42,10 @@ def _remove_stale() -> None:
     """Remove segments whose trainer was killed before it could."""
     for name in os.listdir(_FOLDER):
         parts = name.split("-")
-        if parts[0] == "ctrl" and len(parts) == 4 and parts[1].isdigit():
-            if not os.path.exists(f"/proc/{parts[1]}"):
-                with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(_FOLDER, name))
+        ours = parts[0] == "ctrl" and len(parts) == 4 and parts[1].isdigit()
+        if ours and not os.path.exists(f"/proc/{parts[1]}"):
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(_FOLDER, name))
 
 
 def bucket_count(slices: Sequence[Slice]) -> int:
@@ -58,17 +58,23 @@ def segment_size(slices: Sequence[Slice]) -> int:
     return max(s.offset + spec_bytes(s.spec) for s in slices)
 
 
+def require_one_host(groups: Groups) -> None:
+    """ValueError if the ranks stand on several hosts: shared memory ends at a host's border."""
+    hosts = sorted(set(groups.from_all(socket.gethostname())))
+    if len(hosts) > 1:
+        raise ValueError(
+            "shared-memory weight sync needs all trainer ranks on the engine's host, found "
+            f"{', '.join(hosts)}; it is single-host for now: start all ranks on one machine"
+        )
+
+
 @contextmanager
 def segments(slices: Sequence[Slice], groups: Groups) -> Iterator[tuple[Segment, Segment]]:
     """Two segments that every rank has mapped. The names vanish at the end, also on an error.
 
-    Raises ValueError if the ranks stand on several hosts: shared memory ends at a host's border.
+    Raises ValueError if the ranks stand on several hosts.
     """
-    hosts = set(groups.from_all(socket.gethostname()))
-    if len(hosts) > 1:
-        raise ValueError(
-            f"shared-memory weight sync needs all trainer ranks on the engine's host, found {hosts}"
-        )
+    require_one_host(groups)
     if groups.is_first:
         _remove_stale()
     base = groups.from_first(f"ctrl-{os.getpid()}-{uuid.uuid4().hex[:12]}")

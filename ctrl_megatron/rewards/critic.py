@@ -15,12 +15,12 @@ from ctrl_megatron.prompts import generation_messages, parse_judgment, revision_
 from ctrl_megatron.rewards.cache import CacheCounters, ResultCache
 from ctrl_megatron.rewards.grading import Graded, Judge, grade, grading_job
 from ctrl_megatron.rewards.progress import counting
-from ctrl_megatron.rewards.samples import Paths, Sample, load_samples, problem_of
+from ctrl_megatron.rewards.samples import RUN_TIMEOUT, Paths, Sample, load_samples, problem_of
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.types import Message, Verdict
 
 MAX_REQUESTS = 256
-"""Requests that one batch of rewards keeps under way."""
+"""Requests that one batch of rewards keeps under way, by default."""
 
 Value = TypeVar("Value")
 
@@ -51,7 +51,9 @@ class RewardModelForCritic:
     ``file`` names the parquet file(s) of samples, ``tokenizer`` decodes responses, ``num_examine``
     of them are printed by every ``parse_response``. With ``run_all_cases`` the reward is the pass
     rate, without it 1 only if every test passes (the paper's). ``sandbox`` is needed to run
-    anything; ``id_key`` is the batch field that holds the samples' ids. One event loop at a time.
+    anything; ``id_key`` is the batch field that holds the samples' ids. At most ``max_requests`` of
+    a batch are under way; a test takes ``run_timeout`` seconds at most where its row does not say.
+    One event loop at a time.
     """
 
     # Class attributes, so that text-only methods work on an instance that was never initialised.
@@ -69,6 +71,8 @@ class RewardModelForCritic:
         id_key: str = "problem_id",
         show_progress: bool = True,
         cache_capacity: int = 200_000,
+        max_requests: int = MAX_REQUESTS,
+        run_timeout: float = RUN_TIMEOUT,
     ) -> None:
         self.table = load_samples(file)
         self.tokenizer = tokenizer
@@ -77,6 +81,7 @@ class RewardModelForCritic:
         self.id_key = id_key
         self.show_progress = show_progress
         self._sandbox = sandbox
+        self._max_requests, self._run_timeout = max_requests, run_timeout
         self._cache: ResultCache[Graded] = ResultCache(
             keep=lambda graded: not graded.timed_out, capacity=cache_capacity
         )
@@ -142,12 +147,12 @@ class RewardModelForCritic:
     async def get_reward_all(
         self, critiques: list[str], revisions: list[str], samples: list[Any]
     ) -> list[float]:
-        """All rewards in order, at most ``MAX_REQUESTS`` under way.
+        """All rewards in order, at most ``max_requests`` under way.
 
         The shortest list sets the length. The first fault cancels the rest and is raised;
         ``judge_all`` reports faults sample by sample.
         """
-        semaphore = asyncio.Semaphore(MAX_REQUESTS)
+        semaphore = asyncio.Semaphore(self._max_requests)
         triples = zip(critiques, revisions, samples, strict=False)
         return await self._gather(
             [partial(self.reward_revision, *triple, semaphore) for triple in triples]
@@ -160,7 +165,7 @@ class RewardModelForCritic:
 
         Raises ``ValueError`` for a sample that cannot be judged and for lists of unequal length.
         """
-        semaphore = asyncio.Semaphore(MAX_REQUESTS)
+        semaphore = asyncio.Semaphore(self._max_requests)
         triples = zip(critiques, revisions, samples, strict=True)
         return await self._gather(
             [partial(self._judge_revision, *triple, semaphore) for triple in triples]
@@ -195,7 +200,9 @@ class RewardModelForCritic:
             raise ValueError(
                 "RewardModelForCritic has no sandbox; pass sandbox=SandboxClient(endpoint)"
             )
-        job = grading_job(text, sample, run_all_cases=run_all_cases)
+        job = grading_job(
+            text, sample, run_all_cases=run_all_cases, run_timeout=self._run_timeout
+        )
 
         async def run() -> Graded:
             if semaphore is None:

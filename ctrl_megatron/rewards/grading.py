@@ -7,7 +7,13 @@ from typing import Any, Protocol
 
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import fingerprint
-from ctrl_megatron.rewards.samples import Sample, asserts_of, cases_of, time_limit_of
+from ctrl_megatron.rewards.samples import (
+    RUN_TIMEOUT,
+    Sample,
+    asserts_of,
+    cases_of,
+    time_limit_of,
+)
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.wire import (
     CommandRunStatus,
@@ -54,8 +60,12 @@ class GradingJob:
         return fingerprint(GRADER_VERSION, self.request.model_dump(mode="json"))
 
 
-def grading_job(text: str, sample: Sample, *, run_all_cases: bool) -> GradingJob:
+def grading_job(
+    text: str, sample: Sample, *, run_all_cases: bool, run_timeout: float = RUN_TIMEOUT
+) -> GradingJob:
     """How to judge the program in ``text`` on the tests of ``sample``.
+
+    A test may take ``run_timeout`` seconds where the sample does not say.
 
     The program is extracted here and sent fenced, so that the service has nothing to guess. Raises
     ``ValueError`` for an unknown ``prompter_type`` and for a sample without tests.
@@ -64,7 +74,7 @@ def grading_job(text: str, sample: Sample, *, run_all_cases: bool) -> GradingJob
     config = TestConfig(
         dataset_type=dataset_type,
         language="python",
-        run_timeout=time_limit_of(sample),
+        run_timeout=time_limit_of(sample, run_timeout),
         provided_data=data,
         extra={"run_all_cases": run_all_cases},
     )

@@ -68,11 +68,11 @@ def problem_of(sample: Sample) -> Problem:
     )
 
 
-def time_limit_of(sample: Sample) -> float:
-    """Seconds per test: the row's ``time_limit``; ``RUN_TIMEOUT`` where it is missing or NaN."""
+def time_limit_of(sample: Sample, default: float = RUN_TIMEOUT) -> float:
+    """Seconds per test: the row's ``time_limit``; ``default`` where it is missing or NaN."""
     limit = sample.get("time_limit")
     if limit is None or math.isnan(limit):
-        return float(RUN_TIMEOUT)
+        return float(default)
     if limit <= 0:
         raise ValueError(
             f"sample {sample['id']!r}: time_limit must be positive seconds, got {limit}"

@@ -50,6 +50,8 @@ class EngineSpec:
     kv_cache_gib: float | None = None
     """Size of the KV cache on a CPU, in GiB; None is 2."""
     enforce_eager: bool = True
+    may_sleep: bool = False
+    """Whether ``sleep`` will be asked for, which some engines must know when they start."""
     seed: int = 0
     """Seed of draws that have no ``SamplingParams.seed``."""
     threads: int | None = None

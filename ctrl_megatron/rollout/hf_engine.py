@@ -19,14 +19,17 @@ from ctrl_megatron.rollout.update import WeightState
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
 
+_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def load_model(spec: EngineSpec) -> Any:
-    """The transformers model of ``spec`` on the GPU, or on the CPU where there is none."""
+    """The transformers model of ``spec`` on ``_DEVICE``."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
         spec.model_path, dtype=getattr(torch, spec.dtype), **spec.extra
     )
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    return model.eval().to(_DEVICE)
 
 
 class HfEngine:
@@ -156,10 +159,15 @@ class HfEngine:
         raise NotImplementedError("engine 'hf' takes weights through shared memory only")
 
     async def sleep(self, tags: Sequence[str]) -> None:
-        """Nothing to free: the KV cache lives only while a batch is decoded."""
+        """Weights go to host memory; the KV cache lives only while a batch is decoded."""
+        if "weights" in tags:
+            await asyncio.to_thread(self._model.to, "cpu")
+            torch.cuda.empty_cache()
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Nothing to bring back."""
+        """Bring the weights back."""
+        if "weights" in tags:
+            await asyncio.to_thread(self._model.to, _DEVICE)
 
     async def checksums(self) -> dict[str, str]:
         """Digests of the live parameters."""

@@ -42,6 +42,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "gpu_memory_utilization": spec.gpu_memory_utilization,
         "kv_cache_memory_bytes": int(gib * 2**30) if current_platform.is_cpu() else None,
         "enforce_eager": spec.enforce_eager,
+        "enable_sleep_mode": spec.may_sleep and current_platform.is_sleep_mode_available(),
         "seed": spec.seed,
         # Texts never pass here, and the directory's generation_config.json must not change draws.
         "skip_tokenizer_init": True,
@@ -194,7 +195,7 @@ class VllmEngine:
         raise NotImplementedError("engine 'vllm' takes weights through shared memory only")
 
     async def sleep(self, tags: Sequence[str]) -> None:
-        """See ``Engine.sleep``; needs ``extra={"enable_sleep_mode": True}`` on a GPU."""
+        """See ``Engine.sleep``; on a GPU, ValueError without ``EngineSpec.may_sleep``."""
         if not self._can_sleep():
             return
         if set(tags) == {"kv_cache"}:
@@ -208,10 +209,10 @@ class VllmEngine:
             await self._llm.wake_up(list(tags))
 
     def _can_sleep(self) -> bool:
-        if current_platform.is_cpu():
+        if not current_platform.is_sleep_mode_available():
             return False
-        if not self._spec.extra.get("enable_sleep_mode"):
-            raise ValueError("to sleep, launch vllm with extra={'enable_sleep_mode': True}")
+        if not self._spec.may_sleep:
+            raise ValueError("to sleep, launch vllm with EngineSpec(may_sleep=True)")
         return True
 
     async def checksums(self) -> dict[str, str]:

@@ -102,7 +102,7 @@ def _tokenise(
     rows, dropped = [], 0
     for example in examples:
         prompt = tuple(codec.encode_chat(example.prompt, add_generation_prompt=True))
-        response = tuple([*codec.encode(example.response), codec.eos_token_ids[0]])
+        response = (*codec.encode(example.response), codec.eos_token_ids[0])
         if len(prompt) + len(response) > config.sft.max_length:
             dropped += 1
         else:

@@ -51,7 +51,7 @@ def commands(page: str) -> Iterator[list[str]]:
         for line in block.replace("\\\n", " ").splitlines():
             yield shlex.split(line)
     for text in quoted(page):
-        if re.match(r"(make|python|pytest|torchrun|sbatch) \S", text):
+        if re.match(r"(make|(\.venv/bin/)?python|pytest|torchrun|sbatch) \S", text):
             yield shlex.split(text)
 
 
@@ -100,6 +100,14 @@ def test_every_dotted_python_name_exists(page: str) -> None:
         file = ROOT / (module.replace(".", "/") + ".py")
         assert file.is_file() or (ROOT / module.replace(".", "/")).is_dir(), text
         assert not name or re.search(rf"^(async )?def {name}\b", file.read_text(), re.M), text
+
+
+@each_page
+def test_every_name_occurs_in_the_code(page: str) -> None:
+    files = [*(ROOT / "ctrl_megatron").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
+    words = set(re.findall(r"\w+", "\n".join(file.read_text() for file in files)))
+    names = [m.group(1) for t in quoted(page) if (m := re.fullmatch(r"(\w+)(\(.*\))?", t))]
+    assert [name for name in names if name not in words and not (ROOT / name).exists()] == []
 
 
 @each_page

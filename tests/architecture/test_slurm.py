@@ -101,7 +101,9 @@ def test_it_starts_torchrun_on_every_machine(job: dict[str, str]) -> None:
         *("tools/train_rl.py", "--config", "examples/ctrl_70b.yaml"),
         *("trainer.total_epochs=1", "trainer.logger=[console, jsonl]"),
     ]
-    environment = dict(line.partition("=")[::2] for line in lines(job, "torchrun.env"))
+    environment = {
+        name: value for name, _, value in (x.partition("=") for x in lines(job, "torchrun.env"))
+    }
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert environment["PATH"].startswith(f"{job['CTRL_VENV']}/bin:")
     assert not [name for name in environment if name.startswith("CTRL_") or name == "CONFIG"]

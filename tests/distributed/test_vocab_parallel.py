@@ -1,4 +1,4 @@
-"""Log-probs under a vocabulary split over real processes against one process that holds it whole."""
+"""Log-probs under a vocabulary split over processes against one that holds it whole."""
 
 from __future__ import annotations
 

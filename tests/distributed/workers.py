@@ -97,14 +97,14 @@ def train(
 
 def vocab_log_probs(
     rank: int, cases: list[tuple[int, int]], temperature: float, chunk: int
-) -> list[dict[str, torch.Tensor]]:
+) -> list[dict[str, torch.Tensor | None]]:
     """Per (vocabulary, tensor size) what the first ``tensor size`` ranks compute together."""
     import torch.distributed as dist
 
     from ctrl_megatron.parallel.vocab import linear_log_probs, vocab_range
 
     dist.init_process_group("gloo")
-    found: list[dict[str, torch.Tensor]] = []
+    found: list[dict[str, torch.Tensor | None]] = []
     for vocab, size in cases:
         group = dist.new_group(list(range(size)))
         generator = torch.Generator().manual_seed(vocab)

@@ -36,6 +36,7 @@ def run_world(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
             "OMP_NUM_THREADS": "1",
         }
         processes = []

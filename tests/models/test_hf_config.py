@@ -320,7 +320,7 @@ def test_rope_frequencies_equal_those_of_transformers(
     if scaling:
         want, attention = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
     else:
-        want, attention = LlamaRotaryEmbedding.compute_default_rope_parameters(theirs)
+        want, attention = LlamaRotaryEmbedding.compute_default_rope_parameters(theirs)  # type: ignore[arg-type]
     assert attention == 1.0
     got = rope_frequencies(parse_model_shape(config).rope, head_dim)
     assert (got.dtype, got.shape) == (torch.float32, (head_dim // 2,))

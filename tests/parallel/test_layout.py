@@ -91,7 +91,7 @@ def test_megatron_has_the_same_ranks_and_layers(layout: Layout) -> None:
     )
     for pp, chunk in layout.stages():
         stage = chunk if layout.virtual_pipeline > 1 else None
-        offset = get_transformer_layer_offset(config, vp_stage=stage, pp_rank=pp)
+        offset = get_transformer_layer_offset(config, stage, pp)  # type: ignore[arg-type]
         assert layout.layers(num_layers, pp=pp, chunk=chunk).start == offset
 
 

@@ -188,7 +188,7 @@ def test_shares_of_the_vocabulary_are_equal_and_cover_it_once(vocab: int, size: 
 
 
 def test_padded_columns_are_never_predicted_and_get_no_gradient() -> None:
-    # Rank 1 of 1 has no padding, so the padded last share is looked at as if it stood alone.
+    # Without a group the softmax of the last rank runs over its own real columns alone.
     first, real, padded = vocab_range(101, 2, 3)
     assert (first, real, padded) == (68, 33, 34)
     hidden, weight, _, upstream = inputs(8, 6, padded)

@@ -152,8 +152,7 @@ def test_a_failure_keeps_its_type_and_names_the_node() -> None:
     node = Node("n", NodeType.COMPUTE, func=breaks, retry_limit=1)
     with pytest.raises(KeyError) as caught:
         node.run()
-    if sys.version_info >= (3, 11):
-        assert caught.value.__notes__ == ["in node 'n'"]
+    assert caught.value.__notes__ == ["in node 'n'"]
     assert node.status is NodeStatus.FAILED
     assert node.error_info == "KeyError: 'lost'"
     assert node.can_retry()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import Counter, defaultdict
 from math import prod
@@ -112,7 +113,7 @@ def check_buckets(places: list[tuple[TensorSpec, int, int]], bucket_bytes: int) 
         inside[bucket].append((offset, offset + size))
     for spans in inside.values():
         assert spans[0][0] == 0
-        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+        for (_, end), (start, _) in itertools.pairwise(spans):
             assert start >= end
         assert len(spans) == 1 or spans[-1][1] <= bucket_bytes
 
@@ -135,7 +136,7 @@ def test_places_in_buckets(tensors: list[tuple[list[int], str]], bucket_bytes: i
     assert [p.spec for p in places] == specs
     check_buckets([(p.spec, p.bucket, p.offset) for p in places], bucket_bytes)
     # A bucket is left only when the next tensor does not fit.
-    for before, after in zip(places, places[1:], strict=False):
+    for before, after in itertools.pairwise(places):
         if after.bucket > before.bucket:
             start = -(-(before.offset + spec_bytes(before.spec)) // ALIGNMENT) * ALIGNMENT
             assert start + -(-spec_bytes(after.spec) // ALIGNMENT) * ALIGNMENT > bucket_bytes

@@ -103,6 +103,8 @@ def bench_of_module(
 ) -> Iterator[Bench]:
     if request.param not in available_engines():
         pytest.skip(f"the optional engine {request.param} is not installed")
+    # The oracle's threads and the engine's would wait for each other on few cores.
+    torch.set_num_threads(1)
     bench = Bench(request.param, save(tiny_llama(0), tmp_path_factory.mktemp("tiny")))
     yield bench
     bench.stop()

@@ -1,13 +1,10 @@
-"""How engines start, fail to start, and end; on the small engine, whose start is fast."""
+"""A launched engine as its callers meet it: where it listens, what it knows, how it is missed."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,15 +20,6 @@ from ctrl_megatron.rollout.engine import EngineDied, EngineSpec
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
 from ctrl_megatron.rollout.lifeline import group_members
 from ctrl_megatron.types import SamplingParams
-
-LAUNCH_AND_WAIT = """
-import json, sys, time
-from ctrl_megatron.rollout.engine import EngineSpec
-from ctrl_megatron.rollout.launch import launch_engine
-process = launch_engine(EngineSpec(**json.loads(sys.argv[1])))
-print(process.pid, flush=True)
-time.sleep(600)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -77,25 +65,16 @@ def test_a_launched_engine_is_on_loopback_and_knows_no_launcher(process: EngineP
     assert process.alive() and process.address.pid == process.pid
     assert process.address.endpoint.startswith("http://127.0.0.1:")
     assert process.address.token not in repr(process.address)
-    environment = Path(f"/proc/{process.pid}/environ").read_bytes().decode().split("\0")
-    names = dict(line.partition("=")[::2] for line in environment if line)
+    environment = Path(f"/proc/{process.pid}/environ").read_text().split("\0")
+    names: dict[str, str] = {}
+    for line in filter(None, environment):
+        name, _, value = line.partition("=")
+        names[name] = value
     assert not {"RANK", "MASTER_ADDR"} & names.keys()
     assert names["OMP_NUM_THREADS"] == "1" and names["HF_HUB_OFFLINE"] == "1"
     # The token must not be readable in process lists or environments.
     command = Path(f"/proc/{process.pid}/cmdline").read_text()
     assert process.address.token not in command + "".join(environment)
-
-
-def test_a_wrong_token_is_refused(process: EngineProcess) -> None:
-    async def ask() -> None:
-        stranger = RemoteEngine(replace(process.address, token="guess"))
-        try:
-            await stranger.health()
-        finally:
-            await stranger.close()
-
-    with pytest.raises(ValueError, match="status 401"):
-        asyncio.run(ask())
 
 
 def test_two_clients_share_an_engine(process: EngineProcess) -> None:
@@ -125,46 +104,6 @@ def test_calls_in_flight_notice_a_killed_host(process: EngineProcess) -> None:
     wait_until_empty(process.pid)
     assert not process.alive()
     process.stop()
-
-
-def test_an_engine_ends_with_the_process_that_launched_it(model_path: Path, tmp_path: Path) -> None:
-    spec = spec_of(model_path, tmp_path / "engine.log")
-    fields = {name: getattr(spec, name) for name in spec.__slots__}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH_AND_WAIT, json.dumps(fields)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    try:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert pid in group_members(pid)
-    finally:
-        parent.kill()
-        parent.wait()
-        assert parent.stdout is not None
-        parent.stdout.close()
-    wait_until_empty(pid)
-
-
-def test_a_start_that_fails_shows_the_log(model_path: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in model_path.iterdir():
-        (broken / file.name).write_bytes(file.read_bytes())
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "model_type": "no_such_family"}))
-    with pytest.raises(EngineDied, match=r"exited with code 1 while starting(.|\n)*no_such_family"):
-        launch_engine(spec_of(broken, tmp_path / "engine.log"))
-
-
-def test_a_start_that_takes_too_long_is_ended(model_path: Path, tmp_path: Path) -> None:
-    spec = replace(spec_of(model_path, tmp_path / "engine.log"), startup_timeout=0.3)
-    with pytest.raises(EngineDied, match=r"was not ready within 0\.3 s") as caught:
-        launch_engine(spec)
-    pid = int(str(caught.value).split("(pid ")[1].split(")")[0])
-    assert group_members(pid) == []
 
 
 def test_engines_that_cannot_start_here_are_refused_at_once(

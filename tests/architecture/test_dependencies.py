@@ -1,0 +1,81 @@
+"""pyproject.toml, the lock file and the code speak of the same packages."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BASE = [Requirement(text) for text in PROJECT["dependencies"]]
+EXTRAS = {
+    name: [Requirement(text) for text in texts]
+    for name, texts in PROJECT["optional-dependencies"].items()
+}
+LOCK = {
+    canonicalize_name(name): version
+    for name, _, version in (
+        line.partition("==")
+        for line in (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+}
+FORBIDDEN = ("torchvision", "torchaudio", "torchcodec", "transformer-engine", "apex")
+IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core"}
+
+
+def test_the_lock_pins_every_package_exactly() -> None:
+    assert len(LOCK) > 100
+    assert all(version for version in LOCK.values())
+
+
+@pytest.mark.parametrize("requirement", [*BASE, *EXTRAS["cpu"], *EXTRAS["demo"], *EXTRAS["dev"]])
+def test_the_lock_satisfies_pyproject(requirement: Requirement) -> None:
+    assert requirement.specifier.contains(LOCK[canonicalize_name(requirement.name)])
+
+
+def test_what_must_not_be_installed() -> None:
+    everything = {r.name for r in BASE} | {r.name for rs in EXTRAS.values() for r in rs}
+    assert not set(FORBIDDEN[:3]) & everything
+    assert "apex" not in everything
+    assert not set(FORBIDDEN) & LOCK.keys()
+    assert not [name for name in LOCK if name.startswith("nvidia-")]
+
+
+def test_every_imported_library_is_declared() -> None:
+    declared = {
+        canonicalize_name(r.name) for r in [*BASE, *(r for rs in EXTRAS.values() for r in rs)]
+    }
+    declared |= {"vllm", "sglang", "ray", "wandb", "mlflow", "apex", "transformer-engine"}
+    undeclared = set()
+    for file in (ROOT / "ctrl_megatron").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                modules = [node.module or ""]
+            else:
+                continue
+            for name in {module.split(".")[0] for module in modules}:
+                known = name in sys.stdlib_module_names or name == "ctrl_megatron"
+                if not known and canonicalize_name(IMPORTED_AS.get(name, name)) not in declared:
+                    undeclared.add(f"{file.name}: {name}")
+    assert not undeclared
+
+
+def test_no_host_or_path_of_one_machine() -> None:
+    for name in (
+        "requirements/cpu.txt",
+        "Makefile",
+        "pyproject.toml",
+        ".ci/run",
+        "tools/make_env.py",
+    ):
+        text = (ROOT / name).read_text()
+        assert "://" not in text and "/home/" not in text and "/root" not in text, name

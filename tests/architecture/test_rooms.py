@@ -1,0 +1,251 @@
+"""The rooms of the package: who may import whom, what stays out of where, how large things get."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "ctrl_megatron"
+NAME = PACKAGE.name
+
+ORDER = (
+    *("types", "config", "metrics", "prompts", "data", "sandbox", "rewards", "algorithms"),
+    *("parallel", "models", "rollout", "resharding", "checkpoint", "generation", "eval"),
+    *("pipeline", "sft"),
+)
+"""A room imports itself and the rooms before it."""
+
+TORCH_FREE = ("types", "config", "metrics", "prompts", "data", "sandbox", "rewards")
+HEAVY = ("torch", "tensordict", "transformers", "vllm", "sglang", "megatron", "ray")
+
+OWNERS = {
+    "torch": (
+        *("algorithms/", "parallel/", "models/", "rollout/", "resharding/", "checkpoint/"),
+        *("pipeline/", "sft/", "metrics/sinks/", "metrics/flops.py"),
+    ),
+    "tensordict": ("pipeline/", "sft/"),
+    "megatron": ("parallel/", "models/", "checkpoint/"),
+    "transformers": ("data/tokens.py", "models/", "checkpoint/hf.py", "rollout/hf_engine.py"),
+    "transformer_engine": ("models/",),
+    "apex": ("models/",),
+    "vllm": ("rollout/vllm_",),
+    "sglang": ("rollout/sglang_",),
+    "ray": ("pipeline/",),
+    "aiohttp": ("sandbox/", "rollout/", "generation/"),
+    "matplotlib": ("metrics/report/", "eval/"),
+    "tensorboard": ("metrics/sinks/",),
+    "wandb": ("metrics/sinks/",),
+    "mlflow": ("metrics/sinks/",),
+    "omegaconf": ("config/",),
+    "pyarrow": ("data/", "rewards/samples.py", "sft/examples.py"),
+}
+"""Where a library may be imported at all: paths inside the package, by their beginnings."""
+
+VAGUE_NAMES = {"utils", "util", "common", "base", "core", "helpers", "misc"}
+LONGEST_FILE = 450
+LONGEST_FUNCTION = 80
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported module."""
+
+    module: str
+    line: int
+    at_load: bool
+    """Whether loading the file runs it: not inside a function, not for type checkers only."""
+
+
+def imports_of(file: Path) -> list[Import]:
+    """Every import of the file, those inside functions and under TYPE_CHECKING included."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return list(_imports(tree, at_load=True))
+
+
+def _imports(node: ast.AST, *, at_load: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, at_load)
+        elif isinstance(child, ast.ImportFrom):
+            dots = "." * child.level
+            yield Import(dots + (child.module or ""), child.lineno, at_load)
+            if child.module == NAME:
+                yield from (Import(f"{NAME}.{a.name}", child.lineno, at_load) for a in child.names)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from _imports(ast.Module(child.body, []), at_load=False)
+            yield from _imports(ast.Module(child.orelse, []), at_load=at_load)
+        else:
+            function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from _imports(child, at_load=at_load and not function)
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module of ours; None for foreign modules and the package itself."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == NAME and len(parts) > 1 else None
+
+
+def inside(file: Path) -> str:
+    return file.relative_to(PACKAGE).as_posix()
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def library(module: str) -> str:
+    return module.split(".")[0]
+
+
+def places(file: Path, found: Iterator[Import]) -> list[str]:
+    return [f"{inside(file)}:{entry.line} imports {entry.module}" for entry in found]
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(FILES) > 50
+    assert any(room_of(i.module) for file in FILES for i in imports_of(file))
+
+
+def test_the_import_finder_sees_every_kind(tmp_path: Path) -> None:
+    file = tmp_path / "sample.py"
+    file.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import a\n"
+        "else:\n    import b\n"
+        "try:\n    import c.d\nexcept ImportError:\n    pass\n"
+        "class K:\n    import e\n    def f(self):\n        from g.h import i\n"
+        f"from {NAME} import types\n"
+        "from .x import y\n"
+    )
+    found = {(i.module, i.at_load) for i in imports_of(file)}
+    assert found >= {
+        *(("a", False), ("b", True), ("c.d", True), ("e", True), ("g.h", False)),
+        *((f"{NAME}.types", True), (".x", True)),
+    }
+
+
+def test_every_folder_and_module_is_a_room() -> None:
+    rooms = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in FILES}
+    assert rooms - {"__init__"} <= set(ORDER)
+
+
+def test_imports_are_absolute() -> None:
+    wrong = [
+        place
+        for file in FILES
+        for place in places(file, (i for i in imports_of(file) if i.module.startswith(".")))
+    ]
+    assert not wrong
+
+
+def test_a_room_imports_only_rooms_before_it() -> None:
+    wrong = []
+    for file in FILES:
+        own = room_of(module_name(file))
+        if own is None:
+            continue
+        later = set(ORDER[ORDER.index(own) + 1 :])
+        wrong += places(file, (i for i in imports_of(file) if room_of(i.module) in later))
+    assert not wrong
+
+
+def test_the_package_itself_imports_nothing_heavy() -> None:
+    assert not [i for i in imports_of(PACKAGE / "__init__.py") if room_of(i.module)]
+
+
+def test_torch_free_rooms_import_nothing_heavy_when_loaded() -> None:
+    wrong = []
+    for file in FILES:
+        if room_of(module_name(file)) in TORCH_FREE:
+            heavy = (i for i in imports_of(file) if i.at_load and library(i.module) in HEAVY)
+            wrong += places(file, heavy)
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", TORCH_FREE)
+def test_a_fresh_interpreter_loads_the_room_without_torch(room: str) -> None:
+    """What really happens, through whatever the room's libraries import in turn."""
+    modules = [name for name in map(module_name, FILES) if room_of(name) == room]
+    assert modules
+    script = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.split() == []
+
+
+def test_heavy_libraries_are_imported_only_by_their_owners() -> None:
+    wrong = []
+    for file in FILES:
+        foreign = (
+            i
+            for i in imports_of(file)
+            if (owners := OWNERS.get(library(i.module))) and not inside(file).startswith(owners)
+        )
+        wrong += places(file, foreign)
+    assert not wrong
+
+
+def test_engines_are_loaded_only_when_they_are_used() -> None:
+    """An engine's files load it; nobody loads these files before an engine is asked for."""
+    engines = {"vllm", "sglang", "ray"}
+    adapters = {
+        module_name(file)
+        for file in FILES
+        if any(i.at_load and library(i.module) in engines for i in imports_of(file))
+    }
+    assert all(room_of(adapter) == "rollout" for adapter in adapters)
+    wrong = []
+    for file in FILES:
+        if module_name(file) not in adapters:
+            loaded = (i for i in imports_of(file) if i.at_load and i.module in adapters)
+            wrong += places(file, loaded)
+    assert not wrong
+
+
+def test_files_and_functions_stay_small() -> None:
+    wrong = []
+    for file in FILES:
+        text = file.read_text(encoding="utf-8")
+        if (length := len(text.splitlines())) > LONGEST_FILE:
+            wrong.append(f"{inside(file)} has {length} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    wrong.append(f"{inside(file)}:{node.lineno} {node.name} has {length} lines")
+    assert not wrong
+
+
+def test_names_say_what_is_inside() -> None:
+    names = {part.removesuffix(".py") for file in FILES for part in inside(file).split("/")}
+    assert not names & VAGUE_NAMES
+
+
+def test_every_parameter_is_annotated() -> None:
+    wrong = []
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                a = node.args
+                given = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
+                bare = [p.arg for p in given if p and not p.annotation]
+                if missing := [name for name in bare if name not in ("self", "cls")]:
+                    wrong.append(f"{inside(file)}:{node.lineno} {node.name}: {', '.join(missing)}")
+    assert not wrong

@@ -1,0 +1,30 @@
+"""Models, data and one uninterrupted run that the tests of this folder share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launched_run import Job
+from tiny_run import JUDGMENTS, PROGRAM, chain_model, smollm2, write_problems
+
+
+@pytest.fixture(scope="session")
+def smollm2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real model's directory."""
+    return smollm2(tmp_path_factory.mktemp("real_model"))
+
+
+@pytest.fixture(scope="session")
+def actor_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny critic that keeps the format about every second time."""
+    return chain_model(tmp_path_factory.mktemp("tiny") / "actor", smollm2_path, JUDGMENTS, 0.8)
+
+
+@pytest.fixture(scope="session")
+def job(actor_path: Path, smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """What a run of a few seconds needs."""
+    folder = tmp_path_factory.mktemp("runs")
+    proxy = chain_model(folder / "proxy", smollm2_path, [PROGRAM], 0.9)
+    data = write_problems(folder / "train.parquet")
+    return Job(actor=actor_path, proxy=proxy, data=data, folder=folder / "runs")

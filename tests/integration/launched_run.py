@@ -1,0 +1,180 @@
+"""``torchrun tools/train_rl.py`` as a process tree that a test watches, hurts and ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tiny_run import REPOSITORY
+
+from ctrl_megatron.metrics import read_json_lines
+
+PATIENCE = 280.0
+"""Seconds; a machine may be several times slower than an idle one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Models, data and folder of the runs of a test."""
+
+    actor: Path
+    proxy: Path
+    data: Path
+    folder: Path
+
+    def overrides(self, name: str, steps: int) -> list[str]:
+        """Settings of a run that takes seconds."""
+        family = "actor_rollout_ref"
+        return [
+            *(f"data.train_files={self.data}", "data.val_files=[]"),
+            *("data.max_prompt_length=512", "data.max_response_length=16"),
+            *("data.train_batch_size=4", f"{family}.actor.ppo_mini_batch_size=4"),
+            *(f"{family}.model.path={self.actor}", f"{family}.proxy.model.path={self.proxy}"),
+            *(f"{family}.model.dtype=float32", f"{family}.rollout.name=hf"),
+            *(f"{family}.rollout.n=2", f"{family}.rollout.revision_max_tokens=24"),
+            *(f"{family}.rollout.threads=1", f"{family}.actor.optim.lr=1e-3"),
+            *(f"{family}.actor.use_kl_loss=true", f"{family}.actor.entropy_coeff=0.01"),
+            *("sandbox.workers=1", "trainer.verify_weight_sync=true"),
+            *(f"trainer.default_local_dir={self.folder}", f"trainer.experiment_name={name}"),
+            f"trainer.total_training_steps={steps}",
+        ]
+
+    @contextmanager
+    def launch(self, name: str, *, steps: int, extra: tuple[str, ...] = ()) -> Iterator[Run]:
+        """Two ranks; nothing of them outlives the block."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = self.folder / f"{name}.{time.monotonic_ns()}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run"),
+                    *("--nproc-per-node", "2", "--master-port", str(_free_port())),
+                    *("tools/train_rl.py", "--config", "examples/ctrl_smollm2_cpu.yaml"),
+                    *self.overrides(name, steps),
+                    *extra,
+                ],
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        run = Run(process=process, log=log, folder=self.folder / name)
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A launcher and everything that has descended from it."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    folder: Path
+    seen: dict[int, psutil.Process] = field(default_factory=dict)
+
+    def output(self) -> str:
+        """What launcher and ranks have printed."""
+        return self.log.read_text(errors="replace")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The finished steps, oldest first."""
+        path = self.folder / "metrics.jsonl"
+        return read_json_lines(path) if path.is_file() else []
+
+    def look(self) -> list[psutil.Process]:
+        """The processes that have been seen so far and still run; zombies do not."""
+        if self.process.poll() is None:
+            try:
+                found = psutil.Process(self.process.pid).children(recursive=True)
+            except psutil.NoSuchProcess:
+                found = []
+            self.seen |= {p.pid: p for p in found}
+        return [p for p in self.seen.values() if _runs(p)]
+
+    def find(self, pattern: str) -> psutil.Process:
+        """The oldest process whose command line matches."""
+        found = sorted(self.look(), key=lambda p: (p.create_time(), p.pid))
+        return next(p for p in found if re.search(pattern, " ".join(p.cmdline())))
+
+    def rank(self, number: int) -> psutil.Process:
+        """The trainer process of that rank."""
+        for process in self.look():
+            if "tools/train_rl.py" in process.cmdline():
+                with_rank = process.environ()
+                if with_rank.get("RANK") == str(number) and process.ppid() == self.process.pid:
+                    return process
+        raise LookupError(f"no rank {number} among {self.look()}")
+
+    def wait_for(self, condition: Callable[[], bool], pause: float = 0.1) -> None:
+        """Return when the condition holds; fails with the output if the run ends before."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert self.process.poll() is None, self.output()[-8000:]
+            assert time.monotonic() < deadline, self.output()[-8000:]
+            time.sleep(pause)
+
+    def wait_for_steps(self, count: int) -> None:
+        """Return when so many steps have been recorded."""
+        self.wait_for(lambda: len(self.metrics()) >= count)
+        self.look()
+
+    def ends(self, within: float = PATIENCE) -> int:
+        """The launcher's exit code."""
+        deadline = time.monotonic() + within
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"still runs\n{self.output()[-8000:]}"
+            self.look()
+            time.sleep(0.1)
+        return self.process.returncode
+
+    def kill(self) -> None:
+        """End whatever still runs, as the kernel would: nobody gets to say a word."""
+        for process in [*self.look()]:
+            _end(process)
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+        # What was started in between.
+        for process in self.look():
+            _end(process)
+
+    def shared_memory(self) -> list[str]:
+        """Segments in /dev/shm that processes of this run have made."""
+        pids = {self.process.pid, *self.seen}
+        parts = {name: name.split("-") for name in os.listdir("/dev/shm")}
+        return [n for n, p in parts.items() if p[0] == "ctrl" and len(p) > 1 and int(p[1]) in pids]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        # Gone by itself.
+        return

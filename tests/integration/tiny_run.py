@@ -1,0 +1,126 @@
+"""What the runs of this folder train on: models that can speak two words, and problems they solve.
+
+A random model never writes a judgment, so it would never be judged either. The critic here has been
+taught one chain of tokens per judgment and draws a whole one about every second time; the proxy
+answers everything with ``print(7)``. So groups differ in reward and the sandbox has work.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ctrl_megatron.data.attempts import row_of, write_rows
+from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.types import Attempt, Problem
+
+REPOSITORY = Path(__file__).parents[2]
+JUDGMENTS = ("Overall judgment: Correct", "Overall judgment: Incorrect")
+PROGRAM = "print(7)"
+_SEVENS = ("days of a week", "colours of a rainbow", "dwarfs of Snow White", "hills of Rome")
+
+
+def smollm2(scratch: Path) -> Path:
+    """The directory that ``tools/prepare_smollm2.py`` writes; the checkout's where it is there."""
+    from tools import prepare_smollm2
+
+    kept = REPOSITORY / "runs/models/smollm2"
+    _, stamp = prepare_smollm2.find_source()
+    if prepare_smollm2.is_complete(kept, stamp):
+        return kept
+    made = scratch / "smollm2"
+    prepare_smollm2.prepare(made)
+    return made
+
+
+def chain_model(
+    directory: Path, tokenizer_from: Path, texts: Sequence[str], probability: float
+) -> Path:
+    """A tiny fp32 Llama that says one of ``texts`` and ends, each token with ``probability``.
+
+    Attention starts out switched off, so the next token depends on the last one only, whatever the
+    prompt is.
+    """
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    config = AutoConfig.from_pretrained(tokenizer_from)
+    config.update(
+        {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "initializer_range": 0.05,
+        }
+    )
+    torch.manual_seed(len(texts))
+    model = LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    _teach(model, _chains(tokenizer_from, texts), probability)
+    directory.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(tokenizer_from / name, directory / name)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _chains(tokenizer_from: Path, texts: Sequence[str]) -> torch.Tensor:
+    codec = TextCodec(tokenizer_from)
+    first = codec.encode_chat([{"role": "user", "content": "?"}])[-1]
+    eos = codec.eos_token_ids[0]
+    chains = [[first, *codec.tokenizer.encode(text), eos] for text in texts]
+    width = max(map(len, chains))
+    return torch.tensor([chain + [eos] * (width - len(chain)) for chain in chains])
+
+
+def _teach(model: torch.nn.Module, chains: torch.Tensor, probability: float) -> None:
+    taught = [p for n, p in model.named_parameters() if "self_attn" not in n]
+    optimizer = torch.optim.Adam(taught, lr=1e-2)
+    for _ in range(200):
+        log_p = model(chains[:, :-1]).logits.log_softmax(-1)
+        target = log_p.gather(-1, chains[:, 1:, None]).squeeze(-1)
+        if target.exp().mean() > probability:
+            return
+        (-target.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    raise RuntimeError("the tiny model does not learn its chain")
+
+
+def problem(number: int, statement: str, answer: str) -> Problem:
+    """A problem that is solved by printing ``answer``."""
+    case = {"input": {"stdin": ""}, "output": {"stdout": f"{answer}\n"}}
+    return Problem(
+        id=f"tiny/{number}",
+        statement=statement,
+        prompter_type="code_contests",
+        selected_uts=json.dumps([case]),
+        time_limit=20.0,
+    )
+
+
+def write_problems(path: Path) -> Path:
+    """Eight rows: seven things that are seven, and one that is not."""
+    statements = [f"Print the number of {s}." for s in _SEVENS]
+    statements += [f"Print the result of {a} + {7 - a}." for a in (1, 2, 3)]
+    problems = [problem(i, s, "7") for i, s in enumerate(statements)]
+    problems.append(problem(7, "Print the number of legs of a spider.", "8"))
+    attempts = [
+        Attempt(
+            id=f"{p.id}/0",
+            problem=p,
+            solution=f"```python\nprint({i})\n```",
+            pass_rate=float(i == 7),
+        )
+        for i, p in enumerate(problems)
+    ]
+    write_rows(path, [row_of(attempt) for attempt in attempts])
+    return path

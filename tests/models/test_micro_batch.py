@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctrl_megatron.models.micro_batch import MicroBatch, split_into_micro_batches
+
+P, R = 6, 4
+CPU = torch.device("cpu")
+
+
+def ragged(seed: int, rows: int) -> dict[str, torch.Tensor]:
+    """Some rows have an answer that takes no part in the loss, some have none."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(1, P + 1, (rows, 1), generator=generator)
+    answers = torch.randint(0, R + 1, (rows, 1), generator=generator)
+    column = torch.arange(P + R)
+    attended = (column >= P - prompts) & (column < P + answers)
+    kept = torch.rand(rows, 1, generator=generator) < 0.8
+    return {
+        "input_ids": torch.randint(1, 99, (rows, P + R), generator=generator),
+        "attention_mask": attended.long(),
+        "response_mask": attended[:, P:] & kept,
+    }
+
+
+def split(batch: dict[str, torch.Tensor], **options: int) -> list[MicroBatch]:
+    defaults = {"token_budget": 20, "multiple": 1, "count_multiple": 1}
+    return split_into_micro_batches(batch, **(defaults | options), device=CPU)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 2**31 - 1),
+    st.integers(1, 7),
+    st.integers(P + R, 40),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_rows_are_packed_once_and_every_response_token_finds_its_place(
+    seed: int, rows: int, budget: int, multiple: int, count: int
+) -> None:
+    batch = ragged(seed, rows)
+    micros = split(batch, token_budget=budget, multiple=multiple, count_multiple=count)
+    assert len(micros) % count == 0
+    assert sorted(r for m in micros for r in m.rows.tolist()) == list(range(rows))
+    for micro in micros:
+        want_tokens: list[int] = []
+        want_places: list[int] = []
+        bounds, found = [0], {}
+        for local, row in enumerate(micro.rows.tolist()):
+            places = [c for c in range(P + R) if batch["attention_mask"][row, c]]
+            for place, column in enumerate(places):
+                if column >= P and batch["response_mask"][row, column - P]:
+                    # The state one place earlier predicts this token.
+                    found[local, column - P] = len(want_tokens) - 1
+                want_tokens.append(int(batch["input_ids"][row, column]))
+                want_places.append(place)
+            bounds.append(len(want_tokens))
+        total = len(want_tokens)
+        tokens, places = micro.tokens[0].tolist(), micro.positions[0].tolist()
+        assert tokens[:total] == want_tokens
+        assert places[:total] == want_places
+        assert len(tokens) == len(places) == max(1, -(-total // multiple)) * multiple
+        assert total <= budget
+        assert micro.packed.cu_seqlens_q.tolist()[: len(bounds)] == bounds
+        assert micro.packed.cu_seqlens_q[-1] == len(tokens)
+        assert micro.packed.cu_seqlens_q.dtype == torch.int32
+        keys = list(zip(micro.row_of.tolist(), micro.column_of.tolist(), strict=True))
+        assert dict(zip(keys, micro.predictors.tolist(), strict=True)) == found
+        assert len(keys) == len(found)
+        assert micro.targets.tolist() == [tokens[i + 1] for i in micro.predictors.tolist()]
+
+
+def test_values_return_to_their_rows_with_their_gradients() -> None:
+    batch = ragged(3, 5)
+    for micro in split(batch):
+        values = torch.arange(1.0, len(micro.targets) + 1, requires_grad=True)
+        back = micro.to_rows(values)
+        mask = batch["response_mask"][micro.rows]
+        assert torch.equal(back != 0, mask)
+        back.square().sum().backward()
+        torch.testing.assert_close(values.grad, 2 * values.detach())
+
+
+def test_wrong_rows_are_named() -> None:
+    batch = ragged(4, 3)
+    batch["attention_mask"][:] = 1
+    batch["response_mask"] = torch.ones(3, R, dtype=torch.bool)
+    with pytest.raises(ValueError, match="10 tokens, more than the token budget of 9"):
+        split(batch, token_budget=9)
+    assert len(split(batch)) == 2
+    no_prompt = {**batch, "attention_mask": batch["attention_mask"].clone()}
+    no_prompt["attention_mask"][1, :P] = 0
+    with pytest.raises(ValueError, match="row 1 has 4 response tokens but no prompt token"):
+        split(no_prompt)
+
+
+@pytest.mark.parametrize(
+    "mask", [[0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 1, 0]], ids=["late", "hole", "short"]
+)
+def test_a_mask_that_would_shift_the_log_probs_is_refused(mask: list[int]) -> None:
+    batch = ragged(5, 3)
+    batch["attention_mask"][2] = 1
+    batch["response_mask"][2] = torch.tensor(mask).bool()
+    with pytest.raises(ValueError, match="row 2: response_mask"):
+        split(batch)

@@ -1,0 +1,112 @@
+"""The environment's maker: when it does nothing, and what it says when it cannot go on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import make_env
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    file = tmp_path / "lock.txt"
+    file.write_text("# comment\ntorch==1.0+nowhere\n")
+    return file
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """An environment without packages, this Python behind it."""
+    folder = tmp_path / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    return folder
+
+
+def forbid(*args: object) -> None:
+    raise AssertionError(f"ran {args}")
+
+
+def test_an_up_to_date_environment_is_left_alone(
+    lock: Path, venv: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (venv / make_env.STAMP).write_text(make_env.digest_of(lock))
+    monkeypatch.setattr(make_env, "run", forbid)
+    make_env.make_env(venv, lock)
+    assert "is up to date" in capsys.readouterr().out
+    lock.write_text(lock.read_text() + "more==1\n")
+    with pytest.raises(AssertionError, match="ran"):
+        make_env.make_env(venv, lock)
+
+
+def test_an_interrupted_installation_is_not_up_to_date(
+    lock: Path, venv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_env, "works", lambda _: True)
+    monkeypatch.setattr(make_env, "check_python", lambda: None)
+    with pytest.raises(ValueError, match="pip did not install torch"):
+        make_env.make_env(venv, lock)
+    assert not (venv / make_env.STAMP).exists()
+
+
+def test_torch_that_cannot_be_found_names_the_remedy(lock: Path, venv: Path) -> None:
+    with pytest.raises(ValueError, match=r"CPU wheels available to pip.*PIP_FLAGS"):
+        make_env.install(venv, lock, ["--no-index"])
+
+
+def test_a_lock_without_torch(tmp_path: Path, venv: Path) -> None:
+    (tmp_path / "bad.txt").write_text("numpy==1\n")
+    with pytest.raises(ValueError, match="does not pin torch"):
+        make_env.install(venv, tmp_path / "bad.txt", [])
+    with pytest.raises(ValueError, match=r"absent\.txt not found"):
+        make_env.digest_of(tmp_path / "absent.txt")
+
+
+def test_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_env, "LOCKED_FOR", (2, 7))
+    with pytest.raises(ValueError, match=r"pinned packages are for Python 2\.7"):
+        make_env.check_python()
+
+
+def test_a_python_without_venv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_env, "LOCKED_FOR", sys.version_info[:2])
+    monkeypatch.setattr(make_env.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="install its venv module"):
+        make_env.check_python()
+
+
+def test_a_broken_environment_does_not_count(tmp_path: Path, venv: Path) -> None:
+    assert not make_env.works(tmp_path / "absent")
+    assert not make_env.works(venv)  # no pip
+
+
+@pytest.mark.parametrize("name", ["torchvision", "transformer_engine", "transformer_engine_cu13"])
+def test_intruders_are_named(venv: Path, name: str) -> None:
+    (packages,) = (venv / "lib").glob("python*/site-packages")
+    make_env.check_no_intruders(venv)
+    info = packages / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    with pytest.raises(ValueError, match=r"breaks .*pip uninstall") as caught:
+        make_env.check_no_intruders(venv)
+    assert name.replace("_", "-").removesuffix("-cu13") in str(caught.value)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_says_what_is_missing(tmp_path: Path) -> None:
+    command = ["make", "-f", str(ROOT / "Makefile"), "-C", str(ROOT), "env"]
+    answer = subprocess.run(
+        [*command, "PYTHON=no-such-python", f"VENV={tmp_path / 'env'}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MAKEFLAGS": ""},
+    )
+    assert answer.returncode != 0
+    assert "no-such-python not found: install Python 3.11" in answer.stderr

@@ -1,0 +1,122 @@
+"""The whole story on one machine without a GPU: model, data, SFT, RL, report.
+
+Stages that are done already are not repeated; ``--fresh`` forgets earlier demo runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rich.console import Console
+from rich.table import Table
+
+CONFIG = "examples/ctrl_smollm2_cpu.yaml"
+MODEL, DATA = "runs/models/smollm2", "runs/data"
+SFT_RUN, RL_RUN = "demo_sft", "demo"
+CRITIC = f"runs/{SFT_RUN}/hf"
+PYTHON, RANKS = sys.executable, "2"
+TORCHRUN = [
+    *(PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS),
+    # After Ctrl-C the ranks finish the update they are in and save.
+    *("--shutdown-timeout", "120"),
+]
+
+STAGES: list[tuple[str, list[str], str]] = [
+    ("prepare SmolLM2-135M", [PYTHON, "tools/prepare_smollm2.py", "--out", MODEL], ""),
+    (
+        "judge the first solutions, synthesise critiques",
+        [PYTHON, "tools/prepare_data.py", "--out", DATA, "--max-difficulty", "1"],
+        f"{DATA}/train.parquet",
+    ),
+    (
+        "teach the critique format (SFT)",
+        [
+            *TORCHRUN,
+            "tools/train_sft.py",
+            *("--config", CONFIG),
+            f"trainer.experiment_name={SFT_RUN}",
+            f"actor_rollout_ref.model.path={MODEL}",
+        ],
+        f"{CRITIC}/model.safetensors",
+    ),
+    (
+        "measure before and after SFT on held-out problems",
+        [
+            PYTHON,
+            "tools/evaluate.py",
+            *("--config", CONFIG),
+            f"before SFT={MODEL}",
+            f"after SFT={CRITIC}",
+        ],
+        "",
+    ),
+    (
+        "train the critic (GRPO)",
+        [
+            *TORCHRUN,
+            "tools/train_rl.py",
+            *("--config", CONFIG),
+            f"actor_rollout_ref.model.path={CRITIC}",
+            f"actor_rollout_ref.proxy.model.path={MODEL}",
+        ],
+        "",
+    ),
+]
+
+
+def main() -> int:
+    """Run the stages in order; the exit code of the first that fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fresh", action="store_true", help="forget earlier demo runs")
+    if parser.parse_args().fresh:
+        for folder in (DATA, f"runs/{SFT_RUN}", f"runs/{RL_RUN}"):
+            shutil.rmtree(ROOT / folder, ignore_errors=True)
+    console, begin, took = Console(), time.monotonic(), {}
+    for number, (title, command, product) in enumerate(STAGES, start=1):
+        console.rule(f"{number}/{len(STAGES)} {title}")
+        if product and (ROOT / product).exists():
+            console.print(f"{product} is there already")
+            continue
+        start = time.monotonic()
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        if code:
+            console.print(f"stage {number} ({title}) ended with exit code {code}", style="bold red")
+            return code
+        took[title] = time.monotonic() - start
+    _summary(console, took, time.monotonic() - begin)
+    return 0
+
+
+def _summary(console: Console, took: dict[str, float], total: float) -> None:
+    path = ROOT / "runs" / RL_RUN / "summary.json"
+    rows = json.loads(path.read_text())["table"]
+    table = Table(title=f"{int(rows[0]['rounds'])} held-out attempts, greedy critiques")
+    for column in (
+        "stage",
+        "valid critiques",
+        "judgment right",
+        "pass rate before",
+        "after revision",
+    ):
+        table.add_column(column, justify="left" if column == "stage" else "right")
+    keys = ("valid_critique_rate", "judgment_accuracy", "pass_rate_before", "revision_pass_rate")
+    for row in rows:
+        table.add_row(row["stage"], *(f"{row[key]:.1%}" for key in keys))
+    console.print(table)
+    for title, seconds in took.items():
+        console.print(f"{seconds:6.0f} s  {title}")
+    console.print(f"{total:6.0f} s  in all")
+    console.print(f"report: {path.parent / 'report.html'}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
