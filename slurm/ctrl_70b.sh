@@ -27,7 +27,7 @@
 #
 # Not there yet:
 # - The weight push from trainer to engine goes through the shared memory of one host. A run over
-#   several machines ends at its first push with the message "shared-memory weight sync needs all
+#   several machines ends at its start with the message "shared-memory weight sync needs all
 #   trainer ranks on the engine's host".
 # - A vLLM engine with tensor_model_parallel_size=8 on GPUs has not been run.
 

@@ -8,6 +8,7 @@ Each row is added to the final table of the run (``runs/NAME/summary.json``).
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 warnings.filterwarnings("ignore", module=r"megatron|torch")
 
 from ctrl_megatron.config import check_files, load_config
+from ctrl_megatron.config.environment import read_log_level
 
 
 def main() -> int:
@@ -26,6 +28,7 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="overrides")
     arguments = parser.parse_args()
     try:
+        logging.basicConfig(level=read_log_level())
         critics = dict(text.split("=", 1) for text in arguments.critics if "=" in text)
         if len(critics) != len(arguments.critics):
             raise ValueError("every critic must be given as STAGE=DIR, each stage once")

@@ -1,8 +1,9 @@
 """Turn a problem set and first solutions into training files.
 
 ``python tools/prepare_data.py --out runs/data`` writes ``train.parquet`` and ``val.parquet``
-(attempts with critique prompts, held-out problems in val) and ``sft_train.parquet`` (critiques
-synthesised from execution feedback, training problems only).
+(attempts with critique prompts, held-out problems in val), ``sft_train.parquet`` (critiques
+synthesised from execution feedback, training problems only) and ``sft_val.parquet`` (the same of
+held-out problems, 64 at most; left out where no problem is held out).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ctrl_megatron.sft.synthesis import synthesise_rows
 from ctrl_megatron.types import Attempt, Verdict
 
 _HELD_OUT_SHARE = 0.2
+_SFT_VAL_SIZE = 64
 
 
 def held_out(problem_id: str) -> bool:
@@ -97,26 +99,33 @@ def main() -> int:
 def write_files(
     arguments: argparse.Namespace, judged: Sequence[tuple[Attempt, Verdict]], own: set[str]
 ) -> None:
-    """Split by problem and write the three files."""
+    """Split by problem and write the files."""
     rows = {a.id: row_of(a, critique_messages(a.problem, a.solution)) for a, _ in judged}
     train = [(a, v) for a, v in judged if not held_out(a.problem.id)]
     rl = [rows[a.id] for a, _ in train if a.id in own]
-    val = [rows[a.id] for a, _ in judged if held_out(a.problem.id) and a.id in own]
-    examples = synthesise_rows([a for a, _ in train], [v for _, v in train], arguments.seed)
+    kept = [(a, v) for a, v in judged if held_out(a.problem.id)]
+    val = [rows[a.id] for a, _ in kept if a.id in own]
+    sft_train, sft_val = critiques(train, arguments.seed), critiques(kept, arguments.seed)
+    sft_val = sft_val[:_SFT_VAL_SIZE]
     write_rows(arguments.out / "train.parquet", rl)
     write_rows(arguments.out / "val.parquet", val[: arguments.val_size])
-    write_examples(
-        arguments.out / "sft_train.parquet",
-        [
-            SftExample(id=e["id"], prompt=tuple(e["prompt"]), response=e["response"])
-            for e in examples
-        ],
-    )
+    write_examples(arguments.out / "sft_train.parquet", sft_train)
+    if sft_val:
+        write_examples(arguments.out / "sft_val.parquet", sft_val)
     right = sum(row.pass_rate == 1 for row in rl)
     print(
         f"{arguments.out}: {len(rl)} training attempts ({right} correct), "
-        f"{min(len(val), arguments.val_size)} held out, {len(examples)} critiques for SFT"
+        f"{min(len(val), arguments.val_size)} held out, {len(sft_train)} critiques for SFT "
+        f"({len(sft_val)} more held out)"
     )
+
+
+def critiques(judged: Sequence[tuple[Attempt, Verdict]], seed: int) -> list[SftExample]:
+    """A critique of every attempt, written from its verdict."""
+    written = synthesise_rows([a for a, _ in judged], [v for _, v in judged], seed)
+    return [
+        SftExample(id=e["id"], prompt=tuple(e["prompt"]), response=e["response"]) for e in written
+    ]
 
 
 if __name__ == "__main__":

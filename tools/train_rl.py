@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 warnings.filterwarnings("ignore", module=r"megatron|torch")
 
 from ctrl_megatron.config import check_files, check_world_size, load_config
-from ctrl_megatron.config.environment import read_launch
+from ctrl_megatron.config.environment import read_launch, read_log_level
 
 
 def main() -> int:
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.total_epochs=2")
     arguments = parser.parse_args()
     try:
+        logging.basicConfig(level=read_log_level())
         config = load_config(arguments.config, arguments.overrides)
         check_files(config, "rl")
         check_world_size(config, read_launch().world_size)

@@ -19,30 +19,9 @@ from typing import Any, Literal
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ctrl_megatron.config import Config
+from ctrl_megatron.config import RESERVED, Config
 
 TARGET = ROOT / "docs/configuration.md"
-NO_EFFECT = frozenset(
-    {
-        "data.prompt_key",
-        "data.val_batch_size",
-        "actor_rollout_ref.hybrid_engine",
-        "actor_rollout_ref.actor.megatron.param_offload",
-        "actor_rollout_ref.actor.megatron.optimizer_offload",
-        "actor_rollout_ref.actor.megatron.grad_offload",
-        "actor_rollout_ref.rollout.revision_n",
-        "actor_rollout_ref.rollout.free_cache_engine",
-        "critic.cliprange_value",
-        "algorithm.gamma",
-        "algorithm.lam",
-        "reward.max_requests",
-        "reward.run_timeout",
-        "trainer.nnodes",
-        "trainer.n_gpus_per_node",
-        "dag.enable_perf",
-    }
-)
-"""Keys that are checked and that nothing reads yet; tests/architecture/test_docs.py compares."""
 _INTRODUCTION = """# Configuration
 
 Written by `python tools/write_config_docs.py` from `ctrl_megatron/config/`; do not edit by hand.
@@ -64,11 +43,14 @@ torchrun --nproc-per-node 2 tools/train_rl.py --config examples/ctrl_smollm2_cpu
 - `tools/train_rl.py` needs `actor_rollout_ref.model.path` and `data.train_files`;
   `tools/train_sft.py` needs `actor_rollout_ref.model.path` and `sft.train_files`.
 - None, True and False in the tables are written `null`, `true` and `false`.
-- Keys marked *no effect yet* are accepted and checked, but nothing reads them so far.
+- Keys marked *reserved* name what is not available yet: any value but the default is refused.
+- `trainer.nnodes` times `trainer.n_gpus_per_node` must be the number of started processes.
 
-One environment variable belongs to the package: `CTRL_MASTER_PORT` (or `MASTER_PORT`) sets the port
-of the rendezvous where `srun` starts the ranks without torchrun; otherwise it follows from the
-job's number.
+Two environment variables belong to the package; another name that begins with `CTRL_` is an error.
+`CTRL_LOG_LEVEL` (`DEBUG`, `INFO`, `WARNING` or `ERROR`; `WARNING` by default) says which messages
+of Python's logging the trainer processes print, Megatron-Core's among them. `CTRL_MASTER_PORT` (or
+`MASTER_PORT`) sets the port of the rendezvous where `srun` starts the ranks without torchrun;
+otherwise it follows from the job's number.
 """
 
 
@@ -127,7 +109,8 @@ def section_table(prefix: str, cls: type) -> str:
         key = f"{prefix}.{name}"
         if name not in texts:
             raise ValueError(f"{key} has no docstring in ctrl_megatron/config")
-        meaning = texts[name] + (" *No effect yet.*" if key in NO_EFFECT else "")
+        reserved = " *Reserved; only the default is accepted.*" if key in RESERVED else ""
+        meaning = texts[name] + reserved
         cells = (f"`{key}`", type_words(hint), default_words(getattr(defaults, name)), meaning)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     purpose = " ".join((cls.__doc__ or "").split()).replace("``", "`")

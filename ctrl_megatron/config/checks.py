@@ -163,12 +163,15 @@ def _check_announced(config: Config, world_size: int) -> None:
     nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
     if nodes * each == world_size:
         return
-    nodes_then = nodes if world_size % nodes == 0 else 1
+    machines = f"--nnodes {nodes} " if nodes > 1 else ""
+    if world_size % nodes == 0:
+        override = f"trainer.n_gpus_per_node={world_size // nodes}"
+    else:
+        override = f"trainer.nnodes=1 trainer.n_gpus_per_node={world_size}"
     raise ValueError(
         f"trainer.nnodes={nodes} x trainer.n_gpus_per_node={each} announce {nodes * each} ranks, "
-        f"but {world_size} were started; start {nodes * each} (torchrun --nnodes {nodes} "
-        f"--nproc-per-node {each}), or add trainer.nnodes={nodes_then} "
-        f"trainer.n_gpus_per_node={world_size // nodes_then}"
+        f"but {world_size} were started; start {nodes * each} (torchrun {machines}"
+        f"--nproc-per-node {each}), or add {override}"
     )
 
 

@@ -91,13 +91,13 @@ def read_slurm_job(environ: Mapping[str, str] | None = None) -> SlurmJob | None:
 
 
 def read_log_level(environ: Mapping[str, str] | None = None) -> str:
-    """``CTRL_LOG_LEVEL``, INFO by default; ValueError for a ``CTRL_`` name that is not ours."""
+    """``CTRL_LOG_LEVEL``, or WARNING; ValueError for a ``CTRL_`` name that is not ours."""
     environ = os.environ if environ is None else environ
     for name in environ:
         if name.startswith("CTRL_") and name not in _OURS:
             near = difflib.get_close_matches(name, _OURS, n=1, cutoff=0.0)
             raise ValueError(f"unknown environment variable {name}; did you mean {near[0]}?")
-    level = environ.get("CTRL_LOG_LEVEL", "INFO").upper()
+    level = environ.get("CTRL_LOG_LEVEL", "WARNING").upper()
     if level not in _LEVELS:
         raise ValueError(f"CTRL_LOG_LEVEL={level} must be one of {', '.join(_LEVELS)}")
     return level

@@ -61,7 +61,8 @@ class Display:
         if self._bar is None:
             seconds = time.monotonic() - self._step_start
             aside = f" (beside {', '.join(beside)})" if beside else ""
-            self._line(f"[step {self._done + 1}/{self.total_steps}] {seconds:7.1f}s {name}{aside}")
+            step = min(self._done + 1, self.total_steps)
+            self._line(f"[step {step}/{self.total_steps}] {seconds:7.1f}s {name}{aside}")
         self._show_phases()
 
     def end_phase(self, name: str) -> None:

@@ -53,5 +53,6 @@ def evaluate(config: Config, critics: Mapping[str, str]) -> dict[str, dict[str, 
             )
             results[stage] = validate(speaker)
         watch.quiet()
+        speaker.close()
     stop.restore()
     return results

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -74,13 +74,19 @@ class FailureWatch:
         """Publish this rank's failure and print the run's first cause; call from the main thread.
 
         A broken collective is usually the echo of another rank's failure, so that one gets a few
-        seconds to be seen first.
+        seconds to be seen first. Without the launcher's store there is nobody to tell.
         """
-        deadline = time.monotonic() + (_ROOT_CAUSE_SECONDS if _is_echo(error) else 0.0)
+        text = "".join(traceback.format_exception(error))
+        try:
+            self._tell(f"rank {self._groups.rank} failed:\n{text}", patient=_is_echo(error))
+        except (RuntimeError, ConnectionError) as lost:
+            _say(f"rank {self._groups.rank} failed, and its launcher is gone ({lost}):\n{text}")
+
+    def _tell(self, cause: str, *, patient: bool) -> None:
+        deadline = time.monotonic() + (_ROOT_CAUSE_SECONDS if patient else 0.0)
         while time.monotonic() < deadline and not self._published():
             time.sleep(0.1)
-        text = "".join(traceback.format_exception(error))
-        self._publish(f"rank {self._groups.rank} failed:\n{text}")
+        self._publish(cause)
         self._announce()
 
     def _watch(self) -> None:
@@ -108,7 +114,9 @@ class FailureWatch:
                     self._leave()
             except (RuntimeError, ConnectionError) as error:
                 if not self._ended.is_set():
-                    _say(f"rank {me} lost the rendezvous store, so the launcher is gone: {error}")
+                    # Where the launcher does not serve the store, rank 0 does.
+                    lost = f"the rendezvous store is gone, and so is the launcher: {error}"
+                    _say(f"rank {me} stops because {_dead_rank(local) or lost}")
                     self._leave(announce=False)
 
     def _dead_service(self) -> str | None:

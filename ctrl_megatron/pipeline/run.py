@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +41,7 @@ from ctrl_megatron.pipeline.step_metrics import examples_of, performance
 from ctrl_megatron.pipeline.task_graph import TaskGraph
 from ctrl_megatron.pipeline.validation import validate
 from ctrl_megatron.pipeline.worker import DAGWorker
-from ctrl_megatron.resharding.shared_memory import require_one_host
+from ctrl_megatron.resharding.shared_memory import remove_segments, require_one_host
 from ctrl_megatron.resharding.sources import MegatronSource
 
 
@@ -66,14 +69,20 @@ def guarded(
 ) -> Iterator[tuple[FailureWatch, list[Callable[[], None]]]]:
     """A run's body: a failure on any rank ends all ranks, printing the first cause.
 
-    Yields the watch and a list of clean-up functions, called last to first whatever happens. Weights
-    travel through shared memory, so ranks on several hosts end here, not at the first push.
+    Yields the watch and a list of clean-up functions, called last to first whatever happens. Ranks
+    on several hosts end here already, not at the first weight push.
     """
-    clean_up: list[Callable[[], None]] = []
+    host = socket.gethostname()
+    pids = {pid for where, pid in groups.from_all((host, os.getpid())) if where == host}
+    clean_up: list[Callable[[], None]] = [lambda: remove_segments(pids.__contains__)]
+    one_at_a_time = threading.Lock()
 
     def clean() -> None:
-        while clean_up:
-            clean_up.pop()()
+        # The watch and the main thread may both get here; whoever is second waits for the first,
+        # since it ends the process afterwards.
+        with one_at_a_time:
+            while clean_up:
+                clean_up.pop()()
 
     watch = FailureWatch(groups, timeout=config.trainer.failure_timeout, clean_up=clean)
     try:
@@ -209,8 +218,8 @@ def train(config: Config) -> bool:
         report = recorder.close(report=True)
         if report is not None:
             print(f"report: {report}")
-        groups.barrier()
         watch.quiet()
+        worker.close()
     stop.restore()
     return finished
 

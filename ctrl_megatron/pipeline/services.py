@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.parallel.groups import Groups
-from ctrl_megatron.rollout.client import RemoteEngine
+from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import Engine, EngineAddress, EngineSpec
-from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
+from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.sandbox import EmbeddedSandbox
 
 
@@ -22,10 +22,15 @@ class Guarded:
     name: str
     alive: Callable[[], bool]
     pid: int
+    last_words: Callable[[], str]
+    """The end of what it wrote."""
 
     def died(self) -> str | None:
         """What happened to it, or None while it lives."""
-        return None if self.alive() else f"the {self.name} (pid {self.pid}) died"
+        if self.alive():
+            return None
+        said = self.last_words().strip()
+        return f"the {self.name} (pid {self.pid}) died; the end of its output:\n{said or '(none)'}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,8 +44,17 @@ class Services:
 
     def guarded(self) -> list[Guarded]:
         """This rank's child processes."""
-        children = [(self.engine, "rollout engine"), (self.sandbox, "sandbox service")]
-        return [Guarded(name=n, alive=c.alive, pid=c.pid) for c, n in children if c is not None]
+        found = []
+        if (engine := self.engine) is not None:
+            log = partial(log_tail, engine.log_path)
+            found.append(
+                Guarded(name="rollout engine", alive=engine.alive, pid=engine.pid, last_words=log)
+            )
+        if (box := self.sandbox) is not None:
+            found.append(
+                Guarded(name="sandbox service", alive=box.alive, pid=box.pid, last_words=box.log)
+            )
+        return found
 
     def connect(self) -> Engine:
         """A client of the engine."""
@@ -79,10 +93,10 @@ class ServiceStart:
         self._config, self._groups = config, groups
         self._sandbox: EmbeddedSandbox | None = None
         self._services: Services | None = None
-        self._pool = ThreadPoolExecutor(1)
+        self._engine: EngineProcess | None = None
         if groups.is_first:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._engine = self._pool.submit(launch_engine, engine_spec(config, run_dir))
+            self._engine = EngineProcess(engine_spec(config, run_dir))
             if not config.sandbox.endpoint:
                 # It ties its life to the thread that starts it, so that is the main thread.
                 self._sandbox = _embedded(config)
@@ -90,10 +104,11 @@ class ServiceStart:
     def wait(self) -> Services:
         """Addresses of both once they answer. Collective."""
         found = None
-        if self._groups.is_first:
-            self._services = Services(engine=self._engine.result(), sandbox=self._sandbox)
+        if self._engine is not None:
+            self._engine.wait_ready()
+            self._services = Services(engine=self._engine, sandbox=self._sandbox)
             endpoint = self._sandbox.endpoint if self._sandbox else self._config.sandbox.endpoint
-            found = (self._engine.result().address, endpoint)
+            found = (self._engine.address, endpoint)
         address, endpoint = self._groups.from_first(found)
         self._services = self._services or Services()
         self._services.engine_address, self._services.sandbox_endpoint = address, str(endpoint)
@@ -105,11 +120,9 @@ class ServiceStart:
 
     def stop(self) -> None:
         """End this rank's child processes, also one that is still starting."""
-        if self._groups.is_first:
-            if self._sandbox is not None:
-                self._sandbox.stop()
-            if not self._engine.cancel() and self._engine.exception() is None:
-                self._engine.result().stop()
+        for service in (self._sandbox, self._engine):
+            if service is not None:
+                service.stop()
 
 
 def _embedded(config: Config) -> EmbeddedSandbox:

@@ -10,7 +10,7 @@ from ctrl_megatron.resharding.push import EngineLink, SyncReport, push
 from ctrl_megatron.resharding.sources import WeightSource
 
 Role = Literal["actor", "proxy"]
-_MEMORY = ("weights", "kv_cache")
+_MEMORY: tuple[str, ...] = ("weights", "kv_cache")
 
 
 class EngineWeights:

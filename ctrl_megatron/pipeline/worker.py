@@ -64,6 +64,14 @@ class Speaker:
             raise StopRequested
         return self.groups.from_leader(answer)
 
+    def close(self) -> None:
+        """Let go of connections and end the background loop."""
+        if self.engine is not None:
+            self.background.run(self.engine.close())
+        if self.reward is not None:
+            self.background.run(self.reward.close())
+        self.background.close()
+
 
 @dataclass(slots=True, kw_only=True)
 class DAGWorker(Speaker):

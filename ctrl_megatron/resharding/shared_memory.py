@@ -22,9 +22,9 @@ class Segment:
     """A named piece of shared memory as a uint8 tensor."""
 
     def __init__(self, name: str, size: int, *, create: bool) -> None:
-        self.name, self._path = name, os.path.join(_FOLDER, name)
+        self.name, path = name, os.path.join(_FOLDER, name)
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        descriptor = os.open(self._path, flags, 0o600)
+        descriptor = os.open(path, flags, 0o600)
         try:
             if create:
                 os.posix_fallocate(descriptor, 0, size)
@@ -33,19 +33,20 @@ class Segment:
             os.close(descriptor)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
-    def unlink(self) -> None:
-        """Remove the name; the memory goes when the last process lets go of it."""
-        os.unlink(self._path)
 
-
-def _remove_stale() -> None:
-    """Remove segments whose trainer was killed before it could."""
+def remove_segments(made_by: Callable[[int], bool]) -> None:
+    """Remove the segments of the processes that ``made_by`` is true of: killed ones could not."""
     for name in os.listdir(_FOLDER):
         parts = name.split("-")
         ours = parts[0] == "ctrl" and len(parts) == 4 and parts[1].isdigit()
-        if ours and not os.path.exists(f"/proc/{parts[1]}"):
-            with suppress(FileNotFoundError):
-                os.unlink(os.path.join(_FOLDER, name))
+        if ours and made_by(int(parts[1])):
+            _unlink(name)
+
+
+def _unlink(name: str) -> None:
+    # The run's failure watch may have been faster.
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(_FOLDER, name))
 
 
 def bucket_count(slices: Sequence[Slice]) -> int:
@@ -76,20 +77,21 @@ def segments(slices: Sequence[Slice], groups: Groups) -> Iterator[tuple[Segment,
     """
     require_one_host(groups)
     if groups.is_first:
-        _remove_stale()
+        remove_segments(lambda pid: not os.path.exists(f"/proc/{pid}"))
     base = groups.from_first(f"ctrl-{os.getpid()}-{uuid.uuid4().hex[:12]}")
     names, size = [f"{base}-{i}" for i in range(2)], segment_size(slices)
-    if groups.is_first:
-        made = tuple(Segment(name, size, create=True) for name in names)
-    groups.barrier()
-    if not groups.is_first:
-        made = tuple(Segment(name, size, create=False) for name in names)
     try:
+        if groups.is_first:
+            made = tuple(Segment(name, size, create=True) for name in names)
+        groups.barrier()
+        if not groups.is_first:
+            made = tuple(Segment(name, size, create=False) for name in names)
         yield made  # type: ignore[misc]
     finally:
         if groups.is_first:
-            for segment in made:
-                segment.unlink()
+            # The memory goes when the last process lets go of it.
+            for name in names:
+                _unlink(name)
 
 
 def stream(

@@ -59,6 +59,8 @@ class RewardModelForCritic:
     # Class attributes, so that text-only methods work on an instance that was never initialised.
     show_progress: bool = True
     id_key: str = "problem_id"
+    max_requests: int = MAX_REQUESTS
+    run_timeout: float = RUN_TIMEOUT
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class RewardModelForCritic:
         self.id_key = id_key
         self.show_progress = show_progress
         self._sandbox = sandbox
-        self._max_requests, self._run_timeout = max_requests, run_timeout
+        self.max_requests, self.run_timeout = max_requests, run_timeout
         self._cache: ResultCache[Graded] = ResultCache(
             keep=lambda graded: not graded.timed_out, capacity=cache_capacity
         )
@@ -144,6 +146,12 @@ class RewardModelForCritic:
         graded, _ = await self._grade(revision, sample, self.run_all_cases, semaphore)
         return self._score(graded.verdict)
 
+    async def close(self) -> None:
+        """Let go of the sandbox client's connections, where it has any."""
+        close = getattr(self._sandbox, "close", None)
+        if close is not None:
+            await close()
+
     async def get_reward_all(
         self, critiques: list[str], revisions: list[str], samples: list[Any]
     ) -> list[float]:
@@ -152,7 +160,7 @@ class RewardModelForCritic:
         The shortest list sets the length. The first fault cancels the rest and is raised;
         ``judge_all`` reports faults sample by sample.
         """
-        semaphore = asyncio.Semaphore(self._max_requests)
+        semaphore = asyncio.Semaphore(self.max_requests)
         triples = zip(critiques, revisions, samples, strict=False)
         return await self._gather(
             [partial(self.reward_revision, *triple, semaphore) for triple in triples]
@@ -165,7 +173,7 @@ class RewardModelForCritic:
 
         Raises ``ValueError`` for a sample that cannot be judged and for lists of unequal length.
         """
-        semaphore = asyncio.Semaphore(self._max_requests)
+        semaphore = asyncio.Semaphore(self.max_requests)
         triples = zip(critiques, revisions, samples, strict=True)
         return await self._gather(
             [partial(self._judge_revision, *triple, semaphore) for triple in triples]
@@ -200,9 +208,7 @@ class RewardModelForCritic:
             raise ValueError(
                 "RewardModelForCritic has no sandbox; pass sandbox=SandboxClient(endpoint)"
             )
-        job = grading_job(
-            text, sample, run_all_cases=run_all_cases, run_timeout=self._run_timeout
-        )
+        job = grading_job(text, sample, run_all_cases=run_all_cases, run_timeout=self.run_timeout)
 
         async def run() -> Graded:
             if semaphore is None:

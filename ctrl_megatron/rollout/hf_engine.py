@@ -18,7 +18,6 @@ from ctrl_megatron.rollout.segment import open_chunk
 from ctrl_megatron.rollout.update import WeightState
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
-
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -46,7 +45,7 @@ class HfEngine:
         self._spec = spec
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
         self._state = WeightState(read_manifest(spec.model_path, spec.dtype), spec.initial_version)
-        self._model = load_model(spec)
+        self._model: Any = load_model(spec)
         self._weights = dict(self._model.named_parameters())
         strange = [s.name for s in self._state.manifest if s.name not in self._weights]
         if strange:

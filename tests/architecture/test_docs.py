@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from ctrl_megatron.config import Config, parse_override
+from ctrl_megatron.config import RESERVED, Config, parse_override
 from ctrl_megatron.config.coerce import leaf_keys
 from ctrl_megatron.sandbox import SandboxLimits
 
@@ -169,24 +169,23 @@ def test_the_configuration_page_is_what_the_tool_writes() -> None:
     assert set(re.findall(r"^\| `([\w.]+)` \|", written, re.MULTILINE)) == LEAVES
 
 
-def test_keys_said_to_have_no_effect_are_those_that_nothing_reads() -> None:
-    silent = load_tool("write_config_docs").NO_EFFECT
+def test_every_key_is_read_or_refused() -> None:
     package = ROOT / "ctrl_megatron"
     files = [p for p in package.rglob("*.py") if p.name not in ("checks.py", "environment.py")]
     code = "\n".join(p.read_text() for p in files)
-    # trackers get the configuration as a dict; a type with one value needs no reader; the value
-    # model is refused by config/checks.py
+    # trackers get the configuration as a dict; a type with one value needs no reader; the others
+    # are compared with the launched world, or refused, in config/checks.py
     elsewhere = {
         "trainer.project_name",
         "actor_rollout_ref.actor.strategy",
-        "critic.enable",
+        *("trainer.nnodes", "trainer.n_gpus_per_node", "critic.enable"),
     }
     for key in sorted(LEAVES):
         group, name = key.split(".")[-2:]
-        if key in silent:
-            assert not re.search(rf"\b{group}\.{name}\b", code), f"{key} is read; it has an effect"
+        if key in RESERVED:
+            assert not re.search(rf"\b{group}\.{name}\b", code), f"{key} is read; do not refuse it"
         elif key not in elsewhere:
-            assert re.search(rf"\.{name}\b", code), f"nothing reads {key}; add it to NO_EFFECT"
+            assert re.search(rf"\.{name}\b", code), f"nothing reads {key}; refuse it by RESERVED"
 
 
 def test_the_sandbox_page_gives_every_limit_with_its_default() -> None:

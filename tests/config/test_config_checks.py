@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ctrl_megatron.config import Config, check_files, check_world_size, load_config
+from ctrl_megatron.config import (
+    RESERVED,
+    Config,
+    Purpose,
+    check_files,
+    check_world_size,
+    load_config,
+)
 from ctrl_megatron.config.coerce import leaf_keys
 
 ACTOR = "actor_rollout_ref.actor."
@@ -77,6 +86,17 @@ def test_the_defaults_with_the_required_paths_pass() -> None:
         (("trainer.save_freq=0",), ["save_freq=0", "-1 or at least 1"]),
         (("data.max_prompt_length=0",), ["data.max_prompt_length=0", "at least 1"]),
         (("dag.custom_pipeline_fn=my.module.fn",), ["package.module:function"]),
+        (("actor_rollout_ref.model.dtype=float16",), ["model.dtype=float16", "use bfloat16"]),
+        ((ROLLOUT + "dtype=float16",), ["rollout.dtype=float16", "use bfloat16"]),
+        ((MEGATRON + "param_offload=true",), ["param_offload", "use_kl_loss", "turn it off"]),
+        (
+            (
+                MEGATRON + "optimizer_offload=true",
+                MEGATRON + "use_distributed_optimizer=false",
+                "actor_rollout_ref.model.dtype=float32",
+            ),
+            ["optimizer_offload", "use_distributed_optimizer=true"],
+        ),
     ],
 )
 def test_each_conflict_is_one_line_with_key_and_remedy(
@@ -85,6 +105,23 @@ def test_each_conflict_is_one_line_with_key_and_remedy(
     found = messages(*overrides)
     hits = [line for line in found if all(fragment in line for fragment in fragments)]
     assert len(hits) == 1, found
+
+
+def test_every_reserved_key_is_refused_unless_it_has_its_default() -> None:
+    for key in RESERVED:
+        default: Any = Config()
+        for name in key.split("."):
+            default = getattr(default, name)
+        other = not default if isinstance(default, bool) else default * 2
+        assert messages(f"{key}={json.dumps(default)}") == []
+        (line,) = messages(f"{key}={json.dumps(other)}")
+        assert line.startswith(f"{key}={json.dumps(other)} is not available yet: ")
+        assert line.endswith(f"; leave it at {json.dumps(default)}")
+
+
+def test_offloading_fits_a_run_that_has_what_is_moved() -> None:
+    switches = [MEGATRON + f"{name}_offload=true" for name in ("param", "grad", "optimizer")]
+    assert messages(*switches, ACTOR + "use_kl_loss=true") == []
 
 
 def test_names_of_own_algorithms_are_left_to_the_registry() -> None:
@@ -140,19 +177,53 @@ def test_missing_files_are_named_with_their_keys(tmp_path: Path) -> None:
     check_files(config, "rl")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "each", "started", "remedy"),
+    [
+        (1, 2, 1, "trainer.n_gpus_per_node=1"),
+        (2, 4, 6, "trainer.n_gpus_per_node=3"),
+        (2, 4, 5, "trainer.nnodes=1 trainer.n_gpus_per_node=5"),
+    ],
+)
+def test_as_many_ranks_must_start_as_were_announced(
+    nodes: int, each: int, started: int, remedy: str
+) -> None:
+    keys = [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={each}"]
+    config = load_config(None, [*PATHS, *keys])
+    check_world_size(config, nodes * each)
+    with pytest.raises(ValueError) as caught:
+        check_world_size(config, started)
+    for part in (*keys, f"{started} were started", f"--nproc-per-node {each}", remedy):
+        assert part in str(caught.value)
+    mended = load_config(
+        None,
+        [
+            *PATHS,
+            *keys,
+            *remedy.split(),
+            "data.train_batch_size=30",
+            ACTOR + "ppo_mini_batch_size=30",
+        ],
+    )
+    check_world_size(mended, started)
+
+
 def test_world_size_must_fit_layout_and_batches() -> None:
     sizes = (MEGATRON + "tensor_model_parallel_size=2", MEGATRON + "pipeline_model_parallel_size=2")
-    config = load_config(
-        None, [*PATHS, *sizes, "data.train_batch_size=6", ACTOR + "ppo_mini_batch_size=6"]
-    )
-    check_world_size(config, 4)
-    check_world_size(config, 12)
+    batches = ("data.train_batch_size=6", ACTOR + "ppo_mini_batch_size=6")
+
+    def check(ranks: int, purpose: Purpose = "rl") -> None:
+        announced = f"trainer.n_gpus_per_node={ranks}"
+        check_world_size(load_config(None, [*PATHS, *sizes, *batches, announced]), ranks, purpose)
+
+    check(4)
+    check(12)
     with pytest.raises(ValueError, match=r"multiple of 4 ranks"):
-        check_world_size(config, 6)
+        check(6)
     with pytest.raises(ValueError, match=r"train_batch_size=6 .* 4 data-parallel ranks"):
-        check_world_size(config, 16)
+        check(16)
     with pytest.raises(ValueError, match=r"sft\.train_batch_size=16 .* 3 data-parallel"):
-        check_world_size(config, 12, "sft")
+        check(12, "sft")
 
 
 def test_derived_values_follow_their_sources() -> None:

@@ -98,7 +98,7 @@ def test_slurm_job() -> None:
 
 
 def test_own_variables_are_checked() -> None:
-    assert read_log_level({}) == "INFO"
+    assert read_log_level({}) == "WARNING"
     assert read_log_level({"CTRL_LOG_LEVEL": "debug"}) == "DEBUG"
     with pytest.raises(ValueError, match="did you mean CTRL_LOG_LEVEL"):
         read_log_level({"CTRL_LOGLEVEL": "debug"})

@@ -92,6 +92,20 @@ def test_any_text_survives(
     assert read_rows(file)[0].attempt() == attempt
 
 
+def test_the_prompt_may_stand_in_another_column(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "Criticise."}]
+    file = write_raw(tmp_path / "a.parquet", record(question=asked))
+    assert list(read_rows(file, prompt_key="question")[0].prompt) == asked
+    with pytest.raises(ValueError, match=r"column.*ask missing"):
+        read_rows(file, prompt_key="ask")
+    without = {k: v for k, v in record(question=asked).items() if k != "prompt"}
+    file = write_raw(tmp_path / "b.parquet", without)
+    assert list(read_rows(file, prompt_key="question")[0].prompt) == asked
+    file = write_raw(tmp_path / "c.parquet", record(question=[]))
+    with pytest.raises(ValueError, match="row 0: column 'question'"):
+        read_rows(file, prompt_key="question")
+
+
 def test_files_are_read_in_order_and_a_prompt_of_ones_own_is_kept(tmp_path: Path) -> None:
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}]
     names = [tmp_path / "b.parquet", tmp_path / "a.parquet"]

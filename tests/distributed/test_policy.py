@@ -73,13 +73,14 @@ def test_families_equal_transformers_and_survive_a_round_trip(
 def trained_alone(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, list[dict[str, float]]]]:
-    """Three steps of one process, packed in several ways and with everything recomputed."""
+    """Three steps of one process: packed in several ways, recomputed, offloaded in between."""
     out = tmp_path_factory.mktemp("alone")
     variants = {
         "one": {"token_budget": 4096},
         "many": {"token_budget": 21, "logprob_chunk": 3},
         "recompute": {"token_budget": 64, "build": {"recompute_granularity": "full"}},
         "plain_optimizer": {"optimizer": {"distributed": False}},
+        "offloaded": {"make_room": True},
     }
     (metrics,) = run_world(
         "train",
@@ -98,7 +99,7 @@ def assert_same_metrics(left: list[dict[str, float]], right: list[dict[str, floa
         assert a == pytest.approx(b, rel=1e-5, abs=1e-9)
 
 
-def test_packing_and_recompute_change_nothing(
+def test_packing_recompute_and_offloading_change_nothing(
     trained_alone: tuple[Path, dict[str, list[dict[str, float]]]],
 ) -> None:
     out, metrics = trained_alone

@@ -68,6 +68,11 @@ def policy_loss(log_probs, entropy, rows, counts):
     return mean, {"kl": (kl.detach() * mask).sum() / counts.tokens}
 
 
+def buffer_bytes(chunk: Any) -> int:
+    """Bytes that the gradient buffers of Megatron's DistributedDataParallel hold."""
+    return sum(buffer.grad_data.untyped_storage().size() for buffer in chunk.buffers)
+
+
 def train(
     rank: int,
     layout: dict,
@@ -78,6 +83,7 @@ def train(
 ) -> dict[str, Any]:
     """Three optimizer steps for every variant of options, each from the same weights.
 
+    With the option ``make_room`` everything that can leave the device does so between the steps.
     The global batch is dealt out to the data-parallel ranks; the weights are exported.
     """
     from ctrl_megatron.checkpoint.hf import save_hf
@@ -89,8 +95,16 @@ def train(
         # divided by itself.
         defaults = {"lr": 1e-3, "total_steps": 10, "clip_grad": 0.5, "eps": 1e-4}
         optimizer = defaults | options.pop("optimizer", {})
+        make_room = options.pop("make_room", False)
         policy = make_policy(groups, directory, optimizer=optimizer, **options)
-        results[name] = [policy.step(mine, policy_loss) for _ in range(3)]
+        results[name] = []
+        for _ in range(3):
+            if make_room:
+                policy.offload(gradients=True, optimizer=True)
+                assert all(buffer_bytes(chunk) == 0 for chunk in policy.chunks)
+                policy.log_probs(mine)
+            results[name].append(policy.step(mine, policy_loss))
+            assert all(buffer_bytes(chunk) > 0 for chunk in policy.chunks)
         save_hf(policy, f"{out}/{name}", side_files=directory)
     return results
 

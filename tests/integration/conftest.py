@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launched_run import Job
+import torch
+from launched_run import Job, Run
 from tiny_run import JUDGMENTS, PROGRAM, chain_model, smollm2, write_problems
+
+# Several threads of one process are slower than one where others compute as well.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +32,11 @@ def job(actor_path: Path, smollm2_path: Path, tmp_path_factory: pytest.TempPathF
     proxy = chain_model(folder / "proxy", smollm2_path, [PROGRAM], 0.9)
     data = write_problems(folder / "train.parquet")
     return Job(actor=actor_path, proxy=proxy, data=data, folder=folder / "runs")
+
+
+@pytest.fixture(scope="session")
+def whole_run(job: Job) -> Run:
+    """A finished run of four steps."""
+    with job.launch("whole", steps=4) as run:
+        assert run.ends() == 0, run.output()[-8000:]
+    return run

@@ -165,6 +165,18 @@ def test_order_length_and_bound_of_a_batch(make: Make) -> None:
     assert asyncio.run(model.get_reward_all([], [], [])) == []
 
 
+def test_the_bound_and_the_seconds_per_test_can_be_chosen(make: Make) -> None:
+    model, sandbox = make(max_requests=3, run_timeout=4.5)
+    rows = [function_row(time_limit=None), function_row()] * 5
+    revisions = [block(f"# +\nx = {number}") for number in range(10)]
+    with pytest.raises(SandboxError):
+        asyncio.run(model.get_reward_all([CORRECT] * 10, revisions[:1], rows))
+    outcomes = asyncio.run(model.judge_all([CORRECT] * 10, revisions, rows))
+    assert sandbox.most_under_way == 3
+    assert len(outcomes) == 10
+    assert {r.config.run_timeout for r in sandbox.requests} == {4.5, 2.0}
+
+
 def test_the_public_methods_build_on_each_other() -> None:
     """Who replaces ``reward_revision`` or ``get_sandbox_response``, as CTRL's own tests do, changes
     the result.

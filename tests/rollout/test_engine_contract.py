@@ -74,6 +74,7 @@ class Bench:
                 max_num_seqs=8,
                 kv_cache_gib=0.25,
                 threads=1,
+                may_sleep=True,
                 log_path=str(self.path / f"{self.name}.log"),
                 startup_timeout=180.0,
             )

@@ -1,0 +1,59 @@
+"""One process of a run is killed in the middle of a step; nothing of the run is left."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import psutil
+import pytest
+from launched_run import Job, Run
+
+WITHIN = 30.0
+"""Seconds from the kill to the launcher's end."""
+
+
+def _in_a_push(run: Run) -> bool:
+    return bool(run.shared_memory())
+
+
+def _in_a_step(run: Run) -> bool:
+    return True
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("victim", "moment", "message"),
+    [
+        # The owner of the shared memory, while it is in use.
+        ("rank 0", _in_a_push, r"rank 0 \(pid {pid}\) died"),
+        ("rank 1", _in_a_push, r"rank 1 \(pid {pid}\) died"),
+        ("engine", _in_a_step, r"(rollout engine|engine hf) \(pid {pid}\b.* (died|is gone|killed)"),
+        ("sandbox", _in_a_step, r"sandbox service \(pid {pid}\) died"),
+        ("launcher", _in_a_step, r"launcher"),
+    ],
+)
+def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: str) -> None:
+    with job.launch(f"without {victim}".replace(" ", "_"), steps=10_000) as run:
+        run.wait_for_steps(1)
+        process = _process(run, victim)
+        assert len(run.look()) >= 5
+        run.wait_for(lambda: moment(run), pause=0.0005)
+        process.kill()
+        killed = time.monotonic()
+        code = run.ends(WITHIN)
+        while run.look() and time.monotonic() < killed + WITHIN:
+            time.sleep(0.1)
+        print(f"{victim}: all gone {time.monotonic() - killed:.1f} s after the kill")
+        assert run.look() == []
+        assert run.shared_memory() == []
+        assert code != 0
+        assert re.search(message.format(pid=process.pid), run.output()), run.output()[-8000:]
+
+
+def _process(run: Run, name: str) -> psutil.Process:
+    if name.startswith("rank"):
+        return run.rank(int(name.split()[1]))
+    if name == "launcher":
+        return psutil.Process(run.process.pid)
+    return run.find({"engine": r"rollout\.host", "sandbox": r"ctrl_megatron\.sandbox"}[name])

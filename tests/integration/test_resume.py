@@ -1,0 +1,59 @@
+"""A run that was killed or stopped goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+from launched_run import Job, Run
+from pytest import approx
+
+SAME = ("actor/loss", "actor/grad_norm", "actor/kl_loss", "critique/length", "reward/mean")
+
+
+def assert_same_steps(run: Run, whole: Run) -> None:
+    """Every recorded step, also one that was done twice, has the uninterrupted run's numbers."""
+    expected = {record["step"]: record["metrics"] for record in whole.metrics()}
+    for record in run.metrics():
+        step, found = record["step"], record["metrics"]
+        if step in expected:
+            wanted = {name: approx(expected[step][name], rel=1e-6) for name in SAME}
+            assert {name: found[name] for name in SAME} == wanted, f"step {step}"
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_run_repeats_the_uninterrupted_one(job: Job, whole_run: Run) -> None:
+    saving = ("trainer.save_freq=1",)
+    with job.launch("killed", steps=4, extra=saving) as run:
+        run.wait_for_steps(2)
+        run.kill()
+    done = [record["step"] for record in run.metrics()]
+    assert done[-1] < 4
+    with job.launch("killed", steps=4, extra=saving) as again:
+        assert again.ends() == 0, again.output()[-8000:]
+    start = re.search(r"continuing from\s\S*\safter step\s(\d+)", again.output())
+    assert start and int(start[1]) in (done[-1] - 1, done[-1]), again.output()[-8000:]
+    assert [r["step"] for r in again.metrics()] == [*done, *range(int(start[1]) + 1, 5)]
+    assert_same_steps(again, whole_run)
+
+
+@pytest.mark.timeout(900)
+def test_ctrl_c_saves_and_the_run_can_go_on(job: Job, whole_run: Run) -> None:
+    with job.launch("stopped", steps=10_000) as run:
+        run.wait_for_steps(1)
+        os.kill(run.process.pid, signal.SIGINT)
+        assert run.ends() != 0
+        assert run.look() == [] and run.shared_memory() == []
+    said = re.search(r"stopped as asked; the state after step (\d+) is saved", run.output())
+    assert said, run.output()[-8000:]
+    step = int(said[1])
+    assert [record["step"] for record in run.metrics()] == list(range(1, step + 1))
+    assert (run.folder / f"checkpoints/global_step_{step}/trainer_state.json").is_file()
+    assert (run.folder / "report.html").is_file()
+    assert "stops because" not in run.output()
+    with job.launch("stopped", steps=step + 1) as again:
+        assert again.ends() == 0, again.output()[-8000:]
+    assert [record["step"] for record in again.metrics()] == list(range(1, step + 2))
+    assert_same_steps(again, whole_run)
