@@ -111,7 +111,20 @@ class Optimization:
             if hasattr(inner, "_set_main_param_and_optimizer_states"):
                 _keep_step_beside_moments(inner)
         self.optimizer.load_state_dict(optimizer)
+        for inner in self.optimizer.chained_optimizers:
+            _unshare_steps(inner.optimizer)
         self.scheduler.load_state_dict(scheduler)
+
+
+def _unshare_steps(adam: Any) -> None:
+    """Give every parameter a step count of its own.
+
+    megatron-core 0.16 hands one tensor to all of them, which torch's AdamW would then advance once
+    per parameter in every step: resumed runs would leave the uninterrupted one's path.
+    """
+    for state in adam.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
 
 
 def _keep_step_beside_moments(inner: Any) -> None:

@@ -32,6 +32,7 @@ def _in_a_step(run: Run) -> bool:
         ("sandbox", _in_a_step, r"sandbox service \(pid {pid}\) died"),
         ("launcher", _in_a_step, r"launcher"),
     ],
+    ids=["rank 0", "rank 1", "engine", "sandbox", "launcher"],
 )
 def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: str) -> None:
     with job.launch(f"without {victim}".replace(" ", "_"), steps=10_000) as run:

@@ -33,7 +33,7 @@ def test_a_killed_run_repeats_the_uninterrupted_one(job: Job, whole_run: Run) ->
     assert done[-1] < 4
     with job.launch("killed", steps=4, extra=saving) as again:
         assert again.ends() == 0, again.output()[-8000:]
-    start = re.search(r"continuing from\s\S*\safter step\s(\d+)", again.output())
+    start = re.search(r"continuing from\s+\S+\s+after\s+step\s+(\d+)", again.output())
     assert start and int(start[1]) in (done[-1] - 1, done[-1]), again.output()[-8000:]
     assert [r["step"] for r in again.metrics()] == [*done, *range(int(start[1]) + 1, 5)]
     assert_same_steps(again, whole_run)

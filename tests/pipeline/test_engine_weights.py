@@ -13,6 +13,7 @@ from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.pipeline.weights import EngineWeights
 from ctrl_megatron.resharding.plan import Slice
 from ctrl_megatron.resharding.push import EngineLink
+from ctrl_megatron.resharding.shared_memory import require_one_host
 from ctrl_megatron.rollout.engine import Chunk
 from ctrl_megatron.types import TensorSpec
 
@@ -146,6 +147,14 @@ def test_an_engine_that_may_not_sleep_is_never_asked_to(loop: BackgroundLoop) ->
     weights.use("proxy")
     assert engine.calls == ["update proxy"]
     assert groups.barriers == before
+
+
+def test_ranks_on_several_hosts_are_refused_with_the_hosts() -> None:
+    groups = OneRank()
+    require_one_host(groups)  # type: ignore[arg-type]
+    groups.from_all = lambda value: ["east", "west", "east"]
+    with pytest.raises(ValueError, match=r"found east, west; it is single-host for now"):
+        require_one_host(groups)  # type: ignore[arg-type]
 
 
 def test_ranks_with_and_without_the_engine_meet_equally_often(

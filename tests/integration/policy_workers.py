@@ -1,0 +1,241 @@
+"""What the processes of ``in_process`` run."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+warnings.filterwarnings("ignore")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+
+def judge_beside_log_probs(
+    overrides: list[str], rows: list[dict[str, Any]], lost: str
+) -> dict[str, Any]:
+    """The nodes between generation and reward on hand-made critiques and revisions.
+
+    ``rows``: uid, problem_id, prompt, critique, revision. The service fails for programs that
+    contain ``lost``.
+    """
+    from ctrl_megatron.config import load_config
+    from ctrl_megatron.pipeline.executor import Executor
+    from ctrl_megatron.sandbox import EmbeddedSandbox
+
+    config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides)
+    with EmbeddedSandbox.start(workers=2) as service:
+        worker, judge = _worker(config, service.endpoint, lost)
+        batch = _batch(worker.codec, rows)
+        before = batch["response_mask"].clone()
+        worker.timeline.begin_step()
+        done, metrics = Executor(_graph(), worker).run_step(batch)
+        worker.background.run(judge.client.close())
+    names = ("token_level_scores", "response_mask", "old_log_probs", "ref_log_prob")
+    return {
+        **{name: done[name] for name in names},
+        "mask_before": before,
+        "uid": done["uid"].tolist(),
+        "detail": done["detail"].tolist(),
+        "metrics": metrics,
+        "phases": [dataclasses.asdict(phase) for phase in worker.timeline.phases()],
+        "programs": judge.programs,
+        "requests": judge.client.counters.requests,
+    }
+
+
+class FaultyJudge:
+    """The real client, but that the service fails for programs with ``lost`` in them."""
+
+    def __init__(self, client: Any, lost: str) -> None:
+        self.client, self._lost = client, lost
+        self.programs: list[str] = []
+
+    async def submit(self, request: Any) -> Any:
+        """See ``rewards.grading.Judge``."""
+        from ctrl_megatron.sandbox.client import SandboxError
+
+        self.programs.append(request.completion)
+        if self._lost in request.completion:
+            raise SandboxError("the service fell over")
+        return await self.client.submit(request)
+
+
+def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
+    from ctrl_megatron.algorithms import FixedKLController
+    from ctrl_megatron.data.tokens import TextCodec
+    from ctrl_megatron.parallel.background import BackgroundLoop
+    from ctrl_megatron.pipeline.interrupt import StopFlag
+    from ctrl_megatron.pipeline.run import build_policy, join, prompt_tables
+    from ctrl_megatron.pipeline.worker import DAGWorker
+    from ctrl_megatron.rewards import RewardModelForCritic
+    from ctrl_megatron.sandbox import SandboxClient
+
+    groups, path = join(config), config.actor_rollout_ref.model.path
+    codec = TextCodec(path)
+    policy, reference = (
+        build_policy(config, groups, path=path, optimizer=None, budget=4096) for _ in range(2)
+    )
+    judge = FaultyJudge(SandboxClient(endpoint), lost)
+    reward = RewardModelForCritic(
+        config.data.train_files, codec.tokenizer, sandbox=judge, show_progress=False
+    )
+    unused: Any = None
+    worker = DAGWorker(
+        config=config,
+        groups=groups,
+        background=BackgroundLoop(),
+        stop=StopFlag(),
+        codec=codec,
+        engine=None,
+        reward=reward,
+        weights=unused,
+        policy=policy,
+        reference=reference,
+        kl_controller=FixedKLController(0.0),
+        train=prompt_tables(config, codec)[0],
+        validation=None,
+    )
+    return worker, judge
+
+
+def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
+    from tensordict import NonTensorStack
+
+    from ctrl_megatron.pipeline.batch import CritiqueRow, make_batch
+    from ctrl_megatron.prompts import parse_judgment
+    from ctrl_megatron.types import Completion, VersionSpan
+
+    drawn = []
+    for row in rows:
+        tokens = (*codec.tokenizer.encode(row["critique"]), codec.eos_token_ids[0])
+        completion = Completion(
+            token_ids=tokens,
+            log_probs=(-1.0,) * len(tokens),
+            finish_reason="stop",
+            spans=(VersionSpan("actor@0", 0, len(tokens)),),
+        )
+        prompt = tuple(codec.encode_chat([{"role": "user", "content": row["prompt"]}]))
+        drawn.append(
+            CritiqueRow(
+                uid=row["uid"],
+                problem_id=row["problem_id"],
+                mini_batch=0,
+                prompt=prompt,
+                completion=completion,
+            )
+        )
+    batch = make_batch(drawn, pad_token_id=codec.pad_token_id)
+    batch["critique"] = NonTensorStack(*[row["critique"] for row in rows])
+    batch["revision"] = NonTensorStack(*[row["revision"] for row in rows])
+    batch["valid"] = torch.tensor([parse_judgment(row["critique"]) is not None for row in rows])
+    return batch
+
+
+def _graph() -> Any:
+    """The nodes of the built-in pipeline from the sandbox to the scores, in its order."""
+    from ctrl_megatron.pipeline import TaskGraph
+    from ctrl_megatron.pipeline.builtin import ctrl_pipeline
+
+    whole, part = ctrl_pipeline(), TaskGraph("judging")
+    for name in ("sandbox", "old_log_prob", "ref_log_prob", "scores"):
+        node = whole.get_node(name)
+        node.remove_dependency("generate_revisions")
+        part.add_node(node)
+    return part
+
+
+def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) -> dict[str, Any]:
+    """Log-probs of an engine and of the trainer for the same tokens, through three updates."""
+    from ctrl_megatron.data.tokens import TextCodec
+    from ctrl_megatron.parallel.background import BackgroundLoop
+    from ctrl_megatron.parallel.layout import Layout
+    from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.push import EngineLink, push
+    from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource
+    from ctrl_megatron.rollout.engine import EngineSpec
+    from ctrl_megatron.rollout.launch import EngineProcess
+
+    spec = EngineSpec(
+        name=engine,
+        model_path=model,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        kv_cache_gib=0.25,
+        threads=1,
+    )
+    with EngineProcess(spec) as process:
+        groups, policy = _frozen_policy(model, Layout())
+        codec, loop = TextCodec(model), BackgroundLoop()
+        dialogues = [codec.encode_chat([{"role": "user", "content": text}]) for text in prompts]
+        process.wait_ready()
+        remote, layout = process.connect(), EngineLayout(dtype="float32", bucket_bytes=64 << 20)
+        link = EngineLink(engine=remote, loop=loop)
+        actor = MegatronSource(policy, layout)
+        proxy = DirectorySource(model, layout, groups)
+        results = {}
+        for version, source in (("actor@0", actor), ("actor@1", actor), ("proxy", proxy)):
+            if version == "actor@1":
+                _change(policy)
+            report = push(source, link, groups, version=version, verify=True)
+            found = loop.run(_speak(remote, dialogues, count))
+            found["verified"], found["digests"] = report.verified, loop.run(remote.checksums())
+            if source is actor:
+                found["gaps"] = _gaps(policy, dialogues, found["sampled"], codec.pad_token_id)
+            results[version] = found
+        loop.run(remote.close())
+    return results
+
+
+def _frozen_policy(model: str, layout: Any) -> tuple[Any, Any]:
+    from ctrl_megatron.checkpoint.hf import load_hf
+    from ctrl_megatron.models.build import BuildOptions
+    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.policy import Policy, PolicyOptions
+    from ctrl_megatron.parallel.groups import initialize
+
+    groups = initialize(layout, seed=1, timeout_seconds=60)
+    options = PolicyOptions(build=BuildOptions(dtype="float32"), optimizer=None)
+    policy = Policy(read_model_shape(model), groups, options)
+    load_hf(policy, model)
+    return groups, policy
+
+
+@torch.no_grad()
+def _change(policy: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for parameter in policy.models[0].parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.add_(0.1 * parameter.abs().mean() * noise)
+
+
+async def _speak(remote: Any, dialogues: list[list[int]], count: int) -> dict[str, Any]:
+    from ctrl_megatron.types import SamplingParams
+
+    drawn = await remote.generate(dialogues, SamplingParams(max_tokens=count, seed=5))
+    likeliest = await remote.generate(dialogues, SamplingParams(max_tokens=count, temperature=0.0))
+    await asyncio.sleep(0)
+    return {"sampled": [c for (c,) in drawn], "greedy": [c.token_ids for (c,) in likeliest]}
+
+
+def _gaps(
+    policy: Any, dialogues: list[list[int]], sampled: list[Any], pad_token_id: int
+) -> torch.Tensor:
+    """|p_engine - p_trainer| of every sampled token."""
+    from ctrl_megatron.pipeline.batch import pad_rows, tensors_of
+
+    batch = pad_rows(dialogues, [c.token_ids for c in sampled], pad_token_id=pad_token_id)
+    log_probs, _ = policy.log_probs(tensors_of(batch), 1.0)
+    theirs = torch.tensor([value for c in sampled for value in c.log_probs])
+    return (log_probs[batch["response_mask"]].exp() - theirs.exp()).abs()
+
+
+if __name__ == "__main__":
+    name, folder = sys.argv[1:]
+    arguments = torch.load(f"{folder}/arguments.pt", weights_only=False)
+    torch.save(globals()[name](**arguments), f"{folder}/result.pt")
