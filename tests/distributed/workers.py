@@ -167,3 +167,9 @@ if __name__ == "__main__":
     arguments = torch.load(f"{folder}/arguments.pt", weights_only=False)
     result = globals()[name](rank, **arguments)
     torch.save(result, f"{folder}/result{rank}.pt")
+    if torch.distributed.is_initialized():
+        # A rank that leaves while others still talk to it can make their threads abort.
+        from ctrl_megatron.parallel.groups import shutdown
+
+        torch.distributed.barrier()
+        shutdown()
