@@ -9,6 +9,9 @@ from in_process import in_process
 
 from ctrl_megatron.rollout.engine import available_engines
 
+# A busy machine may be several times slower than an idle one.
+pytestmark = pytest.mark.timeout(900)
+
 PROMPTS = [
     "Write a Python function that returns the larger of two numbers.",
     "What is the capital of France?",
@@ -20,7 +23,6 @@ PROMPTS = [
 GATE = 0.005
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_engine_and_trainer_agree_and_updates_are_followed(engine: str, smollm2_path: Path) -> None:
     if engine not in available_engines():

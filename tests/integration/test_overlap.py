@@ -14,6 +14,9 @@ from ctrl_megatron.data.attempts import row_of, write_rows
 from ctrl_megatron.data.problems import problem_from, read_problem_records
 from ctrl_megatron.types import Attempt
 
+# A busy machine may be several times slower than an idle one.
+pytestmark = pytest.mark.timeout(900)
+
 LOST = "# never comes back"
 YES, NO, NONE = "Overall judgment: Correct", "Overall judgment: Incorrect", "It looks fine."
 SLEEPY = "import time\ntime.sleep(1.5)\n"

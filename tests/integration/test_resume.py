@@ -10,6 +10,9 @@ import pytest
 from launched_run import Job, Run
 from pytest import approx
 
+# A busy machine may be several times slower than an idle one.
+pytestmark = pytest.mark.timeout(900)
+
 SAME = ("actor/loss", "actor/grad_norm", "actor/kl_loss", "critique/length", "reward/mean")
 
 
@@ -23,7 +26,6 @@ def assert_same_steps(run: Run, whole: Run) -> None:
             assert {name: found[name] for name in SAME} == wanted, f"step {step}"
 
 
-@pytest.mark.timeout(900)
 def test_a_killed_run_repeats_the_uninterrupted_one(job: Job, whole_run: Run) -> None:
     saving = ("trainer.save_freq=1",)
     with job.launch("killed", steps=4, extra=saving) as run:
@@ -34,12 +36,16 @@ def test_a_killed_run_repeats_the_uninterrupted_one(job: Job, whole_run: Run) ->
     with job.launch("killed", steps=4, extra=saving) as again:
         assert again.ends() == 0, again.output()[-8000:]
     start = re.search(r"continuing from\s+\S+\s+after\s+step\s+(\d+)", again.output())
+    # Megatron says so when the ranks' optimizers have counted different steps.
+    assert "common state dict differs" not in again.output()
     assert start and int(start[1]) in (done[-1] - 1, done[-1]), again.output()[-8000:]
     assert [r["step"] for r in again.metrics()] == [*done, *range(int(start[1]) + 1, 5)]
     assert_same_steps(again, whole_run)
+    # Two are kept, and nothing that the killed run had half written.
+    kept = sorted(path.name for path in (again.folder / "checkpoints").iterdir())
+    assert kept == ["global_step_3", "global_step_4"]
 
 
-@pytest.mark.timeout(900)
 def test_ctrl_c_saves_and_the_run_can_go_on(job: Job, whole_run: Run) -> None:
     with job.launch("stopped", steps=10_000) as run:
         run.wait_for_steps(1)

@@ -55,15 +55,17 @@ def chain_model(
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "head_dim": 16,
+            # vLLM's CPU attention wants heads of at least 32.
+            "head_dim": 32,
             "initializer_range": 0.05,
         }
     )
     torch.manual_seed(len(texts))
     model = LlamaForCausalLM(config).float()
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
+        for name, parameter in model.named_parameters():
+            if name.endswith("o_proj.weight"):
+                parameter.zero_()
     _teach(model, _chains(tokenizer_from, texts), probability)
     directory.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -1,0 +1,88 @@
+"""Files that appear whole or not at all, and which checkpoints of a run there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ctrl_megatron.checkpoint.convert import STATE_FILE
+from ctrl_megatron.checkpoint.files import whole_directory, write_whole
+from ctrl_megatron.checkpoint.store import Checkpoint, CheckpointStore
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_directory_appears_when_its_block_ends(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "target"
+    with whole_directory(target) as work:
+        (work / "file").write_text("new")
+        assert not target.exists() and work.parent == target.parent
+    assert (target / "file").read_text() == "new" and names(target.parent) == ["target"]
+
+
+def test_a_directory_replaces_the_old_one_as_a_whole(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "old").touch()
+    with whole_directory(target) as work:
+        (work / "new").touch()
+    assert names(target) == ["new"] and names(tmp_path) == ["target"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failed_block_changes_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "old").touch()
+    with pytest.raises(error), whole_directory(target) as work:
+        (work / "half").touch()
+        raise error
+    assert names(target) == ["old"] and names(tmp_path) == ["target"]
+
+
+def test_ranks_that_do_not_write_only_learn_the_target(tmp_path: Path) -> None:
+    with whole_directory(tmp_path / "target", active=False) as work:
+        assert work == tmp_path / "target"
+    assert names(tmp_path) == []
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    write_whole(path, "one")
+    write_whole(path, "two")
+    assert path.read_text() == "two" and names(path.parent) == ["file"]
+
+
+def store_with(folder: Path, *checkpoints: str) -> CheckpointStore:
+    for name in checkpoints:
+        (folder / name).mkdir(parents=True)
+        (folder / name / STATE_FILE).write_text("{}")
+    return CheckpointStore(folder, keep=2, side_files=folder)
+
+
+def test_the_newest_finished_checkpoint_is_found(tmp_path: Path) -> None:
+    store = store_with(
+        tmp_path, "global_step_9", "global_step_10", ".global_step_11.4f3a", "global_step_x"
+    )
+    assert [c.step for c in store.all()] == [9, 10]
+    newest = Checkpoint(path=tmp_path / "global_step_10", step=10)
+    assert store.find("auto") == newest
+    assert store.find("disable") is None
+    nine = Checkpoint(path=tmp_path / "global_step_9", step=9)
+    assert store.find(str(tmp_path / "global_step_9")) == nine
+
+
+def test_without_a_checkpoint_a_run_starts_over(tmp_path: Path) -> None:
+    store = store_with(tmp_path / "never made")
+    assert store.all() == [] and store.find("auto") is None
+
+
+@pytest.mark.parametrize("name", ["global_step_3", "somewhere_else", "missing"])
+def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    store = store_with(tmp_path / "run", "somewhere_else")
+    (tmp_path / "run" / "global_step_3").mkdir()
+    with pytest.raises(ValueError, match=r"trainer\.resume_mode=.* is not a checkpoint"):
+        store.find(str(tmp_path / "run" / name))

@@ -1,0 +1,157 @@
+"""From completions to padded rows, and how prompts are dealt to the data-parallel ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctrl_megatron.pipeline.batch import (
+    CritiqueRow,
+    level_over_data_ranks,
+    make_batch,
+    pad_rows,
+    share_prompts,
+    tensors_of,
+    versions_of,
+)
+from ctrl_megatron.types import Completion, VersionSpan
+
+PAD = 0
+tokens = st.lists(st.integers(1, 99), min_size=1, max_size=6)
+token_rows = st.lists(st.tuples(tokens, st.lists(st.integers(1, 99), max_size=6)), min_size=1)
+
+
+def completion(token_ids: tuple[int, ...], *versions: str) -> Completion:
+    size = len(token_ids)
+    spans = tuple(VersionSpan(v, 0, size) for v in versions or ("actor@0",))
+    log_probs = tuple(-float(t) for t in token_ids)
+    return Completion(token_ids=token_ids, log_probs=log_probs, finish_reason="stop", spans=spans)
+
+
+def row(uid: str, length: int, mini_batch: int = 0, prompt: int = 1) -> CritiqueRow:
+    return CritiqueRow(
+        uid=uid,
+        problem_id=f"problem of {uid}",
+        mini_batch=mini_batch,
+        prompt=(7,) * prompt,
+        completion=completion((5,) * length),
+    )
+
+
+def ranks_of(parts: list[Any]) -> list[Any]:
+    """One stand-in for ``Groups`` per data-parallel rank; ``parts``: what each rank would give."""
+    return [
+        SimpleNamespace(
+            layout=SimpleNamespace(data=len(parts)),
+            place=SimpleNamespace(dp=dp),
+            from_data_ranks=lambda value: parts,
+        )
+        for dp in range(len(parts))
+    ]
+
+
+@given(token_rows)
+def test_padding_keeps_every_token_in_its_place(rows: list[tuple[list[int], list[int]]]) -> None:
+    prompts, responses = zip(*rows, strict=True)
+    batch = pad_rows(prompts, responses, pad_token_id=PAD)
+    width = batch["prompts"].shape[1]
+    assert width == max(map(len, prompts))
+    for i, (prompt, response) in enumerate(rows):
+        ids, mask = batch["input_ids"][i], batch["attention_mask"][i]
+        assert ids[mask.bool()].tolist() == [*prompt, *response]
+        assert (ids[~mask.bool()] == PAD).all()
+        # Left padding before the prompt only, right padding after the response only.
+        assert mask.tolist().index(1) == width - len(prompt)
+        assert batch["response_mask"][i].tolist() == mask[width:].bool().tolist()
+        assert batch["responses"][i, : len(response)].tolist() == response
+        assert batch["position_ids"][i][mask.bool()].tolist() == list(range(len(ids[mask.bool()])))
+    assert torch.equal(batch["input_ids"], torch.cat([batch["prompts"], batch["responses"]], 1))
+
+
+def test_a_batch_of_empty_responses_has_one_masked_column() -> None:
+    batch = pad_rows([[1, 2], [3]], [[], []], pad_token_id=PAD)
+    assert batch["responses"].shape == (2, 1) and not batch["response_mask"].any()
+
+
+def test_a_batch_carries_what_is_known_of_its_critiques() -> None:
+    rows = [row("a", 3), row("b", 1, mini_batch=1, prompt=4)]
+    batch = make_batch(rows, pad_token_id=PAD)
+    assert batch["rollout_log_probs"].tolist() == [[-5.0, -5.0, -5.0], [-5.0, 0.0, 0.0]]
+    assert batch["mini_batch"].tolist() == [0, 1]
+    assert batch["uid"].tolist() == ["a", "b"]
+    assert batch["problem_id"].tolist() == ["problem of a", "problem of b"]
+    assert batch["critique_version"].tolist() == ["actor@0", "actor@0"]
+    chosen = tensors_of(batch, torch.tensor([1]))
+    assert set(chosen) >= {"input_ids", "response_mask", "rollout_log_probs", "mini_batch"}
+    assert all(isinstance(value, torch.Tensor) for value in chosen.values())
+    assert chosen["prompts"].tolist() == [[7, 7, 7, 7]]
+    assert tensors_of(batch)["prompts"].shape[0] == 2
+
+
+def test_all_versions_of_a_completion_are_named_once_in_order() -> None:
+    assert versions_of(completion((1,), "actor@2", "actor@3", "actor@2")) == "actor@2+actor@3"
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
+def test_every_rank_gets_an_equal_part_of_every_mini_batch(
+    steps: int, part: int, ranks: int
+) -> None:
+    mini_batch = part * ranks
+    shares = [
+        share_prompts(steps * mini_batch, mini_batch, groups) for groups in ranks_of([None] * ranks)
+    ]
+    assert sorted(prompt for share in shares for prompt, _ in share) == list(
+        range(steps * mini_batch)
+    )
+    for share in shares:
+        assert [step for _, step in share] == sorted(s for s in range(steps) for _ in range(part))
+        assert all(prompt // mini_batch == step for prompt, step in share)
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))
+def test_levelling_moves_whole_groups_within_their_mini_batch(
+    data: st.DataObject, ranks: int, groups_per_rank: int, steps: int, n: int
+) -> None:
+    parts = [
+        [
+            row(f"{rank}.{step}.{group}", data.draw(st.integers(1, 30)), step)
+            for step in range(steps)
+            for group in range(groups_per_rank)
+            for _ in range(n)
+        ]
+        for rank in range(ranks)
+    ]
+    dealt = [level_over_data_ranks(parts[g.place.dp], g) for g in ranks_of(parts)]
+    assert sorted(id(r) for part in dealt for r in part) == sorted(
+        id(r) for part in parts for r in part
+    )
+    owners: dict[str, set[int]] = {}
+    for rank, rows in enumerate(dealt):
+        for step in range(steps):
+            names = [r.uid for r in rows if r.mini_batch == step]
+            assert len(set(names)) == groups_per_rank and len(names) == groups_per_rank * n
+        for r in rows:
+            owners.setdefault(r.uid, set()).add(rank)
+    assert all(len(found) == 1 for found in owners.values())
+
+
+def test_levelling_evens_out_the_tokens() -> None:
+    parts = [[row("a", 90), row("b", 80)], [row("c", 10), row("d", 20)]]
+    dealt = [level_over_data_ranks(parts[g.place.dp], g) for g in ranks_of(parts)]
+    assert [sum(r.num_tokens for r in rows) for rows in dealt] == [102, 102]
+
+
+def test_one_rank_keeps_its_rows_and_asks_nobody() -> None:
+    rows = [row("a", 3)]
+    alone = SimpleNamespace(layout=SimpleNamespace(data=1))
+    assert level_over_data_ranks(rows, alone) is rows  # type: ignore[arg-type]
+
+
+def test_rows_of_unequal_number_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        pad_rows([[1], [2]], [[3]], pad_token_id=PAD)

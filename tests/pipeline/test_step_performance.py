@@ -1,0 +1,90 @@
+"""What a step reports about its own speed, and the critiques that it shows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from ctrl_megatron.metrics import Timeline
+from ctrl_megatron.pipeline.step_metrics import examples_of, flops_of, performance
+
+SHAPE: Any = SimpleNamespace(
+    num_layers=2,
+    hidden_size=8,
+    ffn_hidden_size=16,
+    num_attention_heads=2,
+    num_query_groups=1,
+    head_dim=4,
+    vocab_size=10,
+)
+
+
+def worker(reference: Any, clock: Any, other_rank: list[int]) -> Any:
+    return SimpleNamespace(
+        timeline=Timeline(clock=clock),
+        config=SimpleNamespace(
+            actor_rollout_ref=SimpleNamespace(actor=SimpleNamespace(ppo_epochs=2)),
+            trainer=SimpleNamespace(examples_in_report=2),
+        ),
+        groups=SimpleNamespace(
+            layout=SimpleNamespace(world_size=4), from_data_ranks=lambda mine: [mine, other_rank]
+        ),
+        policy=SimpleNamespace(shape=SHAPE),
+        reference=reference,
+    )
+
+
+def test_speed_counts_every_rank_and_every_pass() -> None:
+    now = [0.0]
+    stage = worker(object(), lambda: now[0], [3])
+    stage.timeline.begin_step()
+    for name, seconds in (("generate_critiques", 5), ("old_log_prob", 1), ("ref_log_prob", 2)):
+        with stage.timeline.phase(name):
+            now[0] += seconds
+    with stage.timeline.phase("actor_update"), stage.timeline.phase("sandbox", kind="host"):
+        now[0] += 4
+    batch = TensorDict({"attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}, batch_size=[2])
+    found = performance(stage, batch, peak_flops=1e3)
+    assert found["time/step"] == 12.0 and found["time/generate_critiques"] == 5.0
+    assert found["perf/tokens_per_second"] == pytest.approx((3 + 2 + 3) / 12)
+    assert found["perf/overlap_seconds"] == 4.0
+    # By hand: per layer and token 8*4*(2+2)+2*4*8 = 192 for projections, 384 for the MLP; per pair
+    # of positions 16; 80 for the head. Lengths 3, 2, 3 make 8 tokens and 6 + 3 + 6 = 15 pairs.
+    forward = 2 * (2 * (8 * (192 + 384) + 15 * 16) + 8 * 80)
+    assert flops_of(SHAPE, [3, 2, 3], backward=False) == forward
+    assert flops_of(SHAPE, [3, 2, 3], backward=True) == 3 * forward
+    # Old and reference log-probs, and two epochs of forward and backward, in seven seconds.
+    assert found["perf/mfu"] == pytest.approx(forward * (1 + 1 + 2 * 3) / (7 * 4 * 1e3))
+
+
+def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:
+    stage = worker(None, lambda: 0.0, [])
+    rows = [SimpleNamespace(id=i, problem=f"P{i}", solution="s", pass_rate=0.5) for i in "xyz"]
+    stage.train = SimpleNamespace(rows=rows)
+    named = {
+        "problem_id": ["x", "x", "y", "z"],
+        "uid": ["gx", "gx", "gy", "gz"],
+        "critique": ["c0", "c1", "c2", "c3"],
+        "revision": ["", "r1", "", "r3"],
+        "detail": ["", "d1", "", ""],
+        "critique_version": ["actor@4"] * 4,
+    }
+    batch = TensorDict(
+        {
+            "valid": torch.tensor([False, True, False, True]),
+            "reward": torch.tensor([0.0, 0.25, 0.0, 1.0]),
+            "pass_rate": torch.tensor([0.0, 0.25, 0.0, 1.0]),
+        },
+        batch_size=[4],
+    )
+    for name, values in named.items():
+        batch[name] = NonTensorStack(*values)
+    first, second = examples_of(stage, batch)
+    assert (first["critique"], first["problem"], first["reward"]) == ("c1", "Px", 0.25)
+    assert (first["judgment"], first["detail"], first["passed_before"]) == ("valid", "d1", 0.5)
+    assert first["versions"] == "critique by actor@4, revision by proxy"
+    assert (second["critique"], second["revision"], second["passed_after"]) == ("c3", "r3", 1.0)
