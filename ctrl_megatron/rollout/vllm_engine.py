@@ -79,6 +79,10 @@ def vllm_params(params: SamplingParams, row: int, sample: int) -> VllmSamplingPa
     )
 
 
+def _died(error: EngineDeadError) -> EngineDied:
+    return EngineDied(f"engine vllm (pid {os.getpid()}) died with its core: {error}")
+
+
 class VllmEngine:
     """``Engine`` on ``AsyncLLM``; build it inside a running event loop."""
 
@@ -115,7 +119,7 @@ class VllmEngine:
         try:
             done = await asyncio.gather(*tasks)
         except EngineDeadError as error:
-            raise EngineDied(f"vLLM's engine core died: {error}") from error
+            raise _died(error) from error
         finally:
             for task in tasks:
                 task.cancel()
@@ -151,15 +155,18 @@ class VllmEngine:
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[Chunk], version: str
     ) -> None:
         """See ``Engine.update``. Frozen completions recompute their KV cache afterwards."""
-        await self._state.replace(
-            specs,
-            chunks,
-            version,
-            begin=self._begin,
-            read=self._read,
-            commit=self._commit,
-            fail=self._fail,
-        )
+        try:
+            await self._state.replace(
+                specs,
+                chunks,
+                version,
+                begin=self._begin,
+                read=self._read,
+                commit=self._commit,
+                fail=self._fail,
+            )
+        except EngineDeadError as error:
+            raise _died(error) from error
 
     async def _begin(self) -> None:
         self._resume_after = not await self._llm.is_paused()
@@ -240,7 +247,7 @@ class VllmEngine:
         try:
             await self._llm.check_health()
         except EngineDeadError as error:
-            raise EngineDied(f"vLLM's engine core died: {error}") from error
+            raise _died(error) from error
         self._state.require_whole()
 
     async def close(self) -> None:

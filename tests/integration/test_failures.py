@@ -37,9 +37,7 @@ def _in_a_step(run: Run) -> bool:
         (
             "vllm core",
             _in_a_step,
-            r"(rollout engine|engine vllm) \(pid \d+\b.* (died|is gone|exited)"
-            # vLLM's own words where the core dies while it takes in weights.
-            r"|EngineDeadError: EngineCore",
+            r"(rollout engine|engine vllm) \(pid \d+\b.* (died|is gone|exited)",
         ),
         ("sandbox", _in_a_step, r"sandbox service \(pid {pid}\) died"),
         ("launcher", _in_a_step, r"launcher"),
