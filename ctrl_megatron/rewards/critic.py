@@ -13,7 +13,10 @@ from typing import Any, TypeVar
 
 from ctrl_megatron.prompts import generation_messages, parse_judgment, revision_request, sanitize
 from ctrl_megatron.rewards.cache import CacheCounters, ResultCache
-from ctrl_megatron.rewards.grading import Graded, Judge, grade, grading_job
+from ctrl_megatron.rewards.cached_judge import CachedJudge
+from ctrl_megatron.rewards.disk_cache import verdict_cache
+from ctrl_megatron.rewards.grading import Graded, Judge, grading_job
+from ctrl_megatron.rewards.items import RewardItem, samples_of
 from ctrl_megatron.rewards.progress import counting
 from ctrl_megatron.rewards.samples import RUN_TIMEOUT, Paths, Sample, load_samples, problem_of
 from ctrl_megatron.sandbox.client import SandboxError
@@ -51,9 +54,10 @@ class RewardModelForCritic:
     ``file`` names the parquet file(s) of samples, ``tokenizer`` decodes responses, ``num_examine``
     of them are printed by every ``parse_response``. With ``run_all_cases`` the reward is the pass
     rate, without it 1 only if every test passes (the paper's). ``sandbox`` is needed to run
-    anything; ``id_key`` is the batch field that holds the samples' ids. At most ``max_requests`` of
-    a batch are under way; a test takes ``run_timeout`` seconds at most where its row does not say.
-    One event loop at a time.
+    anything: a client or a provider; ``judge_identity`` names what about it may change verdicts
+    (its limits), for cache keys. ``cache`` replaces the cache in memory. ``id_key`` is the batch
+    field that holds the samples' ids. At most ``max_requests`` of a batch are under way; a test
+    takes ``run_timeout`` seconds at most where its row does not say. One event loop at a time.
     """
 
     # Class attributes, so that text-only methods work on an instance that was never initialised.
@@ -75,6 +79,8 @@ class RewardModelForCritic:
         cache_capacity: int = 200_000,
         max_requests: int = MAX_REQUESTS,
         run_timeout: float = RUN_TIMEOUT,
+        cache: ResultCache[Graded] | None = None,
+        judge_identity: Any = None,
     ) -> None:
         self.table = load_samples(file)
         self.tokenizer = tokenizer
@@ -84,9 +90,8 @@ class RewardModelForCritic:
         self.show_progress = show_progress
         self._sandbox = sandbox
         self.max_requests, self.run_timeout = max_requests, run_timeout
-        self._cache: ResultCache[Graded] = ResultCache(
-            keep=lambda graded: not graded.timed_out, capacity=cache_capacity
-        )
+        self._cache = verdict_cache(capacity=cache_capacity) if cache is None else cache
+        self._judge_identity = judge_identity
 
     @property
     def cache_counters(self) -> CacheCounters:
@@ -179,6 +184,12 @@ class RewardModelForCritic:
             [partial(self._judge_revision, *triple, semaphore) for triple in triples]
         )
 
+    async def __call__(self, items: Sequence[RewardItem]) -> list[float | None]:
+        """The reward function ``critic``: None where the sandbox failed."""
+        critiques, revisions = [i.critique for i in items], [i.text for i in items]
+        outcomes = await self.judge_all(critiques, revisions, samples_of("critic", items))
+        return [outcome.reward for outcome in outcomes]
+
     async def judge_solution(self, solution_text: str, sample: Sample) -> Verdict:
         """The verdict of every test on an answer, whatever the mode. Raises ``SandboxError``."""
         graded, _ = await self._grade(solution_text, sample, True, None)
@@ -203,20 +214,13 @@ class RewardModelForCritic:
     async def _grade(
         self, text: str, sample: Sample, run_all_cases: bool, semaphore: asyncio.Semaphore | None
     ) -> tuple[Graded, bool]:
-        judge = self._sandbox
-        if judge is None:
+        if self._sandbox is None:
             raise ValueError(
                 "RewardModelForCritic has no sandbox; pass sandbox=SandboxClient(endpoint)"
             )
         job = grading_job(text, sample, run_all_cases=run_all_cases, run_timeout=self.run_timeout)
-
-        async def run() -> Graded:
-            if semaphore is None:
-                return await grade(judge, job)
-            async with semaphore:
-                return await grade(judge, job)
-
-        return await self._cache.get(job.key, run)
+        judge = CachedJudge(self._sandbox, self._cache, identity=self._judge_identity)
+        return await judge.grade(job, semaphore)
 
     def _score(self, verdict: Verdict) -> float:
         return verdict.pass_rate if self.run_all_cases else float(verdict.accepted)

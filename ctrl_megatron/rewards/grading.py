@@ -24,7 +24,7 @@ from ctrl_megatron.sandbox.wire import (
 )
 from ctrl_megatron.types import Verdict
 
-GRADER_VERSION = "1"
+GRADER_VERSION = "2"
 """Part of every cache key; raise it when equal requests may get other verdicts than before."""
 TIMED_OUT = "TimeLimitExceeded"
 """``Verdict.detail`` of a test that ran out of time."""

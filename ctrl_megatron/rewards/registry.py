@@ -1,12 +1,18 @@
-"""Reward models by name: ``critic`` is the paper's; a project may register its own."""
+"""Reward functions by name: ``critic`` is the paper's; a project may register or import its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+from ctrl_megatron.rewards.code_format import CodeFormatReward
+from ctrl_megatron.rewards.code_rewards import BinaryCodeReward, CodeReward, IoiCodeReward
 from ctrl_megatron.rewards.critic import RewardModelForCritic
+from ctrl_megatron.rewards.items import RewardFunction, RewardItem
+from ctrl_megatron.rewards.overlong import SoftOverlongPunishment
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
@@ -14,7 +20,9 @@ _FACTORIES: dict[str, Callable[..., Any]] = {}
 
 
 def register_reward(name: str) -> Callable[[Factory], Factory]:
-    """Decorator: make a factory available as ``name``; ``ValueError`` if that is taken."""
+    """Decorator: make a factory of reward functions available as ``name``; ``ValueError`` if that
+    is taken.
+    """
 
     def register(factory: Factory) -> Factory:
         if name in _FACTORIES:
@@ -30,8 +38,97 @@ def get_reward(name: str) -> Callable[..., Any]:
     if name not in _FACTORIES:
         near = get_close_matches(name, _FACTORIES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
-        raise ValueError(f"unknown reward {name!r}{hint} known: {', '.join(sorted(_FACTORIES))}")
+        raise ValueError(
+            f"unknown reward {name!r}{hint} known: {', '.join(sorted(_FACTORIES))}, and any "
+            "function as module:function"
+        )
     return _FACTORIES[name]
 
 
+def make_reward(name: str, **options: Any) -> RewardFunction:
+    """The reward function called ``name``, made with ``options``.
+
+    A name with a colon is an import path, ``module:function``: that function is called with the
+    items and ``options``, may be a coroutine, and gives one float or None per item. Raises
+    ``ValueError`` for a name that does not exist and for options that do not fit.
+    """
+    if ":" in name:
+        return CustomReward(name, options)
+    factory = get_reward(name)
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"reward {name!r}: {error}") from error
+    return factory(**options)
+
+
+def make_rewards(
+    names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, RewardFunction]:
+    """Several reward functions by name, for ``WeightedReward``; ``options`` by name.
+
+    Raises ``ValueError`` for a name given twice and for options of a function that is not there.
+    """
+    options = options or {}
+    if len(set(names)) < len(names):
+        raise ValueError(f"reward_funcs names a function twice: {', '.join(names)}")
+    if unknown := set(options) - set(names):
+        raise ValueError(f"options for {', '.join(sorted(unknown))}, which reward_funcs lacks")
+    return {name: make_reward(name, **options.get(name, {})) for name in names}
+
+
+class CustomReward:
+    """A function of the user's, by import path."""
+
+    def __init__(self, path: str, options: Mapping[str, Any]) -> None:
+        self.path = path
+        self._function = _imported(path)
+        self._options = dict(options)
+
+    async def __call__(self, items: Sequence[RewardItem]) -> list[float | None]:
+        """See ``RewardFunction``. Raises ``ValueError`` for an answer that is not one reward per
+        item.
+        """
+        answer = self._function(items, **self._options)
+        given = await answer if inspect.isawaitable(answer) else answer
+        if not isinstance(given, Sequence) or len(given) != len(items):
+            raise ValueError(f"reward {self.path!r} must give a list of {len(items)} rewards")
+        return [self._checked(value) for value in given]
+
+    def _checked(self, value: Any) -> float | None:
+        if value is None:
+            return None
+        if isinstance(value, (str, bytes)):
+            raise ValueError(f"reward {self.path!r} gave {value!r}, not a number or None")
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"reward {self.path!r} gave {value!r}, not a number or None"
+            ) from error
+        if number != number or number in (float("inf"), float("-inf")):
+            raise ValueError(f"reward {self.path!r} gave {number}; give None for what is not known")
+        return number
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    if not module or not name or module.startswith("."):
+        raise ValueError(f"reward {path!r} is not an import path 'module:function'")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot import the reward {path!r}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"reward {path!r} is not callable")
+    return found
+
+
 register_reward("critic")(RewardModelForCritic)
+register_reward("code")(CodeReward)
+register_reward("binary_code")(BinaryCodeReward)
+register_reward("code_format")(CodeFormatReward)
+register_reward("ioi_code")(IoiCodeReward)
+register_reward("soft_overlong_punishment")(SoftOverlongPunishment)

@@ -94,7 +94,7 @@ def cases_of(sample: Sample) -> list[dict[str, Any]]:
     """The tests of a stdin/stdout problem, each ``{"input": {"stdin"}, "output": {"stdout"}}``."""
     tests = sample["selected_uts"]
     if not isinstance(tests, str):
-        tests = tests[0] if len(tests) == 1 else tests
+        tests = tests[0] if len(tests) == 1 and isinstance(tests[0], str) else tests
     return _not_empty(sample, _from_json(sample, tests) if isinstance(tests, str) else tests)
 
 

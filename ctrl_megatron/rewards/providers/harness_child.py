@@ -1,0 +1,57 @@
+"""Runs one test of a program, in a process of its own, on a provider's machine.
+
+Sent as text behind the text of ``ctrl_megatron/sandbox/jail/codec.py``, whose ``encode`` it uses.
+Standard library only. The report goes to a pipe of its own and carries the nonce it was given: what
+the program prints, and how it exits, says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def run(job: dict[str, Any], encode: Any) -> dict[str, Any]:
+    """The report on one test: ``passed``, ``value`` or ``error``, with the nonce.
+
+    Bound before the program runs: it may replace whatever a module offers.
+    """
+    dumps, nonce = json.dumps, job["nonce"]
+    namespace: dict[str, Any] = {"__name__": "__main__", "__file__": "solution.py"}
+    try:
+        # Not with this file's own __future__ imports.
+        exec(compile(job["setup"], "setup.py", "exec", dont_inherit=True), namespace)
+        exec(compile(job["code"], "solution.py", "exec", dont_inherit=True), namespace)
+        mode = "eval" if job["kind"] == "value" else "exec"
+        test = compile(job["source"], "test.py", mode, dont_inherit=True)
+        if mode == "eval":
+            value = eval(test, namespace)
+            return {"nonce": nonce, "value": dumps(encode(value))}
+        exec(test, namespace)
+    except BaseException as error:  # SystemExit too: leaving early is a failure
+        return {"nonce": nonce, "passed": False, "error": describe(error)}
+    return {"nonce": nonce, "passed": True}
+
+
+def describe(error: BaseException) -> str:
+    """``Type: text`` of an exception whose methods may be hostile."""
+    try:
+        return f"{type(error).__name__}: {error}"[:400]
+    except BaseException:
+        return "an exception without a text"
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.buffer.read())
+    report = json.dumps(run(job, globals()["encode"])).encode()
+    pipe = job["pipe"]
+    while report:
+        report = report[os.write(pipe, report) :]
+    # Not through exit handlers, which may be the program's.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

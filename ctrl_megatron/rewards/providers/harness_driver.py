@@ -1,0 +1,120 @@
+"""Runs the tests of a program one by one, each in a fresh process, on a provider's machine.
+
+Sent as text; standard library only. Input: one JSON job on stdin. Output: lines ``NONCE JSON``, the
+first ``{"ready": number of tests}``, one per test, the last ``{"end": number of verdicts}``; or
+``{"fault": text}`` where the machine allows no processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+STARTUP_SECONDS = 1.0
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.buffer.read())
+    say(job, {"ready": len(job["tests"])})
+    deadline = time.monotonic() + job["job_seconds"]
+    timeouts = given = 0
+    for index, test in enumerate(job["tests"]):
+        seconds = min(job["seconds"], deadline - time.monotonic())
+        if timeouts >= job["max_timeouts"] or seconds <= 0:
+            report = {"passed": False, "timeout": True, "error": "not run: out of time"}
+        else:
+            try:
+                report = run_test(job, test, seconds)
+            except OSError as error:
+                # Before anything of the program ran, this is a fault of the machine.
+                if index == 0:
+                    say(job, {"fault": f"{type(error).__name__}: {error}"})
+                    return
+                report = {"passed": False, "error": f"the machine refused a process: {error}"}
+        timeouts += bool(report.get("timeout"))
+        say(job, {**report, "index": index})
+        given += 1
+        if report.get("passed") is False and not job["run_all"]:
+            break
+    say(job, {"end": given})
+
+
+def say(job: dict[str, Any], message: dict[str, Any]) -> None:
+    print(job["nonce"], json.dumps(message), flush=True)
+
+
+def run_test(job: dict[str, Any], test: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The child's report without its nonce; a failure where none came."""
+    nonce = os.urandom(16).hex()
+    reader, writer = os.pipe()
+    keys = ("setup", "code")
+    order = {**{key: job[key] for key in keys}, **test, "nonce": nonce, "pipe": writer}
+    with tempfile.TemporaryDirectory() as directory:
+        child = subprocess.Popen(
+            [sys.executable, "-c", job["child"]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(writer,),
+            cwd=directory,
+            start_new_session=True,
+        )
+        os.close(writer)
+        try:
+            assert child.stdin is not None
+            # A child that is gone already shows in its report.
+            with contextlib.suppress(OSError):
+                child.stdin.write(json.dumps(order).encode())
+                child.stdin.close()
+            data, in_time = read_report(reader, child, seconds + STARTUP_SECONDS, job["limit"])
+        finally:
+            os.close(reader)
+            with contextlib.suppress(OSError):
+                os.killpg(child.pid, signal.SIGKILL)
+            status = child.wait()
+    if not in_time:
+        return {"passed": False, "timeout": True, "error": "time limit exceeded"}
+    if len(data) > job["limit"]:
+        return {"passed": False, "error": "the value is much larger than the expected one"}
+    return understood(data, nonce, status)
+
+
+def read_report(
+    reader: int, child: subprocess.Popen[bytes], seconds: float, limit: int
+) -> tuple[bytes, bool]:
+    """What came through the pipe until it closed or the child ended; whether that was in time."""
+    data, deadline = b"", time.monotonic() + seconds
+    while len(data) <= limit:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return data, False
+        if select.select([reader], [], [], min(left, 0.05))[0]:
+            part = os.read(reader, 1 << 16)
+            if not part:
+                break
+            data += part
+        elif child.poll() is not None and not select.select([reader], [], [], 0)[0]:
+            break
+    return data, True
+
+
+def understood(data: bytes, nonce: str, status: int) -> dict[str, Any]:
+    try:
+        report = json.loads(data)
+    except ValueError:
+        report = None
+    if not isinstance(report, dict) or report.pop("nonce", None) != nonce:
+        return {"passed": False, "error": f"ended without a verdict (exit status {status})"}
+    return report
+
+
+if __name__ == "__main__":
+    main()

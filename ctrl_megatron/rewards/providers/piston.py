@@ -1,0 +1,167 @@
+"""The provider ``piston``: a Piston service (``/api/v2/execute``), spoken to by plain HTTP.
+
+Piston's own limits are low by default: 3 s per run and 1024 characters of output. So one test goes
+into a run, and a limit that is too low is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from ctrl_megatron.rewards.providers.contract import (
+    ProviderCounters,
+    ProviderError,
+    ProviderSetupError,
+)
+from ctrl_megatron.rewards.providers.scripts import Script, ScriptResult
+
+_LANGUAGES = {"python": "python", "cpp": "c++", "bash": "bash"}
+_FILES = {"python": "main.py", "cpp": "main.cpp", "bash": "main.sh"}
+_HTTP_SLACK = 60.0
+"""Seconds that a request may wait in Piston's queue and be compiled."""
+
+
+class PistonBackend:
+    """Scripts by ``POST {endpoint}/execute``; ``endpoint`` ends in ``/api/v2``.
+
+    ``api_key`` is sent as ``Authorization`` where a service wants one. ``version`` is a runtime's
+    (``*``: the newest installed), ``memory_mb`` each program's limit, ``output_limit`` the
+    service's ``PISTON_OUTPUT_MAX_SIZE``.
+    """
+
+    name = "piston"
+    languages = tuple(_LANGUAGES)
+    tests_per_run = 1
+
+    def __init__(
+        self,
+        endpoint: str | None,
+        *,
+        api_key: str | None = None,
+        version: str = "*",
+        memory_mb: int | None = None,
+        output_limit: int = 1024,
+    ) -> None:
+        if not endpoint or not endpoint.startswith(("http://", "https://")):
+            raise ProviderSetupError(
+                f"the provider piston needs endpoint, an http:// URL such as that of "
+                f"PISTON_ENDPOINT, got {endpoint!r}"
+            )
+        self._url = endpoint.rstrip("/")
+        self._headers = {"Authorization": api_key} if api_key else {}
+        self._version, self._memory_mb = version, memory_mb
+        self._output_limit = output_limit
+        self._http: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Runtime version and memory limit."""
+        return {"version": self._version, "memory_mb": self._memory_mb}
+
+    @asynccontextmanager
+    async def session(self, counters: ProviderCounters) -> AsyncIterator[PistonBackend]:
+        """Every run is a machine of its own already."""
+        yield self
+
+    async def run(self, script: Script) -> ScriptResult:
+        """See ``ScriptSession.run``."""
+        milliseconds = math.ceil(script.seconds * 1000)
+        body = {
+            "language": _LANGUAGES[script.language],
+            "version": self._version,
+            # Piston refuses an empty file.
+            "files": [{"name": _FILES[script.language], "content": script.source or "\n"}],
+            "stdin": script.stdin,
+            "run_timeout": milliseconds,
+            "run_cpu_time": milliseconds,
+        }
+        if self._memory_mb is not None:
+            body["run_memory_limit"] = self._memory_mb << 20
+        status, text = await self._post(body, script.seconds + _HTTP_SLACK)
+        if status == 200:
+            return _result(_object(text), self._output_limit)
+        raise _refusal(status, text)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.close()
+
+    async def _post(self, body: dict[str, Any], seconds: float) -> tuple[int, str]:
+        url = f"{self._url}/execute"
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with self._session().post(
+                url, json=body, headers=self._headers, timeout=timeout
+            ) as response:
+                return response.status, await response.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ProviderError(f"{url} failed: {type(error).__name__}: {error}") from error
+
+    def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._http is None or self._loop is not loop:
+            self._http, self._loop = aiohttp.ClientSession(), loop
+        return self._http
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise ProviderError(f"malformed answer: {text[:300]!r}")
+    return answer
+
+
+def _refusal(status: int, text: str) -> Exception:
+    try:
+        told = str(json.loads(text)["message"])[:500]
+    except (ValueError, KeyError, TypeError):
+        told = text[:500]
+    if status in (401, 403):
+        return ProviderSetupError(f"Piston refused the key (PISTON_API_KEY): {told}")
+    if 400 <= status < 500 and status not in (408, 429):
+        return ProviderSetupError(
+            f"Piston refused the request: {told}; install the runtime it names with Piston's "
+            "package manager, or raise its PISTON_RUN_TIMEOUT, PISTON_RUN_CPU_TIME or "
+            "PISTON_RUN_MEMORY_LIMIT"
+        )
+    return ProviderError(f"status {status}: {told}")
+
+
+def _result(answer: dict[str, Any], output_limit: int) -> ScriptResult:
+    compiled, run = answer.get("compile"), answer.get("run")
+    if isinstance(compiled, dict) and compiled.get("code") != 0:
+        _check_service(compiled)
+        return ScriptResult(stdout="", stderr=str(compiled.get("stderr") or ""), exit_code=1)
+    if not isinstance(run, dict) or not isinstance(run.get("stdout"), str):
+        raise ProviderError(f"malformed answer: {json.dumps(answer)[:300]}")
+    _check_service(run)
+    status, code, stdout = run.get("status"), run.get("code"), run["stdout"]
+    # Releases without `status` kill for output, time and memory alike. The last two are taken for a
+    # time-out, which is never remembered as a verdict.
+    killed = run.get("signal") == "SIGKILL" and status is None
+    flooded = status == "OL" or (killed and len(stdout) >= output_limit)
+    return ScriptResult(
+        stdout=stdout,
+        stderr=str(run.get("stderr") or "") or str(run.get("message") or ""),
+        exit_code=code if isinstance(code, int) else None,
+        timed_out=status == "TO" or (killed and not flooded),
+        cut_at=output_limit if flooded else None,
+    )
+
+
+def _check_service(stage: dict[str, Any]) -> None:
+    if stage.get("status") == "XX":
+        raise ProviderError(f"internal error of Piston: {stage.get('message')}")

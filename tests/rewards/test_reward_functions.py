@@ -1,0 +1,344 @@
+"""Reward functions, their registry, weighted sums and metrics, over a scripted judge."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reward_samples import CORRECT, STDIO, ScriptedSandbox, block, function_row, write
+
+from ctrl_megatron.rewards import RewardModelForCritic
+from ctrl_megatron.rewards.code_format import code_format_score
+from ctrl_megatron.rewards.disk_cache import verdict_cache
+from ctrl_megatron.rewards.ioi import Subtask, ioi_score, subtasks_of
+from ctrl_megatron.rewards.items import RewardItem
+from ctrl_megatron.rewards.overlong import soft_overlong_punishment
+from ctrl_megatron.rewards.registry import get_reward, make_reward, make_rewards
+from ctrl_megatron.rewards.weighted import WeightedReward, reward_metrics, weighted_sum
+from ctrl_megatron.sandbox.wire import SubmitRequest
+
+ROW = function_row()
+WELL = "```python\nx = 1\n```\n"
+
+
+def rewards(function: Any, *items: RewardItem) -> list[float | None]:
+    return asyncio.run(function(list(items)))
+
+
+def item(text: str = block("pass"), **fields: Any) -> RewardItem:
+    return RewardItem(**{"text": text, "sample": ROW, **fields})
+
+
+def by_code(**passes: list[bool]) -> Callable[[SubmitRequest], list[bool | None]]:
+    """Verdicts by a word that the program contains."""
+
+    def answer(request: SubmitRequest) -> list[bool | None]:
+        return next(list(v) for word, v in passes.items() if word in request.completion)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        (WELL, 1.0),
+        (f"Some words.\n\n{WELL}", 1.0),
+        ("```python\ndef f(x)\n    return x\n```\n", 0.5),
+        ("```python\nx = '\\0'\ny = \x00\n```\n", 0.5),
+        ("```python\nx = 1\n", 0.0),
+        (WELL + WELL, 0.0),
+        (f"{WELL}The end.", 0.0),
+        (f"{WELL}\n", 0.0),
+        ("```\nx = 1\n```\n", 0.0),
+        ("```cpp\nint x;\n```\n", 0.0),
+        ("words ```python\nx = 1\n```\n", 0.0),
+        ("```python x = 1\n```\n", 0.0),
+        ("```python\nx = 1```\n", 0.0),
+        ("````python\nx = 1\n````\n", 0.0),
+        ("x = 1", 0.0),
+        ("", 0.0),
+        ("```python\n```\n", 0.0),
+    ],
+)
+def test_code_format(text: str, score: float) -> None:
+    assert code_format_score(text) == score
+    assert rewards(make_reward("code_format"), item(text, sample=None)) == [score]
+
+
+def test_the_final_newline_is_required_unless_it_is_not() -> None:
+    assert code_format_score(WELL.rstrip()) == 0.0
+    assert code_format_score(WELL.rstrip(), final_newline=False) == 1.0
+    assert code_format_score(WELL, final_newline=False) == 1.0
+    bare = item(WELL.rstrip(), sample=None)
+    assert rewards(make_reward("code_format", final_newline=False), bare) == [1.0]
+
+
+@given(st.text(alphabet="`python\n x=(", max_size=60))
+def test_code_format_gives_one_of_three_scores(text: str) -> None:
+    assert code_format_score(text) in (0.0, 0.5, 1.0)
+
+
+def test_code_is_the_pass_rate_and_binary_code_wants_all() -> None:
+    judge = ScriptedSandbox(by_code(good=[True] * 3, half=[True, False, True], bad=[False] * 3))
+    items = [item(block(word)) for word in ("good", "half", "bad")]
+    assert rewards(make_reward("code", provider=judge), *items) == [1.0, pytest.approx(2 / 3), 0.0]
+    assert rewards(make_reward("binary_code", provider=judge), *items) == [1.0, 0.0, 0.0]
+
+
+def test_binary_code_passes_above_its_threshold() -> None:
+    row = function_row(selected_uts=[f"assert f({n}) == 1" for n in range(200)])
+    judge = ScriptedSandbox(by_code(one=[True] * 199 + [False], two=[True] * 198 + [False] * 2))
+    items = [item(block(word), sample=row) for word in ("one", "two")]
+    assert rewards(make_reward("binary_code", provider=judge), *items) == [1.0, 0.0]  # 0.995, 0.99
+
+
+def test_a_fault_of_the_provider_is_none_never_zero() -> None:
+    judge = ScriptedSandbox(lambda request: [True] * 3)
+    judge.faults_left = 1
+    for name in ("code", "binary_code"):
+        judge.faults_left = 1
+        function = make_reward(name, provider=judge)
+        assert rewards(function, item(), item(block("x = 2"))) == [None, 1.0]
+        assert function.counters.faults == 1  # type: ignore[attr-defined]
+        assert "gone" in function.counters.last  # type: ignore[attr-defined]
+        # Not remembered either.
+        assert rewards(function, item()) == [1.0]
+
+
+def test_a_setup_error_ends_the_batch() -> None:
+    class Refusing:
+        async def submit(self, request: SubmitRequest) -> Any:
+            raise ValueError("refused")
+
+    with pytest.raises(ValueError, match="refused"):
+        rewards(make_reward("code", provider=Refusing()), item(), item(block("x = 2")))
+
+
+def test_code_may_require_the_format() -> None:
+    judge = ScriptedSandbox(lambda request: [True] * 3)
+    function = make_reward("code", provider=judge, require_format=True)
+    texts = [WELL, WELL.rstrip(), WELL + WELL, "```python\nx =\n```\n"]
+    assert rewards(function, *map(item, texts)) == [1.0, 1.0, 0.0, 0.0]
+    assert len(judge.requests) == 1
+
+
+def test_functions_that_share_a_cache_run_a_program_once() -> None:
+    judge, cache = ScriptedSandbox(lambda request: [True, True, False]), verdict_cache()
+    options = {"provider": judge, "cache": cache}
+    functions = make_rewards(["code", "binary_code"], {"code": options, "binary_code": options})
+    scores = asyncio.run(WeightedReward(functions).score([item()]))
+    assert scores.total == [pytest.approx(2 / 3)]
+    assert len(judge.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"),
+    [(0, 0.0), (12, 0.0), (13, -0.25), (14, -0.5), (15, -0.75), (16, -1.0), (99, -1.0)],
+)
+def test_soft_overlong_punishment(length: int, penalty: float) -> None:
+    assert soft_overlong_punishment(length, max_length=16, cache_length=4) == penalty
+    function = make_reward("soft_overlong_punishment", max_length=16, cache_length=4)
+    assert rewards(function, item(length=length)) == [penalty]
+
+
+def test_soft_overlong_punishment_names_what_it_lacks() -> None:
+    with pytest.raises(ValueError, match="cache_length"):
+        make_reward("soft_overlong_punishment", max_length=4, cache_length=5)
+    function = make_reward("soft_overlong_punishment", max_length=4, cache_length=2)
+    with pytest.raises(ValueError, match="length"):
+        rewards(function, item())
+
+
+def ioi_row(**fields: Any) -> dict[str, Any]:
+    subtasks = [{"points": 10, "tests": [0]}, {"points": 30.5, "tests": [0, 1]}]
+    return function_row(selected_uts=STDIO, **{"subtasks": subtasks, **fields})
+
+
+def test_a_subtask_is_worth_its_weakest_test() -> None:
+    judge = ScriptedSandbox(
+        by_code(both=[True, True], first=[True, False], last=[False, True], none=[False, False])
+    )
+    items = [item(block(w), sample=ioi_row()) for w in ("both", "first", "last", "none")]
+    function = make_reward("ioi_code", provider=judge)
+    assert rewards(function, *items) == [40.5, 10.0, 0.0, 0.0]
+    assert {r.config.language for r in judge.requests} == {"cpp"}
+    share = make_reward("ioi_code", provider=judge, normalise=True)
+    assert rewards(share, items[1]) == [pytest.approx(10 / 40.5)]
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=6),
+    st.lists(st.tuples(st.floats(1, 100), st.sets(st.integers(0, 5), min_size=1)), max_size=5),
+)
+def test_ioi_score_against_a_plain_loop(
+    scores: list[float], groups: list[tuple[float, set[int]]]
+) -> None:
+    groups = [(points, {test % len(scores) for test in tests}) for points, tests in groups]
+    total = 0.0
+    for points, tests in groups:
+        worst = 1.0
+        for test in tests:
+            worst = scores[test] if scores[test] < worst else worst
+        total += points * worst
+    subtasks = [Subtask(points=points, tests=tuple(tests)) for points, tests in groups]
+    assert ioi_score(subtasks, scores) == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("subtasks", "told"),
+    [
+        (None, "subtasks"),
+        ([], "subtasks"),
+        ("[", "subtasks"),
+        ([{"points": 1}], "subtasks"),
+        ([{"points": 1, "tests": []}], "tests 0 to 1"),
+        ([{"points": 1, "tests": [2]}], "tests 0 to 1"),
+        ([{"points": -1, "tests": [0]}], "positive"),
+    ],
+)
+def test_wrong_subtasks_name_the_sample(subtasks: Any, told: str) -> None:
+    row = ioi_row(subtasks=subtasks)
+    with pytest.raises(ValueError, match=told) as caught:
+        subtasks_of(row, 2)
+    assert row["id"] in str(caught.value)
+    judge = ScriptedSandbox(lambda request: [True])
+    with pytest.raises(ValueError, match=told):
+        rewards(make_reward("ioi_code", provider=judge), item(sample=row))
+    assert not judge.requests
+    with pytest.raises(ValueError, match="subtask 0"):
+        ioi_score([Subtask(points=1.0, tests=(3,))], [1.0])
+
+
+def test_the_critic_is_a_reward_function(tmp_path: Path) -> None:
+    judge = ScriptedSandbox(lambda request: [True, True, False])
+    file = write(tmp_path / "rows.parquet", ROW)
+    function = make_reward("critic", file=file, tokenizer=None, sandbox=judge, show_progress=False)
+    assert isinstance(function, RewardModelForCritic)
+    items = [item(critique=CORRECT), item(critique="no judgment")]
+    assert rewards(function, *items) == [pytest.approx(2 / 3), 0.0]
+    judge.faults_left = 1
+    assert rewards(function, item(block("other"), critique=CORRECT)) == [None]
+
+
+async def halves(items: Sequence[RewardItem], *, scale: float = 1.0) -> list[float | None]:
+    return [None if not i.text else 0.5 * scale for i in items]
+
+
+def lengths(items: Sequence[RewardItem]) -> list[float]:
+    return [float(len(i.text)) for i in items]
+
+
+def wrong(items: Sequence[RewardItem], *, give: Any) -> Any:
+    return give
+
+
+def test_functions_by_import_path() -> None:
+    assert rewards(make_reward(f"{__name__}:halves", scale=3.0), item(), item("")) == [1.5, None]
+    assert rewards(make_reward(f"{__name__}:lengths"), item("abc")) == [3.0]
+
+
+@pytest.mark.parametrize("give", [None, [], [1.0, 2.0], ["1"], [math.nan], [math.inf], [object()]])
+def test_a_function_that_gives_nonsense_is_named(give: Any) -> None:
+    with pytest.raises(ValueError, match=f"{__name__}:wrong"):
+        rewards(make_reward(f"{__name__}:wrong", give=give), item())
+
+
+@pytest.mark.parametrize(
+    "path", ["nowhere:f", f"{__name__}:nothing", ":f", "m:", ".m:f", "math:pi"]
+)
+def test_an_import_path_that_leads_nowhere_is_named(path: str) -> None:
+    with pytest.raises(ValueError, match=path.replace(".", r"\.")):
+        make_reward(path)
+
+
+def test_names_and_options_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"did you mean 'binary_code'.*soft_overlong_punishment"):
+        get_reward("binary_cod")
+    with pytest.raises(ValueError, match="colour"):
+        make_reward("code_format", colour="red")
+    with pytest.raises(ValueError, match="provider"):
+        make_reward("code")
+    with pytest.raises(ValueError, match="twice"):
+        make_rewards(["code_format", "code_format"])
+    with pytest.raises(ValueError, match="code_fromat"):
+        make_rewards(["code_format"], {"code_fromat": {}})
+    with pytest.raises(ValueError, match="item 1"):
+        judge = ScriptedSandbox(lambda request: [True] * 3)
+        rewards(make_reward("code", provider=judge), item(), item(sample=None))
+
+
+maybe = st.none() | st.floats(-10, 10)
+
+
+@given(st.lists(st.tuples(maybe, maybe), max_size=8), st.floats(-3, 3), st.floats(-3, 3))
+def test_a_weighted_sum_against_a_plain_loop(
+    rows: list[tuple[float | None, float | None]], left: float, right: float
+) -> None:
+    parts = {"a": [a for a, _ in rows], "b": [b for _, b in rows]}
+    expected: list[float | None] = []
+    for a, b in rows:
+        unknown = (a is None and left != 0) or (b is None and right != 0)
+        expected.append(None if unknown else left * (a or 0.0) + right * (b or 0.0))
+    got = weighted_sum(parts, {"a": left, "b": right})
+    assert [g is None for g in got] == [e is None for e in expected]
+    for g, e in zip(got, expected, strict=True):
+        assert e is None or g == pytest.approx(e, rel=1e-12, abs=1e-12)
+
+
+def test_weights_parts_and_metrics() -> None:
+    functions = make_rewards([f"{__name__}:halves", "code_format"])
+    weighted = WeightedReward(functions, [2.0, 0.5])
+    items = [item(WELL), item("x"), item("")]
+    scores = asyncio.run(weighted.score(items))
+    assert scores.total == [1.5, 1.0, None]
+    assert rewards(weighted, *items) == scores.total
+    name = f"{__name__}:halves"
+    assert reward_metrics(scores) == {
+        f"reward/{name}/mean": 0.5,
+        f"reward/{name}/unjudged": 1.0,
+        "reward/code_format/mean": pytest.approx(1 / 3),
+        "reward/code_format/unjudged": 0.0,
+    }
+    unweighted = asyncio.run(WeightedReward(functions, [0.0, 1.0]).score(items))
+    assert unweighted.total == [1.0, 0.0, 0.0]
+    assert unweighted.parts[name] == [0.5, 0.5, None]
+    nothing = asyncio.run(weighted.score([item("")]))
+    assert f"reward/{name}/mean" not in reward_metrics(nothing)
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    functions = make_rewards(["code_format"])
+    for weights, told in (
+        ([1.0, 2.0], "2 entries"),
+        ([math.nan], "finite"),
+        ([math.inf], "finite"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            WeightedReward(functions, weights)
+    with pytest.raises(ValueError, match="empty"):
+        WeightedReward({})
+
+
+def test_a_function_that_fails_ends_the_sum_and_cancels_the_others() -> None:
+    ended: list[str] = []
+
+    async def slow(items: Sequence[RewardItem]) -> list[float | None]:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("slow")
+        return []
+
+    async def failing(items: Sequence[RewardItem]) -> list[float | None]:
+        await asyncio.sleep(0)
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError, match="broken"):
+        rewards(WeightedReward({"slow": slow, "failing": failing}), item())
+    assert ended == ["slow"]
