@@ -1,93 +1,251 @@
-"""How fast the sandbox judges, against bare subprocesses, in one run: ``python
+"""How fast the sandbox judges, in one run with what it is compared with: ``python
 tools/bench_sandbox.py``.
+
+Compared are bare interpreters and a service that starts a fresh interpreter with a file of its own
+for every case, which is how SandboxFusion works without isolation. ``--soak 100000`` runs that many
+programs of several kinds instead, and reports memory, descriptors and zombies on the way.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SubmitRequest
-from ctrl_megatron.sandbox.wire import TestConfig
+from aiohttp import web
+
+from ctrl_megatron.sandbox import EmbeddedSandbox, RunCodeRequest, SandboxClient, SubmitRequest
+from ctrl_megatron.sandbox.census import take_usage
+from ctrl_megatron.sandbox.wire import (
+    CommandRunResult,
+    CommandRunStatus,
+    RunCodeResponse,
+    RunStatus,
+    TestConfig,
+)
 
 CODE = "def f(x):\n    return x * x\n"
-IMPORTS = "import collections, datetime, heapq, itertools, json, math, random, re, string\n"
-Work = Callable[[], Awaitable[None]]
+IMPORTS = (
+    "import bisect, collections, datetime, functools, heapq, itertools, json, math, operator, os\n"
+    "import random, re, statistics, string, sys, typing\n"
+)
+OVER_SUBSCRIPTION = 4
+ROUNDS = 3
+SOAK = (
+    CODE,
+    "def f(x):\n    return x\n",
+    "import os\ndef f(x):\n    os._exit(0)\n",
+    "def f(x):\n    open('left', 'w').write('x' * 4096)\n    return x * x\n",
+    "def f(x):\n    print('x' * 100_000)\n    raise ValueError(x)\n",
+    "raise SystemExit(0)",
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+    + CODE,
+)
+Work = Callable[[], Awaitable[object]]
 
 
-def judged(client: SandboxClient, asserts: int) -> Work:
-    """One submission with ``asserts`` asserts."""
-    data = {"test_list": [f"assert f({i}) == {i * i}" for i in range(asserts)]}
+def asserts(count: int) -> list[str]:
+    """Tests that ``CODE`` passes."""
+    return [f"assert f({i}) == {i * i}" for i in range(count)]
+
+
+def judged(client: SandboxClient, count: int, code: str = CODE, *, check: bool = True) -> Work:
+    """One submission with ``count`` asserts."""
+    data = {"test_list": asserts(count)}
     config = TestConfig(dataset_type="MBPPDataset", language="python", provided_data=data)
-    request = SubmitRequest(
-        dataset="bench", id=0, completion=f"```python\n{CODE}```", config=config
-    )
+    completion = f"```python\n{code}```"
+    request = SubmitRequest(dataset="bench", id=0, completion=completion, config=config)
 
     async def work() -> None:
-        assert (await client.submit(request)).accepted
+        accepted = (await client.submit(request)).accepted
+        assert accepted or not check
 
     return work
 
 
-def interpreter(program: str, times: int, *flags: str) -> Work:
-    """``times`` fresh interpreters one after the other, without any isolation."""
+def fresh(client: SandboxClient, cases: int, runs: int) -> Work:
+    """``cases`` asserts in ``runs`` runs of the service with fresh interpreters."""
+    per_run = cases // runs
+    code = IMPORTS + CODE + "\n".join(asserts(per_run))
+    request = RunCodeRequest(code=code, language="python")
 
     async def work() -> None:
-        for _ in range(times):
-            process = await asyncio.create_subprocess_exec(sys.executable, *flags, "-c", program)
-            assert await process.wait() == 0
+        for _ in range(runs):
+            assert (await client.run_code(request)).status is RunStatus.SUCCESS
 
     return work
 
 
-async def rate(work: Work, count: int, workers: int) -> float:
-    """Units of work per second, ``workers`` at a time."""
-    slots = asyncio.Semaphore(workers)
+def interpreter(program: str, *flags: str) -> Work:
+    """One bare interpreter."""
+
+    async def work() -> None:
+        process = await asyncio.create_subprocess_exec(sys.executable, *flags, "-c", program)
+        assert await process.wait() == 0
+
+    return work
+
+
+async def latencies(work: Work, count: int, at_once: int) -> tuple[float, list[float]]:
+    """Units of work per second with ``at_once`` in flight, and the seconds that each took."""
+    slots, seconds = asyncio.Semaphore(at_once), list[float]()
 
     async def one() -> None:
         async with slots:
+            began = time.perf_counter()
             await work()
+            seconds.append(time.perf_counter() - began)
 
-    await one()
+    await work()
     started = time.perf_counter()
     await asyncio.gather(*(one() for _ in range(count)))
-    return count / (time.perf_counter() - started)
+    return count / (time.perf_counter() - started), seconds
 
 
-async def compare(service: EmbeddedSandbox, count: int, workers: int) -> None:
-    """Print problems per second, each row relative to fresh interpreters with usual imports."""
+async def measured(rows: dict[str, Work], count: int, at_once: int) -> dict[str, float]:
+    """Units of work per second: the median of rounds in which every row has its turn, so that a
+    machine that slows down meanwhile slows all of them.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(ROUNDS):
+        for name, work in rows.items():
+            rates[name].append((await latencies(work, max(count // ROUNDS, 1), at_once))[0])
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+async def compare(ours: str, fresh_endpoint: str, count: int, workers: int) -> None:
+    """Print problems per second relative to the fresh-interpreter service, then latencies."""
     program = IMPORTS + CODE + "assert f(3) == 9"
-    async with SandboxClient(service.endpoint) as client:
+    async with SandboxClient(ours) as client, SandboxClient(fresh_endpoint) as other:
         rows: dict[str, Work] = {
-            "fresh interpreter with imports, 1 assert": interpreter(program, 1),
-            "fresh interpreter per assert, 3 asserts": interpreter(program, 3),
-            "bare python -I -S, 1 assert": interpreter(CODE + "assert f(3) == 9", 1, "-I", "-S"),
+            "fresh-interpreter service, 1 assert": fresh(other, 1, 1),
+            "fresh-interpreter service, 3 asserts, 3 runs": fresh(other, 3, 3),
+            "fresh-interpreter service, 100 asserts, 1 run": fresh(other, 100, 1),
+            "bare python with imports, 1 assert": interpreter(program),
+            "bare python -I -S, 1 assert": interpreter(CODE + "assert f(3) == 9", "-I", "-S"),
             "sandbox, 1 assert": judged(client, 1),
             "sandbox, 3 asserts": judged(client, 3),
             "sandbox, 100 asserts": judged(client, 100),
         }
-        rates = {name: await rate(work, count, workers) for name, work in rows.items()}
-    unit = next(iter(rates.values()))
-    print(f"isolation: {service.isolation}\n{'':44}problems/s     ratio")
-    for name, value in rates.items():
-        print(f"{name:44}{value:10.1f}{value / unit:10.2f}")
+        rates = await measured(rows, count, 2 * workers)
+        unit = next(iter(rates.values()))
+        print(f"{'':48}problems/s     ratio")
+        for name, value in rates.items():
+            print(f"{name:48}{value:10.1f}{value / unit:10.2f}")
+        at_once = OVER_SUBSCRIPTION * workers
+        print(f"\nlatency with {at_once} requests at once on {workers} workers, ms (median, p99)")
+        for name in ("sandbox, 3 asserts", "fresh-interpreter service, 3 asserts, 3 runs"):
+            _, seconds = await latencies(rows[name], count, at_once)
+            p99 = statistics.quantiles(seconds, n=100)[98] if len(seconds) > 1 else seconds[0]
+            print(f"{name:48}{statistics.median(seconds) * 1e3:10.1f}{p99 * 1e3:10.1f}")
+
+
+async def soak(service: EmbeddedSandbox, count: int, workers: int) -> None:
+    """Print what the service and its workers hold before, on the way and after ``count`` jobs."""
+    async with SandboxClient(service.endpoint) as client:
+        works = [judged(client, 1, code, check=False) for code in SOAK]
+
+        async def loop(numbers: Iterator[int]) -> None:
+            for number in numbers:
+                await works[number % len(works)]()
+
+        def show(number: int) -> None:
+            u = take_usage(service.pid)
+            print(
+                f"{number:9}{u.resident_kib:14}{u.descriptors:14}{u.processes:12}{u.zombies:10}",
+                flush=True,
+            )
+
+        for work in works * workers:
+            await work()
+        print(f"{'jobs':>9}{'resident KiB':>14}{'descriptors':>14}{'processes':>12}{'zombies':>10}")
+        show(0)
+        started, parts = time.perf_counter(), 10
+        for part in range(parts):
+            # Idle when it is looked at: what running jobs hold is not growth.
+            numbers = iter(range(count * part // parts, count * (part + 1) // parts))
+            await asyncio.gather(*(loop(numbers) for _ in range(2 * workers)))
+            show(count * (part + 1) // parts)
+        print(f"{count / (time.perf_counter() - started):.1f} jobs/s")
+
+
+async def fresh_service() -> None:
+    """The service that is compared with: any program, no isolation; for this file's own only."""
+
+    async def run_code(request: web.Request) -> web.Response:
+        asked = RunCodeRequest.model_validate_json(await request.read())
+        async with slots:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, f"{os.urandom(8).hex()}.py")
+                path.write_text(asked.code)
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, str(path)),
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
+                async with asyncio.timeout(asked.run_timeout):
+                    out, err = await process.communicate()
+        ended = CommandRunResult(
+            status=CommandRunStatus.FINISHED,
+            return_code=process.returncode,
+            stdout=out.decode(),
+            stderr=err.decode(),
+        )
+        status = RunStatus.SUCCESS if process.returncode == 0 else RunStatus.FAILED
+        answer = RunCodeResponse(status=status, run_result=ended)
+        return web.Response(text=answer.model_dump_json(), content_type="application/json")
+
+    slots = asyncio.Semaphore(os.cpu_count() or 1)
+    app = web.Application()
+    app.router.add_post("/run_code", run_code)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    print(runner.addresses[0][1], flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await runner.cleanup()
+
+
+@contextmanager
+def fresh_interpreters() -> Iterator[str]:
+    """The address of a running service with fresh interpreters; it ends with its stdin."""
+    command = [sys.executable, __file__, "--fresh-service"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
 
 
 def main() -> None:
-    """Parse, start the service, measure."""
+    """Parse, start the services, measure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--count", type=int, default=200, help="problems per row")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--isolation", default="strict")
+    parser.add_argument("--soak", type=int, default=0, help="jobs to run instead of comparing")
+    parser.add_argument("--fresh-service", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.fresh_service:
+        asyncio.run(fresh_service())
+        return
     with EmbeddedSandbox.start(workers=options.workers, isolation=options.isolation) as service:
-        asyncio.run(compare(service, options.count, options.workers))
+        print(f"isolation: {service.isolation}")
+        if options.soak:
+            asyncio.run(soak(service, options.soak, options.workers))
+            return
+        with fresh_interpreters() as endpoint:
+            asyncio.run(compare(service.endpoint, endpoint, options.count, options.workers))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,14 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 
+from ctrl_megatron.sandbox.access import read_token
 from ctrl_megatron.sandbox.isolation import LEVELS, MECHANISMS, IsolationRefused
 from ctrl_megatron.sandbox.limits import SandboxLimits
-from ctrl_megatron.sandbox.serve import Owner, serve
+from ctrl_megatron.sandbox.logs import LEVELS as LOG_LEVELS
+from ctrl_megatron.sandbox.logs import log_json_lines
+from ctrl_megatron.sandbox.serve import Door, Owner, serve
 from ctrl_megatron.sandbox.workers import WorkerFault, WorkerSettings
 
 
@@ -20,6 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.workers < 1:
         print("sandbox: --workers must be at least 1", file=sys.stderr)
         return 2
+    log_json_lines(options.log_level)
     try:
         limits = SandboxLimits(**json.loads(options.limits))
         settings = WorkerSettings(
@@ -32,12 +37,20 @@ def main(arguments: list[str] | None = None) -> int:
         owner = None
         if options.owner:
             owner = Owner(pid=options.owner, main_thread=options.owner_main_thread)
-        service = serve(
-            settings, workers=options.workers, host=options.host, port=options.port, owner=owner
+        door = Door(
+            host=options.host,
+            port=options.port,
+            token=read_token(options.token_file) if options.token_file else None,
+            allow_open=options.allow_open,
+            drain_seconds=options.drain_seconds,
+            endpoint_file=Path(options.endpoint_file) if options.endpoint_file else None,
         )
-        asyncio.run(service)
+        asyncio.run(serve(settings, workers=options.workers, door=door, owner=owner))
     except (IsolationRefused, WorkerFault, OSError, ValueError, TypeError) as error:
-        text = error.strerror if isinstance(error, OSError) and error.strerror else error
+        text = error
+        if isinstance(error, OSError) and error.strerror:
+            named = f": {error.filename}" if error.filename else ""
+            text = f"{error.strerror}{named}"
         print(f"sandbox: {text}", file=sys.stderr)
         return 1
     return 0
@@ -49,6 +62,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080, help="0 takes a free port")
+    parser.add_argument("--token-file", help="file whose first line is the clients' bearer token")
+    parser.add_argument(
+        "--allow-open", action="store_true", help="listen beyond loopback without a token"
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=10.0,
+        help="what running requests get to finish after SIGTERM",
+    )
+    parser.add_argument("--endpoint-file", help="file to hold the address while it answers")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--isolation", choices=LEVELS, default="standard")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the programs")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
@@ -22,6 +23,8 @@ from tenacity import (
     wait_random,
 )
 
+from ctrl_megatron.sandbox.endpoints import Endpoint, Endpoints
+from ctrl_megatron.sandbox.turns import CLIENT_HEADER
 from ctrl_megatron.sandbox.wire import (
     EvalResult,
     RunCodeRequest,
@@ -32,13 +35,25 @@ from ctrl_megatron.sandbox.wire import (
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
+_JSON = {"Content-Type": "application/json"}
+_TRY_AGAIN = (408, 429)
+_UNAVAILABLE = (502, 503, 504)
+_CHECK_SECONDS = 30.0
+_CHECK_PAUSE_SECONDS = 1.0
+
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed, after every retry; nothing is known about the program."""
 
 
 class _Fault(Exception):
-    """One attempt failed for a reason that is ours; worth another attempt."""
+    """One attempt failed for a reason that is ours; worth another attempt, not before
+    ``retry_after`` seconds at the same service.
+    """
+
+    def __init__(self, text: str, retry_after: float = 0.0) -> None:
+        super().__init__(text)
+        self.retry_after = retry_after
 
 
 @dataclass(slots=True)
@@ -54,12 +69,16 @@ class ClientCounters:
 
 
 class SandboxClient:
-    """Talks to one or several services; each attempt goes to the least loaded one.
+    """Talks to one or several services. Each attempt goes to the least loaded one that is healthy
+    and that this call has not tried; one that cannot be reached gets no request until it answers
+    a health check.
 
-    It binds to the event loop of its first call, which may run in any thread. ``timeout`` (seconds)
+    It binds to the event loop of its first call, which may run in any thread. ``endpoint`` is one
+    address, several in a sequence, or several with commas between them. ``timeout`` (seconds)
     covers one HTTP attempt, ``backoff`` is the first pause between attempts (doubled each time, at
-    most 60 s, with jitter). ``max_concurrency`` bounds requests on the wire; a request that waits
-    for its retry holds no place.
+    most 60 s, with jitter; no pause where another service is left to try). ``max_concurrency``
+    bounds requests on the wire; a request that waits for its retry holds no place. ``token`` is the
+    services' bearer token, ``name`` tells services whom to be fair to (a random one by default).
     """
 
     def __init__(
@@ -70,21 +89,24 @@ class SandboxClient:
         attempts: int = 5,
         max_concurrency: int = 256,
         backoff: float = 1.0,
+        token: str | None = None,
+        name: str | None = None,
     ) -> None:
-        endpoints = [endpoint] if isinstance(endpoint, str) else list(endpoint)
-        if not endpoints or not all(url.startswith(("http://", "https://")) for url in endpoints):
-            raise ValueError(f"sandbox endpoint must be one or more http:// URLs, got {endpoint!r}")
+        self._services = Endpoints(endpoint)
+        self.endpoints = self._services.urls
         if attempts < 1 or max_concurrency < 1:
             raise ValueError("attempts and max_concurrency must be at least 1")
-        self.endpoints = tuple(url.rstrip("/") for url in endpoints)
         self.counters = ClientCounters()
+        self._headers = {CLIENT_HEADER: name or secrets.token_hex(8)}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._attempts = attempts
-        self._wait = wait_exponential(multiplier=backoff, max=60.0) + wait_random(0.0, backoff)
+        self._backoff = wait_exponential(multiplier=backoff, max=60.0) + wait_random(0.0, backoff)
         self._limit = max_concurrency
-        self._in_flight = dict.fromkeys(self.endpoints, 0)
         self._session: aiohttp.ClientSession | None = None
         self._semaphore: asyncio.Semaphore | None = None
+        self._checks: dict[str, asyncio.Task[None]] = {}
 
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
         """Run a program. Raises ``SandboxError`` (service fault) or ``ValueError`` (request
@@ -101,17 +123,17 @@ class SandboxClient:
     async def ping(self) -> None:
         """Return when every service answers. Raises ``SandboxError`` naming one that does not."""
         for endpoint in self.endpoints:
-            try:
-                async with self._open_session().get(endpoint + "/v1/ping") as response:
-                    healthy = response.status == 200
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise SandboxError(f"sandbox {endpoint} does not answer: {_text(error)}") from error
-            if not healthy:
-                raise SandboxError(f"sandbox {endpoint} answers /v1/ping with {response.status}")
+            trouble = await self._trouble(endpoint)
+            if trouble:
+                raise SandboxError(f"sandbox {endpoint} {trouble}")
 
     async def close(self) -> None:
         """Close the connections; a later call opens new ones."""
         session, self._session, self._semaphore = self._session, None, None
+        checks, self._checks = list(self._checks.values()), {}
+        for check in checks:
+            check.cancel()
+        await asyncio.gather(*checks, return_exceptions=True)
         if session is not None:
             await session.close()
 
@@ -124,7 +146,9 @@ class SandboxClient:
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self._limit)
-            self._session = aiohttp.ClientSession(timeout=self._timeout, connector=connector)
+            self._session = aiohttp.ClientSession(
+                timeout=self._timeout, connector=connector, headers=self._headers
+            )
         return self._session
 
     def _slot(self) -> asyncio.Semaphore:
@@ -134,39 +158,79 @@ class SandboxClient:
 
     async def _call(self, path: str, request: BaseModel, answer: type[Answer]) -> Answer:
         self.counters.requests += 1
+        tried: set[str] = set()
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self._attempts),
-            wait=self._wait,
+            wait=lambda state: self._pause(state, tried),
             retry=retry_if_exception_type(_Fault),
             before_sleep=self._count_retry,
             reraise=True,
         )
-        body = request.model_dump(mode="json")
+        body = request.model_dump_json().encode()
         try:
-            return await retrying(self._attempt, path, body, answer)
+            return await retrying(self._attempt, path, body, answer, tried)
         except _Fault as fault:
             self.counters.failures += 1
             raise SandboxError(f"{fault} (gave up after {self._attempts} attempts)") from fault
 
+    def _pause(self, state: RetryCallState, tried: set[str]) -> float:
+        if self._services.another(tried):
+            return 0.0
+        # Every service had its chance: start over after a pause.
+        tried.clear()
+        fault = state.outcome.exception() if state.outcome else None
+        wished = fault.retry_after if isinstance(fault, _Fault) else 0.0
+        return max(self._backoff(state), wished)
+
     def _count_retry(self, _: RetryCallState) -> None:
         self.counters.retries += 1
 
-    async def _attempt(self, path: str, body: dict[str, Any], answer: type[Answer]) -> Answer:
+    async def _attempt(
+        self, path: str, body: bytes, answer: type[Answer], tried: set[str]
+    ) -> Answer:
         async with self._slot():
-            endpoint = min(self.endpoints, key=self._in_flight.__getitem__)
-            self._in_flight[endpoint] += 1
+            endpoint = self._services.choose(tried)
+            url = endpoint.url + path
+            tried.add(endpoint.url)
+            endpoint.in_flight += 1
             try:
-                async with self._open_session().post(endpoint + path, json=body) as response:
+                async with self._open_session().post(url, data=body, headers=_JSON) as response:
                     status, text = response.status, await response.text()
+                    retry_after = _seconds(response.headers.get("Retry-After", ""))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise _Fault(f"sandbox {endpoint}{path} failed: {_text(error)}") from error
+                self._distrust(endpoint)
+                raise _Fault(f"sandbox {url} failed: {_text(error)}") from error
             finally:
-                self._in_flight[endpoint] -= 1
-        if 400 <= status < 500:
-            raise ValueError(f"sandbox {endpoint}{path} refused the request: {_detail(text)}")
+                endpoint.in_flight -= 1
+        if status in _UNAVAILABLE:
+            self._distrust(endpoint)
+        if 400 <= status < 500 and status not in _TRY_AGAIN:
+            raise ValueError(f"sandbox {url} refused the request ({status}): {_detail(text)}")
         if status != 200:
-            raise _Fault(f"sandbox {endpoint}{path} answered {status}: {_detail(text)}")
-        return _parse(endpoint + path, text, answer)
+            raise _Fault(f"sandbox {url} answered {status}: {_detail(text)}", retry_after)
+        return _parse(url, text, answer)
+
+    def _distrust(self, endpoint: Endpoint) -> None:
+        """No more requests for ``endpoint`` until it answers a health check."""
+        if self._services.several and endpoint.url not in self._checks:
+            endpoint.healthy = False
+            self._checks[endpoint.url] = asyncio.create_task(self._check(endpoint))
+
+    async def _check(self, endpoint: Endpoint) -> None:
+        while await self._trouble(endpoint.url):
+            await asyncio.sleep(_CHECK_PAUSE_SECONDS)
+        endpoint.healthy = True
+        del self._checks[endpoint.url]
+
+    async def _trouble(self, url: str) -> str:
+        """What is wrong with a service, empty when it is healthy."""
+        limit = aiohttp.ClientTimeout(total=_CHECK_SECONDS)
+        try:
+            async with self._open_session().get(url + "/v1/ping", timeout=limit) as response:
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return f"does not answer: {_text(error)}"
+        return "" if status == 200 else f"answers /v1/ping with {status}"
 
 
 def _parse(url: str, text: str, answer: type[Answer]) -> Answer:
@@ -187,6 +251,11 @@ def _service_fault(answer: BaseModel) -> str | None:
     else:
         runs = [answer] if isinstance(answer, RunCodeResponse) else []
     return next((run.message for run in runs if run.status is RunStatus.SANDBOX_ERROR), None)
+
+
+def _seconds(header: str) -> float:
+    """``Retry-After`` in seconds; 0.0 for its absence and for a date."""
+    return min(float(header), 60.0) if header.isdigit() else 0.0
 
 
 def _detail(text: str) -> str:

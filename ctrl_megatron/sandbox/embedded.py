@@ -53,20 +53,25 @@ class EmbeddedSandbox:
         preload: tuple[str, ...] = (),
         without: tuple[str, ...] = (),
         start_seconds: float = 60.0,
+        port: int = 0,
+        token_file: str | None = None,
     ) -> Self:
         """Start the service and wait until it answers. Raises ``SandboxStartError`` with its
         message.
 
         ``workers`` defaults to the number of processors; ``python`` is the interpreter that runs
-        programs.
+        programs; ``port`` 0 takes a free one; the first line of ``token_file`` is the token that
+        clients must send.
         """
         main_thread = threading.current_thread() is threading.main_thread()
         command = [
-            *(sys.executable, "-m", "ctrl_megatron.sandbox", "--port", "0"),
+            *(sys.executable, "-m", "ctrl_megatron.sandbox", "--port", str(port)),
+            *("--log-level", "warning"),
             *("--workers", str(workers or os.cpu_count() or 1)),
             *("--isolation", isolation, "--python", python, "--owner", str(os.getpid())),
             *("--limits", json.dumps((limits or SandboxLimits()).as_dict())),
             *(["--owner-main-thread"] if main_thread else []),
+            *(["--token-file", token_file] if token_file else []),
             *(["--preload", *preload] if preload else []),
             *(["--without", *without] if without else []),
         ]
@@ -95,6 +100,11 @@ class EmbeddedSandbox:
     def pid(self) -> int:
         """Process id of the service."""
         return self._process.pid
+
+    @property
+    def scratch(self) -> str:
+        """Directory of what the workers leave on disk."""
+        return str(self._scratch)
 
     def alive(self) -> bool:
         """Whether the service's process runs."""

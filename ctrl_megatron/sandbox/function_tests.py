@@ -49,12 +49,32 @@ def read_function_tests(data: dict[str, Any]) -> FunctionTests:
         setup = f"candidate = {entries[0]}\n{setup}"
         setup_tree = _parse(setup, "provided_data.test_setup_code")
     stubs = set(entries) | _free_names([setup_tree, *trees])
+    if not entries and any(alias.name == "*" for alias in _aliases(setup_tree)):
+        raise ValueError(
+            "provided_data.test_setup_code imports *, which may hide the program's functions; "
+            "give provided_data.entry_point"
+        )
     return FunctionTests(
         tests=tuple(tests),
-        setup=setup,
+        setup=_keeping(entries, setup),
         prelude=_imports(setup_tree),
         stubs=tuple(sorted(stubs or _shadowed_builtin(trees))),
     )
+
+
+def _keeping(entries: tuple[str, ...], setup: str) -> str:
+    """``setup`` after which the entry points are the program's again, whatever it imports or
+    defines: otherwise the tests would judge a function of the setup.
+    """
+    if not entries or not setup.strip():
+        return setup
+    before = "".join(f"_program_{name} = {name}\n" for name in entries)
+    after = "".join(f"\n{name} = _program_{name}" for name in entries)
+    return f"{before}{setup}\n{after}"
+
+
+def _aliases(tree: ast.Module) -> Iterable[ast.alias]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.alias))
 
 
 def _parse(source: str, where: str) -> ast.Module:

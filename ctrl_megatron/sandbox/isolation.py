@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ctrl_megatron.sandbox.jail import landlock, linux, namespaces, rlimits, seccomp
+from ctrl_megatron.sandbox.jail import landlock, linux, namespaces, native, rlimits, seccomp
 
 Level = Literal["strict", "standard", "none"]
 LEVELS: tuple[Level, ...] = ("strict", "standard", "none")
@@ -39,9 +39,16 @@ class Reached:
     missing: tuple[str, ...]
     """What the kernel refused, with the error text of the call."""
 
+    @property
+    def level(self) -> Level:
+        """The strictest level that this isolation fulfils, whatever was asked for."""
+        if self.seccomp and self.tier == "namespaces":
+            return "strict"
+        return "none" if self.tier == "limits" else "standard"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for reports."""
-        return asdict(self)
+        return {"level": self.level, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +58,22 @@ class Confinement:
     reached: Reached
     readable: tuple[str, ...]
     call_filter: seccomp.Filter | None
+    native_filters: Mapping[str, seccomp.Filter] = field(default_factory=dict)
+    """Profile of ``native`` -> its filter."""
 
-    def apply(self, directory: str, *, memory_bytes: int, cpu_seconds: float, **rest: int) -> None:
+    def apply(
+        self,
+        directory: str,
+        *,
+        memory_bytes: int,
+        cpu_seconds: float,
+        profile: str | None = None,
+        **rest: int,
+    ) -> None:
         """Confine the calling process for good: limits, then Landlock, then the system call filter.
 
-        ``rest`` is ``file_bytes``, ``open_files`` and ``processes`` of ``rlimits.limit``.
+        ``profile`` is a profile of ``native`` for programs that are not Python. ``rest`` is
+        ``file_bytes``, ``open_files`` and ``processes`` of ``rlimits.limit``.
         """
         if self.reached.tier != "namespaces":
             rest["processes"] += rlimits.tasks_of_user()
@@ -64,11 +82,15 @@ class Confinement:
         if self.reached.landlock:
             landlock.restrict(
                 self.reached.landlock,
-                readable=(*self.readable, "/dev/urandom", "/dev/random"),
+                readable=(*self.readable, *_tools(profile), "/dev/urandom", "/dev/random"),
                 writable=(directory, "/dev/null", "/dev/zero"),
             )
         if self.call_filter is not None:
-            self.call_filter.install()
+            (self.native_filters[profile] if profile else self.call_filter).install()
+
+
+def _tools(profile: str | None) -> tuple[str, ...]:
+    return native.tool_paths() if profile and native.starts_processes(profile) else ()
 
 
 def establish(
@@ -91,7 +113,8 @@ def establish(
             f"isolation strict needs namespaces and seccomp; missing: {'; '.join(missing)}. "
             "Enable unprivileged user namespaces or use isolation standard."
         )
-    readable = namespaces.library_paths()
+    # Each place once, whatever its names: a rule costs every job four system calls.
+    readable = tuple(dict.fromkeys(map(os.path.realpath, namespaces.library_paths())))
     if isolated:
         namespaces.enter_worker(staging, user)
     elif user is not None:
@@ -107,7 +130,18 @@ def establish(
         missing=tuple(missing) if level != "none" else (),
     )
     call_filter = seccomp.Filter() if filtering else None
-    return Confinement(reached=reached, readable=readable, call_filter=call_filter)
+    return Confinement(
+        reached=reached,
+        readable=readable,
+        call_filter=call_filter,
+        native_filters=_native_filters() if filtering and isolated else {},
+    )
+
+
+def _native_filters() -> dict[str, seccomp.Filter]:
+    """Processes only where a pid namespace bounds them."""
+    one, many = seccomp.Filter(execute=True), seccomp.Filter(execute=True, processes=True)
+    return {"binary": one, "compiler": many, "shell": many}
 
 
 def check_canaries(confinement: Confinement, directory: str) -> None:

@@ -27,6 +27,7 @@ _BROKEN_OFF = {
     "timeout": "time limit exceeded",
     "job_timeout": "time limit of the whole problem exceeded",
     "output": _FLOODED,
+    "disk": "disk limit exceeded",
 }
 
 
@@ -109,8 +110,8 @@ def run_response(end: Mapping[str, Any], fetched: list[str]) -> RunCodeResponse:
     stopped = end["stopped"]
     timed_out = stopped in ("timeout", "job_timeout")
     stderr = _text(end["stderr"])
-    if stopped == "output":
-        stderr = f"{stderr}\n{_FLOODED}"
+    if stopped in ("output", "disk"):
+        stderr = f"{stderr}\n{_BROKEN_OFF[stopped]}"
     code = _return_code(end["exit"]) if stopped is None else _KILLED
     result = CommandRunResult(
         status=CommandRunStatus.TIME_LIMIT_EXCEEDED if timed_out else CommandRunStatus.FINISHED,

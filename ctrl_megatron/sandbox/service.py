@@ -3,62 +3,97 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from ctrl_megatron.sandbox import jobs
-from ctrl_megatron.sandbox.grading import judge
+from ctrl_megatron.sandbox import gate, telemetry
+from ctrl_megatron.sandbox.execution import Executor
+from ctrl_megatron.sandbox.grading import judge, list_datasets
 from ctrl_megatron.sandbox.wire import RunCodeRequest, RunCodeResponse, RunStatus, SubmitRequest
-from ctrl_megatron.sandbox.workers import Pool, QueueFull, WorkerFault
+from ctrl_megatron.sandbox.workers import Pool, WorkerFault
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Body = TypeVar("Body", bound=BaseModel)
 POOL = web.AppKey("pool", Pool)
+EXECUTOR = web.AppKey("executor", Executor)
 _log = logging.getLogger(__name__)
 
 
-def build_app(pool: Pool) -> web.Application:
-    """The application over a started pool."""
+def build_app(pool: Pool, *, token: str | None = None) -> web.Application:
+    """The application over a started pool; with ``token`` it wants that bearer token."""
     app = web.Application(
-        client_max_size=pool.settings.limits.request_bytes, middlewares=[_errors_as_json]
+        client_max_size=pool.settings.limits.request_bytes, middlewares=[gate.count, gate.admit]
     )
+    app[gate.GATE] = gate.Gate(token=token)
     app[POOL] = pool
+    app[EXECUTOR] = Executor(pool)
     app.router.add_post("/run_code", run_code)
     app.router.add_post("/submit", submit)
+    app.router.add_get("/list_datasets", datasets)
     app.router.add_get("/v1/ping", ping)
     app.router.add_get("/stats", stats)
+    app.router.add_get("/metrics", metrics)
     app.router.add_get("/", status)
     return app
 
 
 async def run_code(request: web.Request) -> web.Response:
     """Run one program; a fault of ours is a 200 with ``SandboxError``, as the contract has it."""
-    pool = request.app[POOL]
     asked = await _body(request, RunCodeRequest)
-    if asked.language != "python":
-        raise ValueError(f"language {asked.language!r} is not supported; this sandbox runs python")
-    job = jobs.request_job(pool.settings.limits, asked)
     try:
-        result = await pool.run(job, seconds=job["seconds"])
+        return _json(await request.app[EXECUTOR].answer(asked))
     except WorkerFault as fault:
         _log.error("run_code failed: %s", fault)
         return _json(RunCodeResponse(status=RunStatus.SANDBOX_ERROR, message=str(fault)))
-    return _json(jobs.run_response(result.end, asked.fetch_files))
 
 
 async def submit(request: web.Request) -> web.Response:
     """Judge one completion; a fault of ours is a 500, never a failed verdict."""
-    return _json(await judge(request.app[POOL], await _body(request, SubmitRequest)))
+    return _json(await judge(request.app[EXECUTOR], await _body(request, SubmitRequest)))
+
+
+async def datasets(request: web.Request) -> web.Response:
+    """The data set kinds that ``/submit`` judges."""
+    return web.json_response(list_datasets())
 
 
 async def ping(request: web.Request) -> web.Response:
-    """``pong``; the isolation reached is in a header."""
-    tier = request.app[POOL].isolation.get("tier", "starting")
-    return web.json_response("pong", headers={"X-Sandbox-Isolation": tier})
+    """``pong``, or 503 while the service ends; headers name the isolation reached."""
+    if request.app[gate.GATE].draining:
+        return gate.busy("the service is shutting down")
+    reached = request.app[POOL].isolation
+    headers = {
+        "X-Sandbox-Isolation": str(reached.get("tier", "starting")),
+        "X-Sandbox-Level": str(reached.get("level", "starting")),
+    }
+    return web.json_response("pong", headers=headers)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Counters and durations in Prometheus' text format."""
+    pool, state = request.app[POOL], request.app[gate.GATE]
+    done = pool.counters
+    lines = [
+        *state.telemetry.lines(),
+        *telemetry.counter("sandbox_jobs_total", "Jobs that workers ran.", done.executions),
+        *telemetry.counter("sandbox_job_timeouts_total", "Jobs out of time.", done.timeouts),
+        *telemetry.counter("sandbox_worker_faults_total", "Workers that failed.", done.faults),
+        *telemetry.counter("sandbox_worker_restarts_total", "Workers replaced.", done.restarts),
+        *telemetry.duration("sandbox_queue_seconds", "Wait for a worker.", pool.queue_seconds),
+        *telemetry.duration("sandbox_job_seconds", "Time on a worker.", pool.job_seconds),
+        *telemetry.gauge("sandbox_workers", "Workers.", pool.size),
+        *telemetry.gauge("sandbox_workers_free", "Workers without a job.", pool.free),
+        *telemetry.gauge("sandbox_queue_length", "Jobs that wait.", pool.waiting),
+        *telemetry.gauge("sandbox_clients_waiting", "Clients with a job waiting.", pool.clients),
+        *telemetry.gauge("sandbox_requests_running", "Requests in work.", state.running),
+        *telemetry.gauge("sandbox_draining", "1 while the service ends.", state.draining),
+        *(telemetry.isolation(pool.isolation) if pool.isolation else ()),
+    ]
+    return web.Response(
+        body="\n".join([*lines, ""]).encode(), headers={"Content-Type": telemetry.CONTENT_TYPE}
+    )
 
 
 async def stats(request: web.Request) -> web.Response:
@@ -88,29 +123,9 @@ async def _body(request: web.Request, kind: type[Body]) -> Body:
 
 
 def _json(record: BaseModel) -> web.Response:
-    return web.Response(text=record.model_dump_json(), content_type="application/json")
-
-
-def _refusal(status_code: int, detail: object) -> web.Response:
-    return web.json_response({"detail": detail}, status=status_code)
-
-
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
-        return await handler(request)
-    except ValidationError as error:
-        detail = error.errors(include_url=False, include_context=False, include_input=False)
-        return _refusal(422, detail)
+        text = record.model_dump_json()
     except ValueError as error:
-        return _refusal(400, str(error))
-    except QueueFull as error:
-        return _refusal(503, str(error))
-    except WorkerFault as error:
-        _log.error("%s failed: %s", request.path, error)
-        return _refusal(500, str(error))
-    except web.HTTPException as error:
-        return _refusal(error.status, error.reason)
-    except Exception as error:
-        _log.exception("%s failed", request.path)
-        return _refusal(500, f"{type(error).__name__}: {error}")
+        # Ours to mend, not the request's fault.
+        raise WorkerFault(f"the answer cannot be written as JSON: {error}") from error
+    return web.Response(text=text, content_type="application/json")

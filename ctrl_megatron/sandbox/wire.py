@@ -79,7 +79,9 @@ class TestConfig(_Record):
     __test__ = False  # not a pytest class
 
     dataset_type: str | None = None
-    """``CommonOJDataset``, ``MBPPDataset``, ``HumanEvalDataset`` or ``LiveCodeBenchDataset``."""
+    """``MBPPDataset``, ``HumanEvalDataset``, ``CommonOJDataset``, ``CodeContestsDataset``,
+    ``LiveCodeBenchDataset``, ``APPSDataset``, ``TACODataset`` or ``IOIDataset``.
+    """
     language: str | None = None
     locale: str | None = None
     is_fewshot: bool | None = None
@@ -90,7 +92,10 @@ class TestConfig(_Record):
     """Refused: it would run the caller's code in the service."""
     provided_data: dict[str, Any] | list[dict[str, Any]] | None = None
     extra: dict[str, Any] = Field(default_factory=dict)
-    """``run_all_cases`` (bool) judges every test instead of stopping at the first failure."""
+    """``run_all_cases`` (bool) judges every test instead of stopping at the first failure;
+    ``max_cases`` (int) judges only the first ones; ``cpp_standard`` (c++17); ``lax`` (true, or
+    ``compare``) grades by exit status.
+    """
 
 
 class SubmitRequest(_Record):

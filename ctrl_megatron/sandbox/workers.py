@@ -12,13 +12,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ctrl_megatron.sandbox.census import MARK
 from ctrl_megatron.sandbox.isolation import IsolationRefused, Level
 from ctrl_megatron.sandbox.jail import frames
 from ctrl_megatron.sandbox.limits import SandboxLimits
+from ctrl_megatron.sandbox.telemetry import Histogram
+from ctrl_megatron.sandbox.turns import CLIENT, Turns
 
 _FIRST_UID = 20_001
 _START_SECONDS = 60.0
@@ -92,7 +96,10 @@ class Worker:
             root = str(Path(__file__).resolve().parents[2])
             boot = _BOOT.format(root=root, fd=theirs.fileno())
             process = subprocess.Popen(
-                [settings.python, "-I", "-S", "-B", "-X", "utf8", "-c", boot],
+                [
+                    *(settings.python, "-I", "-S", "-B", "-X", "utf8", "-c", boot),
+                    f"{MARK}{os.getpid()}",
+                ],
                 env={},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -111,19 +118,17 @@ class Worker:
     async def run(self, job: dict[str, Any], seconds: float) -> JobResult:
         """Run one job. Raises ``WorkerFault``, after which the worker must be stopped."""
         self._writer.write(frames.encode(job))
-        verdicts: list[dict[str, Any]] = []
         try:
             async with asyncio.timeout(seconds):
                 await self._writer.drain()
-                while (message := await self._receive())["kind"] == "verdict":
-                    verdicts.append(message)
+                message = await self._receive()
         except TimeoutError as error:
             raise WorkerFault(f"a worker did not answer within {seconds:.0f} s") from error
         except ConnectionError as error:
             raise WorkerFault("a worker died") from error
         if message["kind"] != "end":
             raise WorkerFault(message.get("reason", "a worker sent an unknown message"))
-        return JobResult(tuple(verdicts), message)
+        return JobResult(tuple(message.pop("verdicts")), message)
 
     async def stop(self) -> None:
         """Kill the zygote; its jobs die with it."""
@@ -165,13 +170,16 @@ class Worker:
 
 @dataclass(slots=True)
 class Pool:
-    """Workers behind a queue of jobs."""
+    """Workers behind a queue of jobs; clients (``turns.CLIENT``) take turns."""
 
     settings: WorkerSettings
     size: int
     counters: PoolCounters = field(default_factory=PoolCounters)
-    waiting: int = 0
-    _idle: asyncio.Queue[tuple[int, Worker | None]] = field(default_factory=asyncio.Queue)
+    queue_seconds: Histogram = field(default_factory=Histogram)
+    """From a job's arrival to its worker."""
+    job_seconds: Histogram = field(default_factory=Histogram)
+    """On the worker."""
+    _turns: Turns[tuple[int, Worker | None]] = field(default_factory=Turns)
     _workers: dict[int, Worker] = field(default_factory=dict)
     _scratch: tempfile.TemporaryDirectory[str] | None = None
 
@@ -206,6 +214,21 @@ class Pool:
         """The isolation that the workers reached (the same kernel gives all of them the same)."""
         return next((worker.isolation for worker in self._workers.values()), {})
 
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait for a worker."""
+        return self._turns.waiting
+
+    @property
+    def free(self) -> int:
+        """Workers without a job."""
+        return self._turns.free
+
+    @property
+    def clients(self) -> int:
+        """Clients with a job waiting."""
+        return self._turns.clients
+
     async def run(self, job: dict[str, Any], *, seconds: float) -> JobResult:
         """Run a job on the next free worker; a fault of the worker is repeated on another one.
 
@@ -224,11 +247,10 @@ class Pool:
         raise AssertionError("unreachable")
 
     async def _run_once(self, job: dict[str, Any], seconds: float) -> JobResult:
-        self.waiting += 1
-        try:
-            number, worker = await self._idle.get()
-        finally:
-            self.waiting -= 1
+        arrived = time.perf_counter()
+        number, worker = await self._turns.take(CLIENT.get())
+        began = time.perf_counter()
+        self.queue_seconds.add(began - arrived)
         try:
             if worker is None:
                 worker = await self._restart(number)
@@ -238,9 +260,10 @@ class Pool:
             self._workers.pop(number, None)
             if worker is not None:
                 await asyncio.shield(worker.stop())
-            self._idle.put_nowait((number, None))
+            self._turns.give((number, None))
             raise
-        self._idle.put_nowait((number, worker))
+        self._turns.give((number, worker))
+        self.job_seconds.add(time.perf_counter() - began)
         self.counters.executions += 1
         self.counters.timeouts += _timed_out(result)
         return result
@@ -253,7 +276,7 @@ class Pool:
             raise WorkerFault(f"a worker could not be restarted: {error}") from error
 
     async def _add(self, number: int) -> None:
-        self._idle.put_nowait((number, await self._new(number)))
+        self._turns.give((number, await self._new(number)))
 
     async def _new(self, number: int) -> Worker:
         assert self._scratch is not None

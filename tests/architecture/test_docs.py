@@ -27,7 +27,8 @@ GROUPS = {key.rsplit(".", n)[0] for key in LEAVES for n in range(1, key.count(".
 NAMES_OF_GROUPS = {f.name for f in fields(Config)}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WRITTEN_BY_RUNS = ("runs/", "/", "http")
-INSIDE_A_CHECKPOINT = {"policy/", "hf/", "trainer_state.json", "config.json", "mine.py", ".jsonl"}
+INSIDE_A_CHECKPOINT = {"policy/", "value/", "hf/", "trainer_state.json", "config.json"}
+ELSEWHERE = {"mine.py", ".jsonl"}
 PATH = re.compile(r"[\w.\-/]+(\.(py|sh|md|toml|yaml|json|jsonl|txt)|/)")
 
 each_page = pytest.mark.parametrize("page", TEXTS)
@@ -70,7 +71,9 @@ def load_tool(name: str) -> ModuleType:
 @each_page
 def test_every_path_exists(page: str) -> None:
     named = [t for t in quoted(page) if PATH.fullmatch(t) and not t.startswith(WRITTEN_BY_RUNS)]
-    missing = [t for t in named if t not in INSIDE_A_CHECKPOINT and not (ROOT / t).exists()]
+    missing = [
+        t for t in named if t not in INSIDE_A_CHECKPOINT | ELSEWHERE and not (ROOT / t).exists()
+    ]
     assert missing == []
 
 

@@ -38,7 +38,7 @@ OWNERS = {
     "vllm": ("rollout/vllm_",),
     "sglang": ("rollout/sglang_",),
     "ray": ("pipeline/",),
-    "aiohttp": ("sandbox/", "rollout/", "generation/"),
+    "aiohttp": ("sandbox/", "rewards/providers/piston.py", "rollout/", "generation/"),
     "matplotlib": ("metrics/report/", "eval/"),
     "tensorboard": ("metrics/sinks/",),
     "wandb": ("metrics/sinks/",),

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 from conftest import descendants, submission, wait_until
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
+from ctrl_megatron.sandbox.census import family
 from ctrl_megatron.sandbox.embedded import SandboxStartError
 from ctrl_megatron.sandbox.jail import landlock, seccomp
 from ctrl_megatron.sandbox.wire import EvalResult, RunCodeRequest, RunCodeResponse
+
+ROOT = Path(__file__).parents[2]
 
 
 def readable_python() -> str | None:
@@ -27,8 +33,12 @@ def readable_python() -> str | None:
 
 
 def run(service: EmbeddedSandbox, code: str, seconds: float = 5.0) -> RunCodeResponse:
+    return run_at(service.endpoint, code, seconds)
+
+
+def run_at(endpoint: str, code: str, seconds: float = 30.0) -> RunCodeResponse:
     async def call() -> RunCodeResponse:
-        async with SandboxClient(service.endpoint, attempts=1) as client:
+        async with SandboxClient(endpoint, attempts=1) as client:
             return await client.run_code(
                 RunCodeRequest(code=code, language="python", run_timeout=seconds)
             )
@@ -37,8 +47,12 @@ def run(service: EmbeddedSandbox, code: str, seconds: float = 5.0) -> RunCodeRes
 
 
 def judge(service: EmbeddedSandbox, code: str) -> EvalResult:
+    return judge_at(service.endpoint, code)
+
+
+def judge_at(endpoint: str, code: str) -> EvalResult:
     async def call() -> EvalResult:
-        async with SandboxClient(service.endpoint, attempts=1) as client:
+        async with SandboxClient(endpoint, attempts=1) as client:
             data = {"test_list": ["assert f(1) == 1", "assert f(2) == 2"]}
             return await client.submit(
                 submission(code, dataset_type="MBPPDataset", provided_data=data)
@@ -71,6 +85,63 @@ def test_the_service_reports_what_it_reached(service: EmbeddedSandbox) -> None:
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(SandboxStartError, match="invalid choice: 'safe'"):
         EmbeddedSandbox.start(workers=1, isolation="safe")  # type: ignore[arg-type]
+
+
+def readable_by_all(path: Path) -> bool:
+    return all(folder.stat().st_mode & 0o005 == 0o005 for folder in (path, *path.parents))
+
+
+NOBODY = 65534
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's processes need root to start")
+def test_an_ordinary_user_gets_the_same_isolation() -> None:
+    """A service started by an unprivileged user: nothing of it needs root."""
+    python, libraries = readable_python(), Path(aiohttp.__file__).parents[1]
+    if python is None or not (readable_by_all(ROOT) and readable_by_all(libraries)):
+        pytest.skip("an ordinary user cannot read the interpreter, the checkout or its libraries")
+    process = subprocess.Popen(
+        [
+            *(python, "-m", "ctrl_megatron.sandbox", "--port", "0", "--workers", "1"),
+            *("--isolation", "strict", "--log-level", "warning"),
+        ],
+        cwd="/",
+        env={"PATH": os.defpath, "PYTHONPATH": f"{ROOT}:{libraries}"},
+        stdout=subprocess.PIPE,
+        text=True,
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+    )
+    try:
+        assert process.stdout is not None
+        note = json.loads(process.stdout.readline())
+        assert (note["isolation"]["level"], note["isolation"]["uid"]) == ("strict", NOBODY)
+        endpoint = f"http://127.0.0.1:{note['port']}"
+        code = "import os\ntry: os.fork()\nexcept OSError: print(os.getuid(), os.listdir('.'))"
+        assert stdout(run_at(endpoint, code)) == f"{NOBODY} ['main.py']\n"
+        forged = "class E:\n  def __eq__(s, o): return True\ndef f(x): return E()"
+        assert judge_at(endpoint, "def f(x): return x").accepted
+        assert not judge_at(endpoint, forged).accepted
+    finally:
+        process.terminate()
+        status = process.wait(30)
+        process.stdout.close()  # type: ignore[union-attr]
+    assert status == 0 and not Path(note["scratch"]).exists()
+
+
+def test_programs_are_the_first_to_go_when_memory_ends(service: EmbeddedSandbox) -> None:
+    def score(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+    assert {score(pid) for pid in family(service.pid)} == {1000}
+    assert score(service.pid) < 1000
+
+
+def test_a_program_does_not_learn_the_machines_name(service: EmbeddedSandbox) -> None:
+    if service.isolation["tier"] != "namespaces":
+        pytest.skip("the name is hidden by a namespace")
+    assert stdout(run(service, "import os; print(os.uname().nodename)")) == "sandbox\n"
 
 
 TIERS = {
@@ -164,9 +235,10 @@ def test_the_filter_is_a_well_formed_program(machine: str) -> None:
     assert len(set(seccomp.DENIED[machine])) == len(seccomp.DENIED[machine])
 
 
-def run_filter(machine: str, number: int, argument: int = 0, pid: int = 77) -> int:
+def run_filter(machine: str, number: int, argument: int = 0, pid: int = 77, second: int = 0) -> int:
     """An interpreter of the filter, written from the kernel's definition of the instructions."""
-    words = {0: number, 4: {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine], 16: argument}
+    architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
+    words = {0: number, 4: architecture, 16: argument, 24: second}
     accumulator, at = 0, 0
     program = seccomp.compile_filter(machine)
     while True:
@@ -217,6 +289,26 @@ ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050001, 0x00050026
 )
 def test_what_the_filter_answers(machine: str, number: int, argument: int, outcome: int) -> None:
     assert run_filter(machine, number, argument) == outcome
+
+
+@pytest.mark.parametrize(
+    ("machine", "number", "second", "outcome"),
+    [
+        *(("x86_64", 72, command, REFUSE) for command in (8, 10, 15)),  # owner of a descriptor
+        *(("x86_64", 72, command, ALLOW) for command in (1, 2, 3, 4, 6, 9, 1030)),
+        *(("x86_64", 16, request, REFUSE) for request in (0x8901, 0x8902)),
+        ("x86_64", 16, 0x5401, ALLOW),  # isatty
+        ("x86_64", 73, 2, REFUSE),  # flock
+        ("aarch64", 25, 8, REFUSE),
+        ("aarch64", 25, 3, ALLOW),
+        ("aarch64", 29, 0x8901, REFUSE),
+        ("aarch64", 32, 2, REFUSE),
+    ],
+)
+def test_what_the_filter_answers_to_second_arguments(
+    machine: str, number: int, second: int, outcome: int
+) -> None:
+    assert run_filter(machine, number, argument=3, second=second) == outcome
 
 
 def test_landlock_version_is_a_number() -> None:

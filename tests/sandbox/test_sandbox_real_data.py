@@ -1,68 +1,107 @@
-"""Real solutions with known verdicts."""
+"""Real solutions with known verdicts, a sample of each; tools/check_sandbox_data.py takes all."""
 
 from __future__ import annotations
 
-import asyncio
-import gzip
-import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from conftest import BackgroundLoop, submission
+import pytest
+from conftest import BackgroundLoop
 
 from ctrl_megatron.sandbox import SandboxClient
-from ctrl_megatron.sandbox.wire import EvalResult
+from tools.check_sandbox_data import (
+    Known,
+    Outcome,
+    check,
+    human_eval,
+    human_eval_pack,
+    human_eval_pack_buggy,
+    main,
+    mbpp,
+    samples,
+    solutions,
+)
 
 # They pass objects or types as arguments, or measure them: values that cannot cross to another
 # process.
-LOST_MBPP = {367, 533, 596, 601, 927}
-MBPP_SAMPLE = 150
-EVERY = 23
+LOST_MBPP = {f"mbpp/{number}" for number in (367, 533, 596, 601, 927)}
+MBPP_SAMPLE = 100
+
+Check = Callable[..., Outcome]
 
 
-def judge_all(
-    client: SandboxClient, on_loop: BackgroundLoop, rows: list[tuple[str, dict[str, Any]]]
-) -> list[EvalResult]:
-    async def scenario() -> list[EvalResult]:
-        requests = [
-            submission(code, dataset_type="MBPPDataset", provided_data=data, run_timeout=20.0)
-            for code, data in rows
-        ]
-        return list(await asyncio.gather(*map(client.submit, requests)))
+@pytest.fixture
+def agreement(client: SandboxClient, on_loop: BackgroundLoop) -> Check:
+    def call(known: Sequence[Known], seconds: float = 20.0) -> Outcome:
+        return on_loop(check(client, known, seconds=seconds, at_once=4))
 
-    return on_loop(scenario())
+    return call
 
 
-def test_mbpp_references_pass(
-    client: SandboxClient, on_loop: BackgroundLoop, shared_data: Path
+def test_mbpp_references_pass(agreement: Check, shared_data: Path) -> None:
+    everything = list(mbpp(shared_data))
+    assert len(everything) == 974
+    chosen = everything[:MBPP_SAMPLE] + [known for known in everything if known.name in LOST_MBPP]
+    outcome = agreement(chosen)
+    assert {line.split(":")[0] for line in outcome.differences} == LOST_MBPP
+
+
+@pytest.mark.parametrize("read", [human_eval, human_eval_pack])
+def test_human_eval_references_pass(
+    agreement: Check, shared_data: Path, read: Callable[..., object]
 ) -> None:
-    lines = (shared_data / "mbpp" / "mbpp.jsonl").read_text().splitlines()
-    problems = [json.loads(line) for line in lines]
-    chosen = problems[:MBPP_SAMPLE] + [p for p in problems if p["task_id"] in LOST_MBPP]
-    rows = [
-        (p["code"], {"test_list": p["test_list"], "test_setup_code": p["test_setup_code"]})
-        for p in chosen
-    ]
-    results = judge_all(client, on_loop, rows)
-    failed = {p["task_id"] for p, r in zip(chosen, results, strict=True) if not r.accepted}
-    assert failed == LOST_MBPP
+    everything = list(read(shared_data))  # type: ignore[call-overload]
+    assert len(everything) == 164
+    assert agreement(everything[::4]).differences == ()
 
 
-def test_known_verdicts_are_reproduced(
-    client: SandboxClient, on_loop: BackgroundLoop, shared_data: Path
+def test_buggy_versions_do_not_pass(agreement: Check, shared_data: Path) -> None:
+    everything = list(human_eval_pack_buggy(shared_data))
+    assert len(everything) == 164
+    # A loop that never ends is wrong after a second too.
+    assert agreement(everything[::4], seconds=1.0).differences == ()
+
+
+def test_samples_in_the_request_formats_of_other_services(
+    agreement: Check, shared_data: Path
 ) -> None:
-    path = shared_data / "initial_solutions" / "initial_solutions.jsonl.gz"
-    with gzip.open(path, "rt") as stream:
-        solutions = [json.loads(line) for line in stream][::EVERY]
-    settled = [s for s in solutions if {"pass", "fail", "error"} >= set(s["verdicts"])]
-    assert len(settled) > 120
-    rows = [
-        (
-            s["solution"],
-            {"test_list": s["tests"], "test_setup_code": s["setup"], "entry_point": s["stub"]},
-        )
-        for s in settled
+    everything = list(samples(shared_data))
+    assert len(everything) == 23
+    assert agreement(everything).differences == ()
+
+
+def test_known_verdicts_are_reproduced(agreement: Check, shared_data: Path) -> None:
+    everything = list(solutions(shared_data))
+    assert len(everything) == 3496
+    outcome = agreement(everything[::23], seconds=5.0)
+    assert outcome.total > 700
+    assert outcome.share >= 0.995, outcome.differences
+
+
+def test_a_wrong_expectation_is_reported(client: SandboxClient, on_loop: BackgroundLoop) -> None:
+    data = {"test_list": ["assert f(1) == 1", "assert f(2) == 1"]}
+    known = [
+        Known(name="right", code="f = abs", kind="MBPPDataset", data=data, verdicts=(True, False)),
+        Known(name="wrong", code="f = abs", kind="MBPPDataset", data=data, verdicts=(True, True)),
+        Known(name="loose", code="f = abs", kind="MBPPDataset", data=data, verdicts=True),
     ]
-    results = judge_all(client, on_loop, rows)
-    got = [[case.passed for case in result.tests] for result in results]
-    assert got == [[verdict == "pass" for verdict in s["verdicts"]] for s in settled]
+    outcome = on_loop(check(client, known, seconds=5.0, at_once=2))
+    assert (outcome.agreed, outcome.total) == (3, 5)
+    assert outcome.differences == (
+        "wrong: test 1: AssertionError: f(2) returned 2",
+        "loose: test 1: AssertionError: f(2) returned 2",
+    )
+
+
+def test_the_command_ends_with_one_when_a_set_misses_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mbpp").mkdir()
+    row = '{"task_id": 1, "code": "def f(): return 1", "test_setup_code": "", "test_list": %s}\n'
+    file = tmp_path / "mbpp" / "mbpp.jsonl"
+    arguments = ["check", "--data", str(tmp_path), "--sets", "mbpp", "--workers", "1"]
+    monkeypatch.setattr("sys.argv", arguments)
+    for test, status in (("assert f() == 1", 0), ("assert f() == 2", 1)):
+        file.write_text(row % f'["{test}"]')
+        assert main() == status
+    assert "mbpp: 0 of 1 (0.00%)\n  mbpp/1: test 0: AssertionError" in capsys.readouterr().out

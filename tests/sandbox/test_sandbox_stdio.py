@@ -93,7 +93,7 @@ def test_truncated_output_never_passes(judge_stdio: Judge) -> None:
     [
         ([], "empty"),
         ("[]", "empty"),
-        ("{", "not a list of stdin/stdout cases"),
+        ("{", "test is not valid JSON"),
         ([{"input": {}}], "not a list of stdin/stdout cases"),
         (3, "not a list of stdin/stdout cases"),
     ],
@@ -109,5 +109,5 @@ def test_tests_may_be_a_json_text(judge_stdio: Judge) -> None:
 
 
 def test_language_is_required(judge_stdio: Judge) -> None:
-    with pytest.raises(ValueError, match="language must be python"):
+    with pytest.raises(ValueError, match="language is missing"):
         judge_stdio(ADD, [("1 2", "3")], language=None)

@@ -33,6 +33,12 @@ def test_ping_and_status(service: EmbeddedSandbox) -> None:
     assert call(service, "/")[1]["isolation"] == service.isolation
 
 
+def test_the_kinds_are_listed(service: EmbeddedSandbox) -> None:
+    code, body, _ = call(service, "/list_datasets")
+    assert code == 200
+    assert {"CommonOJDataset", "LiveCodeBenchDataset", "MBPPDataset", "IOIDataset"} <= set(body)
+
+
 def test_stats_count(service: EmbeddedSandbox) -> None:
     before = call(service, "/stats")[1]
     call(service, "/run_code", {"code": "while 1: pass", "language": "python", "run_timeout": 0.2})
@@ -94,9 +100,9 @@ def test_one_assert_per_case_for_human_eval(service: EmbeddedSandbox) -> None:
         ("/run_code", b"{", 422, "json"),
         ("/run_code", b"\xff\xfe", 422, ""),
         ("/run_code", [], 422, ""),
-        ("/run_code", {"code": "1", "language": "cpp"}, 400, "cpp"),
-        ("/submit", submit_body(), 400, "not supported yet"),
-        ("/submit", submit_body(dataset_type="LiveCodeBenchDataset"), 400, "not supported yet"),
+        ("/run_code", {"code": "1", "language": "rust"}, 400, "sandbox.endpoint"),
+        ("/submit", submit_body(), 400, "'d' is not supported; supported: APPSDataset"),
+        ("/submit", submit_body(dataset_type="LiveCodeBenchDataset"), 400, "provided_data"),
         ("/submit", submit_body(dataset_type="MBPPDataset"), 400, "provided_data"),
         (
             "/submit",

@@ -26,9 +26,10 @@ def run(fd: int, prelude: str, code: str) -> None:
     sys.modules["solution"] = module
     failure = _load(module, prelude, code)
     frames.send(fd, {"loaded": failure is None, "error": failure})
+    calls = frames.Reader(fd, limit=_CALL_BYTES)
     while failure is None:
-        call = frames.receive(fd, limit=_CALL_BYTES)
-        frames.send(fd, {"id": call["id"], **_answer(module, call)})
+        call = calls.receive()
+        frames.send_encoded(fd, _answer(module, call))
     os._exit(0)
 
 
@@ -42,7 +43,8 @@ def _load(module: types.ModuleType, prelude: str, code: str) -> dict[str, Any] |
     return None
 
 
-def _answer(module: types.ModuleType, call: dict[str, Any]) -> dict[str, Any]:
+def _answer(module: types.ModuleType, call: dict[str, Any]) -> bytes:
+    """The frame that answers ``call``."""
     try:
         arguments = [codec.decode(item) for item in call["args"]]
         named = {name: codec.decode(item) for name, item in call["named"].items()}
@@ -55,11 +57,11 @@ def _answer(module: types.ModuleType, call: dict[str, Any]) -> dict[str, Any]:
             if isinstance(argument, (list, dict, set))
             and (after := codec.encode(argument)) != before
         ]
-        answer = {"value": value, "changed": changed}
-        if len(frames.encode(answer)) > ANSWER_BYTES:
+        answer = frames.encode({"id": call["id"], "value": value, "changed": changed})
+        if len(answer) > ANSWER_BYTES:
             raise OverflowError(f"the returned value takes more than {ANSWER_BYTES} bytes")
     except BaseException as error:
-        return {"error": _failure(error)}
+        return frames.encode({"id": call["id"], "error": _failure(error)})
     return answer
 
 

@@ -47,11 +47,30 @@ class Connection:
         self._seconds = seconds
         init.sendall(NEW_CANDIDATE)
         _, (self._fd,), _, _ = socket.recv_fds(init, 64, 1)
+        self._answers = frames.Reader(self._fd, limit=ANSWER_BYTES + _FRAME_SLACK)
+        self._call: dict[str, Any] | None = None
+        self._answer: dict[str, Any] | None = None
         self.broken: Lost | None = None
         self.deadline = 0.0
-        self.last_call = ""
         self.busy = False
         """A call is on the wire: whatever interrupts it now leaves the connection unusable."""
+
+    def begin(self, deadline: float) -> None:
+        """A test begins; it ends by ``deadline`` (``time.monotonic`` seconds)."""
+        self.deadline, self._call, self._answer = deadline, None, None
+
+    @property
+    def last_call(self) -> str:
+        """The last call of the test and what came of it, empty where there was none."""
+        if self._call is None:
+            return ""
+        arguments = ", ".join(_short(item) for item in self._call["args"])
+        text = f"{self._call['name']}({arguments})"
+        if self._answer is None:
+            return text
+        if "error" in self._answer:
+            return f"{text} raised {_describe(self._answer['error'])}"
+        return f"{text} returned {_short(self._answer.get('value'))}"
 
     def load(self) -> str | None:
         """Wait until the program is loaded; the text of its failure, None when it loaded."""
@@ -71,7 +90,7 @@ class Connection:
             "args": [codec.encode(value, strict=True) for value in arguments],
             "named": {key: codec.encode(value, strict=True) for key, value in named.items()},
         }
-        self.last_call = f"{name}({', '.join(map(_short, arguments))})"
+        self._call, self._answer = request, None
         self.busy = True
         try:
             frames.send(self._fd, request)
@@ -81,12 +100,10 @@ class Connection:
         self.busy = False
         if answer.get("id") != request["id"]:
             self._lose("protocol", "the program sent an answer to no call")
+        self._answer = answer
         if "error" in answer:
-            self.last_call += f" raised {_describe(answer['error'])}"
             raise _exception(answer["error"])
-        value = self._take(arguments, answer)
-        self.last_call += f" returned {_short(value)}"
-        return value
+        return self._take(arguments, answer)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -105,9 +122,7 @@ class Connection:
     def _receive(self) -> dict[str, Any]:
         message: Any = None
         try:
-            message = frames.receive(
-                self._fd, limit=ANSWER_BYTES + _FRAME_SLACK, deadline=self.deadline
-            )
+            message = self._answers.receive(self.deadline)
         except frames.PeerGone:
             self._lose("died", "the program ended before it answered")
         except frames.DeadlinePassed:
@@ -138,19 +153,25 @@ class Connection:
 def _exception(error: Any) -> Exception:
     if not isinstance(error, dict):
         return CandidateException("unknown error")
-    name, text = str(error.get("type")), str(error.get("text"))
+    name, text = error.get("type"), error.get("text")
+    if not isinstance(name, str) or not isinstance(text, str):
+        return CandidateException("unknown error")
     return _EXCEPTIONS.get(name, CandidateException)(text)
 
 
 def _describe(error: Any) -> str:
     if not isinstance(error, dict):
         return "unknown error"
-    where = f" (line {error['line']})" if isinstance(error.get("line"), int) else ""
-    return f"{error.get('type')}: {error.get('text')}{where}"
+    kind, text, line = (error.get(key) for key in ("type", "text", "line"))
+    # Nothing but text: what a program sends may be nested too deeply to print.
+    if not isinstance(kind, str) or not isinstance(text, str):
+        return "an error that is not described"
+    return f"{kind}: {text}{f' (line {line})' if isinstance(line, int) else ''}"
 
 
-def _short(value: Any) -> str:
+def _short(data: Any) -> str:
+    """An encoded value in a few characters."""
     try:
-        return reprlib.repr(value)
+        return reprlib.repr(codec.decode(data))
     except Exception:
-        return f"<{type(value).__name__}>"
+        return "<a value that cannot be shown>"

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 HEADER = struct.Struct(">I")
+_CHUNK = 1 << 16
 
 
 class FrameError(Exception):
@@ -32,12 +33,29 @@ def encode(message: Any) -> bytes:
 
 def send(fd: int, message: Any) -> None:
     """Write one frame to a blocking descriptor. Raises ``PeerGone``."""
-    data = memoryview(encode(message))
+    send_encoded(fd, encode(message))
+
+
+def send_encoded(fd: int, frame: bytes) -> None:
+    """Write what ``encode`` returned. Raises ``PeerGone``."""
+    data = memoryview(frame)
     try:
         while data:
             data = data[os.write(fd, data) :]
     except (BrokenPipeError, ConnectionResetError) as error:
         raise PeerGone from error
+
+
+def split(data: bytes) -> tuple[list[Any], bytes]:
+    """The messages of the whole frames at the start of ``data``, and the rest."""
+    messages, at = [], 0
+    while at + HEADER.size <= len(data):
+        end = at + HEADER.size + HEADER.unpack_from(data, at)[0]
+        if end > len(data):
+            break
+        messages.append(json.loads(data[at + HEADER.size : end]))
+        at = end
+    return messages, data[at:]
 
 
 def receive(fd: int, *, limit: int, deadline: float | None = None) -> Any:
@@ -48,25 +66,59 @@ def receive(fd: int, *, limit: int, deadline: float | None = None) -> Any:
     (size,) = HEADER.unpack(_read(fd, HEADER.size, deadline))
     if size > limit:
         raise FrameError(f"a frame of {size} bytes exceeds the limit of {limit}")
-    try:
-        return json.loads(_read(fd, size, deadline))
-    except (ValueError, RecursionError) as error:
-        raise FrameError(f"malformed frame: {type(error).__name__}") from error
+    return _parsed(_read(fd, size, deadline))
+
+
+class Reader:
+    """Frames of a descriptor that nobody else reads: one read usually brings a whole frame."""
+
+    def __init__(self, fd: int, *, limit: int) -> None:
+        self._fd = fd
+        self._limit = limit
+        self._data = b""
+
+    def receive(self, deadline: float | None = None) -> Any:
+        """The next frame, as ``receive`` has it."""
+        size = HEADER.unpack(self._take(HEADER.size, deadline))[0]
+        if size > self._limit:
+            raise FrameError(f"a frame of {size} bytes exceeds the limit of {self._limit}")
+        return _parsed(self._take(size, deadline))
+
+    def _take(self, size: int, deadline: float | None) -> bytes:
+        if len(self._data) < size:
+            parts, have = [self._data], len(self._data)
+            while have < size:
+                parts.append(_read_some(self._fd, _CHUNK, deadline))
+                have += len(parts[-1])
+            self._data = b"".join(parts)
+        taken, self._data = self._data[:size], self._data[size:]
+        return taken
 
 
 def _read(fd: int, size: int, deadline: float | None) -> bytes:
     parts: list[bytes] = []
     while size:
-        if deadline is not None:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([fd], [], [], left)[0]:
-                raise DeadlinePassed
-        try:
-            part = os.read(fd, min(size, 1 << 16))
-        except ConnectionResetError as error:
-            raise PeerGone from error
-        if not part:
-            raise PeerGone
-        parts.append(part)
-        size -= len(part)
+        parts.append(_read_some(fd, min(size, _CHUNK), deadline))
+        size -= len(parts[-1])
     return b"".join(parts)
+
+
+def _read_some(fd: int, most: int, deadline: float | None) -> bytes:
+    if deadline is not None:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([fd], [], [], left)[0]:
+            raise DeadlinePassed
+    try:
+        part = os.read(fd, most)
+    except ConnectionResetError as error:
+        raise PeerGone from error
+    if not part:
+        raise PeerGone
+    return part
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"malformed frame: {type(error).__name__}") from error

@@ -17,6 +17,7 @@ from ctrl_megatron.sandbox.jail import (
     frames,
     judge,
     linux,
+    native,
     program,
 )
 
@@ -172,15 +173,19 @@ class _Forker:
     def _program(self) -> None:
         descriptors.standard(self._pipes.stdin, self._pipes.stdout, self._pipes.stderr)
         descriptors.close_all_but(2)
-        self._confine(self._spec["seconds"])
-        program.run(self._directory, self._spec["code"])
+        wanted = self._spec.get("native")
+        self._confine(self._spec["seconds"], profile=wanted["profile"] if wanted else None)
+        if wanted:
+            native.run(self._directory, wanted["profile"], wanted["command"])
+        program.run(self._directory, self._spec["code"], self._spec["prelude"])
 
-    def _confine(self, cpu_seconds: float) -> None:
+    def _confine(self, cpu_seconds: float, profile: str | None = None) -> None:
         limits = self._worker.limits
         self._worker.confinement.apply(
             self._directory,
             memory_bytes=self._spec["memory_mb"] << 20,
             cpu_seconds=cpu_seconds,
+            profile=profile,
             file_bytes=limits.file_bytes,
             open_files=limits.open_files,
             processes=limits.processes,

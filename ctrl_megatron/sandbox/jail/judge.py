@@ -60,7 +60,8 @@ class _Judge:
                 index=index,
                 passed=status == "passed",
                 status=status,
-                reason=reason[:_REASON_LENGTH],
+                # A program chooses part of this text; lone surrogates are no text on the wire.
+                reason=reason[:_REASON_LENGTH].encode(errors="backslashreplace").decode(),
                 seconds=time.monotonic() - started,
             )
             if status != "passed" and not self._spec["run_all"]:
@@ -101,8 +102,7 @@ class _Judge:
     def _guarded(self, source: str, name: str) -> tuple[str, str]:
         candidate = self._candidate
         assert candidate is not None
-        candidate.deadline = time.monotonic() + self._spec["seconds"]
-        candidate.last_call = ""
+        candidate.begin(time.monotonic() + self._spec["seconds"])
         status, reason = "failed", ""
         signal.setitimer(signal.ITIMER_REAL, self._spec["seconds"])
         try:

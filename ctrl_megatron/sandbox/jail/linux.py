@@ -109,15 +109,20 @@ def pivot_root(new_root: str) -> None:
     os.chdir("/")
 
 
-def drop_capabilities() -> None:
-    """Give up every capability for good: bounding, ambient, effective, permitted and inheritable
-    set.
-    """
+def drop_bounding_set() -> None:
+    """Let no program that this process or a child becomes gain a capability."""
     for capability in range(_LAST_CAPABILITY + 1):
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except KernelRefusal:
             break  # without CAP_SETPCAP there is nothing in the set that could be gained anyway
+
+
+def drop_capabilities() -> None:
+    """Give up every capability for good: ambient, effective, permitted and inheritable set.
+
+    Once per worker ``drop_bounding_set`` closes the way back.
+    """
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     syscall("capset", _CAPSET[machine()], header, (ctypes.c_uint32 * 6)())

@@ -5,10 +5,11 @@ each job.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterable
 
-from ctrl_megatron.sandbox.jail import linux
+from ctrl_megatron.sandbox.jail import linux, native
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _WORKER = (
@@ -21,6 +22,7 @@ _WORKER = (
 )
 _STATVFS_TO_MOUNT = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 TMP = "/tmp"
+HOST_NAME = "sandbox"
 
 
 def library_paths() -> tuple[str, ...]:
@@ -46,11 +48,11 @@ def enter_worker(staging: str, user: int | None) -> None:
     try:
         if user is None:
             _new_user_namespace(process)
-            _build_root(staging, library_paths())
+            _build_root(staging, (*library_paths(), *native.tool_paths()))
         else:
             # As root first: the interpreter may live where the unprivileged user cannot look.
             linux.unshare(linux.CLONE_NEWNS)
-            _build_root(staging, library_paths())
+            _build_root(staging, (*library_paths(), *native.tool_paths()))
             become(user)
             _new_user_namespace(process)
     finally:
@@ -66,9 +68,13 @@ def become(user: int) -> None:
     linux.prctl(linux.PR_SET_DUMPABLE, 1)
 
 
-def enter_job(disk_bytes: int) -> None:
-    """Give this process private mounts, IPC and ``/tmp``, and its next child a pid namespace."""
-    linux.unshare(linux.CLONE_NEWPID | linux.CLONE_NEWNS | linux.CLONE_NEWIPC)
+def enter_job(disk_bytes: int, *, ipc: bool = True) -> None:
+    """Give this process private mounts and ``/tmp``, its next child a pid namespace.
+
+    ``ipc`` adds a System V namespace; the worker's own serves where a filter refuses its calls.
+    """
+    flags = linux.CLONE_NEWPID | linux.CLONE_NEWNS
+    linux.unshare(flags | linux.CLONE_NEWIPC if ipc else flags)
     linux.mount(
         "tmpfs",
         TMP,
@@ -82,6 +88,7 @@ def enter_job(disk_bytes: int) -> None:
 def _new_user_namespace(process: int) -> None:
     uid, gid = os.getuid(), os.getgid()
     linux.unshare(_WORKER)
+    socket.sethostname(HOST_NAME)
     _write(process, "setgroups", "deny")
     _write(process, "uid_map", f"{uid} {uid} 1")
     _write(process, "gid_map", f"{gid} {gid} 1")

@@ -14,6 +14,13 @@ import traceback
 import types
 
 NAME = "main.py"
+_HARNESS: list[str] = []
+
+
+def harness_modules() -> list[str]:
+    """Names of our modules that are imported; kept for ``forget_harness``."""
+    _HARNESS[:] = [name for name in sys.modules if name.startswith("ctrl_megatron")]
+    return _HARNESS
 
 
 def fresh_streams() -> None:
@@ -30,20 +37,25 @@ def fresh_streams() -> None:
 
 def forget_harness() -> None:
     """Take our modules out of the program's sight and give it randomness of its own."""
-    for name in [name for name in sys.modules if name.startswith("ctrl_megatron")]:
-        del sys.modules[name]
+    # A copied list: walking all modules would touch, and so copy, memory shared with the zygote.
+    for name in _HARNESS or harness_modules():
+        sys.modules.pop(name, None)
     random.seed()
 
 
-def run(directory: str, code: str) -> None:
-    """Execute ``code`` from ``directory`` and exit as Python would; never returns."""
+def run(directory: str, code: str, prelude: str = "") -> None:
+    """Execute ``code`` from ``directory`` and exit as Python would; never returns.
+
+    ``prelude`` runs before it in the same module, so that the code keeps its line numbers.
+    """
     path = os.path.join(directory, NAME)
     os.setsid()
     os.chdir(directory)
     fresh_streams()
     forget_harness()
     sys.argv, sys.path[:0] = [path], [directory]
-    status = _execute(path, code)
+    sys.orig_argv = [sys.executable, path]
+    status = _execute(path, code, prelude)
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -52,13 +64,15 @@ def run(directory: str, code: str) -> None:
     os._exit(_flush(status))
 
 
-def _execute(path: str, code: str) -> int:
+def _execute(path: str, code: str, prelude: str) -> int:
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=path, __builtins__=__builtins__)
     sys.modules["__main__"] = module
     try:
         with open(path, "w", encoding="utf-8", errors="surrogatepass") as stream:
             stream.write(code)
+        if prelude:
+            exec(compile(prelude, "prelude.py", "exec", dont_inherit=True), module.__dict__)
         exec(compile(code, path, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
         return _exit_status(stop.code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 
 
 def end_tree(init: int, *, isolated: bool) -> None:
@@ -24,16 +23,6 @@ def end_tree(init: int, *, isolated: bool) -> None:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
-
-
-def make_removable(directory: str) -> None:
-    """Give back write permission on folders that a program took it from."""
-    os.chmod(directory, stat.S_IRWXU)
-    for parent, folders, _ in os.walk(directory):
-        for folder in folders:
-            path = os.path.join(parent, folder)
-            if not os.path.islink(path):
-                os.chmod(path, stat.S_IRWXU)
 
 
 def _kill(pid: int) -> None:

@@ -3,8 +3,8 @@ goes.
 
 Denied: new processes and programs, sockets, signals to others, tracing, anonymous executable memory
 files, shared memory outside the address-space limit, keys, eBPF, io_uring, mounts, namespaces,
-clocks and scheduling. Threads work. Source: Linux ``include/uapi/linux/seccomp.h`` and
-``bpf_common.h``.
+clocks and scheduling, signals by way of a descriptor's owner, locks that other jobs would see.
+Threads work. Source: Linux ``include/uapi/linux/seccomp.h`` and ``bpf_common.h``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Instruction = tuple[int, int, int, int]
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENT_OFFSET = 0, 4, 16
+_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENT_OFFSET, _SECOND_OFFSET = 0, 4, 16, 24
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 _CLONE_THREAD = 0x00010000
@@ -38,7 +38,7 @@ _OWN_PID = 0xFFFFFFFF
 DENIED: dict[str, tuple[int, ...]] = {
     "x86_64": (
         *(41, 42, 43, 49, 50, 288),  # socket connect accept bind listen accept4
-        *(57, 58, 59, 322),  # fork vfork execve execveat
+        *(57, 58, 59, 322),  # fork vfork execve execveat (see _EXECUTE, _START)
         *(101, 310, 311, 312, 440),  # ptrace process_vm_readv/writev kcmp process_madvise
         *(200, 129, 297, 424, 434, 438),  # tkill rt_(tg)sigqueueinfo pidfd_send_signal/open/getfd
         *(319, 447, 29, 30, 31, 67),  # memfd_create memfd_secret shmget shmat shmctl shmdt
@@ -52,6 +52,7 @@ DENIED: dict[str, tuple[int, ...]] = {
         *(133, 259, 303, 304, 300),  # mknod(at) name_to/open_by_handle fanotify
         *(135, 163, 179, 164, 159, 227, 305, 170, 171, 103, 153),  # machine settings
         *(172, 173, 167, 168, 169, 246, 320, 175, 176, 313, 212, 443),  # ports swap reboot modules
+        *(73, 162, 306),  # flock sync syncfs: files that all jobs share
     ),
     "aarch64": (
         *(198, 203, 202, 200, 201, 242),
@@ -69,16 +70,31 @@ DENIED: dict[str, tuple[int, ...]] = {
         *(33, 264, 265, 262),
         *(92, 89, 60, 170, 171, 112, 266, 161, 162, 116, 58),
         *(224, 225, 142, 104, 294, 105, 106, 273, 18, 443),
+        *(32, 81, 267),
     ),
 }
+_EXECUTE = {"x86_64": (59,), "aarch64": (221,)}
+_START = {"x86_64": (57, 58), "aarch64": ()}
+_NEW_NAMESPACES = 0x7E020000
+_INIT = 1
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _SIGNALS = {"x86_64": (62, 234), "aarch64": (129, 131)}  # kill, tgkill
 _PRLIMIT = {"x86_64": 302, "aarch64": 261}
+_FCNTL = {"x86_64": 72, "aarch64": 25}
+_IOCTL = {"x86_64": 16, "aarch64": 29}
+_SET_OWNER, _SET_SIGNAL, _SET_OWNER_EX = 8, 10, 15
+_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 
 
-def compile_filter(name: str) -> list[Instruction]:
-    """The filter for machine ``name``; comparisons with the own pid hold a place holder."""
+def compile_filter(
+    name: str, *, execute: bool = False, processes: bool = False
+) -> list[Instruction]:
+    """The filter for machine ``name``; comparisons with the own pid hold a place holder.
+
+    ``execute`` lets the process become another program, ``processes`` lets it start processes (in
+    no new namespace) and signal all of its job but pid 1, which needs a pid namespace around it.
+    """
     fail, allow = (_RETURN, 0, 0, _FAIL | errno.EPERM), (_RETURN, 0, 0, _ALLOW)
     absent = (_RETURN, 0, 0, _FAIL | errno.ENOSYS)
     first_argument = (_LOAD, 0, 0, _ARGUMENT_OFFSET)
@@ -93,15 +109,26 @@ def compile_filter(name: str) -> list[Instruction]:
     program += [(_AT_LEAST, 0, 1, _FIRST_UNKNOWN), absent]
     # Without clone3, whose flags a filter cannot see, the C library falls back to clone.
     program += [(_EQUAL, 0, 1, _CLONE3), absent]
+    # A thread shares what it is started from; a process may only not leave its namespaces.
+    bit, if_set, if_clear = (
+        (_NEW_NAMESPACES, fail, allow) if processes else (_CLONE_THREAD, allow, fail)
+    )
     program += [
         (_EQUAL, 0, 4, _CLONE[name]),
         first_argument,
-        (_ANY_BIT, 0, 1, _CLONE_THREAD),
-        allow,
-        fail,
+        (_ANY_BIT, 0, 1, bit),
+        if_set,
+        if_clear,
     ]
+    target, if_same, if_other = (_INIT, fail, allow) if processes else (_OWN_PID, allow, fail)
     for number in _SIGNALS[name]:
-        program += [(_EQUAL, 0, 4, number), first_argument, (_EQUAL, 0, 1, _OWN_PID), allow, fail]
+        program += [
+            (_EQUAL, 0, 4, number),
+            first_argument,
+            (_EQUAL, 0, 1, target),
+            if_same,
+            if_other,
+        ]
     program += [
         (_EQUAL, 0, 5, _PRLIMIT[name]),
         first_argument,
@@ -110,16 +137,35 @@ def compile_filter(name: str) -> list[Instruction]:
         allow,
         fail,
     ]
+    # The owner of a descriptor gets a signal of the setter's choice when data arrive.
+    program += _deny_second(_FCNTL[name], (_SET_OWNER, _SET_SIGNAL, _SET_OWNER_EX))
+    program += _deny_second(_IOCTL[name], (_FIOSETOWN, _SIOCSPGRP))
+    permitted = (_EXECUTE[name] if execute else ()) + (_START[name] if processes else ())
     for number in DENIED[name]:
-        program += [(_EQUAL, 0, 1, number), fail]
+        if number not in permitted:
+            program += [(_EQUAL, 0, 1, number), fail]
     return [*program, allow]
+
+
+def _deny_second(number: int, values: tuple[int, ...]) -> list[Instruction]:
+    """Refuse call ``number`` when its second argument is one of ``values``, else allow it."""
+    tests: list[Instruction] = [
+        (_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)
+    ]
+    allow, fail = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _FAIL | errno.EPERM)
+    body: list[Instruction] = [(_LOAD, 0, 0, _SECOND_OFFSET), *tests, allow, fail]
+    return [(_EQUAL, 0, len(body), number), *body]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
 
 
 class Filter:
     """A compiled filter, built once per worker and installed by each of its jobs."""
 
-    def __init__(self) -> None:
-        program = compile_filter(machine())
+    def __init__(self, *, execute: bool = False, processes: bool = False) -> None:
+        program = compile_filter(machine(), execute=execute, processes=processes)
         self._code = (ctypes.c_uint64 * len(program))(*map(_pack, program))
         self._own_pid = [
             i for i, (code, *_, k) in enumerate(program) if code == _EQUAL and k == _OWN_PID
@@ -130,10 +176,6 @@ class Filter:
         pid = os.getpid()
         for index in self._own_pid:
             self._code[index] = (self._code[index] & 0xFFFFFFFF) | pid << 32
-
-        class _Program(ctypes.Structure):
-            _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
-
         program = _Program(len(self._code), ctypes.addressof(self._code))
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         prctl(PR_SET_SECCOMP, _FILTER_MODE, ctypes.addressof(program))

@@ -12,7 +12,6 @@ import base64
 import os
 import secrets
 import selectors
-import shutil
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctrl_megatron.sandbox.isolation import Confinement
-from ctrl_megatron.sandbox.jail import files, frames, init, linux, namespaces, reaper
+from ctrl_megatron.sandbox.jail import disk, files, frames, init, linux, namespaces, reaper
 from ctrl_megatron.sandbox.limits import SandboxLimits
 
 _JOB_BYTES = 1 << 30
@@ -30,6 +29,8 @@ _GRACE_SECONDS = 2.0
 _PHASES = 3
 """What a judge may do between two verdicts: load the program, run the setup, run a test."""
 _CHUNK = 1 << 16
+_TICK_SECONDS = 0.05
+"""Between two looks at the verdicts, and at a directory that no file system bounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,8 @@ class _Directory:
 
     def __enter__(self) -> str:
         if self._worker.isolated:
-            namespaces.enter_job(self._worker.limits.disk_mb << 20)
+            reached = self._worker.confinement.reached
+            namespaces.enter_job(self._worker.limits.disk_mb << 20, ipc=not reached.seccomp)
         else:
             self._path = tempfile.mkdtemp(dir=self._worker.scratch)
         os.chdir(self._path)
@@ -83,8 +85,7 @@ class _Directory:
     def __exit__(self, *_: object) -> None:
         if not self._worker.isolated:
             os.chdir("/")
-            reaper.make_removable(self._path)
-            shutil.rmtree(self._path)
+            disk.remove_tree(self._path)
 
 
 class _Output:
@@ -127,9 +128,13 @@ class _Job:
         self._exit: int | None = None
         self._judge_exit: int | None = None
         self._done = False
+        self._unattended = worker.isolated
+        """Nothing needs a look before something is to be read."""
         self._running = True
         self._deadline = self._job_deadline = 0.0
-        self._patience = 0.0
+        self._patience = self._ticked = 0.0
+        self._unread = b""
+        self._verdicts: list[dict[str, Any]] = []
 
     def serve(self) -> None:
         """Fork init, then read the job: so no memory that a child inherits holds the tests."""
@@ -156,11 +161,13 @@ class _Job:
         self._job_deadline = now + max(self._worker.limits.job_seconds, seconds + _GRACE_SECONDS)
         files.write(self._directory, job.get("files", {}))
         candidate = {key: job[key] for key in ("kind", "code", "prelude", "seconds", "memory_mb")}
-        frames.send(pipes.command, candidate)
+        frames.send(pipes.command, {**candidate, "native": job.get("native")})
         if job["kind"] == "asserts":
             # The judge keeps the clock of each test; ours only catches a judge that hangs in a
             # comparison.
             self._patience = _PHASES * seconds + _GRACE_SECONDS
+            self._unattended = False
+            os.set_blocking(pipes.verdicts, False)
             self._deadline = now + self._patience
             judge = {key: job[key] for key in ("setup", "tests", "stubs", "seconds", "run_all")}
             limits = self._worker.limits
@@ -175,7 +182,6 @@ class _Job:
         self._on_read(self._control, self._service_gone)
         self._on_read(pipes.stdout, lambda: self._drain(pipes.stdout, self._stdout))
         self._on_read(pipes.stderr, lambda: self._drain(pipes.stderr, self._stderr))
-        self._on_read(pipes.verdicts, lambda: self._verdict_or_end(pipes.verdicts))
         self._on_read(pipes.report, lambda: self._child_report(pipes.report))
         os.set_blocking(pipes.stdin, False)
         self._selector.register(pipes.stdin, selectors.EVENT_WRITE, lambda: self._feed(pipes.stdin))
@@ -184,8 +190,22 @@ class _Job:
             if left <= 0:
                 self._stopped = "timeout" if self._deadline <= self._job_deadline else "job_timeout"
                 break
-            for key, _ in self._selector.select(left):
+            wait = left if self._unattended else min(left, _TICK_SECONDS)
+            for key, _ in self._selector.select(wait):
                 key.data()
+            self._tick(pipes)
+
+    def _tick(self, pipes: init.Pipes) -> None:
+        """What is looked at now and then: a wake-up per verdict would cost more than the test."""
+        now = time.monotonic()
+        if self._unattended or now < self._ticked + _TICK_SECONDS:
+            return
+        self._ticked = now
+        if self._patience and self._take_verdicts(pipes.verdicts):
+            self._deadline = now + self._patience
+        limit = self._worker.limits.disk_mb << 20
+        if not self._worker.isolated and disk.exceeds(self._directory, limit):
+            self._stopped = "disk"
 
     def _on_read(self, fd: int, action: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, action)
@@ -220,24 +240,26 @@ class _Job:
         self._exit = report.get("exit", self._exit)
         self._judge_exit = report.get("judge_exit", self._judge_exit)
 
-    def _verdict(self, fd: int) -> bool:
-        """Pass on one verdict; False at the end of them."""
-        try:
-            message = frames.receive(fd, limit=_INTERNAL_BYTES)
-        except frames.PeerGone:
-            return False
-        if message.pop("nonce") != self._nonce:
-            raise frames.FrameError("a verdict without this job's nonce")
-        self._deadline = time.monotonic() + self._patience
-        if message["kind"] == "done":
-            self._done = True
-        else:
-            frames.send(self._control, message)
-        return True
-
-    def _verdict_or_end(self, fd: int) -> None:
-        if not self._verdict(fd):
-            self._selector.unregister(fd)
+    def _take_verdicts(self, fd: int) -> bool:
+        """Take all verdicts that the judge has written so far; whether there were any."""
+        before = len(self._verdicts)
+        while True:
+            try:
+                data = os.read(fd, _CHUNK)
+            except BlockingIOError:
+                break
+            if not data:
+                break
+            self._unread += data
+        messages, self._unread = frames.split(self._unread)
+        for message in messages:
+            if message.pop("nonce") != self._nonce:
+                raise frames.FrameError("a verdict without this job's nonce")
+            if message["kind"] == "done":
+                self._done = True
+            else:
+                self._verdicts.append(message)
+        return len(self._verdicts) > before
 
     def _drain_rest(self, pipes: init.Pipes) -> None:
         for fd, output in ((pipes.stdout, self._stdout), (pipes.stderr, self._stderr)):
@@ -245,8 +267,7 @@ class _Job:
                 output.add(data)
             if output.flooded:
                 self._stopped = self._stopped or "output"
-        while self._verdict(pipes.verdicts):
-            continue
+        self._take_verdicts(pipes.verdicts)
         while self._running:
             self._child_report(pipes.report)
 
@@ -260,6 +281,7 @@ class _Job:
             return
         end = {
             "kind": "end",
+            "verdicts": self._verdicts,
             "stopped": self._stopped,
             "exit": self._exit,
             "wall": wall,

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from ctrl_megatron.sandbox import isolation
-from ctrl_megatron.sandbox.jail import frames, linux, namespaces, supervisor
+from ctrl_megatron.sandbox.jail import frames, linux, namespaces, program, supervisor
 from ctrl_megatron.sandbox.limits import SandboxLimits
 
 _REFUSED, _SUPERVISOR_LOST = 3, 4
@@ -35,6 +35,7 @@ def main(fd: int) -> None:
     """Serve jobs on the socket ``fd`` until the service closes it or dies."""
     setup = frames.receive(fd, limit=_SETUP_BYTES)
     linux.die_with_parent(setup["service_pid"])
+    _first_when_memory_ends()
     try:
         _preload(setup["preload"])
         worker = _isolate(setup)
@@ -53,6 +54,15 @@ def _preload(further: list[str]) -> None:
     # ``-S`` keeps site packages out; programs still expect the names that site adds.
     site.setquit()
     site.sethelper()
+
+
+def _first_when_memory_ends() -> None:
+    """Let the kernel end programs before the service and the trainer; children inherit it."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as stream:
+            stream.write("1000")
+    except OSError as error:
+        sys.stderr.write(f"sandbox worker: oom_score_adj stays as it is: {error}\n")
 
 
 def _isolate(setup: dict[str, Any]) -> supervisor.Worker:
@@ -76,12 +86,14 @@ def _isolate(setup: dict[str, Any]) -> supervisor.Worker:
 
 
 def _ready(fd: int, worker: supervisor.Worker) -> None:
+    linux.drop_bounding_set()
     # Inherited by every job: no process of the same user may trace us or open our memory.
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
     null = os.open("/dev/null", os.O_RDWR)
     for standard in (0, 1):
         os.dup2(null, standard)
     os.close(null)
+    program.harness_modules()
     gc.collect()
     gc.freeze()
     frames.send(fd, {"kind": "ready", "isolation": worker.confinement.reached.as_dict()})

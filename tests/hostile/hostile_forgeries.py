@@ -1,4 +1,4 @@
-"""Programs that try to pass without being right (``FORGERIES``) or to do harm (``HARM``)."""
+"""Function programs that try to pass without being right."""
 
 from __future__ import annotations
 
@@ -282,6 +282,21 @@ def f(x):
     while True:
         print('x' * 65536)
 """,
+    "threads": r"""
+import threading, time
+
+def f(x):
+    n = 0
+    try:
+        while n < 10000:
+            threading.Thread(target=time.sleep, args=(99,), daemon=True).start()
+            n += 1
+    except RuntimeError:
+        return n
+""",
+}
+
+HANGING = {
     "never returns": r"""
 def f(x):
     while True:
@@ -309,229 +324,51 @@ def f(x):
 def f(x):
     return sum(range(10 ** 18))
 """,
-    "threads": r"""
-import threading, time
+    "stops itself": r"""
+import os, signal
 
 def f(x):
-    n = 0
-    try:
-        while n < 10000:
-            threading.Thread(target=time.sleep, args=(99,), daemon=True).start()
-            n += 1
-    except RuntimeError:
-        return n
+    os.kill(os.getpid(), signal.SIGSTOP)
 """,
-}
+    "regular expression without end": r"""
+import re
 
-# Name -> the program and what it prints when it is held back.
-HARM = {
-    "fork": (
-        r"""
-import os
-try:
-    os.fork()
-except OSError:
-    print('refused')
+def f(x):
+    return re.match('(a*)*b', 'a' * 64)
 """,
-        "refused\n",
-    ),
-    "fork bomb": (
-        r"""
-import os
-n = 0
-try:
+    "power without end": r"""
+def f(x):
+    return pow(3, 1 << 40)
+""",
+    "deadlock": r"""
+import threading
+lock = threading.Lock()
+
+def f(x):
+    lock.acquire()
+    lock.acquire()
+""",
+    "never loads": r"""
+while True:
+    pass
+""",
+    "text of an exception without end": r"""
+class E(Exception):
+    def __str__(s):
+        while True:
+            pass
+
+def f(x):
+    raise E
+""",
+    "swallows everything": r"""
+def f(x):
     while True:
-        os.fork()
-        n += 1
-except OSError:
-    print('refused')
+        try:
+            while True:
+                pass
+        except BaseException:
+            pass
 """,
-        "refused\n",
-    ),
-    "double-fork daemon": (
-        r"""
-import os, time
-try:
-    if os.fork() == 0:
-        os.setsid()
-        os.fork()
-        time.sleep(999)
-except OSError:
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "subprocess": (
-        r"""
-import subprocess
-try:
-    subprocess.run(['/bin/sh', '-c', 'echo out'])
-except OSError:
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "exec": (
-        r"""
-import os
-try:
-    os.execv('/usr/bin/true', ['true'])
-except OSError:
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "socket": (
-        r"""
-import socket
-try:
-    socket.socket()
-except OSError:
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "resolve a name": (
-        r"""
-import socket
-try:
-    socket.create_connection(('127.0.0.1', 80), 1)
-except OSError:
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "proc": (
-        r"""
-import os
-try:
-    os.listdir('/proc')
-except OSError:
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "password file": (
-        r"""
-try:
-    open('/etc/passwd')
-except OSError:
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "write the library": (
-        r"""
-import os
-try:
-    open(os.__file__, 'a')
-except OSError:
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "write outside": (
-        r"""
-try:
-    open('/escaped', 'w')
-except OSError:
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "ptrace": (
-        r"""
-import ctypes
-c = ctypes.CDLL(None, use_errno=True)
-print(c.ptrace(0, 0, 0, 0), ctypes.get_errno())
-""",
-        "-1 1\n",
-    ),
-    "new namespaces": (
-        r"""
-import ctypes
-c = ctypes.CDLL(None, use_errno=True)
-print(c.unshare(268435456), ctypes.get_errno())
-""",
-        "-1 1\n",
-    ),
-    "raise its limits": (
-        r"""
-import resource
-try:
-    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
-except (OSError, ValueError):
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "signals": (
-        r"""
-import os
-r = 0
-for p in (-1, 0, 1, os.getppid()):
-    try:
-        os.kill(p, 9)
-    except OSError:
-        r += 1
-print(r)
-""",
-        "4\n",
-    ),
-    "fill memory": (
-        r"""
-try:
-    b'x' * (1 << 42)
-except MemoryError:
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "fill the disk": (
-        r"""
-n = 0
-try:
-    while n < 999:
-        open(f'f{n}', 'wb').write(b'x' * (8 << 20))
-        n += 1
-except OSError:
-    print(n < 20)
-""",
-        "True\n",
-    ),
-    "one huge file": (
-        r"""
-import signal
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-try:
-    open('f', 'wb').write(b'x' * (40 << 20))
-except OSError:
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "many files": (
-        r"""
-n = 0
-try:
-    while n < 99999:
-        open(f'f{n}', 'w').close()
-        n += 1
-except OSError:
-    print('refused')
-""",
-        "refused\n",
-    ),
-    "descriptors": (
-        r"""
-import os
-k = []
-try:
-    while len(k) < 9999:
-        k.append(os.dup(1))
-except OSError:
-    print('refused')
-""",
-        "refused\n",
-    ),
 }
+"""Programs that only a clock ends."""

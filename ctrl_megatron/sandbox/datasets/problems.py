@@ -1,0 +1,145 @@
+"""What a record of any kind becomes: functions to call, cases of stdin and stdout, or subtasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ctrl_megatron.sandbox.function_tests import FunctionTests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionProblem:
+    """Python functions, judged by asserts that run outside the program."""
+
+    tests: FunctionTests
+    adapter: str = ""
+    """Python text that goes behind the program, in the program's own process."""
+    cases: tuple[Mapping[str, Any], ...] = ()
+    """What to tell of each test instead of its text."""
+    single: bool = False
+    """Answer with one verdict for all tests."""
+    seconds: float | None = None
+    """Wall clock per test where the request names none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run of a program. ``output`` is the expected output, or a checker's reference."""
+
+    input: str
+    output: str
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    """Told with the verdict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checker:
+    """A special judge: a program that reads input, answer and output from files."""
+
+    code: str
+    language: str
+    order: tuple[str, ...]
+    """Which of ``input``, ``answer``, ``output`` are its arguments, in order."""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StdioProblem:
+    """A program judged by what it writes for each input."""
+
+    cases: tuple[Case, ...]
+    checker: Checker | None = None
+    prelude: str = ""
+    """Python only: runs before the program in its module."""
+    single: bool = False
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subtask:
+    """Worth ``points`` times the least score of its tests."""
+
+    name: str
+    points: float
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredProblem:
+    """A problem of an olympiad: cases by name, grouped into subtasks."""
+
+    cases: Mapping[str, Case]
+    subtasks: tuple[Subtask, ...]
+    checker: Checker | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """C++ only: the olympiad's own source files, compiled with the program."""
+    seconds: float | None = None
+
+
+Problem = FunctionProblem | StdioProblem | ScoredProblem
+
+
+def text_field(value: Any, where: str) -> str:
+    """``value`` if it is text, or the joined lines of a list of text. Raises ``ValueError``."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        value = "\n".join(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{where} must be text, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds half a character (a lone surrogate)") from error
+    return value
+
+
+def list_field(value: Any, where: str) -> list[Any]:
+    """``value`` if it is a list that is not empty. Raises ``ValueError``."""
+    if not isinstance(value, list):
+        raise ValueError(f"{where} must be a list, got {type(value).__name__}")
+    if not value:
+        raise ValueError(f"{where} is empty: nothing to judge")
+    return value
+
+
+def object_field(value: Any, where: str) -> dict[str, Any]:
+    """``value`` if it is an object. Raises ``ValueError``."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be an object, got {type(value).__name__}")
+    return value
+
+
+def positive_field(value: Any, where: str) -> float:
+    """``value`` if it is a finite number above 0. Raises ``ValueError``."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise ValueError(f"{where} must be a positive number, got {value!r}"[:200])
+    return float(value)
+
+
+def read_checker(data: Mapping[str, Any]) -> Checker | None:
+    """``provided_data.checker``: Python text, or an object with ``code``, ``language`` (python),
+    ``order`` (input, answer, output) and ``run_timeout`` in seconds. Raises ``ValueError``.
+    """
+    given = data.get("checker")
+    if given is None or given == "":
+        return None
+    record = {"code": given} if isinstance(given, str) else given
+    record = object_field(record, "provided_data.checker")
+    names = ("input", "answer", "output")
+    order = tuple(record.get("order") or names) if _is_list(record.get("order")) else ()
+    if sorted(map(str, order)) != sorted(names):
+        raise ValueError(f"provided_data.checker.order must hold {', '.join(names)}, each once")
+    seconds = record.get("run_timeout")
+    where = "provided_data.checker"
+    return Checker(
+        code=text_field(record.get("code"), f"{where}.code"),
+        language=text_field(record.get("language", "python"), f"{where}.language"),
+        order=order,
+        seconds=None if seconds is None else positive_field(seconds, f"{where}.run_timeout"),
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return value is None or isinstance(value, (list, tuple))

@@ -1,0 +1,236 @@
+"""Operation of the service: token, addresses, draining, fairness, metrics, logs, size limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
+from ctrl_megatron.sandbox.access import (
+    OpenAddress,
+    checked_token,
+    is_allowed,
+    read_token,
+    require_safe_address,
+)
+from ctrl_megatron.sandbox.logs import JsonLines
+from ctrl_megatron.sandbox.telemetry import Histogram, Telemetry, gauge
+from ctrl_megatron.sandbox.wire import RunCodeRequest, RunStatus
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "a token of the tests, long enough"
+REQUEST = RunCodeRequest(code="print(1)", language="python", run_timeout=60.0)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedSandbox]:
+    """A service with a token and one worker."""
+    file = tmp_path_factory.mktemp("token") / "token"
+    file.write_text(TOKEN + "\n")
+    with EmbeddedSandbox.start(workers=1, token_file=str(file)) as running:
+        yield running
+
+
+async def get(url: str, token: str | None = TOKEN) -> tuple[int, str, dict[str, str]]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with aiohttp.ClientSession(headers=headers) as session, session.get(url) as answer:
+        return answer.status, await answer.text(), dict(answer.headers)
+
+
+def slow(seconds: float) -> RunCodeRequest:
+    code = f"import time; time.sleep({seconds}); print('slow')"
+    return RunCodeRequest(code=code, language="python", run_timeout=60.0)
+
+
+def test_without_the_token_only_the_health_check_answers(guarded: EmbeddedSandbox) -> None:
+    async def scenario() -> None:
+        assert (await get(guarded.endpoint + "/v1/ping", None))[0] == 200
+        for path in ("/metrics", "/stats", "/", "/list_datasets", "/nothing"):
+            for wrong in (None, TOKEN + "x", TOKEN[:-1], ""):
+                status, _, headers = await get(guarded.endpoint + path, wrong)
+                assert (status, headers.get("WWW-Authenticate")) == (401, "Bearer")
+        assert (await get(guarded.endpoint + "/metrics"))[0] == 200
+        async with SandboxClient(guarded.endpoint, attempts=3, backoff=0.01) as client:
+            with pytest.raises(ValueError, match="bearer token"):
+                await client.run_code(REQUEST)
+            assert client.counters.retries == 0
+        async with SandboxClient(guarded.endpoint, token=TOKEN) as client:
+            assert (await client.run_code(REQUEST)).status is RunStatus.SUCCESS
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("header", "allowed"),
+    [
+        (f"Bearer {TOKEN}", True),
+        (f"bearer  {TOKEN}", True),
+        (f"Basic {TOKEN}", False),
+        (TOKEN, False),
+        ("Bearer", False),
+        ("", False),
+        ("Bearer \udcff", False),
+    ],
+)
+def test_authorization_headers(header: str, allowed: bool) -> None:
+    assert is_allowed(header, TOKEN) is allowed
+    assert is_allowed(header, None)
+
+
+@pytest.mark.parametrize("text", ["", "short", "with\x00nul" * 4, "ümlaut" * 5])
+def test_tokens_that_are_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="16 printable ASCII"):
+        checked_token(text, "here")
+    (tmp_path / "t").write_text("first line is the long token\nsecond\n")
+    assert read_token(tmp_path / "t") == "first line is the long token"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_needs_no_token(host: str) -> None:
+    require_safe_address(host, None, allow_open=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "node17", ""])
+def test_other_addresses_need_a_token_or_a_word(host: str) -> None:
+    with pytest.raises(OpenAddress, match="--token-file"):
+        require_safe_address(host, None, allow_open=False)
+    require_safe_address(host, TOKEN, allow_open=False)
+    require_safe_address(host, None, allow_open=True)
+
+
+def test_the_tool_refuses_an_open_address() -> None:
+    tool = ROOT / "tools" / "serve_sandbox.py"
+    done = subprocess.run(
+        [sys.executable, tool, "--host", "0.0.0.0", "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(r"sandbox: --host 0\.0\.0\.0 is reached .*\n", done.stderr)
+
+
+def test_draining_finishes_the_running_and_refuses_the_new() -> None:
+    async def scenario() -> None:
+        service = await asyncio.to_thread(EmbeddedSandbox.start, workers=1)
+        try:
+            async with SandboxClient(service.endpoint, attempts=1) as client:
+                work = [asyncio.create_task(client.run_code(slow(0.8))) for _ in range(2)]
+                await until_running(service.endpoint, 2)
+                os.kill(service.pid, signal.SIGTERM)
+                status, headers = 200, {}
+                while status == 200:
+                    status, _, headers = await get(service.endpoint + "/v1/ping", None)
+                assert (status, int(headers["Retry-After"]) > 0) == (503, True)
+                async with (
+                    aiohttp.ClientSession() as session,
+                    session.post(service.endpoint + "/run_code", data=b"{}") as answer,
+                ):
+                    assert answer.status == 503 and "Retry-After" in answer.headers
+                answers = await asyncio.gather(*work)
+                assert [a.run_result and a.run_result.stdout for a in answers] == ["slow\n"] * 2
+            for _ in range(500):
+                if not service.alive():
+                    break
+                await asyncio.sleep(0.02)
+            assert not service.alive()
+        finally:
+            service.stop()
+
+    asyncio.run(scenario())
+
+
+async def until_running(endpoint: str, count: int) -> None:
+    text = ""
+    while f"sandbox_requests_running {count}\n" not in text:
+        await asyncio.sleep(0.02)
+        text = (await get(endpoint + "/metrics", None))[1]
+
+
+def test_one_request_does_not_wait_for_another_clients_hundred(guarded: EmbeddedSandbox) -> None:
+    async def scenario() -> None:
+        crowd = SandboxClient(guarded.endpoint, token=TOKEN, name="crowd")
+        single = SandboxClient(guarded.endpoint, token=TOKEN, name="single")
+        async with crowd, single:
+            many = [asyncio.create_task(crowd.run_code(REQUEST)) for _ in range(60)]
+            while sum(task.done() for task in many) < 3:
+                await asyncio.sleep(0.01)
+            await single.run_code(REQUEST)
+            done = sum(task.done() for task in many)
+            assert done < 60, "the single request came after all of the crowd"
+            await asyncio.gather(*many)
+
+    asyncio.run(scenario())
+
+
+def test_metrics_are_what_prometheus_reads(guarded: EmbeddedSandbox) -> None:
+    async def scenario() -> tuple[str, dict[str, str]]:
+        async with SandboxClient(guarded.endpoint, token=TOKEN) as client:
+            await client.run_code(REQUEST)
+        _, text, headers = await get(guarded.endpoint + "/metrics")
+        return text, headers
+
+    text, headers = asyncio.run(scenario())
+    assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    samples = parse(text)
+    assert samples['sandbox_requests_total{route="/run_code",status="200"}'] >= 1
+    assert samples["sandbox_jobs_total"] >= 1
+    assert samples["sandbox_workers"] == samples["sandbox_workers_free"] == 1
+    assert samples["sandbox_queue_length"] == samples["sandbox_worker_faults_total"] == 0
+    level = guarded.isolation["level"]
+    assert any(f'level="{level}"' in name for name in samples)
+
+
+def parse(text: str) -> dict[str, float]:
+    """Samples of the exposition format; checks that each family has its head exactly once."""
+    samples, families = {}, []
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            families.append(line.split()[2])
+        elif not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            base = name.partition("{")[0]
+            assert any(base.startswith(family) for family in families[-1:]), line
+            samples[name] = float(value)
+    assert len(families) == len(set(families)) and text.endswith("\n")
+    return samples
+
+
+def test_histograms_are_cumulative() -> None:
+    telemetry, histogram = Telemetry(), Histogram()
+    for seconds in (0.001, 0.005, 0.02, 1000.0):
+        histogram.add(seconds)
+        telemetry.add("/x", 200, seconds)
+    lines = list(histogram.lines("h", {}))
+    counts = [int(line.rpartition(" ")[2]) for line in lines if "bucket" in line]
+    assert counts == sorted(counts) and counts[0] == 2 and counts[-2:] == [3, 4]
+    assert lines[-1] == "h_count 4"
+    assert (
+        parse("\n".join([*telemetry.lines(), ""]))['sandbox_request_seconds_count{route="/x"}'] == 4
+    )
+    assert gauge("g", "t", 1, {"a": 'q"\\\n'})[-1] == 'g{a="q\\"\\\\\\n"} 1'
+
+
+def test_log_lines_are_json() -> None:
+    record = logging.LogRecord("n", logging.ERROR, "f", 1, "said %s", ("\ud800\n",), None)
+    record.fields = {"route": "/x"}
+    line = json.loads(JsonLines().format(record))
+    assert (line["level"], line["message"], line["route"]) == ("error", "said \ud800\n", "/x")
+
+
+def test_ping_names_the_level_reached(service: EmbeddedSandbox) -> None:
+    _, text, headers = asyncio.run(get(service.endpoint + "/v1/ping", None))
+    assert text == '"pong"'
+    assert headers["X-Sandbox-Level"] == service.isolation["level"]
+    assert headers["X-Sandbox-Isolation"] == service.isolation["tier"]
