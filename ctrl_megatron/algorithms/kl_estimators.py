@@ -12,6 +12,8 @@ from ctrl_megatron.algorithms.masked import masked
 _LOG_RATIO_BOUND = 20.0
 _K3_BOUND = 10.0
 
+Estimate = Callable[[torch.Tensor], torch.Tensor]
+
 
 def _k3(gap: torch.Tensor) -> torch.Tensor:
     back = (-gap).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
@@ -26,7 +28,15 @@ def _k1(gap: torch.Tensor) -> torch.Tensor:
     return gap
 
 
-KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+def _with_gradient_of_k2(estimate: Estimate) -> Estimate:
+    def straight_through(gap: torch.Tensor) -> torch.Tensor:
+        slope = _k2(gap)
+        return slope - slope.detach() + estimate(gap).detach()
+
+    return straight_through
+
+
+_PLAIN: dict[str, Estimate] = {
     "kl": _k1,
     "k1": _k1,
     "abs": torch.abs,
@@ -34,6 +44,10 @@ KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k2": _k2,
     "low_var_kl": _k3,
     "k3": _k3,
+}
+KL_ESTIMATORS: dict[str, Estimate] = {
+    **_PLAIN,
+    **{f"{name}+": _with_gradient_of_k2(estimate) for name, estimate in _PLAIN.items()},
 }
 """Name -> function of log p - log q."""
 
@@ -51,6 +65,9 @@ def kl_penalty(
     - ``mse``, ``k2``: g^2 / 2. Its gradient is the KL's.
     - ``low_var_kl``, ``k3``: exp(-g) + g - 1. Unbiased, never negative. g is bounded to +-20
       and the result to 10; a token that far from the reference gets no gradient.
+    - any name with ``+``: that estimate's value with the gradient of k2, which is the KL's: that of
+      k1 is 0 on average, that of k3 belongs to the reverse KL. For the loss; in a reward, where no
+      gradient flows, the same as without.
 
     With ``response_mask`` the estimate is 0 off the mask, and what stands there reaches neither the
     value nor the gradient. Source: J. Schulman, "Approximating KL Divergence" (2020); bounds as in

@@ -6,14 +6,78 @@ not multiplied, where the mask is off: 0 * NaN is NaN.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 _WHITEN_EPSILON = 1e-8
+# Elements per block of rows: its temporaries stay in a CPU's cache.
+_BLOCK = 2**18
 
 
 def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """``values`` with zeros where ``mask`` is off; no gradient flows there."""
-    return torch.where(mask.bool(), values, torch.zeros_like(values))
+    return torch.where(mask.bool(), values, values.new_zeros(()))
+
+
+def row_counts(mask: torch.Tensor) -> torch.Tensor:
+    """Elements that each row of (B, R) selects: (B,) int32."""
+    # Bytes are summed by vector instructions, truth values are not.
+    octets = mask.bool().view(torch.uint8)
+    return torch.cat([part.sum(dim=-1, dtype=torch.int32) for part in octets.split(_rows(mask))])
+
+
+def row_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Sum of each row of (B, R) under the mask: (B,) float64, without gradient."""
+    with torch.no_grad():
+        parts = [masked(v, m).sum(dim=-1, dtype=torch.float64) for v, m in _blocks(values, mask)]
+    return torch.cat(parts)
+
+
+def moment_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Count, sum and sum of squares of the (B, R) values under the mask: (3,) float64.
+
+    Pieces of a batch add up; ``moments`` turns the total into mean and variance. No gradient.
+    """
+    total = torch.zeros(3, dtype=torch.float64, device=values.device)
+    with torch.no_grad():
+        for part, on in _blocks(values, mask):
+            kept = masked(part, on).to(torch.float64)
+            count = row_counts(on).sum().to(torch.float64)
+            total += torch.stack([count, kept.sum(), kept.square().sum()])
+    return total
+
+
+def moments(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean, unbiased variance), float64 scalars, of (3,) ``moment_sums``; ValueError below two."""
+    count, total, squares = sums.unbind()
+    if count < 2:
+        raise ValueError(f"a variance needs two elements under the mask, got {int(count)}")
+    mean = total / count
+    return mean, (squares - total * mean).clamp(min=0) / (count - 1)
+
+
+def whiten_with(
+    values: torch.Tensor, mask: torch.Tensor, mean: torch.Tensor | float, var: torch.Tensor | float
+) -> torch.Tensor:
+    """(values - mean) / sqrt(var + 1e-8) under the mask, 0 elsewhere, in the values' dtype.
+
+    ``mean`` and ``var`` are scalars of the whole batch, of which ``values`` may be a piece.
+    """
+    var = torch.as_tensor(var, dtype=torch.float64, device=values.device)
+    scale = torch.rsqrt(var + _WHITEN_EPSILON)
+    return masked((values - mean) * scale, mask)
+
+
+def _blocks(
+    values: torch.Tensor, mask: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(values.split(_rows(values)), mask.split(_rows(values)), strict=True)
+
+
+def _rows(values: torch.Tensor) -> int:
+    """Rows of a block."""
+    return max(1, _BLOCK // max(1, values.shape[-1]))
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,46 +1,74 @@
-"""Names for functions, with an error that lists the known ones."""
+"""Names for functions and records, with an error that lists the known ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-F = TypeVar("F", bound=Callable[..., Any])
+E = TypeVar("E")
+_LOOSE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-class Registry(Generic[F]):
-    """Functions of one kind by the names that a configuration uses. Enums count as their values."""
+class Registry(Generic[E]):
+    """Entries of one kind by the names that a configuration uses. Enums count as their values."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._functions: dict[str, F] = {}
+        self._entries: dict[str, E] = {}
 
-    def register(self, name: str | Enum) -> Callable[[F], F]:
+    def add(self, name: str | Enum, entry: E) -> None:
+        """File ``entry`` under ``name``; ValueError if another one has it."""
+        key = key_of(name)
+        if self._entries.get(key, entry) != entry:
+            raise ValueError(f"the {self._kind} {key!r} is registered already")
+        self._entries[key] = entry
+
+    def register(self, name: str | Enum) -> Callable[[E], E]:
         """Decorator that files a function under ``name``; ValueError if another one has it."""
-        key = _key(name)
 
-        def keep(function: F) -> F:
-            if self._functions.get(key, function) is not function:
-                raise ValueError(f"the {self._kind} {key!r} is registered already")
-            self._functions[key] = function
-            return function
+        def keep(entry: E) -> E:
+            self.add(name, entry)
+            return entry
 
         return keep
 
-    def get(self, name: str | Enum) -> F:
-        """The function called ``name``; ValueError listing the known names otherwise."""
-        key = _key(name)
-        if key not in self._functions:
+    def get(self, name: str | Enum) -> E:
+        """The entry called ``name``; ValueError listing the known names otherwise."""
+        key = key_of(name)
+        if key not in self._entries:
             raise ValueError(f"unknown {self._kind} {key!r}; known: {', '.join(self)}")
-        return self._functions[key]
+        return self._entries[key]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._functions
+        return (key_of(name) if isinstance(name, Enum) else name) in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._functions))
+        return iter(sorted(self._entries))
 
 
-def _key(name: str | Enum) -> str:
+def named_inputs(function: Callable[..., Any]) -> frozenset[str]:
+    """The argument names of ``function``, without what ``**options`` would take."""
+    return frozenset(p.name for p in _parameters(function) if p.kind not in _LOOSE)
+
+
+def required_inputs(function: Callable[..., Any]) -> frozenset[str]:
+    """The argument names of ``function`` that have no default."""
+    return frozenset(
+        p.name for p in _parameters(function) if p.default is p.empty and p.kind not in _LOOSE
+    )
+
+
+def takes_anything(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` has ``**options``."""
+    return any(p.kind is p.VAR_KEYWORD for p in _parameters(function))
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    return inspect.signature(function).parameters.values()
+
+
+def key_of(name: str | Enum) -> str:
+    """The name that a configuration would give."""
     return str(name.value) if isinstance(name, Enum) else name

@@ -208,7 +208,9 @@ def test_gae_of_pieces_with_the_moments_of_the_whole() -> None:
 def test_registry_names_what_it_knows_and_keeps_what_it_has() -> None:
     assert get_adv_estimator("grpo") is compute_grpo_outcome_advantage
     assert get_adv_estimator("gae") is compute_gae_advantage_return
-    with pytest.raises(ValueError, match="unknown advantage estimator 'grop'; known: gae, grpo"):
+    with pytest.raises(
+        ValueError, match="unknown advantage estimator 'grop'; known: cpgd, gae, gpg, "
+    ):
         get_adv_estimator("grop")
     with pytest.raises(ValueError, match="'grpo' is registered already"):
         register_adv_est("grpo")(compute_gae_advantage_return)

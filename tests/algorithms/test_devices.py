@@ -9,14 +9,24 @@ import pytest
 import torch
 
 from ctrl_megatron.algorithms import (
+    ADV_ESTIMATOR_REGISTRY,
     KL_ESTIMATORS,
     LOSS_AGG_MODES,
+    POLICY_LOSS_REGISTRY,
+    advantage_stages,
     agg_loss,
-    compute_grpo_outcome_advantage,
-    compute_policy_loss_vanilla,
-    gae_advantages,
+    compute_value_loss,
+    correct_rollout,
+    covariance_sums,
+    estimator_inputs,
+    explained_variance_sums,
+    get_policy_loss,
     kl_penalty,
+    mismatch_sums,
     penalise,
+    token_covariances,
+    token_selection,
+    whiten_with,
 )
 
 DEVICES = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -25,15 +35,48 @@ DEVICES = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
 @pytest.mark.parametrize("device", DEVICES)
 def test_everything_stays_on_its_device(device: str) -> None:
     a, mask = torch.rand(4, 3, device=device), torch.ones(4, 3, device=device)
-    config = SimpleNamespace(
-        clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.3, clip_ratio_c=3.0
-    )
     found = [
-        *compute_grpo_outcome_advantage(a, mask, ["x", "x", "y", "y"]),
-        *gae_advantages(a, a, mask, 1.0, 0.9),
-        *compute_policy_loss_vanilla(a, a, a, mask, config=config, rollout_is_weights=a),
         *penalise(a, a, a, mask, beta=0.1),
         *(kl_penalty(a, a, name, mask) for name in KL_ESTIMATORS),
         *(agg_loss(a, mask, mode) for mode in LOSS_AGG_MODES),
+        *compute_value_loss(a, a, a, mask, 0.2),
+        explained_variance_sums(a, a, mask),
+        token_covariances(a, a, mask),
+        covariance_sums(a, a, mask),
+        whiten_with(a, mask, 0.5, 2.0),
+        *mismatch_sums(a, a, mask, correct_rollout(a, a, mask, rollout_is="token"), 2.0),
+        correct_rollout(a, a, mask, rollout_rs="geometric").response_mask,
     ]
+    assert {x.device.type for x in found} == {device}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", sorted(ADV_ESTIMATOR_REGISTRY))
+def test_estimators_stay_on_their_device(name: str, device: str) -> None:
+    a, mask = torch.rand(4, 3, device=device), torch.ones(4, 3, device=device)
+    given = {
+        **{"token_level_rewards": a, "response_mask": mask, "values": a},
+        **{"index": ["x", "x", "y", "y"], "reward_baselines": a[:, 0], "gamma": 1.0, "lam": 0.9},
+    }
+    given = {k: v for k, v in given.items() if k in estimator_inputs(name)}
+    stages = advantage_stages(name)
+    found = [*stages.raw(**given)]
+    if stages.scale is not None:
+        found.append(stages.scale.sums(found[0], **given))
+        if not stages.whitened:  # whitening reads the count, to refuse fewer than two tokens
+            found.append(stages.scale.apply(found[0], found[2], **given))
+    assert {x.device.type for x in found} == {device}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", sorted(POLICY_LOSS_REGISTRY))
+def test_losses_stay_on_their_device(name: str, device: str) -> None:
+    a, mask = torch.rand(4, 3, device=device), torch.ones(4, 3, device=device)
+    config = SimpleNamespace(
+        **{"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0},
+        ppo_kl_coef=1.0,
+    )
+    chosen = {"selected": mask.bool()} if token_selection(name) else {}
+    loss = get_policy_loss(name)
+    found = loss(a, a, a, mask, config=config, rollout_is_weights=a, **chosen)
     assert {x.device.type for x in found} == {device}

@@ -30,6 +30,8 @@ FORMULAS: dict[str, Callable[[float, float], float]] = {
     "low_var_kl": lambda p, q: min(math.exp(q - p) - (q - p) - 1, 10.0),
     "k3": lambda p, q: min(math.exp(q - p) - (q - p) - 1, 10.0),
 }
+PLAIN = sorted(FORMULAS)
+FORMULAS |= {f"{name}+": FORMULAS[name] for name in PLAIN}
 names = st.sampled_from(sorted(FORMULAS))
 
 
@@ -55,7 +57,7 @@ def test_estimators_equal_plain_python(seed: int, name: str) -> None:
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=1e-12)
 
 
-@given(seeds, names)
+@given(seeds, st.sampled_from(PLAIN))
 def test_gradients_and_hidden_places(seed: int, name: str) -> None:
     log_prob, ref, mask = log_prob_pair(seed)
     gap = ref - log_prob
@@ -70,6 +72,19 @@ def test_gradients_and_hidden_places(seed: int, name: str) -> None:
     assert dirty.grad is not None
     torch.testing.assert_close(dirty.grad, log_prob.grad, rtol=0, atol=0)
     assert torch.all(estimate[~mask] == 0)
+
+
+@given(seeds, st.sampled_from(PLAIN))
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(seed: int, name: str) -> None:
+    log_prob, ref, mask = log_prob_pair(seed)
+    dirty = spoil(log_prob, mask).requires_grad_()
+    estimate = kl_penalty(dirty, spoil(ref, mask), f"{name}+", mask)
+    torch.testing.assert_close(estimate, kl_penalty(log_prob, ref, name, mask))
+    weights = normal(torch.Generator().manual_seed(seed), 4, 5)
+    (estimate * weights).sum().backward()
+    # d/dx (x - q)^2 / 2
+    want = torch.where(mask, weights * (log_prob - ref), 0.0)
+    torch.testing.assert_close(dirty.grad, want, rtol=1e-9, atol=1e-12)
 
 
 def test_k3_is_bounded_with_a_finite_gradient() -> None:

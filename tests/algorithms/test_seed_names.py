@@ -17,7 +17,11 @@ from ctrl_megatron.algorithms import (
     apply_kl_penalty,
     compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
+    compute_policy_loss_cpgd,
+    compute_policy_loss_gpg,
+    compute_policy_loss_gspo,
     compute_policy_loss_vanilla,
+    compute_value_loss,
     kl_penalty,
 )
 
@@ -28,14 +32,26 @@ def test_every_argument_may_be_given_by_its_documented_name() -> None:
     config = SimpleNamespace(
         clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, clip_ratio_c=3.0
     )
-    compute_policy_loss_vanilla(
-        old_log_prob=ONES,
-        log_prob=ONES,
-        advantages=ONES,
+    for loss in (
+        *(compute_policy_loss_vanilla, compute_policy_loss_gspo),
+        *(compute_policy_loss_cpgd, compute_policy_loss_gpg),
+    ):
+        loss(
+            old_log_prob=ONES,
+            log_prob=ONES,
+            advantages=ONES,
+            response_mask=ONES,
+            loss_agg_mode="token-mean",
+            config=config,
+            rollout_is_weights=None,
+        )
+    compute_value_loss(
+        vpreds=ONES,
+        returns=ONES,
+        values=ONES,
         response_mask=ONES,
+        cliprange_value=0.5,
         loss_agg_mode="token-mean",
-        config=config,
-        rollout_is_weights=None,
     )
     compute_grpo_outcome_advantage(
         token_level_rewards=ONES,

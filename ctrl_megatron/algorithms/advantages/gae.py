@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ctrl_megatron.algorithms.advantages.registry import register_adv_est
-from ctrl_megatron.algorithms.masked import masked, masked_whiten
+from ctrl_megatron.algorithms.advantages.registry import register_adv_est, register_adv_stages
+from ctrl_megatron.algorithms.advantages.scans import discounted_sums, next_values
+from ctrl_megatron.algorithms.advantages.whitening import WHITENING, whitened
+from ctrl_megatron.algorithms.masked import masked
 
 
 @torch.no_grad()
@@ -23,18 +25,10 @@ def gae_advantages(
     Masked tokens are passed over, also in the middle of a row. Source: arXiv 1506.02438,
     equation 16.
     """
-    mask = response_mask.bool()
-    rewards, values = masked(token_level_rewards, mask), masked(values, mask)
-    advantages = torch.zeros_like(values)
-    trace = next_value = torch.zeros_like(values[:, 0])
-    for t in reversed(range(mask.shape[1])):
-        here = mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        trace = torch.where(here, delta + gamma * lam * trace, trace)
-        next_value = torch.where(here, values[:, t], next_value)
-        advantages[:, t] = trace
-    advantages = masked(advantages, mask)
-    return advantages, advantages + values
+    after = next_values(values, response_mask)
+    deltas = token_level_rewards + gamma * after - values
+    advantages = discounted_sums(deltas, response_mask, gamma * lam)
+    return advantages, advantages + masked(values, response_mask)
 
 
 @register_adv_est("gae")
@@ -48,8 +42,12 @@ def compute_gae_advantage_return(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``gae_advantages`` with the advantages whitened over the mask of these rows; returns are not.
 
-    All inputs (B, R). Who holds a piece of a batch calls ``gae_advantages`` and whitens with the
-    moments of the whole batch. Raises ValueError if the mask selects fewer than two tokens.
+    All inputs (B, R). Who holds a piece of a batch calls ``estimate_advantages``, or
+    ``gae_advantages`` and then ``whiten_with`` by the moments of the whole batch. Raises ValueError
+    if the mask selects fewer than two tokens.
     """
     advantages, returns = gae_advantages(token_level_rewards, values, response_mask, gamma, lam)
-    return masked_whiten(advantages, response_mask), returns
+    return whitened(advantages, response_mask), returns
+
+
+register_adv_stages("gae", raw=gae_advantages, scale=WHITENING)

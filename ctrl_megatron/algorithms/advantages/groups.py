@@ -41,6 +41,12 @@ def group_numbers(index: GroupIndex, rows: int) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.int64)
 
 
+def group_sums(values: torch.Tensor, groups: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Per row, (B,): the sum of ``values`` (B,) over the counted rows of its group."""
+    sums = torch.zeros_like(values)
+    return sums.index_add_(0, groups, torch.where(counted, values, 0))[groups]
+
+
 def group_statistics(
     scores: torch.Tensor, groups: torch.Tensor, counted: torch.Tensor
 ) -> GroupStatistics:
@@ -48,13 +54,41 @@ def group_statistics(
 
     Group numbers are below B, as ``group_numbers`` gives them.
     """
-
-    def total(values: torch.Tensor) -> torch.Tensor:
-        sums = torch.zeros_like(values)
-        return sums.index_add_(0, groups, torch.where(counted, values, 0))[groups]
-
-    count = total(torch.ones_like(scores))
-    mean = total(scores) / count
+    count = group_sums(torch.ones_like(scores), groups, counted)
+    mean = group_sums(scores, groups, counted) / count
     # Two passes: the sum of squares less the squared sum would cancel where rewards are alike.
-    variance = total((scores - mean).square()) / (count - 1)
+    variance = group_sums((scores - mean).square(), groups, counted) / (count - 1)
     return GroupStatistics(count=count, mean=mean, std=variance.sqrt())
+
+
+def centred(scores: torch.Tensor, group: GroupStatistics) -> torch.Tensor:
+    """Scores less the mean of their group, (B,); a group of one has no baseline, so it keeps its
+    score."""
+    return scores - torch.where(group.count <= 1, 0.0, group.mean)
+
+
+def group_extremes(
+    scores: torch.Tensor, groups: torch.Tensor, counted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row, (B,) each: the lowest and the highest score among the counted rows of its group.
+
+    (inf, -inf) where the group has no counted row.
+    """
+
+    def extreme(reduce: str, start: float) -> torch.Tensor:
+        found = torch.full_like(scores, start)
+        kept = torch.where(counted, scores, start)
+        return found.scatter_reduce_(0, groups, kept, reduce, include_self=True)[groups]
+
+    return extreme("amin", float("inf")), extreme("amax", float("-inf"))
+
+
+def without_spread(
+    scores: torch.Tensor, groups: torch.Tensor, counted: torch.Tensor
+) -> torch.Tensor:
+    """Per row, (B,) bool: whether the counted rows of its group all have the same score.
+
+    Also true for a group of one and for a group without a counted row.
+    """
+    lowest, highest = group_extremes(scores, groups, counted)
+    return lowest >= highest

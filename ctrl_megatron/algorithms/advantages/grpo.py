@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ctrl_megatron.algorithms.advantages.groups import (
-    GroupIndex,
-    group_numbers,
-    group_statistics,
-)
+from ctrl_megatron.algorithms.advantages.groups import GroupIndex, centred, group_statistics
+from ctrl_megatron.algorithms.advantages.outcome import outcomes, spread_over_tokens
 from ctrl_megatron.algorithms.advantages.registry import register_adv_est
-from ctrl_megatron.algorithms.masked import masked
 
 
 @register_adv_est("grpo")
@@ -33,17 +29,10 @@ def compute_grpo_outcome_advantage(
     mask. Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2. Raises ValueError if there is not
     one id per row.
     """
-    # In float64 equal rewards have a spread of 0, not of one rounding blown up by 1 / epsilon.
-    scores = masked(token_level_rewards, response_mask).sum(dim=-1, dtype=torch.float64)
-    groups = group_numbers(index, len(scores)).to(scores.device)
-    counted = response_mask.bool().any(dim=-1)
+    scores, groups, counted = outcomes(token_level_rewards, response_mask, index)
     group = group_statistics(scores, groups, counted)
-    alone = group.count <= 1
-    advantages = scores - torch.where(alone, 0.0, group.mean)
+    advantages = centred(scores, group)
     if norm_adv_by_std_in_grpo:
-        advantages = advantages / (torch.where(alone, 1.0, group.std) + epsilon)
-    dtype = token_level_rewards.dtype
-    if not dtype.is_floating_point:
-        dtype = torch.float32
-    spread = masked(advantages.to(dtype).unsqueeze(-1).expand_as(response_mask), response_mask)
+        advantages = advantages / (torch.where(group.count <= 1, 1.0, group.std) + epsilon)
+    spread = spread_over_tokens(advantages, token_level_rewards, response_mask)
     return spread, spread

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 import torch
 
@@ -25,15 +27,67 @@ class PolicyLossTerms:
 
 
 PolicyLossTermsFn = Callable[..., PolicyLossTerms]
-"""(old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights=None) -> terms."""
+"""(old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights=None) -> terms;
+with a ``TokenSelection`` also selected=None."""
 PolicyLossFn = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 """As above with loss_agg_mode -> (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSelection:
+    """How a loss picks tokens of the whole mini-batch, for callers that hold a piece of it."""
+
+    covariances: Callable[..., torch.Tensor]
+    """(old_log_prob, log_prob, advantages, response_mask, config, sums) -> (B, R) float64;
+    ``sums`` are the ``covariance_sums`` of the whole mini-batch."""
+    choose: Callable[[torch.Tensor, Any, torch.Generator | None], torch.Tensor]
+    """(covariances of all tokens of the mini-batch, (N,); config; generator) -> (N,) bool."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    function: PolicyLossTermsFn
+    options: frozenset[str]
+    selection: TokenSelection | None
+
+
 POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("policy loss")
-POLICY_LOSS_TERMS_REGISTRY: Registry[PolicyLossTermsFn] = Registry(
-    "policy loss with per-token terms"
-)
+_TERMS: Registry[_Terms] = Registry("policy loss with per-token terms")
 register_policy_loss = POLICY_LOSS_REGISTRY.register
 get_policy_loss = POLICY_LOSS_REGISTRY.get
-register_policy_loss_terms = POLICY_LOSS_TERMS_REGISTRY.register
-get_policy_loss_terms = POLICY_LOSS_TERMS_REGISTRY.get
+
+
+def register_policy_loss_terms(
+    name: str | Enum, *, options: Iterable[str] = (), selection: TokenSelection | None = None
+) -> Callable[[PolicyLossTermsFn], PolicyLossTermsFn]:
+    """Decorator that files a terms function under ``name``; ValueError if another one has it.
+
+    ``options`` are the attributes that it reads of ``config``: a configuration that sets others is
+    refused. A loss with a ``selection`` takes the argument ``selected``, (B, R) bool.
+    """
+
+    def keep(function: PolicyLossTermsFn) -> PolicyLossTermsFn:
+        _TERMS.add(name, _Terms(function, frozenset(options), selection))
+        return function
+
+    return keep
+
+
+def get_policy_loss_terms(name: str | Enum) -> PolicyLossTermsFn:
+    """The terms function called ``name``; ValueError listing the known names otherwise."""
+    return _TERMS.get(name).function
+
+
+def policy_loss_options(name: str | Enum) -> frozenset[str]:
+    """The configuration keys that the loss ``name`` reads; ValueError for an unknown name."""
+    return _TERMS.get(name).options
+
+
+def token_selection(name: str | Enum) -> TokenSelection | None:
+    """How the loss ``name`` selects tokens, None if it does not; ValueError for an unknown name."""
+    return _TERMS.get(name).selection
+
+
+def policy_loss_names() -> tuple[str, ...]:
+    """The names of the losses with per-token terms, sorted."""
+    return tuple(_TERMS)

@@ -6,27 +6,29 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ctrl_megatron.algorithms.aggregation import agg_loss
 from ctrl_megatron.algorithms.masked import masked
+from ctrl_megatron.algorithms.policy_losses.ratios import (
+    RANGE_OPTIONS,
+    RangeConfig,
+    bounded_exp,
+    clip_sides,
+    given,
+    terms_of,
+    weighted,
+    whole_batch,
+)
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
     register_policy_loss,
     register_policy_loss_terms,
 )
 
-# Ratios beyond exp(20) say nothing more; without the bound one stale token could give inf * 0.
-_LOG_RATIO_BOUND = 20.0
+_OPTIONS = (*RANGE_OPTIONS, "clip_ratio_c")
 
 
-class ClipConfig(Protocol):
-    """What the clipped losses read of a configuration."""
+class ClipConfig(RangeConfig, Protocol):
+    """What the loss reads of a configuration."""
 
-    @property
-    def clip_ratio(self) -> float: ...
-    @property
-    def clip_ratio_low(self) -> float | None: ...
-    @property
-    def clip_ratio_high(self) -> float | None: ...
     @property
     def clip_ratio_c(self) -> float: ...
 
@@ -44,16 +46,13 @@ def clip_range(config: ClipConfig) -> ClipRange:
 
     Raises ValueError for a negative side or ``clip_ratio_c`` of at most 1.
     """
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
-    if not (low >= 0 and high >= 0):
-        raise ValueError(f"clip ratios must be at least 0, got low={low} and high={high}")
+    low, high = clip_sides(config)
     if not config.clip_ratio_c > 1:
         raise ValueError(f"clip_ratio_c must be greater than 1, got {config.clip_ratio_c}")
     return ClipRange(low, high, config.clip_ratio_c)
 
 
-@register_policy_loss_terms("vanilla")
+@register_policy_loss_terms("vanilla", options=_OPTIONS)
 def policy_loss_terms(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -72,18 +71,16 @@ def policy_loss_terms(
     low, high, c = clip_range(config)
     log_ratio = masked(log_prob - old_log_prob, response_mask)
     gains = masked(advantages, response_mask)
-    ratio = log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp()
+    ratio = bounded_exp(log_ratio)
     plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
     surrogate = torch.maximum(plain, clipped)
     bound = -gains * c
     loss = torch.where(gains < 0, torch.minimum(surrogate, bound), surrogate)
-    if rollout_is_weights is not None:
-        loss = loss * masked(rollout_is_weights, response_mask)
-    return PolicyLossTerms(
-        loss=loss,
-        clipped=(clipped > plain).to(loss.dtype),
-        approx_kl=-log_ratio.detach(),
-        clipped_lower=((surrogate > bound) & (gains < 0)).to(loss.dtype),
+    return terms_of(
+        weighted(loss, rollout_is_weights, response_mask),
+        log_ratio,
+        clipped > plain,
+        (surrogate > bound) & (gains < 0),
     )
 
 
@@ -102,17 +99,8 @@ def compute_policy_loss_vanilla(
     Four scalars; the loss by ``loss_agg_mode``, the others as means over tokens, without gradient.
     Pieces of a batch are for ``policy_loss_terms`` and ``agg_loss`` with global denominators.
     """
-    if config is None:
-        raise ValueError(
-            "compute_policy_loss_vanilla needs config: an object with clip_ratio, clip_ratio_low, "
-            "clip_ratio_high and clip_ratio_c"
-        )
+    config = given(config, "compute_policy_loss_vanilla", *_OPTIONS)
     terms = policy_loss_terms(
         old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights
     )
-    return (
-        agg_loss(terms.loss, response_mask, loss_agg_mode),
-        agg_loss(terms.clipped, response_mask, "token-mean"),
-        agg_loss(terms.approx_kl, response_mask, "token-mean"),
-        agg_loss(terms.clipped_lower, response_mask, "token-mean"),
-    )
+    return whole_batch(terms, response_mask, loss_agg_mode)

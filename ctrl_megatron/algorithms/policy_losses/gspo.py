@@ -1,0 +1,71 @@
+"""The ratio of whole sequences instead of tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from ctrl_megatron.algorithms.masked import masked
+from ctrl_megatron.algorithms.policy_losses.ratios import (
+    RANGE_OPTIONS,
+    RangeConfig,
+    clip_sides,
+    given,
+    row_means,
+    terms_of,
+    weighted,
+    whole_batch,
+)
+from ctrl_megatron.algorithms.policy_losses.registry import (
+    PolicyLossTerms,
+    register_policy_loss,
+    register_policy_loss_terms,
+)
+
+_LARGEST_EXPONENT = 10.0
+
+
+@register_policy_loss_terms("gspo", options=RANGE_OPTIONS)
+def gspo_terms(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: RangeConfig,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> PolicyLossTerms:
+    """Per token: max(-A s, -A clip(s, 1 - low, 1 + high)) with the sequence's ratio s.
+
+    s_t = exp(log_prob_t - sg(log_prob_t) + sg(mean over the row of log_prob - old_log_prob)): its
+    value is the row's geometric mean ratio, its gradient the token's own. The exponent is capped at
+    10. All tensors (B, R) with whole rows; nothing off the mask reaches a value or a gradient. With
+    ``seq-mean-token-mean`` and one advantage per row this is the gradient of the sequence form.
+    ``clipped`` is alike on all tokens of a row with one advantage; there is no dual clip. Source:
+    GSPO, arXiv 2507.18071, equations 5, 7 and 14. Raises ValueError for a negative clip ratio.
+    """
+    low, high = clip_sides(config)
+    log_ratio = masked(log_prob - old_log_prob, response_mask)
+    gains = masked(advantages, response_mask)
+    own = masked(log_prob, response_mask)
+    exponent = own - own.detach() + row_means(log_ratio.detach(), response_mask)
+    ratio = exponent.clamp(max=_LARGEST_EXPONENT).exp()
+    plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
+    loss = torch.maximum(plain, clipped)
+    return terms_of(weighted(loss, rollout_is_weights, response_mask), log_ratio, clipped > plain)
+
+
+@register_policy_loss("gspo")
+def compute_policy_loss_gspo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: RangeConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``gspo_terms`` of a whole batch: (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."""
+    config = given(config, "compute_policy_loss_gspo", *RANGE_OPTIONS)
+    terms = gspo_terms(
+        old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights
+    )
+    return whole_batch(terms, response_mask, loss_agg_mode)

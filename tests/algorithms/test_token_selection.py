@@ -1,0 +1,163 @@
+"""Which tokens clip_cov and kl_cov take, and that a mini-batch in pieces takes the same ones."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ragged_batches import normal, pieces, ragged_mask, seeds, spoil, tokens
+
+from ctrl_megatron.algorithms import (
+    covariance_sums,
+    get_policy_loss_terms,
+    over_tokens,
+    select_clip_cov,
+    select_kl_cov,
+    token_covariances,
+    token_selection,
+)
+
+CONFIG = SimpleNamespace(
+    clip_ratio=0.2,
+    clip_ratio_low=None,
+    clip_ratio_high=None,
+    clip_cov_ratio=0.15,
+    clip_cov_lb=0.0,
+    clip_cov_ub=4.0,
+    kl_cov_ratio=0.2,
+    ppo_kl_coef=1.0,
+)
+
+
+def batch(seed: int, rows: int = 8, width: int = 6) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    old = normal(generator, rows, width) - 2.0
+    return {
+        "old_log_prob": old,
+        "log_prob": old + normal(generator, rows, width, 0.3),
+        "advantages": normal(generator, rows, width),
+        "response_mask": ragged_mask(generator, rows, width),
+    }
+
+
+def covariance_oracle(data: dict[str, torch.Tensor]) -> dict[tuple[int, int], float]:
+    mask = data["response_mask"]
+    places = [(i, t) for i in range(len(mask)) for t in tokens(mask, i)]
+    logs = [float(data["log_prob"][p]) for p in places]
+    gains = [float(data["advantages"][p]) for p in places]
+    log_mean, gain_mean = sum(logs) / len(logs), sum(gains) / len(gains)
+    return {
+        p: (x - log_mean) * (a - gain_mean) for p, x, a in zip(places, logs, gains, strict=True)
+    }
+
+
+@given(seeds)
+def test_covariances_equal_plain_python(seed: int) -> None:
+    data = batch(seed)
+    mask = data["response_mask"]
+    want = torch.zeros(mask.shape, dtype=torch.float64)
+    for place, value in covariance_oracle(data).items():
+        want[place] = value
+    dirty = (spoil(data["log_prob"], mask), spoil(data["advantages"], mask), mask)
+    torch.testing.assert_close(token_covariances(*dirty), want, rtol=1e-6, atol=1e-9)
+    covariance = float(want.sum() / mask.sum())
+    logs, gains = data["log_prob"][mask], data["advantages"][mask]
+    by_torch = float(torch.cov(torch.stack([logs, gains]), correction=0)[0, 1])
+    assert covariance == pytest.approx(by_torch, rel=1e-6, abs=1e-9)
+
+
+@given(seeds)
+def test_kl_cov_takes_the_largest(seed: int) -> None:
+    data = batch(seed)
+    found = covariance_oracle(data)
+    count = max(1, int(CONFIG.kl_cov_ratio * len(found)))
+    best = sorted(found, key=found.__getitem__, reverse=True)[:count]
+    terms = get_policy_loss_terms("kl_cov")(**data, config=CONFIG)
+    without = get_policy_loss_terms("kl_cov")(
+        **data, config=CONFIG, selected=torch.zeros_like(data["response_mask"])
+    )
+    touched = (terms.loss != without.loss).nonzero().tolist()
+    assert {tuple(p) for p in touched} == set(best)
+
+
+@given(seeds)
+def test_clip_cov_draws_between_the_bounds(seed: int) -> None:
+    data = batch(seed)
+    found = covariance_oracle(data)
+    candidates = set()
+    for (i, t), value in found.items():
+        ratio = float((data["log_prob"] - data["old_log_prob"]).exp()[i, t])
+        gain = float(data["advantages"][i, t])
+        free = not ((gain > 0 and ratio > 1.2) or (gain < 0 and ratio < 0.8))
+        if free and CONFIG.clip_cov_lb <= value <= CONFIG.clip_cov_ub:
+            candidates.add((i, t))
+    count = min(len(candidates), max(1, int(CONFIG.clip_cov_ratio * len(found))))
+    generator = torch.Generator().manual_seed(seed)
+    terms = get_policy_loss_terms("clip_cov")(**data, config=CONFIG, generator=generator)
+    chosen = {tuple(p) for p in ((terms.loss == 0) & data["response_mask"]).nonzero().tolist()}
+    assert len(chosen) == count
+    assert chosen <= candidates
+
+
+def test_the_draw_is_uniform_and_follows_the_generator() -> None:
+    covariances = torch.tensor([2.0, 0.5, 3.0, 9.0, 4.0, float("-inf"), 2.0, 1.0])
+    counts = torch.zeros(8)
+    for seed in range(400):
+        a, b = (
+            select_clip_cov(covariances, 0.25, 1.0, 5.0, torch.Generator().manual_seed(seed))
+            for _ in range(2)
+        )
+        assert torch.equal(a, b)
+        assert int(a.sum()) == 2
+        counts += a
+    assert counts[[1, 3, 5]].tolist() == [0, 0, 0]
+    # 2 of 5 candidates: 160 times each, give or take four standard deviations.
+    assert torch.all((counts[[0, 2, 4, 6, 7]] - 160).abs() < 40)
+
+
+def test_how_many_tokens() -> None:
+    values = torch.arange(10.0)
+    assert select_kl_cov(values, 0.3).nonzero().squeeze(-1).tolist() == [7, 8, 9]
+    assert int(select_kl_cov(values, 0.0002).sum()) == 1
+    assert int(select_kl_cov(values, 0.0).sum()) == 0
+    assert int(select_kl_cov(values[:0], 0.5).sum()) == 0
+    assert select_kl_cov(torch.ones(4), 0.5).tolist() == [True, True, False, False]
+    with pytest.raises(ValueError, match=r"kl_cov_ratio must lie in \[0, 1\], got 1.5"):
+        select_kl_cov(values, 1.5)
+    with pytest.raises(ValueError, match=r"clip_cov_lb=2.0 is above clip_cov_ub=1.0"):
+        select_clip_cov(values, 0.1, 2.0, 1.0, None)
+
+
+@given(seeds, st.sampled_from(["clip_cov", "kl_cov"]), st.integers(1, 5))
+def test_pieces_select_like_the_whole(seed: int, name: str, size: int) -> None:
+    data = batch(seed)
+    mask = data["response_mask"]
+    selection = token_selection(name)
+    assert selection is not None
+    cuts = pieces(8, [size])
+    shares = [{k: v[rows] for k, v in data.items()} for rows in cuts]
+    sums = sum(
+        (covariance_sums(s["log_prob"], s["advantages"], s["response_mask"]) for s in shares),
+        torch.zeros(3, dtype=torch.float64),
+    )
+    found = [selection.covariances(**s, config=CONFIG, sums=sums) for s in shares]
+    gathered = torch.cat([c[s["response_mask"]] for c, s in zip(found, shares, strict=True)])
+    chosen = selection.choose(gathered, CONFIG, torch.Generator().manual_seed(seed))
+    parts = chosen.split([int(s["response_mask"].sum()) for s in shares])
+    selected = torch.cat(
+        [over_tokens(p, s["response_mask"]) for p, s in zip(parts, shares, strict=True)]
+    )
+    assert not bool((selected & ~mask).any())
+    options = {"generator": torch.Generator().manual_seed(seed)} if name == "clip_cov" else {}
+    terms = get_policy_loss_terms(name)
+    whole = terms(**data, config=CONFIG, **options).loss
+    joined = torch.cat(
+        [
+            terms(**s, config=CONFIG, selected=selected[rows]).loss
+            for s, rows in zip(shares, cuts, strict=True)
+        ]
+    )
+    torch.testing.assert_close(joined, whole, rtol=1e-12, atol=1e-14)
