@@ -1,6 +1,6 @@
 """Megatron checkpoint -> HF directory.
 
-``python tools/convert_megatron_to_hf.py --checkpoint DIR --out DIR``
+``python tools/convert_megatron_to_hf.py --checkpoint DIR --out DIR [--model policy|value]``
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ def main() -> int:
         "--checkpoint", required=True, type=Path, help="runs/NAME/checkpoints/global_step_N"
     )
     parser.add_argument("--out", required=True, type=Path, help="directory to write")
+    parser.add_argument("--model", choices=("policy", "value"), default="policy")
     arguments = parser.parse_args()
     try:
-        megatron_to_hf(arguments.checkpoint, arguments.out)
+        megatron_to_hf(arguments.checkpoint, arguments.out, folder=arguments.model)
     except ValueError as error:
         print(f"convert_megatron_to_hf: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {arguments.out}; transformers and vLLM load it")
+    engines = "transformers and vLLM" if arguments.model == "policy" else "transformers"
+    print(f"wrote {arguments.out} for {engines}")
     return 0
 
 

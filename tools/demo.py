@@ -19,6 +19,8 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console
 from rich.table import Table
 
+from ctrl_megatron.metrics import measure_peak_flops
+
 CONFIG = "examples/ctrl_smollm2_cpu.yaml"
 MODEL, DATA = "runs/models/smollm2", "runs/data"
 SFT_RUN, RL_RUN = "demo_sft", "demo"
@@ -30,47 +32,64 @@ TORCHRUN = [
     *("--shutdown-timeout", "120"),
 ]
 
-STAGES: list[tuple[str, list[str], str]] = [
-    ("prepare SmolLM2-135M", [PYTHON, "tools/prepare_smollm2.py", "--out", MODEL], ""),
-    (
-        "judge the first solutions, synthesise critiques",
-        [PYTHON, "tools/prepare_data.py", "--out", DATA, "--max-difficulty", "1"],
-        f"{DATA}/train.parquet",
-    ),
-    (
-        "teach the critique format (SFT)",
-        [
-            *TORCHRUN,
-            "tools/train_sft.py",
-            *("--config", CONFIG),
-            f"trainer.experiment_name={SFT_RUN}",
-            f"actor_rollout_ref.model.path={MODEL}",
-        ],
-        f"{CRITIC}/model.safetensors",
-    ),
-    (
-        "measure before and after SFT on held-out problems",
-        [
-            PYTHON,
-            "tools/evaluate.py",
-            *("--config", CONFIG),
-            f"before SFT={MODEL}",
-            f"after SFT={CRITIC}",
-        ],
-        "",
-    ),
-    (
-        "train the critic (GRPO)",
-        [
-            *TORCHRUN,
-            "tools/train_rl.py",
-            *("--config", CONFIG),
-            f"actor_rollout_ref.model.path={CRITIC}",
-            f"actor_rollout_ref.proxy.model.path={MODEL}",
-        ],
-        "",
-    ),
-]
+
+def stages(dtype: str) -> list[tuple[str, list[str], str]]:
+    """(title, command, the file whose presence means it is done, empty for never) of each."""
+    typed = f"actor_rollout_ref.model.dtype={dtype}"
+    configured = ("--config", CONFIG)
+    return [
+        ("prepare SmolLM2-135M", [PYTHON, "tools/prepare_smollm2.py", "--out", MODEL], ""),
+        (
+            "judge the first solutions, synthesise critiques",
+            [PYTHON, "tools/prepare_data.py", "--out", DATA, "--max-difficulty", "1"],
+            f"{DATA}/train.parquet",
+        ),
+        (
+            "teach the critique format (SFT)",
+            [
+                *TORCHRUN,
+                "tools/train_sft.py",
+                *configured,
+                typed,
+                f"trainer.experiment_name={SFT_RUN}",
+                f"actor_rollout_ref.model.path={MODEL}",
+            ],
+            f"{CRITIC}/model.safetensors",
+        ),
+        (
+            "measure before and after SFT on held-out problems",
+            [
+                PYTHON,
+                "tools/evaluate.py",
+                *configured,
+                f"before SFT={MODEL}",
+                f"after SFT={CRITIC}",
+                *("--set", typed),
+            ],
+            "",
+        ),
+        (
+            "train the critic (GRPO)",
+            [
+                *TORCHRUN,
+                "tools/train_rl.py",
+                *configured,
+                typed,
+                f"actor_rollout_ref.model.path={CRITIC}",
+                f"actor_rollout_ref.proxy.model.path={MODEL}",
+            ],
+            "",
+        ),
+    ]
+
+
+def faster_dtype(console: Console) -> str:
+    """The type this CPU multiplies faster in; without bfloat16 instructions that is float32."""
+    rates = {name: measure_peak_flops(name) for name in ("bfloat16", "float32")}
+    chosen = max(rates, key=rates.__getitem__)
+    told = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {name}" for name, rate in rates.items())
+    console.print(f"this CPU multiplies matrices at {told}: the models are {chosen}")
+    return chosen
 
 
 def main() -> int:
@@ -81,8 +100,9 @@ def main() -> int:
         for folder in (DATA, f"runs/{SFT_RUN}", f"runs/{RL_RUN}"):
             shutil.rmtree(ROOT / folder, ignore_errors=True)
     console, begin, took = Console(), time.monotonic(), {}
-    for number, (title, command, product) in enumerate(STAGES, start=1):
-        console.rule(f"{number}/{len(STAGES)} {title}")
+    todo = stages(faster_dtype(console))
+    for number, (title, command, product) in enumerate(todo, start=1):
+        console.rule(f"{number}/{len(todo)} {title}")
         if product and (ROOT / product).exists():
             console.print(f"{product} is there already")
             continue

@@ -50,7 +50,9 @@ Two environment variables belong to the package; another name that begins with `
 `CTRL_LOG_LEVEL` (`DEBUG`, `INFO`, `WARNING` or `ERROR`; `WARNING` by default) says which messages
 of Python's logging the trainer processes print, Megatron-Core's among them. `CTRL_MASTER_PORT` (or
 `MASTER_PORT`) sets the port of the rendezvous where `srun` starts the ranks without torchrun;
-otherwise it follows from the job's number.
+otherwise it follows from the job's number. A code provider (`reward.provider`) takes its key or
+address from the variable that its users know: `E2B_API_KEY`, `MORPH_API_KEY`, `PISTON_ENDPOINT`,
+`PISTON_API_KEY`, `SANDBOX_FUSION_ENDPOINT`.
 """
 
 

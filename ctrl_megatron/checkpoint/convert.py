@@ -16,13 +16,13 @@ from ctrl_megatron.checkpoint.hf import copy_side_files, load_hf, save_hf
 from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
 from ctrl_megatron.config.environment import Launch
 from ctrl_megatron.models.build import BuildOptions
-from ctrl_megatron.models.hf_config import read_model_shape
-from ctrl_megatron.models.policy import Policy, PolicyOptions
+from ctrl_megatron.models.hf_config import ModelShape, read_model_shape, value_shape
+from ctrl_megatron.models.parallel_model import ModelOptions, ParallelModel
 from ctrl_megatron.parallel.groups import Groups, initialize, shutdown
 from ctrl_megatron.parallel.layout import Layout
 
 STATE_FILE = "trainer_state.json"
-WEIGHTS_FOLDER = "policy"
+POLICY_FOLDER, VALUE_FOLDER = "policy", "value"
 HF_FOLDER = "hf"
 _TIMEOUT_SECONDS = 600.0
 
@@ -41,7 +41,7 @@ def hf_to_megatron(hf: Path, out: Path, *, tensor: int, pipeline: int) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with whole_directory(out) as work:
-        (work / WEIGHTS_FOLDER).mkdir()
+        (work / folder_of(shape)).mkdir()
         ranks = [
             context.Process(target=_write, args=(rank, layout, port, hf, work))
             for rank in range(layout.world_size)
@@ -57,20 +57,23 @@ def hf_to_megatron(hf: Path, out: Path, *, tensor: int, pipeline: int) -> None:
         copy_side_files(hf, work / HF_FOLDER)
 
 
-def megatron_to_hf(checkpoint: Path, out: Path) -> None:
-    """Export the checkpoint's weights in the type in which they were trained."""
+def megatron_to_hf(checkpoint: Path, out: Path, *, folder: str = POLICY_FOLDER) -> None:
+    """Export the weights of a checkpoint's ``folder`` in the type in which they were trained.
+
+    A value model becomes transformers' token classification model with one label.
+    """
     side = checkpoint / HF_FOLDER
-    if not (checkpoint / WEIGHTS_FOLDER).is_dir() or not side.is_dir():
+    if not (checkpoint / folder).is_dir() or not side.is_dir():
         raise ValueError(
-            f"{checkpoint} is not a checkpoint: it holds no {WEIGHTS_FOLDER}/ and {HF_FOLDER}/; "
-            "give a directory like runs/NAME/checkpoints/global_step_N"
+            f"{checkpoint} is not a checkpoint with a {folder} model: it holds no {folder}/ and "
+            f"{HF_FOLDER}/; give a directory like runs/NAME/checkpoints/global_step_N"
         )
     launch = _launch(0, 1, 0)
     groups = initialize(Layout(), seed=1, timeout_seconds=_TIMEOUT_SECONDS, launch=launch)
     try:
-        policy = _policy(side, groups)
-        load_sharded(policy, checkpoint / WEIGHTS_FOLDER)
-        save_hf(policy, out, side_files=side)
+        model = _model(side, groups, folder)
+        load_sharded(model, checkpoint / folder)
+        save_hf(model, out, side_files=side)
     finally:
         shutdown()
 
@@ -78,17 +81,26 @@ def megatron_to_hf(checkpoint: Path, out: Path) -> None:
 def _write(rank: int, layout: Layout, port: int, hf: Path, work: Path) -> None:
     launch = _launch(rank, layout.world_size, port)
     groups = initialize(layout, seed=1, timeout_seconds=_TIMEOUT_SECONDS, launch=launch)
-    policy = _policy(hf, groups)
-    load_hf(policy, hf)
-    save_sharded(policy, work / WEIGHTS_FOLDER)
+    folder = folder_of(read_model_shape(hf))
+    model = _model(hf, groups, folder)
+    load_hf(model, hf)
+    save_sharded(model, work / folder)
     shutdown()
 
 
-def _policy(side: Path, groups: Groups) -> Policy:
+def folder_of(shape: ModelShape) -> str:
+    """Where a checkpoint keeps a model of this shape."""
+    return VALUE_FOLDER if shape.value_head else POLICY_FOLDER
+
+
+def _model(side: Path, groups: Groups, folder: str) -> ParallelModel:
     config = json.loads((side / "config.json").read_text())
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    options = PolicyOptions(build=BuildOptions(dtype=dtype))
-    return Policy(read_model_shape(side), groups, options)
+    options = ModelOptions(build=BuildOptions(dtype=dtype))
+    shape = read_model_shape(side)
+    if folder == VALUE_FOLDER:
+        shape = value_shape(shape)
+    return ParallelModel(shape, groups, options)
 
 
 def _launch(rank: int, world_size: int, port: int) -> Launch:

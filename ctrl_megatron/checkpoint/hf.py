@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from ctrl_megatron.checkpoint.files import whole_directory
-from ctrl_megatron.models.hf_config import read_model_shape
-from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.families import hf_names
+from ctrl_megatron.models.hf_config import read_model_shape, value_shape
+from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.shared_memory import segments, stream
@@ -31,28 +32,31 @@ _SIDE_FILES = [
 ]
 
 
-def load_hf(policy: Policy, directory: str | Path) -> None:
-    """Fill the policy's shards from ``directory``; each rank reads only the slices it owns.
+def load_hf(model: ParallelModel, directory: str | Path) -> None:
+    """Fill the model's shards from ``directory``; each rank reads only the slices it owns.
 
-    Raises ValueError if the directory's config.json or tensors do not fit the policy.
+    A value model may start from a language model, whose vocabulary head it leaves; its own head is
+    then zero. Raises ValueError if the directory's config.json or tensors do not fit the model.
     """
-    shape = read_model_shape(directory)
-    if shape != policy.shape:
-        raise ValueError(f"{directory} holds another model than the policy: {shape}")
+    found = read_model_shape(directory)
+    starts = model.shape.value_head and not found.value_head
+    if (value_shape(found) if starts else found) != model.shape:
+        raise ValueError(f"{directory} holds another model than the one to fill: {found}")
     tensors = SafetensorsDirectory(directory)
-    tensors.check(shape)
+    tensors.check(found)
+    there = set(hf_names(found))
     with torch.no_grad():
-        for param, weight in policy.shards():
+        for param, weight in model.shards():
             if tuple(weight.shape) != param.shape:
                 raise RuntimeError(f"{param.name}: built {tuple(weight.shape)}, not {param.shape}")
-            weight.zero_()  # rows that pad the vocabulary
-            for piece in param.pieces:
+            weight.zero_()  # rows that pad the vocabulary, and a new value head
+            for piece in (p for p in param.pieces if p.hf in there):
                 part = tensors.read_part(piece.hf, piece.hf_slices)
                 weight[piece.slices].copy_(part.to(weight.device, weight.dtype))
 
 
 def save_hf(
-    policy: Policy,
+    model: ParallelModel,
     directory: str | Path,
     *,
     side_files: str | Path,
@@ -60,11 +64,12 @@ def save_hf(
 ) -> None:
     """Write the weights as an HF directory that transformers and vLLM load. Collective.
 
-    config.json and the tokenizer are taken from ``side_files``. The directory appears whole.
+    config.json and the tokenizer are taken from ``side_files``; a value model becomes transformers'
+    token classification model with one label. The directory appears whole.
     """
-    dtype = str(next(policy.models[0].parameters()).dtype).removeprefix("torch.")
-    source = MegatronSource(policy, EngineLayout(dtype=dtype, bucket_bytes=file_bytes))
-    groups = policy.groups
+    dtype = str(next(model.models[0].parameters()).dtype).removeprefix("torch.")
+    source = MegatronSource(model, EngineLayout(dtype=dtype, bucket_bytes=file_bytes))
+    groups = model.groups
     with (
         whole_directory(directory, active=groups.is_first) as folder,
         segments(source.slices, groups) as pair,
@@ -79,6 +84,8 @@ def save_hf(
                 names |= dict.fromkeys(tensors, file)
         if groups.is_first:
             _finish(folder, Path(side_files), names, dtype)
+            if model.shape.value_head:
+                _declare_value_head(folder / "config.json")
     groups.barrier()
 
 
@@ -94,6 +101,13 @@ def _finish(folder: Path, side_files: Path, names: dict[str, str], dtype: str) -
     config = json.loads((folder / "config.json").read_text())
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _declare_value_head(path: Path) -> None:
+    config = json.loads(path.read_text())
+    kind = config["model_type"].capitalize() + "ForTokenClassification"
+    config |= {"architectures": [kind], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def copy_side_files(source: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Policy weights and optimizer state in Megatron's distributed checkpoint format."""
+"""Weights and optimizer state in Megatron's distributed checkpoint format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 
-from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.parallel_model import ParallelModel
 
 _METADATA = {
     # The one optimizer format that is saved on a CPU and loaded on another TP x PP x DP layout.
@@ -17,36 +17,36 @@ _METADATA = {
 }
 
 
-def save_sharded(policy: Policy, directory: Path) -> None:
-    """Write this policy's shards into the existing, empty ``directory``. Collective."""
+def save_sharded(model: ParallelModel, directory: Path) -> None:
+    """Write this model's shards into the existing, empty ``directory``. Collective."""
     dist_checkpointing.save(
-        _sharded_state(policy, loading=False), str(directory), validate_access_integrity=True
+        _sharded_state(model, loading=False), str(directory), validate_access_integrity=True
     )
 
 
-def load_sharded(policy: Policy, directory: Path) -> None:
-    """Fill the policy's weights and optimizer from ``directory``. Collective.
+def load_sharded(model: ParallelModel, directory: Path) -> None:
+    """Fill the model's weights and optimizer from ``directory``. Collective.
 
     Raises whatever Megatron reports for missing or misshapen tensors; nothing is skipped.
     """
-    if policy.optimization is not None:
-        policy.optimization.create_state()
-    state: Any = dist_checkpointing.load(_sharded_state(policy, loading=True), str(directory))
-    for index, model in enumerate(policy.models):
-        model.load_state_dict(state[f"model{index}"], strict=True)
-    if policy.optimization is not None:
-        policy.optimization.load_state_dict(state["optimizer"], state["scheduler"])
+    if model.optimization is not None:
+        model.optimization.create_state()
+    state: Any = dist_checkpointing.load(_sharded_state(model, loading=True), str(directory))
+    for index, chunk in enumerate(model.models):
+        chunk.load_state_dict(state[f"model{index}"], strict=True)
+    if model.optimization is not None:
+        model.optimization.load_state_dict(state["optimizer"], state["scheduler"])
 
 
-def _sharded_state(policy: Policy, *, loading: bool) -> dict[str, Any]:
-    policy.onload()
+def _sharded_state(model: ParallelModel, *, loading: bool) -> dict[str, Any]:
+    model.onload()
     state: dict[str, Any] = {}
-    for index, model in enumerate(policy.models):
-        state[f"model{index}"] = model.sharded_state_dict(metadata=_METADATA)
-    if policy.optimization is not None:
-        weights = state if len(policy.models) > 1 else state["model0"]
-        state["optimizer"] = policy.optimization.optimizer.sharded_state_dict(
+    for index, chunk in enumerate(model.models):
+        state[f"model{index}"] = chunk.sharded_state_dict(metadata=_METADATA)
+    if model.optimization is not None:
+        weights = state if len(model.models) > 1 else state["model0"]
+        state["optimizer"] = model.optimization.optimizer.sharded_state_dict(
             weights, is_loading=loading, metadata=_METADATA
         )
-        state["scheduler"] = policy.optimization.scheduler.state_dict()
+        state["scheduler"] = model.optimization.scheduler.state_dict()
     return state

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.checkpoint.convert import HF_FOLDER, STATE_FILE, WEIGHTS_FOLDER
+from ctrl_megatron.checkpoint.convert import HF_FOLDER, STATE_FILE
 from ctrl_megatron.checkpoint.files import whole_directory
 from ctrl_megatron.checkpoint.hf import copy_side_files
 from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
-from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.parallel_model import ParallelModel
 
 _PREFIX = "global_step_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A directory that holds a policy, its optimizer and the trainer's small state."""
+    """A directory that holds models, their optimizers and the trainer's small state."""
 
     path: Path
     step: int
@@ -57,12 +58,13 @@ class CheckpointStore:
             )
         return Checkpoint(path=path, step=int(path.name.removeprefix(_PREFIX)))
 
-    def save(self, policy: Policy, step: int, state: dict[str, Any]) -> Path:
+    def save(self, models: Mapping[str, ParallelModel], step: int, state: dict[str, Any]) -> Path:
         """Save everything a resumed run needs; ``state`` must be JSON. Collective.
 
-        The directory gets its name only when all ranks have written all files.
+        Each model gets a folder of its name (``policy``, ``value``). The directory gets its name
+        only when all ranks have written all files.
         """
-        groups = policy.groups
+        groups = next(iter(models.values())).groups
         if groups.is_first:
             # What a killed run left half-written.
             for stale in self.directory.glob(f".{_PREFIX}*"):
@@ -71,10 +73,12 @@ class CheckpointStore:
         with whole_directory(target, active=groups.is_first) as work:
             work = Path(groups.from_first(str(work)))
             if groups.is_first:
-                (work / WEIGHTS_FOLDER).mkdir()
+                for name in models:
+                    (work / name).mkdir()
                 copy_side_files(self._side_files, work / HF_FOLDER)
             groups.barrier()
-            save_sharded(policy, work / WEIGHTS_FOLDER)
+            for name, model in models.items():
+                save_sharded(model, work / name)
             groups.barrier()
             if groups.is_first:
                 (work / STATE_FILE).write_text(json.dumps({"step": step, **state}, indent=1))
@@ -85,7 +89,17 @@ class CheckpointStore:
         return target
 
     @staticmethod
-    def load(policy: Policy, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Fill the policy and its optimizer; returns the trainer's small state. Collective."""
-        load_sharded(policy, checkpoint.path / WEIGHTS_FOLDER)
+    def load(models: Mapping[str, ParallelModel], checkpoint: Checkpoint) -> dict[str, Any]:
+        """Fill the models and their optimizers; returns the trainer's small state. Collective.
+
+        Raises ValueError, before anything is loaded, if the checkpoint lacks one of the models.
+        """
+        for name in models:
+            if not (checkpoint.path / name).is_dir():
+                raise ValueError(
+                    f"{checkpoint.path} holds no {name}/: a run without that model saved it; start "
+                    "over with trainer.resume_mode=disable or another trainer.experiment_name"
+                )
+        for name, model in models.items():
+            load_sharded(model, checkpoint.path / name)
         return json.loads((checkpoint.path / STATE_FILE).read_text())

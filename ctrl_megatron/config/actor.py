@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 KlName = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 """Estimators of the KL divergence; k1, k2, k3 are other names of kl, mse, low_var_kl."""
+KlPlusName = Literal["kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+KlLossName = Literal[KlName, KlPlusName]
+"""The same, and forms with that estimator's value and k2's gradient."""
 LossAggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
@@ -98,12 +101,22 @@ class Actor:
     """Put the KL to the reference into the loss (excludes algorithm.use_kl_in_reward)."""
     kl_loss_coef: float = 0.001
     """Weight of the KL in the loss."""
-    kl_loss_type: KlName = "low_var_kl"
+    kl_loss_type: KlLossName = "low_var_kl"
     """Estimator of the KL in the loss."""
     loss_agg_mode: LossAggregation = "token-mean"
     """How per-token losses become one number."""
     policy_loss: str = "vanilla"
     """Registered name of the policy loss."""
+    clip_cov_ratio: float = 0.0002
+    """Share of tokens that clip_cov takes out of the gradient."""
+    clip_cov_lb: float = 1.0
+    """Smallest covariance that clip_cov may choose."""
+    clip_cov_ub: float = 5.0
+    """Largest covariance that clip_cov may choose."""
+    kl_cov_ratio: float = 0.0002
+    """Share of tokens, those of largest covariance, that kl_cov penalises."""
+    ppo_kl_coef: float = 1.0
+    """Weight of kl_cov's penalty."""
     grad_clip: float = 1.0
     """Largest global gradient norm."""
     optim: Optim = field(default_factory=Optim)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from ctrl_megatron.config.actor import KlName
+from ctrl_megatron.config.actor import KlName, LossAggregation, ModelFiles, Optim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,33 @@ class KlControl:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FilterGroups:
+    """Dynamic sampling: groups whose rewards are all equal teach nothing and are replaced."""
+
+    enable: bool = False
+    """Train only on groups with different rewards; sample more prompts until there are enough."""
+    max_num_gen_batches: int = 10
+    """Batches of data.gen_batch_size prompts that one step may sample before it gives up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCorrection:
+    """What is done about the engine's probabilities differing from the trainer's."""
+
+    rollout_is: Literal["none", "token", "sequence"] = "none"
+    """Weigh the loss by trainer over engine probability, per token or per sequence."""
+    rollout_is_threshold: float = 2.0
+    """Weights are truncated here."""
+    rollout_rs: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Leave tokens or whole sequences out of the loss whose ratio is out of bounds; geometric
+    takes a sequence's mean log ratio."""
+    rollout_rs_threshold: float = 2.0
+    """Largest ratio that stays."""
+    rollout_rs_threshold_lower: float | None = None
+    """Smallest ratio that stays; None for 1 / rollout_rs_threshold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """From token rewards to advantages."""
 
@@ -34,21 +61,70 @@ class Algorithm:
     """Trace decay of GAE."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation; False is Dr.GRPO."""
+    weight_factor_in_cpgd: Literal["STD_weight", "clip_filter_like_weight", "naive"] = "STD_weight"
+    """How cpgd scales a group: by its standard deviation, like filtering, or not at all."""
+    f_norm: float = 1.0
+    """What gpg divides its advantages by."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the token rewards (excludes actor.use_kl_loss)."""
     kl_penalty: KlName = "kl"
     """Estimator of the KL in the reward."""
     kl_ctrl: KlControl = field(default_factory=KlControl)
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
     """The value model."""
 
-    enable: bool = False
-    """Train a value model; not available yet."""
+    enable: bool | None = None
+    """Train a value model; None for where the estimator reads its values (gae)."""
+    model: ModelFiles = field(default_factory=ModelFiles)
+    optim: Optim = field(default_factory=lambda: Optim(lr=1e-5))
+    ppo_mini_batch_size: int | None = None
+    """Prompts per optimizer step, over all ranks; None takes the actor's."""
+    ppo_epochs: int | None = None
+    """Passes over the batch of one training step; None takes the actor's."""
+    ppo_max_token_len_per_gpu: int | None = None
+    """Token budget of a packed micro-batch; None takes the actor's."""
     cliprange_value: float = 0.5
-    """Clip range of the value loss."""
+    """How far a value may move from where it was before it stops to count."""
+    loss_agg_mode: LossAggregation = "token-mean"
+    """How per-token losses become one number."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlongBuffer:
+    """Soft overlong punishment of critiques (DAPO)."""
+
+    enable: bool = False
+    """Subtract from the reward where a critique nears data.max_response_length."""
+    len: int = 64
+    """Tokens before the limit over which the punishment grows from nothing to all."""
+    penalty_factor: float = 1.0
+    """The punishment at the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """Added to the reward by what the revision made of the first solution; an ablation."""
+
+    wrong_to_right: float = 0.0
+    """The first solution failed, the revision passes every test."""
+    right_to_right: float = 0.0
+    """Both pass."""
+    right_to_wrong: float = 0.0
+    """The revision broke a right solution."""
+    wrong_to_wrong: float = 0.0
+    """Both fail."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any transition adds to the reward."""
+        return self != Transition()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +139,18 @@ class Reward:
     """Revisions that are judged at the same time."""
     run_timeout: float = 10.0
     """Seconds per test where the row has no time limit."""
+    provider: Literal["local", "sandbox_fusion", "e2b", "morph", "piston"] = "local"
+    """Who runs the revisions: our sandbox, or a service outside of the run."""
+    provider_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the provider's class, such as a template; keys and addresses come from the
+    environment."""
+    cache_path: str | None = None
+    """SQLite file of verdicts that runs share; None keeps them in memory."""
+    judgment_weight: float = 0.0
+    """Added to the reward where the judgment is true of the first solution; an ablation (the
+    paper's reward never looks)."""
+    transition: Transition = field(default_factory=Transition)
+    overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -10,24 +9,27 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
+from ctrl_megatron.config.objective import objective_problems, unknown_name
 from ctrl_megatron.config.schema import Config
 
 Purpose = Literal["rl", "sft", "none"]
 """What the run does, hence which keys it needs; ``none`` requires no key at all."""
 
-ADV_ESTIMATORS = ("grpo", "gae")
-POLICY_LOSSES = ("vanilla",)
 SINKS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 
-_A, _R, _M, _O = (
+_A, _R, _M, _O, _C, _I = (
     "actor_rollout_ref.actor.",
     "actor_rollout_ref.rollout.",
     "actor_rollout_ref.actor.megatron.",
     "actor_rollout_ref.actor.optim.",
+    "critic.optim.",
+    "algorithm.rollout_correction.",
 )
 _AT_LEAST_ONE = (
     *(f"data.{k}" for k in ("max_prompt_length", "max_response_length", "train_batch_size")),
-    "data.val_batch_size",
+    *("data.val_batch_size", "data.gen_batch_size", "critic.ppo_mini_batch_size"),
+    *("critic.ppo_epochs", "critic.ppo_max_token_len_per_gpu", "reward.overlong_buffer.len"),
+    *("critic.optim.total_training_steps", "algorithm.filter_groups.max_num_gen_batches"),
     *(_A + k for k in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu")),
     *(_M + k for k in ("tensor_model_parallel_size", "pipeline_model_parallel_size")),
     *(_M + k for k in ("recompute_num_layers", "logprob_chunk_size")),
@@ -42,21 +44,34 @@ _AT_LEAST_ONE = (
     *(f"trainer.{k}" for k in ("total_epochs", "total_training_steps", "nnodes")),
     "trainer.n_gpus_per_node",
     *(f"sft.{k}" for k in ("train_batch_size", "max_length", "total_epochs")),
-    "sft.max_token_len_per_gpu",
+    *("sft.total_training_steps", "sft.max_token_len_per_gpu"),
 )
 _ABOVE_ZERO = (
     *(_A + k for k in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "grad_clip")),
     *(_O + "eps", _R + "kv_cache_gib", _R + "startup_timeout"),
     *("algorithm.kl_ctrl.target_kl", "reward.run_timeout"),
     *("sandbox.startup_timeout", "trainer.peak_tflops_per_device", "trainer.failure_timeout"),
-    *("trainer.distributed_timeout", "sft.lr", "sft.grad_clip", _O + "lr"),
+    *("trainer.distributed_timeout", "sft.lr", "sft.grad_clip", _O + "lr", _C + "lr", _C + "eps"),
+    *(
+        "algorithm.f_norm",
+        "critic.cliprange_value",
+        "critic.grad_clip",
+        _I + "rollout_is_threshold",
+    ),
+    *(_I + "rollout_rs_threshold", _I + "rollout_rs_threshold_lower"),
 )
 _NOT_NEGATIVE = (
     *(_A + "entropy_coeff", _A + "kl_loss_coef", _O + "weight_decay", _O + "lr_warmup_steps"),
     *(_R + "temperature", "algorithm.kl_ctrl.kl_coef", "reward.num_examine"),
-    "trainer.examples_in_report",
+    *("trainer.examples_in_report", "trainer.critic_warmup", _C + "weight_decay"),
+    *(_C + "lr_warmup_steps", "reward.judgment_weight", _A + "ppo_kl_coef"),
+    "reward.overlong_buffer.penalty_factor",
 )
-_SHARES = (_O + "lr_warmup_steps_ratio", _O + "min_lr_ratio", "sft.warmup_steps_ratio")
+_SHARES = (
+    *(_O + "lr_warmup_steps_ratio", _O + "min_lr_ratio", "sft.warmup_steps_ratio"),
+    *(_C + "lr_warmup_steps_ratio", _C + "min_lr_ratio", "algorithm.gamma", "algorithm.lam"),
+    *(_A + "clip_cov_ratio", _A + "kl_cov_ratio"),
+)
 _FREQUENCIES = ("trainer.save_freq", "trainer.test_freq", "trainer.max_ckpt_to_keep")
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
@@ -68,13 +83,9 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     ((_R + "top_k",), lambda v: v == -1 or v >= 1, "-1 (keep all) or at least 1"),
     ((_A + "clip_ratio_c",), lambda v: v > 1, "greater than 1"),
 )
-_VALUE_MODEL = "it belongs to the value model, and algorithm.adv_estimator=grpo has none"
 RESERVED: Mapping[str, str] = {
     "actor_rollout_ref.hybrid_engine": "trainer and engine share the devices",
     _R + "revision_n": "a critique's reward is that of one greedy revision",
-    "critic.cliprange_value": _VALUE_MODEL,
-    "algorithm.gamma": _VALUE_MODEL,
-    "algorithm.lam": _VALUE_MODEL,
     "dag.enable_perf": "runs/NAME/timeline.jsonl has every node's wall time",
 }
 """Keys without an effect so far, and what holds instead; only their defaults are accepted."""
@@ -90,7 +101,7 @@ def check(config: Config, purpose: Purpose) -> None:
         *_batches(config),
         *_lengths(config),
         *_parallelism(config),
-        *_objective(config),
+        *objective_problems(config),
         *_schedule(config),
         *_services(config),
     ]
@@ -111,6 +122,8 @@ def check_files(config: Config, purpose: Purpose) -> None:
     }
     if purpose == "rl":
         directories["actor_rollout_ref.proxy.model.path"] = model.proxy_path
+        if config.needs_values:
+            directories["critic.model.path"] = config.value_path
         directories["actor_rollout_ref.ref.model.path"] = model.ref_path
     problems = [
         f"{key}: the file {file} does not exist; correct the path or create the file"
@@ -148,6 +161,7 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
             )
         batches = {
             "data.train_batch_size": config.data.train_batch_size,
+            "data.gen_batch_size": config.gen_batch_size,
             _A + "ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size,
         }
     for key, size in batches.items():
@@ -220,26 +234,12 @@ def _reserved(config: Config) -> Iterator[str]:
             )
 
 
-def _known(key: str, value: str, names: tuple[str, ...], more: str = "") -> Iterator[str]:
-    if value in names:
-        return
-    near = difflib.get_close_matches(value, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    yield f"{key} must be one of {', '.join(names)}, not {value!r}{hint}{more}"
-
-
 def _names(config: Config) -> Iterator[str]:
     for sink in config.trainer.logger:
-        yield from _known("trainer.logger", sink, SINKS)
-    if config.dag.custom_pipeline_fn is not None:
-        if not re.fullmatch(r"[\w.]+:[\w.]+", config.dag.custom_pipeline_fn):
-            yield "dag.custom_pipeline_fn must have the form 'package.module:function'"
-        return  # its module may register estimators and losses of its own; the registry judges
-    more = "; names of your own need the module that registers them in dag.custom_pipeline_fn"
-    estimator = config.algorithm.adv_estimator
-    yield from _known("algorithm.adv_estimator", estimator, ADV_ESTIMATORS, more)
-    loss = config.actor_rollout_ref.actor.policy_loss
-    yield from _known(_A + "policy_loss", loss, POLICY_LOSSES, more)
+        yield from unknown_name("trainer.logger", sink, SINKS)
+    custom = config.dag.custom_pipeline_fn
+    if custom is not None and not re.fullmatch(r"[\w.]+:[\w.]+", custom):
+        yield "dag.custom_pipeline_fn must have the form 'package.module:function'"
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -248,6 +248,25 @@ def _batches(config: Config) -> Iterator[str]:
         yield (
             f"{_A}ppo_mini_batch_size={mini} must divide data.train_batch_size={batch}; "
             f"both count prompts"
+        )
+    yield from _value_batches(config)
+    gen, filtered = config.data.gen_batch_size, config.algorithm.filter_groups.enable
+    if gen is not None and not filtered:
+        yield (
+            f"data.gen_batch_size={gen} has no effect without algorithm.filter_groups.enable=true; "
+            f"turn that on or leave it unset"
+        )
+
+
+def _value_batches(config: Config) -> Iterator[str]:
+    mini, batch = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.data.train_batch_size
+    given = config.critic.ppo_mini_batch_size
+    if given is None or mini < 1 or given < 1:
+        return
+    if given % mini or batch % given:
+        yield (
+            f"critic.ppo_mini_batch_size={given} must be a multiple of {_A}ppo_mini_batch_size="
+            f"{mini} and divide data.train_batch_size={batch}; all count prompts"
         )
 
 
@@ -269,6 +288,8 @@ def _lengths(config: Config) -> Iterator[str]:
             model.ref.log_prob_max_token_len_per_gpu
         ),
     }
+    if config.needs_values:
+        budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
     for key, budget in budgets.items():
         if budget is not None and budget < longest:
             yield (
@@ -319,49 +340,32 @@ def _offload(config: Config) -> Iterator[str]:
         )
 
 
-def _objective(config: Config) -> Iterator[str]:
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    rollout = config.actor_rollout_ref.rollout
-    if actor.use_kl_loss and algorithm.use_kl_in_reward:
-        yield (
-            f"{_A}use_kl_loss and algorithm.use_kl_in_reward are both on; the KL belongs either "
-            f"in the loss or in the reward, turn one of them off"
-        )
-    if algorithm.adv_estimator == "grpo" and rollout.n == 1:
-        yield (
-            f"{_R}n=1 gives algorithm.adv_estimator=grpo groups of one, without a baseline; "
-            f"set {_R}n to 2 or more"
-        )
-    if rollout.temperature == 0:
-        yield (
-            f"{_R}temperature=0 is greedy, which makes all critiques of a prompt equal; "
-            f"give a temperature above 0 (validation is greedy by itself)"
-        )
-    if algorithm.adv_estimator == "gae" or config.critic.enable:
-        key = "critic.enable=true" if config.critic.enable else "algorithm.adv_estimator=gae"
-        yield f"{key} needs a value model, which is not available yet; use adv_estimator=grpo"
-    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
-        yield (
-            "algorithm.kl_ctrl.type=adaptive has no effect without "
-            "algorithm.use_kl_in_reward=true; turn that on or use type=fixed"
-        )
-
-
 def _schedule(config: Config) -> Iterator[str]:
-    optim = config.actor_rollout_ref.actor.optim
-    if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
-        yield f"{_O}lr_warmup_steps and {_O}lr_warmup_steps_ratio are both set; keep one of them"
-    if not all(0 <= beta < 1 for beta in optim.betas):
-        yield f"{_O}betas={list(optim.betas)} must both be in [0, 1)"
-    total = optim.total_training_steps
-    if total is not None and optim.lr_warmup_steps >= total:
-        yield (
-            f"{_O}lr_warmup_steps={optim.lr_warmup_steps} must be smaller than "
-            f"{_O}total_training_steps={total}"
-        )
+    for key, optim in ((_O, config.actor_rollout_ref.actor.optim), (_C, config.critic.optim)):
+        if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
+            yield (
+                f"{key}lr_warmup_steps and {key}lr_warmup_steps_ratio are both set; keep one of "
+                f"them"
+            )
+        if not all(0 <= beta < 1 for beta in optim.betas):
+            yield f"{key}betas={list(optim.betas)} must both be in [0, 1)"
+        total = optim.total_training_steps
+        if total is not None and optim.lr_warmup_steps >= total:
+            yield (
+                f"{key}lr_warmup_steps={optim.lr_warmup_steps} must be smaller than "
+                f"{key}total_training_steps={total}"
+            )
 
 
 def _services(config: Config) -> Iterator[str]:
+    provider = config.reward.provider
+    if config.reward.provider_options and provider == "local":
+        yield (
+            "reward.provider_options has no effect with reward.provider=local; leave it empty or "
+            "name another provider"
+        )
+    if config.sandbox.endpoint is not None and provider != "local":
+        yield f"sandbox.endpoint has no effect with reward.provider={provider}; leave it unset"
     endpoint, name = config.sandbox.endpoint, config.trainer.experiment_name
     if endpoint is not None and not re.match(r"https?://[^/\s]+", endpoint):
         yield f"sandbox.endpoint={endpoint!r} must be an address such as http://127.0.0.1:8080"

@@ -21,6 +21,8 @@ class Data:
     """Longest critique, in tokens."""
     train_batch_size: int = 1024
     """Prompts per training step, over all ranks."""
+    gen_batch_size: int | None = None
+    """Prompts that dynamic sampling draws at a time; None takes train_batch_size."""
     val_batch_size: int = 256
     """Prompts that are sent to the engine together in validation, over all ranks."""
     shuffle: bool = True

@@ -18,6 +18,13 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 _SLURM_TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _OURS = ("CTRL_LOG_LEVEL", "CTRL_MASTER_PORT")
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_PROVIDERS: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
+    "e2b": ({"api_key": "E2B_API_KEY"}, {}),
+    "morph": ({"api_key": "MORPH_API_KEY"}, {}),
+    "piston": ({"endpoint": "PISTON_ENDPOINT"}, {"api_key": "PISTON_API_KEY"}),
+    "sandbox_fusion": ({"endpoint": "SANDBOX_FUSION_ENDPOINT"}, {}),
+}
+"""Per provider: options it needs and options it may have, with their variables."""
 _FIRST_PORT, _PORTS = 20000, 10000
 
 
@@ -101,6 +108,19 @@ def read_log_level(environ: Mapping[str, str] | None = None) -> str:
     if level not in _LEVELS:
         raise ValueError(f"CTRL_LOG_LEVEL={level} must be one of {', '.join(_LEVELS)}")
     return level
+
+
+def read_provider_keys(
+    provider: str, environ: Mapping[str, str] | None = None
+) -> dict[str, str | None]:
+    """What the environment says about a code provider, by the name of its option.
+
+    Names that the provider cannot do without are there even if they are not set, as None.
+    """
+    environ = os.environ if environ is None else environ
+    demanded, optional = _PROVIDERS.get(provider, ({}, {}))
+    found: dict[str, str | None] = {key: environ.get(name) for key, name in demanded.items()}
+    return found | {key: environ[name] for key, name in optional.items() if name in environ}
 
 
 def child_environment(

@@ -42,6 +42,34 @@ class Config:
         return self.needed_model_len if given is None else given
 
     @property
+    def needs_values(self) -> bool:
+        """True where a value model is trained."""
+        enable = self.critic.enable
+        return self.algorithm.adv_estimator == "gae" if enable is None else enable
+
+    @property
+    def value_path(self) -> str:
+        """What the value model starts from."""
+        return self.critic.model.path or self.actor_rollout_ref.model.path
+
+    @property
+    def value_mini_batch_size(self) -> int:
+        """Prompts per optimizer step of the value model."""
+        return self.critic.ppo_mini_batch_size or self.actor_rollout_ref.actor.ppo_mini_batch_size
+
+    @property
+    def value_epochs(self) -> int:
+        """Passes of the value model over the batch of one training step."""
+        return self.critic.ppo_epochs or self.actor_rollout_ref.actor.ppo_epochs
+
+    @property
+    def gen_batch_size(self) -> int:
+        """Prompts that are sampled together."""
+        if not self.algorithm.filter_groups.enable or self.data.gen_batch_size is None:
+            return self.data.train_batch_size
+        return self.data.gen_batch_size
+
+    @property
     def needs_reference(self) -> bool:
         """True where the objective contains a KL to the reference model."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward

@@ -28,6 +28,8 @@ class Trainer:
     """Steps between validations; -1 validates at the end, where there are data.val_files."""
     val_before_train: bool = False
     """Validate before the first step."""
+    critic_warmup: int = 0
+    """Training steps in which only the value model learns."""
     resume_mode: str = "auto"
     """auto continues from the newest checkpoint, disable starts over, a path names one."""
     logger: tuple[str, ...] = ("console", "jsonl", "tensorboard")
@@ -84,6 +86,8 @@ class Sft:
     """Longest sequence, prompt and critique together, in tokens."""
     total_epochs: int = 1
     """Passes over the training rows."""
+    total_training_steps: int | None = None
+    """Steps after which fine-tuning ends, whatever the epochs say; None for all epochs."""
     lr: float = 2e-5
     """Peak learning rate."""
     warmup_steps_ratio: float = 0.0

@@ -30,13 +30,15 @@ def model_flops(
     vocab: int,
     seq_lens: Sequence[int],
     backward: bool,
+    projected_tokens: int | None = None,
     gated_mlp: bool = True,
 ) -> int:
     """Floating-point operations of the matrix products over packed sequences.
 
     A multiply-add counts 2. Attention counts what a causal mask leaves (s(s+1)/2 pairs per
-    sequence), the vocabulary projection counts every token, the backward pass twice the forward
-    pass; recomputed activations do not count (they are work of the implementation, not the model).
+    sequence), the vocabulary projection counts ``projected_tokens`` (None for all), the backward
+    pass twice the forward pass; recomputed activations do not count (they are work of the
+    implementation, not the model).
     """
     tokens = sum(seq_lens)
     pairs = sum(length * (length + 1) // 2 for length in seq_lens)
@@ -44,7 +46,8 @@ def model_flops(
     mlp = hidden * ffn * (3 if gated_mlp else 2)
     scores_and_values = 2 * heads * head_dim
     layer = tokens * (projections + mlp) + pairs * scores_and_values
-    forward = 2 * (n_layers * layer + tokens * hidden * vocab)
+    projected = tokens if projected_tokens is None else projected_tokens
+    forward = 2 * (n_layers * layer + projected * hidden * vocab)
     return 3 * forward if backward else forward
 
 

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ctrl_megatron.models.families import check_tensor_size
 from ctrl_megatron.models.hf_config import ModelShape, Rope
 from ctrl_megatron.models.layer_spec import block_spec, has_transformer_engine
+from ctrl_megatron.models.value_head import ValueHead
 from ctrl_megatron.parallel.groups import Groups
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -126,8 +127,9 @@ def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 def build_chunks(shape: ModelShape, groups: Groups, options: BuildOptions) -> list[GPTModel]:
     """This rank's model chunks, one per virtual stage, on the device, weights uninitialised.
 
-    Their forward pass returns hidden states after the final norm: the output layer and the softmax
-    are computed together by ``parallel.vocab`` (see there), so the output layer passes through.
+    A language model's forward pass returns hidden states after the final norm: the output layer
+    and the softmax are computed together by ``parallel.vocab`` (see there), so the output layer
+    passes through. A value model's returns values.
     """
     layout = groups.layout
     layout.check_layers(shape.num_layers)
@@ -150,7 +152,9 @@ def build_chunks(shape: ModelShape, groups: Groups, options: BuildOptions) -> li
             vp_stage=chunk if layout.virtual_pipeline > 1 else None,
         )
         model.rotary_pos_emb.inv_freq = rope_frequencies(shape.rope, shape.head_dim)
-        if model.post_process:
+        if model.post_process and shape.value_head:
+            model.output_layer = ValueHead(config)  # type: ignore[assignment]
+        elif model.post_process:
             model.output_layer.forward = _pass_through  # type: ignore[method-assign]
         chunks.append(model.to(groups.device))
     return chunks

@@ -66,6 +66,8 @@ class ShardParam:
 
 _ATTENTION = "decoder.layers.{i}.self_attention."
 _HF = "model.layers.{i}."
+VALUE_HEAD = "score"
+"""What transformers' token classification models call their head."""
 
 
 def _layer_rows(shape: ModelShape) -> Iterator[Row]:
@@ -116,6 +118,21 @@ def _layer_rows(shape: ModelShape) -> Iterator[Row]:
     )
 
 
+def _output_rows(shape: ModelShape, embedding: tuple[str, ...]) -> list[Row]:
+    if shape.value_head:
+        return [
+            Row(
+                part="output",
+                megatron=f"output_layer.{leaf}",
+                hf=(f"{VALUE_HEAD}.{leaf}",),
+                kind="replicated",
+            )
+            for leaf in ("weight", "bias")
+        ]
+    vocabulary = embedding if shape.tied_embeddings else ("lm_head.weight",)
+    return [Row(part="output", megatron="output_layer.weight", hf=vocabulary, kind="vocab")]
+
+
 def table(shape: ModelShape) -> tuple[Row, ...]:
     """The rows of the model's family (Llama, Qwen2 and Qwen3 differ in biases and QK norms)."""
     embedding = ("model.embed_tokens.weight",)
@@ -133,12 +150,7 @@ def table(shape: ModelShape) -> tuple[Row, ...]:
             hf=("model.norm.weight",),
             kind="replicated",
         ),
-        Row(
-            part="output",
-            megatron="output_layer.weight",
-            hf=embedding if shape.tied_embeddings else ("lm_head.weight",),
-            kind="vocab",
-        ),
+        *_output_rows(shape, embedding),
     ]
     return tuple(rows)
 
@@ -151,6 +163,8 @@ def hf_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
     owner, leaf = name.split(".")[-2:]
     if owner in ("embed_tokens", "lm_head"):
         return (shape.vocab_size, hidden)
+    if owner == VALUE_HEAD:
+        return (1,) if leaf == "bias" else (1, hidden)
     if owner in rows:
         return (rows[owner],) if leaf == "bias" else (rows[owner], hidden)
     if owner in ("o_proj", "down_proj"):
@@ -194,7 +208,8 @@ def pieces(row: Row, shape: ModelShape, *, layer: int, tp: int, tensor: int) -> 
     full = hf_shape(names[0], shape)
     tail = full[1:]
     if row.kind == "replicated":
-        found, local = [Piece(hf=names[0], hf_start=(0,), start=(0,), extent=full)], full
+        zeros = (0,) * len(full)
+        found, local = [Piece(hf=names[0], hf_start=zeros, start=zeros, extent=full)], full
     elif row.kind == "row":
         columns = full[1] // tensor
         extent = (full[0], columns)

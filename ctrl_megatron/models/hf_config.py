@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,13 @@ class ModelShape:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    value_head: bool = False
+    """One number per token instead of a vocabulary (transformers' token classification models)."""
+
+
+def value_shape(shape: ModelShape) -> ModelShape:
+    """The value model that stands on the same decoder."""
+    return replace(shape, value_head=True, tied_embeddings=False)
 
 
 # Keys that say nothing about the forward pass of the families below.
@@ -146,6 +153,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
     _divides(heads, "num_attention_heads", groups, "num_key_value_heads", where)
     if not config.get("head_dim"):
         _divides(hidden, "hidden_size", heads, "num_attention_heads", where)
+    value_head = _has_value_head(config, where)
     return ModelShape(
         family=family,
         num_layers=_need(config, "num_hidden_layers", where),
@@ -158,9 +166,26 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         max_position_embeddings=_need(config, "max_position_embeddings", where),
         norm_epsilon=_need(config, "rms_norm_eps", where),
         rope=_rope(config, where),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)) and not value_head,
+        value_head=value_head,
         **_FAMILIES[family],
     )
+
+
+def _has_value_head(config: dict[str, Any], where: str) -> bool:
+    architecture = (config.get("architectures") or ["ForCausalLM"])[0]
+    if architecture.endswith("ForCausalLM"):
+        return False
+    if not architecture.endswith("ForTokenClassification"):
+        raise ValueError(
+            f"{where}: architecture {architecture} is not supported, only *ForCausalLM and "
+            "*ForTokenClassification (a value model)"
+        )
+    # transformers writes no id2label for its default of two labels.
+    labels = len(config.get("id2label") or (0, 1))
+    if labels != 1:
+        raise ValueError(f"{where}: a value model has 1 label, this model has {labels}")
+    return True
 
 
 def _need(config: dict[str, Any], key: str, where: str) -> Any:

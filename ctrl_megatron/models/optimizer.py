@@ -68,6 +68,9 @@ class Optimization:
             end_wd=options.weight_decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
+            # A resumed run follows its own configuration; the checkpoint gives the step.
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
         )
         if options.warmup_steps:
             # Megatron's schedule starts at lr 0; the first step would change nothing.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.algorithms import agg_loss, get_policy_loss_terms, kl_penalty
+from ctrl_megatron.algorithms import (
+    agg_loss,
+    covariance_sums,
+    get_policy_loss_terms,
+    kl_penalty,
+    over_tokens,
+    token_selection,
+)
 from ctrl_megatron.config.actor import Actor
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.pipeline.batch import tensors_of
 from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.mini_batches import means_over_steps, mini_batches
 from ctrl_megatron.pipeline.worker import DAGWorker
 
 
@@ -29,7 +35,9 @@ class ActorLoss:
         rows: dict[str, torch.Tensor],
         counts: GlobalCounts,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        actor, mask = self._actor, rows["response_mask"]
+        actor, mask = self._actor, rows.get("loss_mask", rows["response_mask"])
+        # Only losses that choose tokens over the mini-batch know the name.
+        chosen = {"selected": rows["selected"]} if "selected" in rows else {}
 
         def whole(values: torch.Tensor, mode: str = actor.loss_agg_mode) -> torch.Tensor:
             return agg_loss(
@@ -46,6 +54,8 @@ class ActorLoss:
             advantages=rows["advantages"],
             response_mask=mask,
             config=actor,
+            rollout_is_weights=rows.get("rollout_is_weights"),
+            **chosen,
         )
         policy = whole(terms.loss)
         scalars = {
@@ -68,17 +78,41 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``ppo_epochs`` passes over the mini-batches; metrics are means over the optimizer steps.
 
     The first step's ``ppo_kl`` is reported by itself: with the weights that computed
-    ``old_log_probs`` it must be 0.
+    ``old_log_probs`` it must be 0. During ``trainer.critic_warmup`` nothing happens.
     """
-    actor = worker.config.actor_rollout_ref.actor
+    if not worker.actor_learns:
+        return NodeOutput()
+    actor, done = worker.config.actor_rollout_ref.actor, []
     loss = ActorLoss(actor, with_kl=actor.use_kl_loss)
-    found: dict[str, list[float]] = defaultdict(list)
-    for _ in range(actor.ppo_epochs):
-        for mini_batch in sorted(set(batch["mini_batch"].tolist())):
-            rows = (batch["mini_batch"] == mini_batch).nonzero().squeeze(-1)
-            done = worker.policy.step(tensors_of(batch, rows), loss, worker.temperature)
-            for name, value in done.items():
-                found[name if "/" in name else f"actor/{name}"].append(value)
-    metrics = {name: sum(values) / len(values) for name, values in found.items()}
-    metrics["actor/ppo_kl_first"] = found["actor/ppo_kl"][0]
+    fields = tensors_of(batch)
+    for rows in mini_batches(batch["mini_batch"], epochs=actor.ppo_epochs):
+        mine = {name: value[rows] for name, value in fields.items()}
+        mine |= selected_tokens(worker, mine, draw=len(done))
+        done.append(worker.policy.step(mine, loss, worker.temperature))
+    metrics = means_over_steps(done, "actor")
+    metrics["actor/ppo_kl_first"] = done[0]["actor/ppo_kl"]
     return NodeOutput(metrics=metrics)
+
+
+def selected_tokens(
+    worker: DAGWorker, rows: dict[str, torch.Tensor], *, draw: int
+) -> dict[str, torch.Tensor]:
+    """``selected`` (b, R) bool for losses that choose tokens of the whole mini-batch. Collective.
+
+    The choice is made by the log-probs from before the training step, so that it depends on neither
+    micro-batches nor ranks. ``draw`` numbers the optimizer steps of the training step.
+    """
+    actor, groups = worker.config.actor_rollout_ref.actor, worker.groups
+    selection = token_selection(actor.policy_loss)
+    if selection is None:
+        return {}
+    old, gains = rows["old_log_probs"], rows["advantages"]
+    mask = rows.get("loss_mask", rows["response_mask"])
+    sums = groups.sum_over_data(covariance_sums(old, gains, mask))
+    covariances = selection.covariances(old, old, gains, mask, actor, sums)[mask]
+    parts = groups.from_data_ranks(covariances)
+    seed = worker.config.trainer.seed * 1_000_003 + worker.step * 1009 + draw
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    chosen = selection.choose(torch.cat(parts), actor, generator)
+    first = sum(len(part) for part in parts[: groups.place.dp])
+    return {"selected": over_tokens(chosen[first : first + len(covariances)], mask)}

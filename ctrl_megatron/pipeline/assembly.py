@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctrl_megatron.config import Config
+from ctrl_megatron.config.environment import read_provider_keys
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.parallel.background import BackgroundLoop
@@ -13,6 +14,8 @@ from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import EngineLink
 from ctrl_megatron.resharding.sources import DirectorySource, WeightSource
 from ctrl_megatron.rewards import RewardModelForCritic
+from ctrl_megatron.rewards.disk_cache import verdict_cache
+from ctrl_megatron.rewards.providers import CodeProvider, make_provider
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.sandbox import SandboxClient
 
@@ -55,11 +58,7 @@ def engine_weights(
 
 def reward_model(config: Config, services: Services, codec: TextCodec) -> RewardModelForCritic:
     """The reward model over the training and validation rows."""
-    client = SandboxClient(
-        services.sandbox_endpoint,
-        attempts=config.sandbox.attempts,
-        max_concurrency=config.sandbox.max_concurrency,
-    )
+    judge = code_judge(config, services.sandbox_endpoint)
     return RewardModelForCritic(
         [*config.data.train_files, *config.data.val_files],
         codec.tokenizer,
@@ -67,6 +66,18 @@ def reward_model(config: Config, services: Services, codec: TextCodec) -> Reward
         run_all_cases=config.reward.run_all_cases,
         max_requests=config.reward.max_requests,
         run_timeout=config.reward.run_timeout,
-        sandbox=client,
+        sandbox=judge,
         show_progress=False,
+        cache=verdict_cache(config.reward.cache_path),
+        judge_identity=[config.reward.provider, config.sandbox.isolation],
     )
+
+
+def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | CodeProvider:
+    """Who runs the revisions. Raises ValueError naming a missing key, package or option."""
+    attempts, at_once = config.sandbox.attempts, config.sandbox.max_concurrency
+    name = config.reward.provider
+    if name == "local":
+        return SandboxClient(sandbox_endpoint, attempts=attempts, max_concurrency=at_once)
+    options = {**read_provider_keys(name), **config.reward.provider_options}
+    return make_provider(name, attempts=attempts, max_concurrency=at_once, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from tensordict import NonTensorStack, TensorDict
@@ -30,6 +31,9 @@ class CritiqueRow:
     def num_tokens(self) -> int:
         """Prompt and response tokens."""
         return len(self.prompt) + len(self.completion.token_ids)
+
+
+AnyRow = TypeVar("AnyRow", bound="Grouped")
 
 
 def versions_of(completion: Completion) -> str:
@@ -109,16 +113,31 @@ def share_prompts(num_prompts: int, mini_batch: int, groups: Groups) -> list[tup
     ]
 
 
-def level_over_data_ranks(rows: list[CritiqueRow], groups: Groups) -> list[CritiqueRow]:
-    """Rows dealt anew so that the data-parallel ranks hold about equally many tokens.
+class Grouped(Protocol):
+    """What dealing needs to know of a row."""
 
-    Whole groups move, inside their mini-batch, and every rank keeps as many groups as it had: group
-    statistics stay local, and no optimizer step lacks rows on a rank.
-    """
+    @property
+    def uid(self) -> str: ...
+    @property
+    def mini_batch(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
+def level_over_data_ranks(rows: list[CritiqueRow], groups: Groups) -> list[CritiqueRow]:
+    """This rank's rows when all ranks' rows are dealt anew by ``deal``. Collective."""
     if groups.layout.data == 1:
         return rows
-    everything = [row for part in groups.from_data_ranks(rows) for row in part]
-    mine: list[CritiqueRow] = []
+    return deal([row for part in groups.from_data_ranks(rows) for row in part], groups)
+
+
+def deal(everything: Sequence[AnyRow], groups: Groups) -> list[AnyRow]:
+    """This rank's share of the global rows, so that data-parallel ranks hold about equal tokens.
+
+    Groups stay whole and inside their mini-batch, and every rank gets equally many of them: group
+    statistics stay local, and no optimizer step lacks rows on a rank.
+    """
+    mine: list[AnyRow] = []
     for step in sorted({row.mini_batch for row in everything}):
         inside = [row for row in everything if row.mini_batch == step]
         parts = partition_groups(

@@ -6,117 +6,98 @@ B rows are critiques, R response columns. Every function runs on all ranks of a 
 
 from __future__ import annotations
 
-import uuid
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from ctrl_megatron.algorithms import get_adv_estimator, penalise
-from ctrl_megatron.pipeline import speech
+from ctrl_megatron.algorithms import estimate_advantages, penalise
 from ctrl_megatron.pipeline.batch import (
     CritiqueRow,
     level_over_data_ranks,
     make_batch,
-    share_prompts,
     tensors_of,
-    versions_of,
 )
 from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.reward_terms import reward_terms
+from ctrl_megatron.pipeline.rounds import draw_critiques, judge, write_revisions
 from ctrl_megatron.pipeline.worker import DAGWorker, texts
 from ctrl_megatron.prompts import parse_judgment
+from ctrl_megatron.rewards.critic import RewardOutcome
 
 
 def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``row`` (prompts of the global batch) -> the critique batch of this data-parallel rank."""
-    actor, chosen = worker.config.actor_rollout_ref.actor, batch["row"].tolist()
-    worker.make_room()
-    version = worker.weights.use("actor")
-    mine = share_prompts(len(chosen), actor.ppo_mini_batch_size, worker.groups)
-    rows = [chosen[prompt] for prompt, _ in mine]
-    answers = worker.ask(lambda: speech.critiques(worker, worker.train, rows, greedy=False))
-    name = f"{worker.config.trainer.experiment_name}/{worker.step}"
-    drawn = [
-        CritiqueRow(
-            uid=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{name}/{prompt}")),
-            problem_id=worker.train.rows[row].id,
-            mini_batch=mini_batch,
-            prompt=worker.train.prompts[row],
-            completion=completion,
-        )
-        for (prompt, mini_batch), row, group in zip(mine, rows, answers, strict=True)
-        for completion in group
-    ]
-    _assert_spoken_by(version, [versions_of(r.completion) for r in drawn])
+    size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
+    drawn = draw_critiques(worker, batch["row"].tolist(), mini_batch_size=size)
     if worker.config.trainer.balance_batch:
         drawn = level_over_data_ranks(drawn, worker.groups)
+    made = critique_batch(worker, drawn)
+    return NodeOutput(batch=made, metrics=worker.means(critique_lengths(drawn, made["valid"])))
+
+
+def critique_batch(worker: DAGWorker, drawn: Sequence[CritiqueRow]) -> TensorDict:
+    """``make_batch`` with ``critique`` (text) and ``valid`` (B,) bool."""
     made = make_batch(drawn, pad_token_id=worker.codec.pad_token_id)
-    lengths = made["response_mask"].sum(dim=1).float()
-    cut = torch.tensor([r.completion.finish_reason == "length" for r in drawn]).float()
     critiques = [worker.codec.decode(r.completion.token_ids) for r in drawn]
     made["critique"] = NonTensorStack(*critiques)
     made["valid"] = torch.tensor([parse_judgment(c) is not None for c in critiques])
-    metrics = worker.means(
-        {
-            "critique/length": lengths,
-            "critique/cut_rate": cut,
-            "critique/valid_rate": made["valid"].float(),
-        }
-    )
-    return NodeOutput(batch=made, metrics=metrics)
+    return made
+
+
+def critique_lengths(drawn: Sequence[CritiqueRow], valid: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the metrics say of critiques as they were drawn."""
+    completions = [r.completion for r in drawn]
+    return {
+        "critique/length": torch.tensor([float(len(c.token_ids)) for c in completions]),
+        "critique/cut_rate": torch.tensor(
+            [float(c.finish_reason == "length") for c in completions]
+        ),
+        "critique/valid_rate": valid.float(),
+    }
 
 
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``critique``, ``valid`` -> ``revision``: the frozen proxy's, empty for invalid critiques."""
-    version = worker.weights.use("proxy")
-    valid = batch["valid"].tolist()
     ids, critiques = texts(batch["problem_id"]), texts(batch["critique"])
-    rows = [i for i, ok in enumerate(valid) if ok]
-    answers = worker.ask(
-        lambda: speech.revisions(worker, [ids[i] for i in rows], [critiques[i] for i in rows])
-    )
-    worker.weights.rest()
-    _assert_spoken_by(version, [versions_of(a) for a in answers])
-    written = [""] * len(valid)
-    for i, answer in zip(rows, answers, strict=True):
-        written[i] = worker.codec.decode(answer.token_ids)
-    lengths = torch.tensor([float(len(a.token_ids)) for a in answers])
+    written, lengths = write_revisions(worker, ids, critiques, batch["valid"].tolist())
     return NodeOutput(
         fields={"revision": NonTensorStack(*written)},
-        metrics=worker.means({"revision/length": lengths}),
+        metrics=worker.means({"revision/length": torch.tensor([float(n) for n in lengths])}),
     )
 
 
 async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``critique``, ``revision`` -> ``reward``, ``judged`` (bool), ``pass_rate`` (B,), ``detail``.
+    """``critique``, ``revision`` -> the fields of ``outcome_fields``.
 
-    Runs beside the log-probs. A row whose judging failed has ``judged`` False and a reward of 0
-    that nobody may read.
+    Runs beside the log-probs.
     """
-    assert worker.reward is not None
-    _, samples = worker.reward.parse_query(texts(batch["problem_id"]))
-    outcomes = await worker.reward.judge_all(
-        texts(batch["critique"]), texts(batch["revision"]), samples
-    )
-    rewards = [0.0 if o.reward is None else o.reward for o in outcomes]
+    said = texts(batch["problem_id"]), texts(batch["critique"]), texts(batch["revision"])
+    return NodeOutput(fields=outcome_fields(await judge(worker, *said)))
+
+
+def outcome_fields(outcomes: Sequence[RewardOutcome]) -> dict[str, Any]:
+    """``reward``, ``judged`` (bool), ``pass_rate``, ``cached`` (B,) and ``detail``.
+
+    A row whose judging failed has ``judged`` False and a reward of 0 that nobody may read.
+    """
     passed = [sum(o.passed) / len(o.passed) if o.passed else 0.0 for o in outcomes]
     details = [next((d for d in o.detail if d), "") or o.error for o in outcomes]
-    return NodeOutput(
-        fields={
-            "reward": torch.tensor(rewards),
-            "judged": torch.tensor([o.reward is not None for o in outcomes]),
-            "pass_rate": torch.tensor(passed),
-            "cached": torch.tensor([o.cached for o in outcomes]),
-            "detail": NonTensorStack(*details),
-        }
-    )
+    return {
+        "reward": torch.tensor([0.0 if o.reward is None else o.reward for o in outcomes]),
+        "judged": torch.tensor([o.reward is not None for o in outcomes]),
+        "pass_rate": torch.tensor(passed),
+        "cached": torch.tensor([o.cached for o in outcomes]),
+        "detail": NonTensorStack(*details),
+    }
 
 
 def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``old_log_probs`` (B, R): the trainer's own log-probs before the update."""
     log_probs, entropy = worker.policy.log_probs(tensors_of(batch), worker.temperature)
     mask = batch["response_mask"]
-    gap = (log_probs.exp() - batch["rollout_log_probs"].exp()).abs()[mask]
-    metrics = worker.means({"actor/entropy": entropy[mask], "rollout/probs_diff_mean": gap})
+    metrics = worker.means({"actor/entropy": entropy[mask]})
     return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
 
 
@@ -142,7 +123,9 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     mask, judged = batch["response_mask"], batch["judged"]
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     rows = torch.arange(len(mask))
-    scores[rows, mask.sum(dim=1).clamp(min=1) - 1] = batch["reward"].float()
+    terms = reward_terms(worker, batch)
+    earned = torch.stack([batch["reward"].float(), *terms.values()]).sum(dim=0)
+    scores[rows, mask.sum(dim=1).clamp(min=1) - 1] = earned
     uids = [
         uid if ok else f"{uid}/unjudged/{i}"
         for i, (uid, ok) in enumerate(zip(texts(batch["uid"]), judged.tolist(), strict=True))
@@ -156,6 +139,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             "reward/cached_rate": batch["cached"].float(),
             "pass_rate/after": batch["pass_rate"][judged & batch["valid"]],
             "pass_rate/before": torch.tensor([k for k in known if k is not None]),
+            **{f"reward/{name}": values[judged] for name, values in terms.items()},
         }
     )
     return NodeOutput(
@@ -194,23 +178,35 @@ def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``advantages``, ``returns`` (B, R) by the configured estimator; no group is split."""
-    algorithm = worker.config.algorithm
-    values, returns = get_adv_estimator(algorithm.adv_estimator)(
-        token_level_rewards=batch["token_level_rewards"],
-        response_mask=batch["response_mask"],
-        index=texts(batch["uid"]),
-        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+    """``advantages``, ``returns`` (B, R) by the configured estimator; no group is split.
+
+    The estimator gets those of these inputs that it names.
+    """
+    algorithm, mask = worker.config.algorithm, batch["response_mask"]
+    offered = {
+        "token_level_rewards": batch["token_level_rewards"],
+        "response_mask": mask,
+        "index": texts(batch["uid"]),
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        "weight_factor_in_cpgd": algorithm.weight_factor_in_cpgd,
+        "f_norm": algorithm.f_norm,
+    }
+    if "values" in batch:
+        offered["values"] = batch["values"]
+    estimates, returns = estimate_advantages(
+        algorithm.adv_estimator, offered, reduce=worker.groups.sum_over_data
     )
-    mask = batch["response_mask"]
-    metrics = worker.means({"advantage/mean_abs": values[mask].abs()})
-    return NodeOutput(fields={"advantages": values, "returns": returns}, metrics=metrics)
+    metrics = worker.means({"advantage/mean_abs": estimates[mask].abs()})
+    return NodeOutput(fields={"advantages": estimates, "returns": returns}, metrics=metrics)
 
 
 def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """The updated actor's weights go to the engine; reports what all pushes of the step moved."""
     worker.make_room()
-    worker.weights.actor_changed(worker.step + 1)
+    if worker.actor_learns:
+        worker.weights.actor_changed(worker.step + 1)
     worker.weights.load("actor")
     reports = worker.weights.take_reports()
     moved, seconds = sum(r.num_bytes for r in reports), sum(r.seconds for r in reports)
@@ -221,9 +217,3 @@ def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             "sync/pushes": float(len(reports)),
         }
     )
-
-
-def _assert_spoken_by(version: str, found: list[str]) -> None:
-    wrong = {v for v in found if v != version}
-    if wrong:
-        raise RuntimeError(f"completions were drawn from {sorted(wrong)}, not from {version}")

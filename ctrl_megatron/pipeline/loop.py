@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.checkpoint.store import CheckpointStore
 from ctrl_megatron.data.sampler import ResumableSampler
-from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.pipeline.executor import Executor, Worker
 from ctrl_megatron.pipeline.interrupt import StopRequested
 from ctrl_megatron.pipeline.recorder import Recorder
@@ -32,8 +32,12 @@ class Resumable(Protocol):
 class LoopWorker(Worker, Protocol):
     """What the loop needs of the worker that the nodes get."""
 
-    policy: Policy
     step: int
+
+    @property
+    def trained(self) -> Mapping[str, ParallelModel]:
+        """The models that a checkpoint holds, by folder."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,7 @@ class LoopOptions:
     """When to do what; frequencies in steps, -1 for never."""
 
     batch_size: int
+    """Rows drawn for a step; 0 where the first node draws its own."""
     total_steps: int
     save_freq: int = -1
     test_freq: int = -1
@@ -76,7 +81,7 @@ class TrainingLoop:
         found = self.store.find(self.options.resume_mode)
         if found is None:
             return
-        state = self.store.load(self.worker.policy, found)
+        state = self.store.load(self.worker.trained, found)
         self.sampler.load_state_dict(state["sampler"])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
@@ -112,7 +117,8 @@ class TrainingLoop:
         worker, step = self.worker, self.worker.step + 1
         self.recorder.begin_step(step)
         worker.timeline.begin_step()
-        rows = torch.tensor(self.sampler.next_batch(self.options.batch_size))
+        size = self.options.batch_size
+        rows = torch.tensor(self.sampler.next_batch(size) if size else [], dtype=torch.int64)
         batch, metrics = self.executor.run_step(TensorDict({"row": rows}, batch_size=[len(rows)]))
         worker.step = step
         more, examples = self.measure(batch)
@@ -127,7 +133,7 @@ class TrainingLoop:
         with self.worker.timeline.phase("save"):
             # Stopped within a step, the run continues with that step's batch.
             state = self._state or self._snapshot()
-            path = self.store.save(self.worker.policy, self.worker.step, state)
+            path = self.store.save(self.worker.trained, self.worker.step, state)
         self._saved = self.worker.step
         self.recorder.say(f"saved {path}")
 

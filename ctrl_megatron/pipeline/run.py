@@ -16,14 +16,17 @@ from ctrl_megatron.algorithms import get_kl_controller
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.checkpoint.store import CheckpointStore
 from ctrl_megatron.config import Config
+from ctrl_megatron.config.actor import Optim
 from ctrl_megatron.config.environment import Launch, read_launch
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import device_peak
 from ctrl_megatron.models.build import BuildOptions
-from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.hf_config import read_model_shape, value_shape
 from ctrl_megatron.models.optimizer import OptimizerOptions
-from ctrl_megatron.models.policy import Policy, PolicyOptions
+from ctrl_megatron.models.parallel_model import ModelOptions
+from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import Groups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
@@ -100,12 +103,12 @@ def guarded(
     shutdown()
 
 
-def build_policy(
-    config: Config, groups: Groups, *, path: str, optimizer: OptimizerOptions | None, budget: int
-) -> Policy:
-    """A policy with the weights of the HF directory ``path``."""
+def model_options(
+    config: Config, *, optimizer: OptimizerOptions | None, budget: int
+) -> ModelOptions:
+    """How the run's models compute; without an optimizer they are frozen."""
     megatron = config.actor_rollout_ref.actor.megatron
-    options = PolicyOptions(
+    return ModelOptions(
         build=BuildOptions(
             dtype=config.actor_rollout_ref.model.dtype,
             recompute_granularity=megatron.recompute_granularity if optimizer else None,
@@ -116,6 +119,13 @@ def build_policy(
         logprob_chunk=megatron.logprob_chunk_size,
         optimizer=optimizer,
     )
+
+
+def build_policy(
+    config: Config, groups: Groups, *, path: str, optimizer: OptimizerOptions | None, budget: int
+) -> Policy:
+    """A policy with the weights of the HF directory ``path``."""
+    options = model_options(config, optimizer=optimizer, budget=budget)
     policy = Policy(read_model_shape(path), groups, options)
     load_hf(policy, path)
     if optimizer is not None:
@@ -123,30 +133,47 @@ def build_policy(
     return policy
 
 
-def optimizer_options(config: Config, total_steps: int) -> OptimizerOptions:
+def actor_optimizer(config: Config, total_steps: int) -> OptimizerOptions:
     """The actor's optimizer for a run of ``total_steps`` training steps."""
     actor = config.actor_rollout_ref.actor
     per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
-    total = actor.optim.total_training_steps or total_steps * per_step
-    warmup = actor.optim.lr_warmup_steps or int(actor.optim.lr_warmup_steps_ratio * total)
+    learning = max(1, total_steps - config.trainer.critic_warmup)
+    return _optimizer_options(config, actor.optim, learning * per_step, actor.grad_clip)
+
+
+def value_optimizer(config: Config, total_steps: int) -> OptimizerOptions:
+    """The value model's optimizer for a run of ``total_steps`` training steps."""
+    critic = config.critic
+    per_step = config.value_epochs * (config.data.train_batch_size // config.value_mini_batch_size)
+    return _optimizer_options(config, critic.optim, total_steps * per_step, critic.grad_clip)
+
+
+def _optimizer_options(
+    config: Config, optim: Optim, steps: int, grad_clip: float
+) -> OptimizerOptions:
+    total = optim.total_training_steps or steps
     return OptimizerOptions(
-        lr=actor.optim.lr,
+        lr=optim.lr,
         total_steps=total,
-        weight_decay=actor.optim.weight_decay,
-        betas=actor.optim.betas,
-        eps=actor.optim.eps,
-        warmup_steps=warmup,
-        schedule=actor.optim.lr_scheduler_type,
-        min_lr_ratio=actor.optim.min_lr_ratio,
-        clip_grad=actor.grad_clip,
-        distributed=actor.megatron.use_distributed_optimizer,
+        weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        eps=optim.eps,
+        warmup_steps=optim.lr_warmup_steps or int(optim.lr_warmup_steps_ratio * total),
+        schedule=optim.lr_scheduler_type,
+        min_lr_ratio=optim.min_lr_ratio,
+        clip_grad=grad_clip,
+        distributed=config.actor_rollout_ref.actor.megatron.use_distributed_optimizer,
     )
 
 
 def task_graph(config: Config) -> TaskGraph:
     """The built-in pipeline, or what ``dag.custom_pipeline_fn`` returns."""
     reference = config.dag.custom_pipeline_fn
-    return resolve(reference, "dag.custom_pipeline_fn")() if reference else ctrl_pipeline()
+    if reference:
+        return resolve(reference, "dag.custom_pipeline_fn")()
+    return ctrl_pipeline(
+        values=config.needs_values, dynamic_sampling=config.algorithm.filter_groups.enable
+    )
 
 
 def train(config: Config) -> bool:
@@ -167,6 +194,7 @@ def train(config: Config) -> bool:
             len(train_table.rows), seed=config.data.seed, shuffle=config.data.shuffle
         )
         policy, reference = _policies(config, groups, total)
+        value = _value_model(config, groups, total) if config.needs_values else None
         services = starting.wait()
         if services.engine is not None:
             watch.guard(services.guarded()[0])
@@ -179,6 +207,8 @@ def train(config: Config) -> bool:
             services,
             policy=policy,
             reference=reference,
+            value=value,
+            draw=sampler.next_batch,
             train=train_table,
             validation=validation,
         )
@@ -196,7 +226,10 @@ def train(config: Config) -> bool:
             ),
             recorder=recorder,
             options=LoopOptions(
-                batch_size=config.data.train_batch_size,
+                # Dynamic sampling draws its rows itself, as many as it needs.
+                batch_size=0
+                if config.algorithm.filter_groups.enable
+                else config.data.train_batch_size,
                 total_steps=total,
                 save_freq=config.trainer.save_freq,
                 test_freq=config.trainer.test_freq,
@@ -208,7 +241,7 @@ def train(config: Config) -> bool:
                 examples_of(worker, batch) if groups.is_first else [],
             ),
             validate=(lambda: _validate(worker)) if validation else None,
-            parts={"kl_controller": worker.kl_controller},
+            parts={"kl_controller": worker.kl_controller, "reserve": worker.reserve},
         )
         if train_table.dropped:
             recorder.say(f"{train_table.dropped} rows have overlong prompts and are left out")
@@ -262,7 +295,7 @@ def _policies(config: Config, groups: Groups, total: int) -> tuple[Policy, Polic
         config,
         groups,
         path=family.model.path,
-        optimizer=optimizer_options(config, total),
+        optimizer=actor_optimizer(config, total),
         budget=family.actor.ppo_max_token_len_per_gpu,
     )
     if not config.needs_reference:
@@ -275,6 +308,19 @@ def _policies(config: Config, groups: Groups, total: int) -> tuple[Policy, Polic
     return policy, reference
 
 
+def _value_model(config: Config, groups: Groups, total: int) -> ValueModel:
+    budget = config.critic.ppo_max_token_len_per_gpu
+    options = model_options(
+        config,
+        optimizer=value_optimizer(config, total),
+        budget=budget or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+    )
+    model = ValueModel(value_shape(read_model_shape(config.value_path)), groups, options)
+    load_hf(model, config.value_path)
+    model.start_optimizer()
+    return model
+
+
 def _worker(
     config: Config,
     groups: Groups,
@@ -285,6 +331,8 @@ def _worker(
     *,
     policy: Policy,
     reference: Policy | None,
+    value: ValueModel | None,
+    draw: Callable[[int], list[int]],
     train: PromptTable,
     validation: PromptTable | None,
 ) -> DAGWorker:
@@ -299,6 +347,8 @@ def _worker(
         codec=codec,
         policy=policy,
         reference=reference,
+        value=value,
+        draw=draw,
         engine=engine,
         reward=reward_model(config, services, codec) if groups.is_leader else None,
         weights=engine_weights(

@@ -97,7 +97,7 @@ class ServiceStart:
         if groups.is_first:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._engine = EngineProcess(engine_spec(config, run_dir))
-            if not config.sandbox.endpoint:
+            if not config.sandbox.endpoint and config.reward.provider == "local":
                 # It ties its life to the thread that starts it, so that is the main thread.
                 self._sandbox = _embedded(config)
 
@@ -108,7 +108,7 @@ class ServiceStart:
             self._engine.wait_ready()
             self._services = Services(engine=self._engine, sandbox=self._sandbox)
             endpoint = self._sandbox.endpoint if self._sandbox else self._config.sandbox.endpoint
-            found = (self._engine.address, endpoint)
+            found = (self._engine.address, endpoint or "")
         address, endpoint = self._groups.from_first(found)
         self._services = self._services or Services()
         self._services.engine_address, self._services.sandbox_endpoint = address, str(endpoint)

@@ -9,17 +9,21 @@ from ctrl_megatron.pipeline.worker import Speaker
 from ctrl_megatron.types import Completion, SamplingParams
 
 
-def critique_params(worker: Speaker, *, greedy: bool) -> SamplingParams:
-    """How critiques are drawn: sampled in training, greedily once per prompt in validation."""
+def critique_params(worker: Speaker, *, greedy: bool, attempt: int = 0) -> SamplingParams:
+    """How critiques are drawn: sampled in training, greedily once per prompt in validation.
+
+    ``attempt`` numbers the draws of one training step.
+    """
     config, rollout = worker.config, worker.config.actor_rollout_ref.rollout
-    seed = (rollout.seed * 1_000_003 + worker.step * 1009 + worker.groups.place.dp) % 2**31
+    seed = rollout.seed * 1_000_003 + worker.step * 1009 + worker.groups.place.dp
+    seed += attempt * 15_485_863
     return SamplingParams(
         max_tokens=config.data.max_response_length,
         temperature=0.0 if greedy else rollout.temperature,
         top_p=1.0 if greedy else rollout.top_p,
         top_k=-1 if greedy else rollout.top_k,
         n=1 if greedy else rollout.n,
-        seed=seed,
+        seed=seed % 2**31,
         stop_token_ids=tuple(worker.codec.eos_token_ids),
     )
 
@@ -36,14 +40,16 @@ def revision_params(worker: Speaker) -> SamplingParams:
 
 
 async def critiques(
-    worker: Speaker, table: PromptTable, rows: Sequence[int], *, greedy: bool
+    worker: Speaker, table: PromptTable, rows: Sequence[int], *, greedy: bool, attempt: int = 0
 ) -> list[list[Completion]]:
     """Critiques of the table's ``rows`` from whatever weights the engine holds (leaders only)."""
     assert worker.engine is not None
     if not rows:
         return []
     prompts = [list(table.prompts[row]) for row in rows]
-    return await worker.engine.generate(prompts, critique_params(worker, greedy=greedy))
+    return await worker.engine.generate(
+        prompts, critique_params(worker, greedy=greedy, attempt=attempt)
+    )
 
 
 async def revisions(

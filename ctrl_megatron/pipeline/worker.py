@@ -10,14 +10,18 @@ from typing import Any, TypeVar
 import torch
 
 from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController
+from ctrl_megatron.checkpoint.convert import POLICY_FOLDER, VALUE_FOLDER
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import Timeline
+from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import Groups
 from ctrl_megatron.pipeline.interrupt import StopFlag, StopRequested
 from ctrl_megatron.pipeline.prompts_table import PromptTable
+from ctrl_megatron.pipeline.reserve import SamplingReserve
 from ctrl_megatron.pipeline.weights import EngineWeights
 from ctrl_megatron.rewards import RewardModelForCritic
 from ctrl_megatron.rollout.engine import Engine
@@ -80,6 +84,12 @@ class DAGWorker(Speaker):
     policy: Policy
     reference: Policy | None
     """The frozen KL anchor; None where the objective has no KL."""
+    value: ValueModel | None = None
+    """Given where the estimator reads values."""
+    reserve: SamplingReserve = field(default_factory=SamplingReserve)
+    """Groups that dynamic sampling left over."""
+    draw: Callable[[int], list[int]]
+    """So many further rows of the data, the same on every rank."""
     kl_controller: FixedKLController | AdaptiveKLController
     train: PromptTable
 
@@ -88,13 +98,23 @@ class DAGWorker(Speaker):
         """Temperature of all log-probs: the sampling temperature, 1 where sampling is greedy."""
         return self.config.actor_rollout_ref.rollout.temperature or 1.0
 
+    @property
+    def trained(self) -> dict[str, ParallelModel]:
+        """The models that learn, by the name of their folder in a checkpoint."""
+        both: dict[str, ParallelModel] = {POLICY_FOLDER: self.policy}
+        return both if self.value is None else {**both, VALUE_FOLDER: self.value}
+
+    @property
+    def actor_learns(self) -> bool:
+        """False in the steps that belong to the value model alone."""
+        return self.step >= self.config.trainer.critic_warmup
+
     def make_room(self) -> None:
         """Free what the configuration lets go of the device while the engine speaks."""
         megatron = self.config.actor_rollout_ref.actor.megatron
         if megatron.grad_offload or megatron.optimizer_offload:
-            self.policy.offload(
-                gradients=megatron.grad_offload, optimizer=megatron.optimizer_offload
-            )
+            for model in self.trained.values():
+                model.offload(gradients=megatron.grad_offload, optimizer=megatron.optimizer_offload)
 
     def means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
         """Global mean of each (values selected by no mask) vector over the data-parallel ranks.

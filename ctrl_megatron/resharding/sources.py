@@ -12,7 +12,7 @@ import torch
 from ctrl_megatron.models.families import hf_names, hf_shape
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
-from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.groups import Groups
 from ctrl_megatron.resharding.plan import EngineLayout, Slice, place_in_buckets, plan
 from ctrl_megatron.types import TensorSpec
@@ -44,16 +44,16 @@ def view(memory: torch.Tensor, place: Slice) -> torch.Tensor:
 class MegatronSource:
     """The trainer's shards: each rank copies its own rectangles; nothing is gathered."""
 
-    def __init__(self, policy: Policy, layout: EngineLayout) -> None:
-        place, groups = policy.groups.place, policy.groups
-        transfers = plan(policy.shape, groups.layout, layout, has_transformer_engine())
+    def __init__(self, model: ParallelModel, layout: EngineLayout) -> None:
+        place, groups = model.groups.place, model.groups
+        transfers = plan(model.shape, groups.layout, layout, has_transformer_engine())
         self.slices = tuple(Slice(spec=t.spec, bucket=t.bucket, offset=t.offset) for t in transfers)
-        models = [dict(model.named_parameters()) for model in policy.models]
+        chunks = [dict(chunk.named_parameters()) for chunk in model.models]
         self._copies: dict[int, list[Copy]] = defaultdict(list)
         for transfer, where in zip(transfers, self.slices, strict=True):
             for source in transfer.sources:
                 if (source.tp, source.pp, source.dp) == (place.tp, place.pp, place.dp):
-                    weight = models[source.chunk][source.param]
+                    weight = chunks[source.chunk][source.param]
                     piece = source.piece
                     self._copies[transfer.bucket].append(
                         _copy(where, piece.hf_slices, weight, piece.slices)

@@ -59,7 +59,14 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.max_model_len, 4096),
         }
+    if _in_core(spec):
+        chosen["distributed_executor_backend"] = "uni"
     return AsyncEngineArgs(**{**chosen, **spec.extra})
+
+
+def _in_core(spec: EngineSpec) -> bool:
+    """Whether the model runs in the process that schedules it."""
+    return current_platform.is_cpu() and spec.tensor_parallel_size == 1
 
 
 def vllm_params(params: SamplingParams, row: int, sample: int) -> VllmSamplingParams:
@@ -95,6 +102,10 @@ class VllmEngine:
     @classmethod
     async def build(cls, spec: EngineSpec) -> VllmEngine:
         """Start vLLM's processes and load the model; returns when it can generate."""
+        if _in_core(spec):
+            # Otherwise vLLM puts a CPU worker into a process of its own, and core and worker poll
+            # shared memory for each other: that takes one of two cores away from the model.
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if current_platform.is_cpu() and spec.enforce_eager:
             # The sampler compiles small kernels on first use, which needs a C++ compiler.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from tensordict import TensorDict
 
+from ctrl_megatron.checkpoint.convert import POLICY_FOLDER
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.models.loss_scale import GlobalCounts
@@ -36,6 +37,11 @@ class SftWorker:
     """(prompt, response with the token that ends it) of every training row."""
     timeline: Timeline = field(default_factory=Timeline)
     step: int = 0
+
+    @property
+    def trained(self) -> dict[str, Policy]:
+        """The model that learns, by the name of its folder in a checkpoint."""
+        return {POLICY_FOLDER: self.policy}
 
 
 def sft_pipeline() -> TaskGraph:

@@ -22,7 +22,7 @@ from ctrl_megatron.pipeline.interrupt import StopFlag
 from ctrl_megatron.pipeline.loop import LoopOptions, TrainingLoop
 from ctrl_megatron.pipeline.recorder import Recorder
 from ctrl_megatron.pipeline.run import build_policy, device_peak_of, guarded, join
-from ctrl_megatron.pipeline.step_metrics import flops_of
+from ctrl_megatron.pipeline.step_metrics import flops_of, sequence_lengths
 from ctrl_megatron.sft.examples import SftExample, read_examples
 from ctrl_megatron.sft.nodes import SftWorker, Tokens, sft_pipeline
 
@@ -121,7 +121,8 @@ def _total_steps(config: Config, rows: int) -> int:
             f"sft.train_files has {rows} usable rows, fewer than "
             f"sft.train_batch_size={config.sft.train_batch_size}"
         )
-    return per_epoch * config.sft.total_epochs
+    wanted = config.sft.total_training_steps
+    return per_epoch * config.sft.total_epochs if wanted is None else wanted
 
 
 def _optimizer(config: Config, total: int) -> OptimizerOptions:
@@ -140,15 +141,14 @@ def _optimizer(config: Config, total: int) -> OptimizerOptions:
 
 
 def _performance(worker: SftWorker, batch: TensorDict, peak: float) -> dict[str, Any]:
-    parts = worker.groups.from_data_ranks(batch["attention_mask"].sum(dim=1).tolist())
-    lengths = [n for part in parts for n in part]
+    lengths, responses = sequence_lengths(batch, worker.groups)
     seconds, elapsed = seconds_by_name(worker.timeline.phases()), worker.timeline.elapsed()
     return {
         **seconds,
         "time/step": elapsed,
         "perf/tokens_per_second": sum(lengths) / elapsed,
         "perf/mfu": mfu(
-            flops=flops_of(worker.policy.shape, lengths, backward=True),
+            flops=flops_of(worker.policy.shape, lengths, responses=responses, backward=True),
             seconds=seconds["time/update"],
             devices=worker.groups.layout.world_size,
             peak=peak,

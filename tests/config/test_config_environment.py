@@ -13,6 +13,7 @@ from ctrl_megatron.config.environment import (
     first_host,
     read_launch,
     read_log_level,
+    read_provider_keys,
     read_slurm_job,
 )
 
@@ -121,3 +122,12 @@ def test_no_other_file_reads_the_environment() -> None:
         str(p.relative_to(package)) for p in package.rglob("*.py") if reads.search(p.read_text())
     }
     assert readers <= {"config/environment.py"}
+
+
+def test_a_provider_gets_its_key_or_the_news_that_there_is_none() -> None:
+    given = {"E2B_API_KEY": "k", "PISTON_ENDPOINT": "http://p", "PISTON_API_KEY": "secret"}
+    assert read_provider_keys("e2b", given) == {"api_key": "k"}
+    assert read_provider_keys("e2b", {}) == {"api_key": None}
+    assert read_provider_keys("piston", given) == {"endpoint": "http://p", "api_key": "secret"}
+    assert read_provider_keys("piston", {}) == {"endpoint": None}
+    assert read_provider_keys("local", given) == {}

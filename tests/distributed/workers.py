@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,42 @@ def make_policy(
     groups: Any, directory: str, *, optimizer: dict[str, Any] | None = None, **options: Any
 ) -> Any:
     """A policy with the weights of the HF ``directory``."""
-    from ctrl_megatron.checkpoint.hf import load_hf
-    from ctrl_megatron.models.build import BuildOptions
     from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.policy import Policy
+
+    model = Policy(read_model_shape(directory), groups, _model_options(optimizer, options))
+    return _filled(model, directory)
+
+
+def make_value_model(
+    groups: Any, directory: str, *, optimizer: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """A value model with the weights of the HF ``directory``, of either kind."""
+    from ctrl_megatron.models.hf_config import read_model_shape, value_shape
+    from ctrl_megatron.models.value import ValueModel
+
+    shape = value_shape(read_model_shape(directory))
+    return _filled(ValueModel(shape, groups, _model_options(optimizer, options)), directory)
+
+
+def _model_options(optimizer: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    from ctrl_megatron.models.build import BuildOptions
     from ctrl_megatron.models.optimizer import OptimizerOptions
-    from ctrl_megatron.models.policy import Policy, PolicyOptions
+    from ctrl_megatron.models.parallel_model import ModelOptions
 
     build = BuildOptions(dtype=options.pop("dtype", "float32"), **options.pop("build", {}))
-    chosen = PolicyOptions(
+    return ModelOptions(
         build=build, optimizer=OptimizerOptions(**optimizer) if optimizer else None, **options
     )
-    policy = Policy(read_model_shape(directory), groups, chosen)
-    load_hf(policy, directory)
-    if optimizer:
-        policy.start_optimizer()
-    return policy
+
+
+def _filled(model: Any, directory: str) -> Any:
+    from ctrl_megatron.checkpoint.hf import load_hf
+
+    load_hf(model, directory)
+    if model.options.optimizer:
+        model.start_optimizer()
+    return model
 
 
 def parity(
@@ -107,6 +129,87 @@ def train(
             assert all(buffer_bytes(chunk) > 0 for chunk in policy.chunks)
         save_hf(policy, f"{out}/{name}", side_files=directory)
     return results
+
+
+def objectives(
+    rank: int, layout: dict, directory: str, batch: dict, actors: dict[str, dict], budget: int
+) -> dict[str, Any]:
+    """Loss, gradient norm and scalars of the trainer's own loss for every configuration."""
+    from types import SimpleNamespace
+
+    from ctrl_megatron.config.actor import Actor
+    from ctrl_megatron.pipeline.actor_update import ActorLoss, selected_tokens
+
+    groups, results = start(layout), {}
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    for name, keys in actors.items():
+        actor = Actor(**keys)
+        worker: Any = SimpleNamespace(
+            groups=groups,
+            step=3,
+            config=SimpleNamespace(
+                actor_rollout_ref=SimpleNamespace(actor=actor), trainer=SimpleNamespace(seed=1)
+            ),
+        )
+        rows = {**mine, **selected_tokens(worker, mine, draw=0)}
+        policy = make_policy(
+            groups, directory, optimizer={"lr": 1e-3, "total_steps": 10}, token_budget=budget
+        )
+        results[name] = policy.step(rows, ActorLoss(actor, with_kl=actor.use_kl_loss))
+    return results
+
+
+def value_parity(
+    rank: int, layout: dict, directories: dict[str, str], batch: dict, out: str
+) -> dict[str, Any]:
+    """Per model its values of the batch; every model exported below ``out``."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+
+    groups, results = start(layout), {}
+    for name, directory in directories.items():
+        model = make_value_model(groups, directory, token_budget=64)
+        results[name] = model.values(batch)
+        save_hf(model, f"{out}/{name}", side_files=directory)
+    return results
+
+
+def value_loss(values, rows, counts):
+    """A clipped value loss, normalised by sequences."""
+    mask, old = rows["response_mask"].float(), rows["values"]
+    held = old + (values - old).clamp(-0.2, 0.2)
+    worst = torch.maximum((values - rows["returns"]) ** 2, (held - rows["returns"]) ** 2)
+    return 0.5 * (worst * mask).sum() / counts.sequences, {}
+
+
+def value_steps(
+    rank: int, layout: dict, directory: str, batch: dict, steps: int, out: str, resume_at: int
+) -> dict[str, Any]:
+    """Optimizer steps; at ``resume_at`` (0: never) a new model continues from a checkpoint."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+    from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
+
+    groups = start(layout)
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    options = {"lr": 1e-3, "total_steps": steps, "clip_grad": 0.5, "eps": 1e-4}
+    make = partial(make_value_model, groups, directory, optimizer=options, token_budget=64)
+    model, metrics = make(), []
+    for step in range(steps):
+        if step and step == resume_at:
+            folder = Path(out) / "checkpoint"
+            if groups.is_first:
+                folder.mkdir(parents=True)
+            groups.barrier()
+            save_sharded(model, folder)
+            model = make()
+            load_sharded(model, folder)
+        metrics.append(model.step(mine, value_loss))
+    save_hf(model, f"{out}/value", side_files=directory)
+    head = {
+        name: value.detach().clone()
+        for name, value in model.models[-1].named_parameters()
+        if name.startswith("output_layer")
+    }
+    return {"metrics": metrics, "head": head}
 
 
 def vocab_log_probs(

@@ -59,6 +59,10 @@ def test_formula_equals_enumeration(
     forward = model_flops(**shape, seq_lens=lens, backward=False, gated_mlp=gated)
     assert forward == enumerated(layers, h, f, q, kv, d, v, lens, gated)
     assert model_flops(**shape, seq_lens=lens, backward=True, gated_mlp=gated) == 3 * forward
+    bodies = model_flops(
+        **shape, seq_lens=lens, projected_tokens=0, backward=False, gated_mlp=gated
+    )
+    assert forward - bodies == sum(matmul(length, h, v) for length in lens)
 
 
 def test_a_known_model_is_close_to_six_flops_per_parameter_and_token() -> None:

@@ -28,13 +28,16 @@ def worker(reference: Any, clock: Any, other_rank: list[int]) -> Any:
         timeline=Timeline(clock=clock),
         config=SimpleNamespace(
             actor_rollout_ref=SimpleNamespace(actor=SimpleNamespace(ppo_epochs=2)),
-            trainer=SimpleNamespace(examples_in_report=2),
+            trainer=SimpleNamespace(examples_in_report=2, critic_warmup=0),
         ),
         groups=SimpleNamespace(
-            layout=SimpleNamespace(world_size=4), from_data_ranks=lambda mine: [mine, other_rank]
+            layout=SimpleNamespace(world_size=4),
+            from_data_ranks=lambda mine: [mine, (other_rank, 2)],
         ),
         policy=SimpleNamespace(shape=SHAPE),
         reference=reference,
+        value=None,
+        step=1,
     )
 
 
@@ -47,16 +50,21 @@ def test_speed_counts_every_rank_and_every_pass() -> None:
             now[0] += seconds
     with stage.timeline.phase("actor_update"), stage.timeline.phase("sandbox", kind="host"):
         now[0] += 4
-    batch = TensorDict({"attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}, batch_size=[2])
+    masks = {
+        "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
+        "response_mask": torch.tensor([[True, True], [True, False]]),
+    }
+    batch = TensorDict(masks, batch_size=[2])
     found = performance(stage, batch, peak_flops=1e3)
     assert found["time/step"] == 12.0 and found["time/generate_critiques"] == 5.0
     assert found["perf/tokens_per_second"] == pytest.approx((3 + 2 + 3) / 12)
     assert found["perf/overlap_seconds"] == 4.0
     # By hand: per layer and token 8*4*(2+2)+2*4*8 = 192 for projections, 384 for the MLP; per pair
-    # of positions 16; 80 for the head. Lengths 3, 2, 3 make 8 tokens and 6 + 3 + 6 = 15 pairs.
-    forward = 2 * (2 * (8 * (192 + 384) + 15 * 16) + 8 * 80)
-    assert flops_of(SHAPE, [3, 2, 3], backward=False) == forward
-    assert flops_of(SHAPE, [3, 2, 3], backward=True) == 3 * forward
+    # of positions 16; 80 for the head. Lengths 3, 2, 3 make 8 tokens and 6 + 3 + 6 = 15 pairs;
+    # 3 response tokens here and 2 on the other rank meet the vocabulary.
+    forward = 2 * (2 * (8 * (192 + 384) + 15 * 16) + 5 * 80)
+    assert flops_of(SHAPE, [3, 2, 3], responses=5, backward=False) == forward
+    assert flops_of(SHAPE, [3, 2, 3], responses=5, backward=True) == 3 * forward
     # Old and reference log-probs, and two epochs of forward and backward, in seven seconds.
     assert found["perf/mfu"] == pytest.approx(forward * (1 + 1 + 2 * 3) / (7 * 4 * 1e3))
 

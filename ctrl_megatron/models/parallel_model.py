@@ -1,0 +1,307 @@
+"""A decoder split over tensor and pipeline ranks: packed passes, optimizer steps, shards.
+
+What is read off the last stage, and what a step minimises, is the business of the models that build
+on this one: ``models.policy`` and ``models.value``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from ctrl_megatron.models.build import BuildOptions, build_chunks
+from ctrl_megatron.models.families import ShardParam, hf_names, hf_shape, shard_params
+from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.layer_spec import has_transformer_engine
+from ctrl_megatron.models.loss_scale import GlobalCounts, global_counts
+from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
+from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
+from ctrl_megatron.parallel.groups import Groups
+
+Head = Callable[[Any, MicroBatch, torch.Tensor], tuple[torch.Tensor, ...]]
+"""(last stage's module, micro-batch, its output) -> (N,) float32 vectors over response tokens."""
+Scalars = dict[str, torch.Tensor]
+Objective = Callable[
+    [tuple[torch.Tensor, ...], dict[str, torch.Tensor], GlobalCounts], tuple[torch.Tensor, Scalars]
+]
+"""(the head's vectors as (b, R) matrices, the other fields of these b rows, global counts) -> this
+piece's share of the loss and of named scalars."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How a model computes."""
+
+    build: BuildOptions = field(default_factory=BuildOptions)
+    token_budget: int = 16384
+    """Most tokens of one packed micro-batch."""
+    logprob_chunk: int = 1024
+    """Tokens whose logits exist at one time; a value model has none."""
+    optimizer: OptimizerOptions | None = None
+    """None builds a frozen model."""
+
+
+class ParallelModel:
+    """A decoder split over this rank's tensor and pipeline groups.
+
+    Weights are uninitialised until ``checkpoint.hf.load_hf`` or a checkpoint fills them.
+    """
+
+    def __init__(self, shape: ModelShape, groups: Groups, options: ModelOptions) -> None:
+        self.shape, self.groups, self.options = shape, groups, options
+        self.models = build_chunks(shape, groups, options.build)
+        self.config = self.models[0].config
+        for param, weight in self.shards():
+            if param.split_dim is not None:
+                # Megatron marks split weights while it initialises them, which we leave out;
+                # unmarked, it would take them for copies and leave them out of the gradient norm.
+                weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+                weight.partition_dim = param.split_dim  # type: ignore[attr-defined]
+                weight.partition_stride = 1  # type: ignore[attr-defined]
+        self.optimization: Optimization | None = None
+        self._away: set[str] = set()
+        self.chunks: list[Any] = list(self.models)
+        if options.optimizer is None:
+            for model in self.models:
+                model.requires_grad_(False).eval()
+        else:
+            self.chunks = [
+                DistributedDataParallel(
+                    self.config,
+                    DistributedDataParallelConfig(
+                        grad_reduce_in_fp32=True,
+                        use_distributed_optimizer=options.optimizer.distributed,
+                        check_for_nan_in_grad=True,
+                    ),
+                    model,
+                    disable_bucketing=index > 0,
+                )
+                for index, model in enumerate(self.models)
+            ]
+            self.config.finalize_model_grads_func = _finalise_without_division
+
+    def start_optimizer(self) -> None:
+        """Build the optimizer from the weights as they are now (it copies them in float32)."""
+        if self.options.optimizer is None:
+            raise ValueError("this model is frozen; give ModelOptions.optimizer to train it")
+        self.optimization = Optimization(self.chunks, self.options.optimizer, self.options.build)
+
+    def offload(self, *, gradients: bool, optimizer: bool) -> None:
+        """Free the gradient buffers; move the optimizer state to host memory. The weights stay.
+
+        Gradients are forgotten. ``step`` and checkpoints call ``onload`` themselves. On a CPU the
+        optimizer state is where it belongs already. ValueError for a frozen model.
+        """
+        if self.optimization is None:
+            raise ValueError("a frozen model has no gradients and no optimizer; use to_host()")
+        self.optimization.zero_grad()
+        if gradients:
+            for chunk in self.chunks:
+                chunk.offload_grad_buffers()
+            self._away.add("gradients")
+        if optimizer:
+            self.optimization.optimizer.offload_to_cpu()
+            self._away.add("optimizer")
+
+    def onload(self) -> None:
+        """Undo ``offload``; the gradients are zero. Nothing happens where nothing is away."""
+        if "gradients" in self._away:
+            for chunk in self.chunks:
+                chunk.restore_grad_buffers()
+        if "optimizer" in self._away and self.optimization is not None:
+            self.optimization.optimizer.restore_from_cpu()
+        self._away.clear()
+
+    def to_host(self) -> None:
+        """Move a frozen model's weights to host memory; it cannot compute until ``to_device``.
+
+        ValueError for a trained model: its weights are views of Megatron's buffers.
+        """
+        if self.options.optimizer is not None:
+            raise ValueError("the weights of a trained model stay on the device; use offload()")
+        for model in self.models:
+            model.to("cpu")
+        torch.cuda.empty_cache()
+
+    def to_device(self) -> None:
+        """Undo ``to_host``."""
+        for model in self.models:
+            model.to(self.groups.device)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model; tied embeddings count once."""
+        total = 0
+        seen: set[str] = set()
+        for name, shape in self.hf_shapes().items():
+            if name not in seen:
+                seen.add(name)
+                total += int(torch.Size(shape).numel())
+        return total
+
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and full shape of every HF tensor."""
+        return {name: hf_shape(name, self.shape) for name in hf_names(self.shape)}
+
+    def shards(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
+        """This rank's parameters with their places in the HF tensors."""
+        for chunk, model in enumerate(self.models):
+            named = dict(model.named_parameters())
+            place = self.groups.place
+            for param in shard_params(
+                self.shape,
+                self.groups.layout,
+                tp=place.tp,
+                pp=place.pp,
+                chunk=chunk,
+                te_names=has_transformer_engine(),
+            ):
+                yield param, named[param.name]
+
+    @torch.no_grad()
+    def infer(self, batch: Fields, head: Head, count: int) -> torch.Tensor:
+        """The head's ``count`` vectors as (count, B, R) float32 on the host, 0 off the mask.
+
+        Every rank of the model copy calls this with the same batch and gets the same result.
+        """
+        shape = (count, *batch["response_mask"].shape)
+        results = torch.zeros(shape, dtype=torch.float32, device=self.groups.device)
+
+        def collect(
+            micro: MicroBatch, vectors: tuple[torch.Tensor, ...]
+        ) -> tuple[torch.Tensor, Scalars]:
+            rows = micro.rows.to(self.groups.device)
+            results[:, rows] = torch.stack([micro.to_rows(v) for v in vectors])
+            return vectors[0].sum(), {}
+
+        self._run(batch, head, collect, forward_only=True)
+        return self.groups.from_last_stage(results).cpu()
+
+    def optimise(self, batch: Fields, head: Head, objective: Objective) -> dict[str, float]:
+        """One optimizer step on the global mini-batch whose local rows are ``batch``.
+
+        Rows count for the loss where ``loss_mask`` (B, R) is on, by default ``response_mask``.
+        Returns the objective's scalars (global) and ``loss``, ``grad_norm`` (before clipping),
+        ``lr``. Raises FloatingPointError on a gradient that is not finite.
+        """
+        if self.optimization is None:
+            raise RuntimeError("call start_optimizer() after the weights are loaded")
+        self.onload()
+        counts = global_counts(batch.get("loss_mask", batch["response_mask"]), self.groups)
+
+        def finish(
+            micro: MicroBatch, vectors: tuple[torch.Tensor, ...]
+        ) -> tuple[torch.Tensor, Scalars]:
+            rows = _select(batch, micro.rows, self.groups.device)
+            loss, scalars = objective(tuple(micro.to_rows(v) for v in vectors), rows, counts)
+            return loss, {"loss": loss.detach(), **scalars}
+
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimization.zero_grad()
+        pieces = self._run(batch, head, finish, forward_only=False)
+        metrics = self._reduce(pieces)
+        return {**metrics, **self.optimization.step()}
+
+    def _run(
+        self,
+        batch: Fields,
+        head: Head,
+        finish: Callable[[MicroBatch, tuple[torch.Tensor, ...]], tuple[torch.Tensor, Scalars]],
+        *,
+        forward_only: bool,
+    ) -> list[dict[str, torch.Tensor]]:
+        """Megatron's schedule over the micro-batches."""
+        layout = self.groups.layout
+        micro_batches = split_into_micro_batches(
+            batch,
+            token_budget=self.options.token_budget,
+            multiple=layout.tensor if self.config.sequence_parallel else 1,
+            count_multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
+            device=self.groups.device,
+        )
+
+        def on_last_stage(
+            model: Any, micro: MicroBatch, hidden: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            vectors = head(model, micro, hidden)
+            loss, scalars = finish(micro, vectors) if len(micro.rows) else (vectors[0].sum(), {})
+            if not forward_only:
+                # Keeps every parameter in the graph of a micro-batch without rows.
+                loss = loss + 0.0 * hidden.sum()
+            return loss, torch.tensor(1, dtype=torch.int), scalars
+
+        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+            micro = next(iterator)
+            hidden = model(
+                input_ids=micro.tokens,
+                position_ids=micro.positions,
+                attention_mask=None,
+                packed_seq_params=micro.packed,
+            )
+            return hidden, partial(on_last_stage, _unwrap(model), micro)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(micro_batches) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(micro_batches),
+            # With variable_seq_lengths both only have to be positive multiples of what Megatron
+            # divides them by; shapes are sent with the tensors.
+            seq_length=layout.tensor,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _reduce(self, pieces: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Sum over micro-batches and data-parallel ranks, known on every stage afterwards."""
+        totals: dict[str, float] | None = None
+        if self.groups.is_last_stage:
+            names = sorted({name for piece in pieces for name in piece})
+            # Ranks may hold different numbers of micro-batches but agree on the names, because a
+            # loss function names the same scalars for every piece.
+            local = torch.tensor(
+                [sum(float(p.get(name, 0.0)) for p in pieces) for name in names],
+                dtype=torch.float64,
+            )
+            totals = dict(zip(names, self.groups.sum_over_data(local).tolist(), strict=True))
+        if self.groups.layout.pipeline == 1:
+            return totals or {}
+        box = [totals]
+        layout, place = self.groups.layout, self.groups.place
+        source = layout.rank(tp=0, pp=layout.pipeline - 1, dp=place.dp)
+        dist.broadcast_object_list(box, src=source, group=self.groups.host_model)
+        return box[0] or {}
+
+
+def _unwrap(model: Any) -> Any:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _select(
+    batch: Mapping[str, torch.Tensor], rows: torch.Tensor, device: torch.device
+) -> dict[str, torch.Tensor]:
+    return {
+        name: value[rows].to(device)
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _finalise_without_division(
+    model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any
+) -> None:
+    """Megatron's gradient synchronisation, without its division by a token count."""
+    finalize_model_grads(model, None, **kwargs)

@@ -1,0 +1,87 @@
+"""The value model's part in a step: values before the update, its own optimizer steps."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+
+from ctrl_megatron.algorithms import (
+    agg_loss,
+    explained_variance,
+    explained_variance_sums,
+    value_loss_terms,
+)
+from ctrl_megatron.config.algorithm import Critic
+from ctrl_megatron.models.loss_scale import GlobalCounts
+from ctrl_megatron.models.value import ValueModel
+from ctrl_megatron.pipeline.batch import tensors_of
+from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.mini_batches import means_over_steps, mini_batches
+from ctrl_megatron.pipeline.worker import DAGWorker
+
+
+class ValueLoss:
+    """A ``models.value.ValueLossFn``: this micro-batch's share of the global loss, and scalars."""
+
+    def __init__(self, critic: Critic) -> None:
+        self._critic = critic
+
+    def __call__(
+        self, values: torch.Tensor, rows: dict[str, torch.Tensor], counts: GlobalCounts
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mask = rows["response_mask"]
+
+        def whole(matrix: torch.Tensor, mode: str) -> torch.Tensor:
+            return agg_loss(
+                matrix,
+                mask,
+                mode,
+                batch_num_tokens=counts.tokens,
+                global_batch_size=counts.sequences,
+            )
+
+        terms = value_loss_terms(
+            values, rows["returns"], rows["values"], mask, self._critic.cliprange_value
+        )
+        loss = whole(terms.loss, self._critic.loss_agg_mode)
+        scalars = {
+            "critic/vf_loss": loss,
+            "critic/vf_clipfrac": whole(terms.clipped, "token-mean"),
+            "critic/value_mean": whole(values, "token-mean"),
+        }
+        return loss, {name: value.detach() for name, value in scalars.items()}
+
+
+def compute_values(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``values`` (B, R): what the value model expects before each response token."""
+    return NodeOutput(fields={"values": value_model(worker).values(tensors_of(batch))})
+
+
+def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``critic.ppo_epochs`` passes over the mini-batches; metrics are means over the steps.
+
+    ``critic/explained_variance`` speaks of the values before the update.
+    """
+    config, model = worker.config, value_model(worker)
+    loss, done = ValueLoss(config.critic), []
+    merged = config.value_mini_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
+    # Rows that leave the policy's loss for the engine's sake still have returns to learn.
+    fields = {k: v for k, v in tensors_of(batch).items() if k != "loss_mask"}
+    for rows in mini_batches(batch["mini_batch"] // merged, epochs=config.value_epochs):
+        done.append(model.step({name: value[rows] for name, value in fields.items()}, loss))
+    sums = worker.groups.sum_over_data(
+        explained_variance_sums(batch["values"], batch["returns"], batch["response_mask"])
+    )
+    metrics = means_over_steps(done, "critic")
+    explained = explained_variance(sums)
+    if explained == explained:
+        # Returns that do not vary leave nothing to explain.
+        metrics["critic/explained_variance"] = explained
+    return NodeOutput(metrics=metrics)
+
+
+def value_model(worker: DAGWorker) -> ValueModel:
+    """The worker's value model; RuntimeError where the run has none."""
+    if worker.value is None:
+        raise RuntimeError("this pipeline has nodes of a value model; set critic.enable=true")
+    return worker.value

@@ -1,0 +1,83 @@
+"""The trainer's loss on a batch that is cut in every way, over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_policy import LAYOUTS, ranks
+from tiny_models import random_batch, save_tiny
+from world import run_world
+
+from ctrl_megatron.algorithms import LOSS_AGG_MODES, policy_loss_names
+
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}
+ACTORS: dict[str, dict[str, Any]] = {
+    **{mode: {"loss_agg_mode": mode, **KL} for mode in LOSS_AGG_MODES},
+    **{
+        loss: {
+            "policy_loss": loss,
+            "loss_agg_mode": "seq-mean-token-mean",
+            "clip_cov_ratio": 0.2,
+            "clip_cov_lb": -10.0,
+            "kl_cov_ratio": 0.2,
+        }
+        for loss in policy_loss_names()
+        if loss != "clip_cov"
+    },
+}
+"""Not clip_cov: which tokens it draws depends on the order of the ranks."""
+ONE, THREE, EIGHT = 4096, 56, 21
+"""Token budgets that give the eight rows below about so many micro-batches."""
+CUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "three micro-batches": ({}, THREE),
+    "eight micro-batches": ({}, EIGHT),
+    "dp2": ({"data": 2}, ONE),
+    "dp4": ({"data": 4}, THREE),
+    "tp2": (LAYOUTS["tp2"], ONE),
+    "pp2": (LAYOUTS["pp2"], EIGHT),
+}
+
+
+def losses_of(model: Path, layout: dict[str, Any], budget: int) -> list[dict[str, Any]]:
+    batch = random_batch(seed=7, rows=8)
+    batch["rollout_is_weights"] = (0.5 + batch["advantages"].abs()).clamp(max=2.0)
+    # A token and a whole row that take no part.
+    batch["loss_mask"] = batch["response_mask"].clone()
+    batch["loss_mask"][0, 0] = batch["loss_mask"][1] = False
+    return run_world(
+        "objectives",
+        ranks(layout),
+        layout=layout,
+        directory=str(model),
+        batch=batch,
+        actors=ACTORS,
+        budget=budget,
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("qwen2_tied", tmp_path_factory.mktemp("objectives") / "model")
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path) -> dict[str, dict[str, float]]:
+    (found,) = losses_of(model, {}, ONE)
+    return found
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_aggregation_and_loss_is_the_same_however_the_batch_is_cut(
+    model: Path, whole: dict[str, dict[str, float]], cut: str
+) -> None:
+    for found in losses_of(model, *CUTS[cut]):
+        assert found.keys() == whole.keys()
+        for name, metrics in found.items():
+            assert metrics == pytest.approx(whole[name], rel=1e-5, abs=1e-9), name
+
+
+def test_the_objectives_differ(whole: dict[str, dict[str, float]]) -> None:
+    norms = [round(metrics["grad_norm"], 7) for metrics in whole.values()]
+    assert len(set(norms)) >= len(norms) - 1, "two configurations compute the same"

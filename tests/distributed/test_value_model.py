@@ -1,0 +1,148 @@
+"""The value model against transformers and against itself on other layouts, over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from test_policy import LAYOUTS, assert_same_metrics, assert_same_weights, ranks
+from tiny_models import FAMILIES, random_batch, save_tiny
+from world import run_world
+
+
+def save_value_model(family: str, directory: Path) -> Path:
+    """transformers' own token classifier with one label and a random head."""
+    base = save_tiny(family, directory / "base")
+    model = transformers.AutoModelForTokenClassification.from_pretrained(
+        base, num_labels=1, dtype=torch.float32
+    )
+    with torch.no_grad():
+        model.score.weight.normal_(0, 0.3)
+        model.score.bias.fill_(0.7)
+    model.save_pretrained(directory / "value")
+    return directory / "value"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("value_models")
+    return {family: save_value_model(family, root / family) for family in FAMILIES}
+
+
+@torch.no_grad()
+def reference_values(directory: Path, batch: dict) -> torch.Tensor:
+    """transformers' values before each response token, one unpadded row at a time."""
+    model = transformers.AutoModelForTokenClassification.from_pretrained(directory)
+    values = torch.zeros(batch["response_mask"].shape)
+    for row, (ids, seen, mask) in enumerate(
+        zip(batch["input_ids"], batch["attention_mask"], batch["response_mask"], strict=True)
+    ):
+        answers = int(mask.sum())
+        found = model(ids[seen.bool()][None]).logits[0, :, 0]
+        values[row, :answers] = found[-answers - 1 : -1]
+    return values
+
+
+def value_batch(seed: int, rows: int = 8) -> dict:
+    batch = random_batch(seed=seed, rows=rows)
+    mask = batch["response_mask"]
+    generator = torch.Generator().manual_seed(seed)
+    batch["returns"] = torch.rand(mask.shape, generator=generator) * mask
+    batch["values"] = 0.3 * torch.rand(mask.shape, generator=generator) * mask
+    return batch
+
+
+@pytest.mark.parametrize("name", ["tp1", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp"])
+def test_values_equal_transformers_and_survive_a_round_trip(
+    models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    batch = random_batch(seed=3)
+    results = run_world(
+        "value_parity",
+        ranks(LAYOUTS[name]),
+        layout=LAYOUTS[name],
+        directories={family: str(path) for family, path in models.items()},
+        batch=batch,
+        out=str(tmp_path),
+    )
+    for family, path in models.items():
+        expected = reference_values(path, batch)
+        assert expected.abs().max() > 0.1
+        for result in results:
+            assert torch.allclose(result[family], expected, atol=1e-4), family
+        assert_same_weights(path, tmp_path / family, rel=0)
+        assert torch.equal(reference_values(tmp_path / family, batch), expected)
+
+
+def test_a_value_model_from_a_language_model_expects_nothing(tmp_path: Path) -> None:
+    base = save_tiny("qwen2_tied", tmp_path / "base")
+    (result,) = run_world(
+        "value_parity",
+        1,
+        layout={},
+        directories={"fresh": str(base)},
+        batch=random_batch(seed=3),
+        out=str(tmp_path),
+    )
+    assert torch.equal(result["fresh"], torch.zeros_like(result["fresh"]))
+    made = load_file(tmp_path / "fresh/model.safetensors")
+    kept = load_file(base / "model.safetensors")
+    assert made.keys() - kept.keys() == {"score.weight", "score.bias"}
+    assert all(torch.equal(tensor, made[name]) for name, tensor in kept.items())
+
+
+def steps_of(path: Path, out: Path, layout: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    arguments = {"steps": 3, "resume_at": 0, **options}
+    return run_world(
+        "value_steps",
+        ranks(layout),
+        layout=layout,
+        directory=str(path),
+        batch=value_batch(seed=5),
+        out=str(out),
+        **arguments,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, float]]]:
+    out = tmp_path_factory.mktemp("alone")
+    (result,) = steps_of(models["qwen2_tied"], out, {})
+    return out, result["metrics"]
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_dp2"])
+def test_layouts_take_the_same_steps(
+    models: dict[str, Path],
+    alone: tuple[Path, list[dict[str, float]]],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    for result in steps_of(models["qwen2_tied"], tmp_path, LAYOUTS[name]):
+        assert_same_metrics(alone[1], result["metrics"])
+    assert_same_weights(alone[0] / "value", tmp_path / "value", rel=1e-5)
+
+
+def test_a_resumed_value_model_goes_on_as_if_nothing_had_happened(
+    models: dict[str, Path], alone: tuple[Path, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    for result in steps_of(models["qwen2_tied"], tmp_path, LAYOUTS["tp2"], resume_at=2):
+        assert_same_metrics(alone[1], result["metrics"])
+    assert_same_weights(alone[0] / "value", tmp_path / "value", rel=1e-5)
+
+
+def test_heads_of_tensor_ranks_never_diverge(models: dict[str, Path], tmp_path: Path) -> None:
+    """Peers' bias, unmarked, drifted under sequence parallelism."""
+    for name in ("tp2_sp", "tp2"):
+        first, second = steps_of(models["qwen2_tied"], tmp_path / name, LAYOUTS[name], steps=50)
+        assert first["head"].keys() == {"output_layer.weight", "output_layer.bias"}
+        for key, value in first["head"].items():
+            assert torch.equal(value, second["head"][key]), (name, key)
+        losses = [step["loss"] for step in first["metrics"]]
+        assert losses[-1] < 0.5 * losses[0]

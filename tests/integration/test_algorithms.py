@@ -1,0 +1,93 @@
+"""Every algorithm trains for five steps from one line of configuration, resume included."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from launched_run import Job
+
+pytestmark = pytest.mark.timeout(900)
+
+ACTOR = "actor_rollout_ref.actor."
+IN_REWARD = (ACTOR + "use_kl_loss=false", "algorithm.use_kl_in_reward=true")
+ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "ppo": (
+        "algorithm.adv_estimator=gae",
+        *("trainer.critic_warmup=1", "critic.optim.lr=1e-2", "algorithm.kl_ctrl.type=adaptive"),
+        *("critic.ppo_epochs=2", *IN_REWARD),
+    ),
+    "rloo": ("algorithm.adv_estimator=rloo", ACTOR + "ppo_epochs=2"),
+    "gspo": (ACTOR + "policy_loss=gspo", ACTOR + "loss_agg_mode=seq-mean-token-mean"),
+    "dapo": (
+        "algorithm.filter_groups.enable=true",
+        *("data.gen_batch_size=6", "actor_rollout_ref.rollout.n=4"),
+        *(ACTOR + "clip_ratio_high=0.28", "reward.overlong_buffer.enable=true"),
+        *("reward.overlong_buffer.len=8", "algorithm.rollout_correction.rollout_is=token"),
+    ),
+    "kl_cov": (
+        *(ACTOR + "policy_loss=kl_cov", ACTOR + "kl_cov_ratio=0.1"),
+        *("algorithm.adv_estimator=reinforce_plus_plus_baseline", "reward.judgment_weight=0.1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_five_steps_with_a_stop_between(job: Job, name: str) -> None:
+    extra = ALGORITHMS[name]
+    with job.launch(name, steps=3, extra=extra) as run:
+        assert run.ends() == 0, run.output()[-8000:]
+    with job.launch(name, steps=5, extra=extra) as run:
+        assert run.ends() == 0, run.output()[-8000:]
+    records = run.metrics()
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    metrics = [record["metrics"] for record in records]
+    assert all(math.isfinite(value) for step in metrics for value in step.values())
+    learning = metrics[1:] if name == "ppo" else metrics
+    assert all(step["actor/grad_norm"] > 0 for step in learning)
+    if name != "dapo":
+        # There, groups of the step before speak with that step's weights.
+        assert all(step["rollout/probs_diff_mean"] < 1e-4 for step in metrics)
+    check = CHECKS.get(name)
+    if check is not None:
+        check(metrics)
+    assert run.shared_memory() == [] and run.look() == []
+
+
+def ppo(metrics: list[dict[str, float]]) -> None:
+    first, *later = metrics
+    # The value model learns alone, and expected nothing before.
+    assert "actor/grad_norm" not in first and first["critic/grad_norm"] > 0
+    assert later[0]["actor/ppo_kl_first"] == 0.0 == later[0]["actor/kl_to_reference"]
+    assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
+    assert all(step["critic/explained_variance"] != 0.0 for step in later)
+    assert later[-1]["critic/vf_loss"] < first["critic/vf_loss"]
+    # The controller is one that adapts: its coefficient moves in every step, over the resume too.
+    coefficients = [step["actor/kl_coef"] for step in metrics]
+    assert len(set(coefficients)) == 5
+
+
+def dapo(metrics: list[dict[str, float]]) -> None:
+    assert all(step["reward/overlong"] <= 0 for step in metrics)
+    assert all(step["sampling/rounds"] <= 10 for step in metrics)
+    # What one step leaves over, the next one uses.
+    assert any(step["sampling/reserve"] > 0 for step in metrics)
+    fresh = [step for step in metrics[1:] if step["rollout/probs_diff_mean"] < 1e-4]
+    assert all(step["rollout/ess"] > 0.999 for step in fresh)
+    assert metrics[0]["rollout/probs_diff_mean"] < 1e-4
+
+
+CHECKS = {"ppo": ppo, "dapo": dapo}
+
+
+def test_filtering_everything_is_an_error_that_says_what_to_change(job: Job) -> None:
+    extra = (
+        *("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"),
+        # So rare are other tokens at this temperature that all critiques of a prompt are equal.
+        "actor_rollout_ref.rollout.temperature=1e-4",
+    )
+    with job.launch("nothing_left", steps=2, extra=extra) as run:
+        assert run.ends() != 0
+    said = run.output()
+    assert "after 2 batches of 4 prompts only 0 groups had different rewards" in said
+    assert "algorithm.filter_groups.max_num_gen_batches" in said
