@@ -41,7 +41,16 @@ def stages(dtype: str) -> list[tuple[str, list[str], str]]:
         ("prepare SmolLM2-135M", [PYTHON, "tools/prepare_smollm2.py", "--out", MODEL], ""),
         (
             "judge the first solutions, synthesise critiques",
-            [PYTHON, "tools/prepare_data.py", "--out", DATA, "--max-difficulty", "1"],
+            [
+                PYTHON,
+                "tools/prepare_data.py",
+                "--out",
+                DATA,
+                "--max-difficulty",
+                "1",
+                "--val-size",
+                "32",
+            ],
             f"{DATA}/train.parquet",
         ),
         (
