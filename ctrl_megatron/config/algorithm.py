@@ -146,6 +146,9 @@ class Reward:
     environment."""
     cache_path: str | None = None
     """SQLite file of verdicts that runs share; None keeps them in memory."""
+    compare_lax: bool = False
+    """Also ask a grader that believes exit codes and report reward/forgery_rate: the share of
+    revisions that only it accepts. Costs a second run of function problems; our sandbox only."""
     judgment_weight: float = 0.0
     """Added to the reward where the judgment is true of the first solution; an ablation (the
     paper's reward never looks)."""
@@ -159,6 +162,8 @@ class Sandbox:
 
     endpoint: str | None = None
     """Address of a running service, http(s)://host:port; None starts an embedded one."""
+    token_file: str | None = None
+    """File whose first line is the bearer token of the services at endpoint."""
     isolation: Literal["strict", "standard", "none"] = "standard"
     """Isolation level of the embedded service; strict refuses to start without namespaces."""
     workers: int | None = None

@@ -364,6 +364,10 @@ def _services(config: Config) -> Iterator[str]:
             "reward.provider_options has no effect with reward.provider=local; leave it empty or "
             "name another provider"
         )
+    if config.reward.compare_lax and provider != "local":
+        yield f"reward.compare_lax needs reward.provider=local, not {provider}; turn it off"
+    if config.sandbox.token_file is not None and config.sandbox.endpoint is None:
+        yield "sandbox.token_file belongs to services at sandbox.endpoint, which is not set"
     if config.sandbox.endpoint is not None and provider != "local":
         yield f"sandbox.endpoint has no effect with reward.provider={provider}; leave it unset"
     endpoint, name = config.sandbox.endpoint, config.trainer.experiment_name

@@ -22,13 +22,14 @@ ADV_ESTIMATORS: Mapping[str, tuple[str, ...]] = {
     "rloo": (),
     "reinforce_plus_plus": ("algorithm.gamma",),
     "reinforce_plus_plus_baseline": (),
+    "remax": (),
     "opo": (),
     "gpg": ("algorithm.f_norm",),
     "cpgd": ("algorithm.weight_factor_in_cpgd",),
     "grpo_passk": _GROUP_STD,
 }
 """Estimators of the built-in pipelines, and the keys that each of them reads."""
-GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus"}
+GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
 """Estimators whose baseline is the group."""
 _CLIP = tuple(_A + key for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"))
 POLICY_LOSSES: Mapping[str, tuple[str, ...]] = {
@@ -93,6 +94,11 @@ def _sampling(config: Config) -> Iterator[str]:
         yield (
             f"{_R}n=1 gives algorithm.filter_groups groups of one, which never have different "
             f"rewards; set {_R}n to 2 or more"
+        )
+    if config.algorithm.filter_groups.enable and estimator == "remax":
+        yield (
+            "algorithm.filter_groups replaces prompts whose greedy critique "
+            "algorithm.adv_estimator=remax would need; turn it off or choose another estimator"
         )
     if rollout.temperature == 0:
         yield (

@@ -18,6 +18,7 @@ from ctrl_megatron.rewards.disk_cache import verdict_cache
 from ctrl_megatron.rewards.providers import CodeProvider, make_provider
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.sandbox import SandboxClient
+from ctrl_megatron.sandbox.access import read_token
 
 
 def engine_layout(config: Config) -> EngineLayout:
@@ -69,6 +70,7 @@ def reward_model(config: Config, services: Services, codec: TextCodec) -> Reward
         sandbox=judge,
         show_progress=False,
         cache=verdict_cache(config.reward.cache_path),
+        compare_lax=config.reward.compare_lax,
         judge_identity=[config.reward.provider, config.sandbox.isolation],
     )
 
@@ -78,6 +80,12 @@ def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | CodePro
     attempts, at_once = config.sandbox.attempts, config.sandbox.max_concurrency
     name = config.reward.provider
     if name == "local":
-        return SandboxClient(sandbox_endpoint, attempts=attempts, max_concurrency=at_once)
+        file = config.sandbox.token_file
+        return SandboxClient(
+            sandbox_endpoint,
+            attempts=attempts,
+            max_concurrency=at_once,
+            token=None if file is None else read_token(file),
+        )
     options = {**read_provider_keys(name), **config.reward.provider_options}
     return make_provider(name, attempts=attempts, max_concurrency=at_once, **options)

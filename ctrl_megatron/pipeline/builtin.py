@@ -12,16 +12,18 @@ _HERE = "ctrl_megatron.pipeline."
 _INFERENCE, _TRAIN = NodeType.MODEL_INFERENCE, NodeType.MODEL_TRAIN
 
 
-def ctrl_pipeline(*, values: bool = False, dynamic_sampling: bool = False) -> TaskGraph:
+def ctrl_pipeline(
+    *, values: bool = False, dynamic_sampling: bool = False, greedy_baseline: bool = False
+) -> TaskGraph:
     """Critique, revise, judge beside the log-probs, estimate advantages, update, sync.
 
     The sandbox node stands before the log-probs and nothing up to the scores depends on it, so it
     runs while they are computed. ``values`` adds the value model of PPO. ``dynamic_sampling`` makes
     one node of speaking and judging, which repeats until enough groups teach something; nothing can
-    run beside it.
+    run beside it. ``greedy_baseline`` adds a greedy critique per prompt.
     """
     pipeline = Pipeline("ctrl_training_pipeline", "critique-revision policy optimisation")
-    judged = _sampled(pipeline) if dynamic_sampling else _spoken(pipeline)
+    judged = _sampled(pipeline) if dynamic_sampling else _spoken(pipeline, greedy_baseline)
     _forward(pipeline, "old_log_prob", "ctrl_nodes:old_log_prob", judged.spoken, NodeRole.ACTOR)
     _forward(
         pipeline, "ref_log_prob", "ctrl_nodes:ref_log_prob", "old_log_prob", NodeRole.REFERENCE
@@ -62,12 +64,16 @@ class _Judged(NamedTuple):
     verdicts: str
 
 
-def _spoken(pipeline: Pipeline) -> _Judged:
+def _spoken(pipeline: Pipeline, greedy_baseline: bool) -> _Judged:
     after: list[str] = []
-    for name in ("generate_critiques", "generate_revisions"):
+    speakers = {"generate_critiques": "ctrl_nodes:generate_critiques"}
+    if greedy_baseline:
+        speakers["greedy_baseline"] = "greedy_baseline:draw_greedy"
+    speakers["generate_revisions"] = "ctrl_nodes:generate_revisions"
+    for name, function in speakers.items():
         pipeline.add_node(
             name,
-            f"{_HERE}ctrl_nodes:{name}",
+            _HERE + function,
             after,
             node_type=_INFERENCE,
             node_role=NodeRole.ROLLOUT,

@@ -20,6 +20,7 @@ from ctrl_megatron.pipeline.batch import (
     tensors_of,
 )
 from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.greedy_baseline import baselines, greedy_rows, over_rows, per_group
 from ctrl_megatron.pipeline.reward_terms import reward_terms
 from ctrl_megatron.pipeline.rounds import draw_critiques, judge, write_revisions
 from ctrl_megatron.pipeline.worker import DAGWorker, texts
@@ -59,11 +60,20 @@ def critique_lengths(drawn: Sequence[CritiqueRow], valid: torch.Tensor) -> dict[
 
 
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``critique``, ``valid`` -> ``revision``: the frozen proxy's, empty for invalid critiques."""
-    ids, critiques = texts(batch["problem_id"]), texts(batch["critique"])
-    written, lengths = write_revisions(worker, ids, critiques, batch["valid"].tolist())
+    """``critique``, ``valid`` -> ``revision``: the frozen proxy's, empty for invalid critiques.
+
+    Where there are greedy critiques, ``greedy_revision`` as well.
+    """
+    ids, said, valid = texts(batch["problem_id"]), texts(batch["critique"]), batch["valid"].tolist()
+    greedy_ids, greedy_said, greedy_valid = greedy_rows(batch)
+    written, lengths = write_revisions(
+        worker, [*ids, *greedy_ids], [*said, *greedy_said], [*valid, *greedy_valid]
+    )
+    fields: dict[str, Any] = {"revision": NonTensorStack(*written[: len(ids)])}
+    if greedy_ids:
+        fields |= over_rows(batch, greedy_revision=written[len(ids) :])
     return NodeOutput(
-        fields={"revision": NonTensorStack(*written)},
+        fields=fields,
         metrics=worker.means({"revision/length": torch.tensor([float(n) for n in lengths])}),
     )
 
@@ -71,14 +81,24 @@ def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``critique``, ``revision`` -> the fields of ``outcome_fields``.
 
+    With greedy critiques also ``reward_baselines`` (B,); a row without one counts as not judged.
     Runs beside the log-probs.
     """
-    said = texts(batch["problem_id"]), texts(batch["critique"]), texts(batch["revision"])
-    return NodeOutput(fields=outcome_fields(await judge(worker, *said)))
+    ids, said, written = (texts(batch[name]) for name in ("problem_id", "critique", "revision"))
+    greedy_ids, greedy_said, _ = greedy_rows(batch)
+    greedy_written = per_group(batch, "greedy_revision") if greedy_ids else []
+    outcomes = await judge(
+        worker, [*ids, *greedy_ids], [*said, *greedy_said], [*written, *greedy_written]
+    )
+    fields = outcome_fields(outcomes[: len(ids)])
+    if greedy_ids:
+        fields |= baselines(batch, outcomes[len(ids) :])
+        fields["judged"] = fields["judged"] & ~fields["reward_baselines"].isnan()
+    return NodeOutput(fields=fields)
 
 
 def outcome_fields(outcomes: Sequence[RewardOutcome]) -> dict[str, Any]:
-    """``reward``, ``judged`` (bool), ``pass_rate``, ``cached`` (B,) and ``detail``.
+    """``reward``, ``judged`` (bool), ``pass_rate``, ``cached``, ``forged`` (B,) and ``detail``.
 
     A row whose judging failed has ``judged`` False and a reward of 0 that nobody may read.
     """
@@ -90,6 +110,8 @@ def outcome_fields(outcomes: Sequence[RewardOutcome]) -> dict[str, Any]:
         "pass_rate": torch.tensor(passed),
         "cached": torch.tensor([o.cached for o in outcomes]),
         "detail": NonTensorStack(*details),
+        # -1 where no lax grader was asked.
+        "forged": torch.tensor([-1 if o.forged is None else int(o.forged) for o in outcomes]),
     }
 
 
@@ -140,6 +162,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             "pass_rate/after": batch["pass_rate"][judged & batch["valid"]],
             "pass_rate/before": torch.tensor([k for k in known if k is not None]),
             **{f"reward/{name}": values[judged] for name, values in terms.items()},
+            "reward/forgery_rate": batch["forged"][batch["forged"] >= 0].float(),
         }
     )
     return NodeOutput(
@@ -193,8 +216,9 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         "weight_factor_in_cpgd": algorithm.weight_factor_in_cpgd,
         "f_norm": algorithm.f_norm,
     }
-    if "values" in batch:
-        offered["values"] = batch["values"]
+    for name in ("values", "reward_baselines"):
+        if name in batch:
+            offered[name] = batch[name]
     estimates, returns = estimate_advantages(
         algorithm.adv_estimator, offered, reduce=worker.groups.sum_over_data
     )

@@ -172,7 +172,9 @@ def task_graph(config: Config) -> TaskGraph:
     if reference:
         return resolve(reference, "dag.custom_pipeline_fn")()
     return ctrl_pipeline(
-        values=config.needs_values, dynamic_sampling=config.algorithm.filter_groups.enable
+        values=config.needs_values,
+        dynamic_sampling=config.algorithm.filter_groups.enable,
+        greedy_baseline=config.algorithm.adv_estimator == "remax",
     )
 
 

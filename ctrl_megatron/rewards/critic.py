@@ -46,6 +46,8 @@ class RewardOutcome:
     """The verdict was remembered or shared with an equal revision of the batch."""
     error: str = ""
     """The sandbox's fault; empty unless ``reward`` is None."""
+    forged: bool | None = None
+    """A grader that believes exit codes would have accepted the revision; None: not compared."""
 
 
 class RewardModelForCritic:
@@ -55,9 +57,11 @@ class RewardModelForCritic:
     of them are printed by every ``parse_response``. With ``run_all_cases`` the reward is the pass
     rate, without it 1 only if every test passes (the paper's). ``sandbox`` is needed to run
     anything: a client or a provider; ``judge_identity`` names what about it may change verdicts
-    (its limits), for cache keys. ``cache`` replaces the cache in memory. ``id_key`` is the batch
-    field that holds the samples' ids. At most ``max_requests`` of a batch are under way; a test
-    takes ``run_timeout`` seconds at most where its row does not say. One event loop at a time.
+    (its limits), for cache keys. With ``compare_lax`` our service tells which programs only a
+    grader that believes exit codes would accept. ``cache`` replaces the cache in memory.
+    ``id_key`` is the batch field that holds the samples' ids. At most ``max_requests`` of a batch
+    are under way; a test takes ``run_timeout`` seconds at most where its row does not say. One
+    event loop at a time.
     """
 
     # Class attributes, so that text-only methods work on an instance that was never initialised.
@@ -81,6 +85,7 @@ class RewardModelForCritic:
         run_timeout: float = RUN_TIMEOUT,
         cache: ResultCache[Graded] | None = None,
         judge_identity: Any = None,
+        compare_lax: bool = False,
     ) -> None:
         self.table = load_samples(file)
         self.tokenizer = tokenizer
@@ -91,7 +96,7 @@ class RewardModelForCritic:
         self._sandbox = sandbox
         self.max_requests, self.run_timeout = max_requests, run_timeout
         self._cache = verdict_cache(capacity=cache_capacity) if cache is None else cache
-        self._judge_identity = judge_identity
+        self._judge_identity, self.compare_lax = judge_identity, compare_lax
 
     @property
     def cache_counters(self) -> CacheCounters:
@@ -208,7 +213,11 @@ class RewardModelForCritic:
             return outcome(reward=None, error=str(error) or type(error).__name__)
         verdict = graded.verdict
         return outcome(
-            reward=self._score(verdict), passed=verdict.passed, detail=verdict.detail, cached=cached
+            reward=self._score(verdict),
+            passed=verdict.passed,
+            detail=verdict.detail,
+            cached=cached,
+            forged=graded.forged,
         )
 
     async def _grade(
@@ -218,7 +227,13 @@ class RewardModelForCritic:
             raise ValueError(
                 "RewardModelForCritic has no sandbox; pass sandbox=SandboxClient(endpoint)"
             )
-        job = grading_job(text, sample, run_all_cases=run_all_cases, run_timeout=self.run_timeout)
+        job = grading_job(
+            text,
+            sample,
+            run_all_cases=run_all_cases,
+            run_timeout=self.run_timeout,
+            compare_lax=self.compare_lax,
+        )
         judge = CachedJudge(self._sandbox, self._cache, identity=self._judge_identity)
         return await judge.grade(job, semaphore)
 

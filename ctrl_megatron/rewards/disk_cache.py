@@ -136,27 +136,30 @@ def verdict_cache(
 def encode_graded(graded: Graded) -> str:
     """A verdict as text."""
     verdict = graded.verdict
-    return json.dumps([verdict.total, verdict.passed, verdict.detail, graded.timed_out])
+    return json.dumps(
+        [verdict.total, verdict.passed, verdict.detail, graded.timed_out, graded.forged]
+    )
 
 
 def decode_graded(text: str) -> Graded:
     """What ``encode_graded`` wrote. Raises ``ValueError`` for anything else."""
     fields = json.loads(text)
-    if not isinstance(fields, list) or len(fields) != 4:
+    if not isinstance(fields, list) or len(fields) != 5:
         raise ValueError(f"not a verdict: {text[:100]!r}")
-    total, passed, detail, timed_out = fields
+    total, passed, detail, timed_out, forged = fields
     lists = isinstance(passed, list) and isinstance(detail, list)
     if (
         not lists
         or type(total) is not int
         or type(timed_out) is not bool
+        or type(forged) not in (bool, type(None))
         or not all(type(p) is bool for p in passed)
         or not all(isinstance(d, str) for d in detail)
         or not 0 < len(passed) <= total
     ):
         raise ValueError(f"not a verdict: {text[:100]!r}")
     verdict = Verdict(total=total, passed=tuple(passed), detail=tuple(detail))
-    return Graded(verdict=verdict, timed_out=timed_out)
+    return Graded(verdict=verdict, timed_out=timed_out, forged=forged)
 
 
 def _refuse_other_files(path: Path) -> None:

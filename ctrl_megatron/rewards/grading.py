@@ -45,6 +45,9 @@ class Graded:
     verdict: Verdict
     timed_out: bool
     """True when a test ran out of time, which a busy machine can cause."""
+    forged: bool | None = None
+    """A grader that believes exit codes would have accepted what was refused; None: not compared.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +64,17 @@ class GradingJob:
 
 
 def grading_job(
-    text: str, sample: Sample, *, run_all_cases: bool, run_timeout: float = RUN_TIMEOUT
+    text: str,
+    sample: Sample,
+    *,
+    run_all_cases: bool,
+    run_timeout: float = RUN_TIMEOUT,
+    compare_lax: bool = False,
 ) -> GradingJob:
     """How to judge the program in ``text`` on the tests of ``sample``.
 
-    A test may take ``run_timeout`` seconds where the sample does not say.
+    A test may take ``run_timeout`` seconds where the sample does not say. ``compare_lax`` has our
+    service also ask a lax grader, without an effect on the verdict.
 
     The program is extracted here and sent fenced, so that the service has nothing to guess. Raises
     ``ValueError`` for an unknown ``prompter_type`` and for a sample without tests.
@@ -76,7 +85,7 @@ def grading_job(
         language="python",
         run_timeout=time_limit_of(sample, run_timeout),
         provided_data=data,
-        extra={"run_all_cases": run_all_cases},
+        extra={"run_all_cases": run_all_cases, **({"lax": "compare"} if compare_lax else {})},
     )
     request = SubmitRequest(
         dataset=sample["prompter_type"], id=0, completion=fenced(extract_code(text)), config=config
@@ -101,7 +110,11 @@ async def grade(judge: Judge, job: GradingJob) -> Graded:
         total=job.total,
         detail=tuple(map(_why, cases)),
     )
-    return Graded(verdict=verdict, timed_out=any(map(_timed_out, cases)))
+    return Graded(
+        verdict=verdict,
+        timed_out=any(map(_timed_out, cases)),
+        forged=(result.extra or {}).get("forged"),
+    )
 
 
 def _tests_of(sample: Sample) -> tuple[str, dict[str, Any], int]:

@@ -25,6 +25,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         *(ACTOR + "clip_ratio_high=0.28", "reward.overlong_buffer.enable=true"),
         *("reward.overlong_buffer.len=8", "algorithm.rollout_correction.rollout_is=token"),
     ),
+    "remax": ("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=1"),
     "kl_cov": (
         *(ACTOR + "policy_loss=kl_cov", ACTOR + "kl_cov_ratio=0.1"),
         *("algorithm.adv_estimator=reinforce_plus_plus_baseline", "reward.judgment_weight=0.1"),

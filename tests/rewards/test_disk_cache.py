@@ -110,14 +110,16 @@ def test_the_oldest_go_when_the_file_is_full(tmp_path: Path) -> None:
     st.lists(st.tuples(st.booleans(), st.text()), min_size=1),
     st.integers(0, 5),
     st.booleans(),
+    st.sampled_from([None, True, False]),
 )
 def test_a_verdict_survives_its_text(
-    cases: list[tuple[bool, str]], unseen: int, timed_out: bool
+    cases: list[tuple[bool, str]], unseen: int, timed_out: bool, forged: bool | None
 ) -> None:
     passed, detail = tuple(p for p, _ in cases), tuple(d for _, d in cases)
     graded = Graded(
         verdict=Verdict(passed=passed, total=len(passed) + unseen, detail=detail),
         timed_out=timed_out,
+        forged=forged,
     )
     assert decode_graded(encode_graded(graded)) == graded
 
@@ -129,11 +131,13 @@ def test_a_verdict_survives_its_text(
         "x",
         "{}",
         "[]",
-        "[1, [], [], false]",
-        "[1, [1], [], false]",
-        "[1, [true, true], [], false]",
-        '[1, [true], [""], 0]',
-        '[true, [true], [""], false]',
+        '[1, [true], [""], false]',
+        "[1, [], [], false, null]",
+        "[1, [1], [], false, null]",
+        "[1, [true, true], [], false, null]",
+        '[1, [true], [""], 0, null]',
+        '[1, [true], [""], false, 0]',
+        '[true, [true], [""], false, null]',
     ],
 )
 def test_a_text_that_is_no_verdict_is_refused(text: str) -> None:
