@@ -13,18 +13,12 @@ from pathlib import Path
 import torch
 
 from ctrl_megatron.algorithms import get_kl_controller
-from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.checkpoint.store import CheckpointStore
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.actor import Optim
 from ctrl_megatron.config.environment import Launch, read_launch
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.metrics import device_peak
-from ctrl_megatron.models.build import BuildOptions
-from ctrl_megatron.models.hf_config import read_model_shape, value_shape
-from ctrl_megatron.models.optimizer import OptimizerOptions
-from ctrl_megatron.models.parallel_model import ModelOptions
+from ctrl_megatron.metrics import device_peak, measure_peak_flops
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
@@ -36,6 +30,7 @@ from ctrl_megatron.pipeline.executor import Executor
 from ctrl_megatron.pipeline.failure import EXIT_CODE, FailureWatch
 from ctrl_megatron.pipeline.interrupt import StopFlag
 from ctrl_megatron.pipeline.loop import LoopOptions, TrainingLoop
+from ctrl_megatron.pipeline.models import build_policies, build_value_model
 from ctrl_megatron.pipeline.node import resolve
 from ctrl_megatron.pipeline.prompts_table import PromptTable, load_prompt_table
 from ctrl_megatron.pipeline.recorder import Recorder
@@ -103,69 +98,6 @@ def guarded(
     shutdown()
 
 
-def model_options(
-    config: Config, *, optimizer: OptimizerOptions | None, budget: int
-) -> ModelOptions:
-    """How the run's models compute; without an optimizer they are frozen."""
-    megatron = config.actor_rollout_ref.actor.megatron
-    return ModelOptions(
-        build=BuildOptions(
-            dtype=config.actor_rollout_ref.model.dtype,
-            recompute_granularity=megatron.recompute_granularity if optimizer else None,
-            recompute_num_layers=megatron.recompute_num_layers,
-            overrides=megatron.override_transformer_config,
-        ),
-        token_budget=budget,
-        logprob_chunk=megatron.logprob_chunk_size,
-        optimizer=optimizer,
-    )
-
-
-def build_policy(
-    config: Config, groups: Groups, *, path: str, optimizer: OptimizerOptions | None, budget: int
-) -> Policy:
-    """A policy with the weights of the HF directory ``path``."""
-    options = model_options(config, optimizer=optimizer, budget=budget)
-    policy = Policy(read_model_shape(path), groups, options)
-    load_hf(policy, path)
-    if optimizer is not None:
-        policy.start_optimizer()
-    return policy
-
-
-def actor_optimizer(config: Config, total_steps: int) -> OptimizerOptions:
-    """The actor's optimizer for a run of ``total_steps`` training steps."""
-    actor = config.actor_rollout_ref.actor
-    per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
-    learning = max(1, total_steps - config.trainer.critic_warmup)
-    return _optimizer_options(config, actor.optim, learning * per_step, actor.grad_clip)
-
-
-def value_optimizer(config: Config, total_steps: int) -> OptimizerOptions:
-    """The value model's optimizer for a run of ``total_steps`` training steps."""
-    critic = config.critic
-    per_step = config.value_epochs * (config.data.train_batch_size // config.value_mini_batch_size)
-    return _optimizer_options(config, critic.optim, total_steps * per_step, critic.grad_clip)
-
-
-def _optimizer_options(
-    config: Config, optim: Optim, steps: int, grad_clip: float
-) -> OptimizerOptions:
-    total = optim.total_training_steps or steps
-    return OptimizerOptions(
-        lr=optim.lr,
-        total_steps=total,
-        weight_decay=optim.weight_decay,
-        betas=optim.betas,
-        eps=optim.eps,
-        warmup_steps=optim.lr_warmup_steps or int(optim.lr_warmup_steps_ratio * total),
-        schedule=optim.lr_scheduler_type,
-        min_lr_ratio=optim.min_lr_ratio,
-        clip_grad=grad_clip,
-        distributed=config.actor_rollout_ref.actor.megatron.use_distributed_optimizer,
-    )
-
-
 def task_graph(config: Config) -> TaskGraph:
     """The built-in pipeline, or what ``dag.custom_pipeline_fn`` returns."""
     reference = config.dag.custom_pipeline_fn
@@ -195,8 +127,8 @@ def train(config: Config) -> bool:
         sampler = ResumableSampler(
             len(train_table.rows), seed=config.data.seed, shuffle=config.data.shuffle
         )
-        policy, reference = _policies(config, groups, total)
-        value = _value_model(config, groups, total) if config.needs_values else None
+        policy, reference = build_policies(config, groups, total)
+        value = build_value_model(config, groups, total)
         services = starting.wait()
         if services.engine is not None:
             watch.guard(services.guarded()[0])
@@ -291,38 +223,6 @@ def _total_steps(config: Config, rows: int) -> int:
     return epochs if wanted is None else wanted
 
 
-def _policies(config: Config, groups: Groups, total: int) -> tuple[Policy, Policy | None]:
-    family = config.actor_rollout_ref
-    policy = build_policy(
-        config,
-        groups,
-        path=family.model.path,
-        optimizer=actor_optimizer(config, total),
-        budget=family.actor.ppo_max_token_len_per_gpu,
-    )
-    if not config.needs_reference:
-        return policy, None
-    reference = build_policy(
-        config, groups, path=family.ref_path, optimizer=None, budget=family.ref_token_budget
-    )
-    if family.actor.megatron.param_offload:
-        reference.to_host()
-    return policy, reference
-
-
-def _value_model(config: Config, groups: Groups, total: int) -> ValueModel:
-    budget = config.critic.ppo_max_token_len_per_gpu
-    options = model_options(
-        config,
-        optimizer=value_optimizer(config, total),
-        budget=budget or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
-    )
-    model = ValueModel(value_shape(read_model_shape(config.value_path)), groups, options)
-    load_hf(model, config.value_path)
-    model.start_optimizer()
-    return model
-
-
 def _worker(
     config: Config,
     groups: Groups,
@@ -370,13 +270,20 @@ def _worker(
 
 
 def device_peak_of(config: Config, groups: Groups) -> float:
-    """Peak flop/s of one device; a CPU is measured by every rank at once, as it will be used."""
-    cuda = groups.device.type == "cuda"
+    """Peak flop/s of one device; a CPU is measured by every rank at once, as it will be used.
+
+    Warns where a CPU lacks instructions for the configured type.
+    """
+    cuda, dtype = groups.device.type == "cuda", config.actor_rollout_ref.model.dtype
     name = torch.cuda.get_device_name() if cuda else "cpu"
     groups.barrier()
-    peak = device_peak(
-        name,
-        configured_tflops=config.trainer.peak_tflops_per_device,
-        dtype=config.actor_rollout_ref.model.dtype,
-    )
+    peak = device_peak(name, configured_tflops=config.trainer.peak_tflops_per_device, dtype=dtype)
+    if not cuda and dtype != "float32" and groups.is_first:
+        plain = measure_peak_flops("float32")
+        if plain > 2 * peak:
+            print(
+                f"warning: this CPU multiplies {plain / peak:.0f} times faster in float32 than in "
+                f"{dtype}; set actor_rollout_ref.model.dtype=float32",
+                file=sys.stderr,
+            )
     return sum(groups.from_all(peak)) / groups.layout.world_size

@@ -20,8 +20,9 @@ from ctrl_megatron.pipeline.batch import pad_rows, tensors_of
 from ctrl_megatron.pipeline.executor import Executor
 from ctrl_megatron.pipeline.interrupt import StopFlag
 from ctrl_megatron.pipeline.loop import LoopOptions, TrainingLoop
+from ctrl_megatron.pipeline.models import build_policy
 from ctrl_megatron.pipeline.recorder import Recorder
-from ctrl_megatron.pipeline.run import build_policy, device_peak_of, guarded, join
+from ctrl_megatron.pipeline.run import device_peak_of, guarded, join
 from ctrl_megatron.pipeline.step_metrics import flops_of, sequence_lengths
 from ctrl_megatron.sft.examples import SftExample, read_examples
 from ctrl_megatron.sft.nodes import SftWorker, Tokens, sft_pipeline

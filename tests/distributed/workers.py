@@ -264,11 +264,12 @@ def vocab_log_probs(
     return found
 
 
-if __name__ == "__main__":
-    name, folder, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+def run(function: str, folder: str, rank: int) -> None:
+    """A rank's whole life; the result is left in ``folder``."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     arguments = torch.load(f"{folder}/arguments.pt", weights_only=False)
-    result = globals()[name](rank, **arguments)
+    result = globals()[function](rank, **arguments)
     torch.save(result, f"{folder}/result{rank}.pt")
     if torch.distributed.is_initialized():
         # A rank that leaves while others still talk to it can make their threads abort.

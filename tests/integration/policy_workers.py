@@ -70,7 +70,8 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
     from ctrl_megatron.data.tokens import TextCodec
     from ctrl_megatron.parallel.background import BackgroundLoop
     from ctrl_megatron.pipeline.interrupt import StopFlag
-    from ctrl_megatron.pipeline.run import build_policy, join, prompt_tables
+    from ctrl_megatron.pipeline.models import build_policy
+    from ctrl_megatron.pipeline.run import join, prompt_tables
     from ctrl_megatron.pipeline.worker import DAGWorker
     from ctrl_megatron.rewards import RewardModelForCritic
     from ctrl_megatron.sandbox import SandboxClient
