@@ -98,6 +98,7 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
         policy=policy,
         reference=reference,
         kl_controller=FixedKLController(0.0),
+        draw=unused,
         train=prompt_tables(config, codec)[0],
         validation=None,
     )

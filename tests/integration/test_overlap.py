@@ -74,7 +74,8 @@ def test_the_sandbox_overlaps_the_log_probs(judged: dict[str, Any]) -> None:
     phases = {phase["name"]: phase for phase in judged["phases"]}
     sandbox, wait = phases["sandbox"], phases["wait_sandbox"]
     for name in ("old_log_prob", "ref_log_prob"):
-        assert sandbox["start"] <= phases[name]["start"] < phases[name]["end"] < sandbox["end"]
+        # The background thread may get its first turn a little after the main thread goes on.
+        assert sandbox["start"] < phases[name]["end"] < sandbox["end"]
     assert sandbox["kind"] == "host" and phases["old_log_prob"]["kind"] == "main"
     # The main thread only waits once there is nothing left to compute.
     assert wait["start"] >= phases["ref_log_prob"]["end"]
