@@ -34,7 +34,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 
 
-STOPPED = ("ppo", "rloo", "gspo", "dapo")
+STOPPED = ("ppo", "dapo")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
