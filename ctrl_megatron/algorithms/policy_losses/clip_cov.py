@@ -17,15 +17,13 @@ from ctrl_megatron.algorithms.policy_losses.ratios import (
     RangeConfig,
     bounded_exp,
     clip_sides,
-    given,
     terms_of,
     weighted,
-    whole_batch,
+    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
     TokenSelection,
-    register_policy_loss,
     register_policy_loss_terms,
 )
 
@@ -112,28 +110,5 @@ def clip_cov_terms(
     )
 
 
-@register_policy_loss("clip_cov")
-def compute_policy_loss_clip_cov(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: ClipCovConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-    selected: torch.Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``clip_cov_terms`` of a whole batch: (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."""
-    config = given(config, "compute_policy_loss_clip_cov", *_OPTIONS)
-    terms = clip_cov_terms(
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
-        config,
-        rollout_is_weights,
-        selected,
-        generator,
-    )
-    return whole_batch(terms, response_mask, loss_agg_mode)
+compute_policy_loss_clip_cov = whole_batch_loss("clip_cov", clip_cov_terms, options=_OPTIONS)
+"""``clip_cov_terms`` of a whole batch; see ``whole_batch_loss``."""

@@ -11,14 +11,12 @@ from ctrl_megatron.algorithms.policy_losses.ratios import (
     RANGE_OPTIONS,
     RangeConfig,
     clip_sides,
-    given,
     terms_of,
     weighted,
-    whole_batch,
+    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
-    register_policy_loss,
     register_policy_loss_terms,
 )
 
@@ -52,19 +50,5 @@ def cpgd_terms(
     return terms_of(loss, log_ratio, clipped)
 
 
-@register_policy_loss("cpgd")
-def compute_policy_loss_cpgd(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: RangeConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``cpgd_terms`` of a whole batch: (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."""
-    config = given(config, "compute_policy_loss_cpgd", *RANGE_OPTIONS)
-    terms = cpgd_terms(
-        old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights
-    )
-    return whole_batch(terms, response_mask, loss_agg_mode)
+compute_policy_loss_cpgd = whole_batch_loss("cpgd", cpgd_terms, options=RANGE_OPTIONS)
+"""``cpgd_terms`` of a whole batch; see ``whole_batch_loss``."""

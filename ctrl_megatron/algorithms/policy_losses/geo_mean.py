@@ -10,15 +10,13 @@ from ctrl_megatron.algorithms.policy_losses.ratios import (
     RANGE_OPTIONS,
     RangeConfig,
     clip_sides,
-    given,
     row_means,
     terms_of,
     weighted,
-    whole_batch,
+    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
-    register_policy_loss,
     register_policy_loss_terms,
 )
 
@@ -55,19 +53,7 @@ def geo_mean_terms(
     return terms_of(loss, log_ratio, held != log_ratio)
 
 
-@register_policy_loss("geo_mean")
-def compute_policy_loss_geo_mean(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: RangeConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``geo_mean_terms`` of a whole batch: (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."""
-    config = given(config, "compute_policy_loss_geo_mean", *RANGE_OPTIONS)
-    terms = geo_mean_terms(
-        old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights
-    )
-    return whole_batch(terms, response_mask, loss_agg_mode)
+compute_policy_loss_geo_mean = whole_batch_loss(
+    "geo_mean", geo_mean_terms, options=RANGE_OPTIONS, loss_agg_mode="seq-mean-token-mean"
+)
+"""``geo_mean_terms`` of a whole batch; see ``whole_batch_loss``."""

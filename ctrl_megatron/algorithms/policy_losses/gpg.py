@@ -8,11 +8,10 @@ from ctrl_megatron.algorithms.masked import masked
 from ctrl_megatron.algorithms.policy_losses.ratios import (
     terms_of,
     weighted,
-    whole_batch,
+    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
-    register_policy_loss,
     register_policy_loss_terms,
 )
 
@@ -38,16 +37,5 @@ def gpg_terms(
     return terms_of(weighted(-gains * own, rollout_is_weights, response_mask), log_ratio)
 
 
-@register_policy_loss("gpg")
-def compute_policy_loss_gpg(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: object | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``gpg_terms`` of a whole batch: (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."""
-    terms = gpg_terms(old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights)
-    return whole_batch(terms, response_mask, loss_agg_mode)
+compute_policy_loss_gpg = whole_batch_loss("gpg", gpg_terms)
+"""``gpg_terms`` of a whole batch; see ``whole_batch_loss``."""

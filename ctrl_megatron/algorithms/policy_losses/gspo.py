@@ -9,15 +9,13 @@ from ctrl_megatron.algorithms.policy_losses.ratios import (
     RANGE_OPTIONS,
     RangeConfig,
     clip_sides,
-    given,
     row_means,
     terms_of,
     weighted,
-    whole_batch,
+    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
-    register_policy_loss,
     register_policy_loss_terms,
 )
 
@@ -53,19 +51,7 @@ def gspo_terms(
     return terms_of(weighted(loss, rollout_is_weights, response_mask), log_ratio, clipped > plain)
 
 
-@register_policy_loss("gspo")
-def compute_policy_loss_gspo(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: RangeConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``gspo_terms`` of a whole batch: (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."""
-    config = given(config, "compute_policy_loss_gspo", *RANGE_OPTIONS)
-    terms = gspo_terms(
-        old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights
-    )
-    return whole_batch(terms, response_mask, loss_agg_mode)
+compute_policy_loss_gspo = whole_batch_loss(
+    "gspo", gspo_terms, options=RANGE_OPTIONS, loss_agg_mode="seq-mean-token-mean"
+)
+"""``gspo_terms`` of a whole batch; see ``whole_batch_loss``."""

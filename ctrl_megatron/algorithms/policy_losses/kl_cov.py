@@ -14,15 +14,13 @@ from ctrl_megatron.algorithms.policy_losses.covariance import (
 )
 from ctrl_megatron.algorithms.policy_losses.ratios import (
     bounded_exp,
-    given,
     terms_of,
     weighted,
-    whole_batch,
+    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
     TokenSelection,
-    register_policy_loss,
     register_policy_loss_terms,
 )
 
@@ -92,20 +90,5 @@ def kl_cov_terms(
     return terms_of(weighted(loss, rollout_is_weights, response_mask), log_ratio)
 
 
-@register_policy_loss("kl_cov")
-def compute_policy_loss_kl_cov(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: KlCovConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-    selected: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``kl_cov_terms`` of a whole batch: (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."""
-    config = given(config, "compute_policy_loss_kl_cov", *_OPTIONS)
-    terms = kl_cov_terms(
-        old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights, selected
-    )
-    return whole_batch(terms, response_mask, loss_agg_mode)
+compute_policy_loss_kl_cov = whole_batch_loss("kl_cov", kl_cov_terms, options=_OPTIONS)
+"""``kl_cov_terms`` of a whole batch; see ``whole_batch_loss``."""

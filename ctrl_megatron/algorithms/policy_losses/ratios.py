@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from ctrl_megatron.algorithms.aggregation import agg_loss
 from ctrl_megatron.algorithms.masked import masked, row_counts
-from ctrl_megatron.algorithms.policy_losses.registry import PolicyLossTerms
+from ctrl_megatron.algorithms.policy_losses.registry import (
+    PolicyLossFn,
+    PolicyLossTerms,
+    PolicyLossTermsFn,
+    register_policy_loss,
+)
 
 # Ratios beyond exp(20) say nothing more; without the bound one stale token could give inf * 0.
 LOG_RATIO_BOUND = 20.0
 RANGE_OPTIONS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-
-C = TypeVar("C")
 
 
 class RangeConfig(Protocol):
@@ -81,24 +85,52 @@ def terms_of(
         )
 
 
-def whole_batch(
-    terms: PolicyLossTerms, response_mask: torch.Tensor, loss_agg_mode: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower) of the terms of a whole batch.
+def whole_batch_loss(
+    name: str,
+    terms: PolicyLossTermsFn,
+    *,
+    options: Sequence[str] = (),
+    loss_agg_mode: str = "token-mean",
+) -> PolicyLossFn:
+    """Register and return ``compute_policy_loss_<name>``, the loss of a whole batch.
 
-    The loss by ``loss_agg_mode``, the others as means over tokens, without gradient.
+    It takes ``old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+    rollout_is_weights`` and what else ``terms`` takes by name, and returns four scalars
+    (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower): the loss by ``loss_agg_mode`` (whose default
+    is the one given here), the others as means over tokens, without gradient. Pieces of a batch are
+    for ``terms`` and ``agg_loss`` with global denominators. It raises ValueError naming the
+    ``options`` of ``config`` where these are read and it is None.
     """
-    return (
-        agg_loss(terms.loss, response_mask, loss_agg_mode),
-        agg_loss(terms.clipped, response_mask, "token-mean"),
-        agg_loss(terms.approx_kl, response_mask, "token-mean"),
-        agg_loss(terms.clipped_lower, response_mask, "token-mean"),
-    )
+    default_mode = loss_agg_mode
 
+    def compute(
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        loss_agg_mode: str = default_mode,
+        config: Any = None,
+        rollout_is_weights: torch.Tensor | None = None,
+        **selection: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        if config is None and options:
+            names = f"{', '.join(options[:-1])} and {options[-1]}"
+            raise ValueError(f"{compute.__name__} needs config: an object with {names}")
+        found = terms(
+            old_log_prob,
+            log_prob,
+            advantages,
+            response_mask,
+            config,
+            rollout_is_weights,
+            **selection,
+        )
+        return (
+            agg_loss(found.loss, response_mask, loss_agg_mode),
+            agg_loss(found.clipped, response_mask, "token-mean"),
+            agg_loss(found.approx_kl, response_mask, "token-mean"),
+            agg_loss(found.clipped_lower, response_mask, "token-mean"),
+        )
 
-def given(config: C | None, function: str, *attributes: str) -> C:
-    """``config``; ValueError naming the attributes that ``function`` reads if it is None."""
-    if config is None:
-        names = f"{', '.join(attributes[:-1])} and {attributes[-1]}"
-        raise ValueError(f"{function} needs config: an object with {names}")
-    return config
+    compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{name}"
+    return register_policy_loss(name)(compute)

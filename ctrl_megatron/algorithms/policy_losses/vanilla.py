@@ -12,14 +12,12 @@ from ctrl_megatron.algorithms.policy_losses.ratios import (
     RangeConfig,
     bounded_exp,
     clip_sides,
-    given,
     terms_of,
     weighted,
-    whole_batch,
+    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
-    register_policy_loss,
     register_policy_loss_terms,
 )
 
@@ -84,23 +82,5 @@ def policy_loss_terms(
     )
 
 
-@register_policy_loss("vanilla")
-def compute_policy_loss_vanilla(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: ClipConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``policy_loss_terms`` of a whole batch: (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower).
-
-    Four scalars; the loss by ``loss_agg_mode``, the others as means over tokens, without gradient.
-    Pieces of a batch are for ``policy_loss_terms`` and ``agg_loss`` with global denominators.
-    """
-    config = given(config, "compute_policy_loss_vanilla", *_OPTIONS)
-    terms = policy_loss_terms(
-        old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights
-    )
-    return whole_batch(terms, response_mask, loss_agg_mode)
+compute_policy_loss_vanilla = whole_batch_loss("vanilla", policy_loss_terms, options=_OPTIONS)
+"""``policy_loss_terms`` of a whole batch; see ``whole_batch_loss``."""
