@@ -152,8 +152,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         uid if ok else f"{uid}/unjudged/{i}"
         for i, (uid, ok) in enumerate(zip(texts(batch["uid"]), judged.tolist(), strict=True))
     ]
-    before = {row.id: row.pass_rate for row in worker.train.rows}
-    known = [before[i] for i in texts(batch["problem_id"])]
+    known = [worker.train.row(i).pass_rate for i in texts(batch["problem_id"])]
     metrics = worker.means(
         {
             "reward/mean": batch["reward"][judged],

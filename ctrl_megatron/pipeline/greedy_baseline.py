@@ -14,6 +14,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.pipeline import speech
 from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.rounds import assert_spoken_by
 from ctrl_megatron.pipeline.worker import DAGWorker, texts
 from ctrl_megatron.prompts import parse_judgment
 from ctrl_megatron.rewards.critic import RewardOutcome
@@ -33,18 +34,19 @@ class Groups:
 
 def groups_of(uids: Sequence[str]) -> Groups:
     """Groups in the order of their first rows."""
-    numbers: dict[str, int] = {}
-    of_row = tuple(numbers.setdefault(uid, len(numbers)) for uid in uids)
-    heads = tuple(of_row.index(number) for number in range(len(numbers)))
-    return Groups(heads, of_row)
+    heads: dict[str, int] = {}
+    for row, uid in enumerate(uids):
+        heads.setdefault(uid, row)
+    numbers = {uid: number for number, uid in enumerate(heads)}
+    return Groups(tuple(heads.values()), tuple(numbers[uid] for uid in uids))
 
 
 def draw_greedy(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``greedy_critique`` (B,) text: the actor's likeliest critique of each row's prompt."""
-    worker.weights.use("actor")
-    number = {row.id: index for index, row in enumerate(worker.train.rows)}
-    rows = [number[row] for row in per_group(batch, "problem_id")]
+    version = worker.weights.use("actor")
+    rows = [worker.train.number_of[row] for row in per_group(batch, "problem_id")]
     answers = worker.ask(lambda: speech.critiques(worker, worker.train, rows, greedy=True))
+    assert_spoken_by(version, [answer[0] for answer in answers])
     said = [worker.codec.decode(answer[0].token_ids) for answer in answers]
     return NodeOutput(fields=over_rows(batch, **{FIELD: said}))
 

@@ -103,8 +103,8 @@ class TrainingLoop:
         options, worker = self.options, self.worker
         if options.val_before_train and worker.step == 0:
             self._validate(f"before {options.stage}")
+        self._state = self._snapshot()
         while worker.step < options.total_steps:
-            self._state = self._snapshot()
             self._step()
             self._state = self._snapshot()
             if _due(worker.step, options.save_freq) or worker.step == options.total_steps:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ctrl_megatron.data.attempts import Row, read_rows
 from ctrl_megatron.data.tokens import TextCodec
@@ -17,6 +17,16 @@ class PromptTable:
     prompts: tuple[tuple[int, ...], ...]
     dropped: int
     """Rows left out because their prompt is too long."""
+    number_of: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    """Position of the row with this id."""
+
+    def __post_init__(self) -> None:
+        numbers = {row.id: number for number, row in enumerate(self.rows)}
+        object.__setattr__(self, "number_of", numbers)
+
+    def row(self, row_id: str) -> Row:
+        """The row with this id; KeyError if there is none."""
+        return self.rows[self.number_of[row_id]]
 
 
 def load_prompt_table(

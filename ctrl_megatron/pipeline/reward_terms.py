@@ -52,10 +52,9 @@ def reward_terms(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor
 
 
 def _truths(worker: DAGWorker, batch: TensorDict) -> list[bool]:
-    rates = {row.id: row.pass_rate for row in worker.train.rows}
     truths = []
     for row in texts(batch["problem_id"]):
-        truth = truth_of(rates[row])
+        truth = truth_of(worker.train.row(row).pass_rate)
         if truth is None:
             raise ValueError(
                 f"row {row!r} of data.train_files has no pass_rate, which reward.judgment_weight "

@@ -44,7 +44,7 @@ def draw_critiques(
         for (prompt, mini_batch), row, group in zip(mine, rows, answers, strict=True)
         for completion in group
     ]
-    _assert_spoken_by(version, [r.completion for r in drawn])
+    assert_spoken_by(version, [r.completion for r in drawn])
     return drawn
 
 
@@ -58,7 +58,7 @@ def write_revisions(
         lambda: speech.revisions(worker, [ids[i] for i in rows], [critiques[i] for i in rows])
     )
     worker.weights.rest()
-    _assert_spoken_by(version, answers)
+    assert_spoken_by(version, answers)
     written = [""] * len(valid)
     for i, answer in zip(rows, answers, strict=True):
         written[i] = worker.codec.decode(answer.token_ids)
@@ -74,7 +74,8 @@ async def judge(
     return await worker.reward.judge_all(critiques, revisions, samples)
 
 
-def _assert_spoken_by(version: str, completions: Sequence[Completion]) -> None:
+def assert_spoken_by(version: str, completions: Sequence[Completion]) -> None:
+    """RuntimeError unless every completion was drawn from these weights alone."""
     wrong = {v for c in completions if (v := versions_of(c)) != version}
     if wrong:
         raise RuntimeError(f"completions were drawn from {sorted(wrong)}, not from {version}")

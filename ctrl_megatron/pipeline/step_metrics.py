@@ -71,7 +71,6 @@ def performance(worker: DAGWorker, batch: TensorDict, *, peak_flops: float) -> d
 
 def examples_of(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
     """The first critiques of the batch with what came of them, one per group."""
-    rows = {row.id: row for row in worker.train.rows}
     problem, uids = texts(batch["problem_id"]), texts(batch["uid"])
     critiques, revisions = texts(batch["critique"]), texts(batch["revision"])
     details, versions = texts(batch["detail"]), texts(batch["critique_version"])
@@ -84,7 +83,7 @@ def examples_of(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
         if uids[i] in seen or len(found) == worker.config.trainer.examples_in_report:
             continue
         seen.add(uids[i])
-        row = rows[problem[i]]
+        row = worker.train.row(problem[i])
         found.append(
             {
                 "problem": row.problem,

@@ -10,6 +10,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.metrics import Timeline
+from ctrl_megatron.pipeline.prompts_table import PromptTable
 from ctrl_megatron.pipeline.step_metrics import examples_of, flops_of, performance
 
 SHAPE: Any = SimpleNamespace(
@@ -72,7 +73,7 @@ def test_speed_counts_every_rank_and_every_pass() -> None:
 def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:
     stage = worker(None, lambda: 0.0, [])
     rows = [SimpleNamespace(id=i, problem=f"P{i}", solution="s", pass_rate=0.5) for i in "xyz"]
-    stage.train = SimpleNamespace(rows=rows)
+    stage.train = PromptTable(rows=tuple(rows), prompts=(), dropped=0)  # type: ignore[arg-type]
     named = {
         "problem_id": ["x", "x", "y", "z"],
         "uid": ["gx", "gx", "gy", "gz"],
