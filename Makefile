@@ -7,6 +7,8 @@ PYTHON ?= python3.11
 VENV ?= .venv
 # Extra flags for pip install, e.g. where to find PyTorch's CPU wheels.
 PIP_FLAGS ?=
+# Test files that run at the same time; the tests' own processes need two cores for two.
+TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
@@ -25,7 +27,7 @@ test: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 demo: env
 	$(BIN)/python tools/demo.py

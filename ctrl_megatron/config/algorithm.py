@@ -131,6 +131,13 @@ class Transition:
 class Reward:
     """How a verdict becomes a score."""
 
+    reward_funcs: tuple[str, ...] = ("critic",)
+    """Reward functions whose weighted sum a critique earns: critic (the pass rate of its revision),
+    code, binary_code, code_format, ioi_code, soft_overlong_punishment, or module:function."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight per reward function; empty for 1 each."""
+    reward_options: dict[str, Any] = field(default_factory=dict)
+    """Reward function -> its options."""
     run_all_cases: bool = True
     """Score is the pass rate; False scores 1 only where every test passes."""
     num_examine: int = 0
@@ -154,6 +161,12 @@ class Reward:
     paper's reward never looks)."""
     transition: Transition = field(default_factory=Transition)
     overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Reward function -> weight."""
+        weights = self.reward_weights or (1.0,) * len(self.reward_funcs)
+        return dict(zip(self.reward_funcs, weights, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,7 @@ def objective_problems(config: Config) -> Iterator[str]:
         # A pipeline of one's own may register estimators and losses; the registry judges them.
         yield from _names(config)
     yield from _values(config)
+    yield from _reward_functions(config)
 
 
 def _get(config: Config, key: str) -> Any:
@@ -180,3 +181,27 @@ def _unread(
             yield (
                 f"{key}={json.dumps(value)} is not read {why}; leave it at {json.dumps(default)}"
             )
+
+
+def _reward_functions(config: Config) -> Iterator[str]:
+    names, weights = config.reward.reward_funcs, config.reward.reward_weights
+    if not names or len(set(names)) < len(names):
+        yield f"reward.reward_funcs={list(names)} must name at least one reward function, each once"
+    elif weights and len(weights) != len(names):
+        yield (
+            f"reward.reward_weights has {len(weights)} entries for {len(names)} reward functions "
+            f"({', '.join(names)}); give one each, or none for 1 each"
+        )
+    elif not any(config.reward.weights.values()):
+        yield "reward.reward_weights are all 0; nothing would be rewarded"
+    unread = set(config.reward.reward_options) - (set(names) - {"critic"})
+    if unread:
+        yield (
+            f"reward.reward_options.{min(unread)} belongs to no function of reward.reward_funcs "
+            "(critic takes its options from reward.*)"
+        )
+    if "critic" not in names and config.algorithm.filter_groups.enable:
+        yield (
+            "algorithm.filter_groups looks at the critic's reward, which reward.reward_funcs "
+            "lacks; name it, or turn filter_groups off"
+        )

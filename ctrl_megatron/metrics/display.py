@@ -49,7 +49,7 @@ class Display:
 
     def begin_step(self, step: int) -> None:
         """Step number ``step`` (counted from 1) begins."""
-        self._step_start = time.monotonic()
+        self._step_start, self._done = time.monotonic(), step - 1
         if self._bar is not None:
             self._bar.update(self._task, description=f"step {step}")
 
@@ -62,7 +62,7 @@ class Display:
             seconds = time.monotonic() - self._step_start
             aside = f" (beside {', '.join(beside)})" if beside else ""
             step = min(self._done + 1, self.total_steps)
-            self._line(f"[step {step}/{self.total_steps}] {seconds:7.1f}s {name}{aside}")
+            self.say(f"[step {step}/{self.total_steps}] {seconds:7.1f}s {name}{aside}")
         self._show_phases()
 
     def end_phase(self, name: str) -> None:
@@ -80,13 +80,14 @@ class Display:
             self._bar.update(self._task, completed=step, eta=eta)
         else:
             took = format_seconds(self._durations[-1])
-            self._line(f"[step {step}/{self.total_steps}] done in {took}, {eta} to go")
+            self.say(f"[step {step}/{self.total_steps}] done in {took}, {eta} to go")
 
     def print(self, content: RenderableType) -> None:
         """Print above the live bar."""
         self.console.print(content)
 
-    def _line(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print one line as it is, however long."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _show_phases(self) -> None:

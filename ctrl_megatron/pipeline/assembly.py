@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_provider_keys
 from ctrl_megatron.data.tokens import TextCodec
@@ -13,7 +15,12 @@ from ctrl_megatron.pipeline.weights import EngineWeights
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import EngineLink
 from ctrl_megatron.resharding.sources import DirectorySource, WeightSource
-from ctrl_megatron.rewards import RewardModelForCritic
+from ctrl_megatron.rewards import (
+    RewardModelForCritic,
+    WeightedReward,
+    make_rewards,
+    reward_parameters,
+)
 from ctrl_megatron.rewards.disk_cache import verdict_cache
 from ctrl_megatron.rewards.providers import CodeProvider, make_provider
 from ctrl_megatron.rollout.engine import Engine
@@ -71,8 +78,33 @@ def reward_model(config: Config, services: Services, codec: TextCodec) -> Reward
         show_progress=False,
         cache=verdict_cache(config.reward.cache_path),
         compare_lax=config.reward.compare_lax,
-        judge_identity=[config.reward.provider, config.sandbox.isolation],
     )
+
+
+def further_rewards(config: Config, critic: RewardModelForCritic | None) -> WeightedReward | None:
+    """The configured reward functions besides the critic's, None where there are none.
+
+    They share the critic's judge and its memory of verdicts; without ``critic`` they cannot run
+    programs, but every mistake in their names and options shows. Raises ValueError for those.
+    """
+    reward = config.reward
+    weights = {name: weight for name, weight in reward.weights.items() if name != "critic"}
+    if not weights:
+        return None
+    ours: dict[str, Any] = {
+        "provider": critic and critic.judge,
+        "cache": critic and critic.cache,
+        "run_timeout": reward.run_timeout,
+        "max_requests": reward.max_requests,
+    }
+    options = {
+        name: {
+            **{key: value for key, value in ours.items() if key in reward_parameters(name)},
+            **reward.reward_options.get(name, {}),
+        }
+        for name in weights
+    }
+    return WeightedReward(make_rewards(list(weights), options), list(weights.values()))
 
 
 def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | CodeProvider:
@@ -86,6 +118,7 @@ def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | CodePro
             attempts=attempts,
             max_concurrency=at_once,
             token=None if file is None else read_token(file),
+            identity={"provider": name, "isolation": config.sandbox.isolation},
         )
     options = {**read_provider_keys(name), **config.reward.provider_options}
     return make_provider(name, attempts=attempts, max_concurrency=at_once, **options)

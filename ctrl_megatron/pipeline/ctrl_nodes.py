@@ -21,7 +21,7 @@ from ctrl_megatron.pipeline.batch import (
 )
 from ctrl_megatron.pipeline.executor import NodeOutput
 from ctrl_megatron.pipeline.greedy_baseline import baselines, greedy_rows, over_rows, per_group
-from ctrl_megatron.pipeline.reward_terms import reward_terms
+from ctrl_megatron.pipeline.reward_terms import further_rewards, reward_terms
 from ctrl_megatron.pipeline.rounds import draw_critiques, judge, write_revisions
 from ctrl_megatron.pipeline.worker import DAGWorker, texts
 from ctrl_megatron.prompts import parse_judgment
@@ -94,6 +94,7 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     if greedy_ids:
         fields |= baselines(batch, outcomes[len(ids) :])
         fields["judged"] = fields["judged"] & ~fields["reward_baselines"].isnan()
+        fields["reward_baselines"] *= worker.config.reward.weights.get("critic", 0.0)
     return NodeOutput(fields=fields)
 
 
@@ -142,11 +143,14 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     A row that could not be judged leaves the loss and its group: its mask becomes empty and its uid
     its own.
     """
-    mask, judged = batch["response_mask"], batch["judged"]
+    mask, weights = batch["response_mask"], worker.config.reward.weights
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     rows = torch.arange(len(mask))
-    terms = reward_terms(worker, batch)
-    earned = torch.stack([batch["reward"].float(), *terms.values()]).sum(dim=0)
+    terms, further = reward_terms(worker, batch), further_rewards(worker, batch)
+    critic = weights.get("critic", 0.0) * batch["reward"].float()
+    parts = [weights[name] * part for name, part in further.items() if weights[name]]
+    earned = torch.stack([critic, *parts, *terms.values()]).sum(dim=0)
+    judged = batch["judged"] & ~earned.isnan()
     scores[rows, mask.sum(dim=1).clamp(min=1) - 1] = earned
     uids = [
         uid if ok else f"{uid}/unjudged/{i}"
@@ -161,6 +165,8 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             "pass_rate/after": batch["pass_rate"][judged & batch["valid"]],
             "pass_rate/before": torch.tensor([k for k in known if k is not None]),
             **{f"reward/{name}": values[judged] for name, values in terms.items()},
+            **{f"reward/{name}": part[~part.isnan()] for name, part in further.items()},
+            **({"reward/total": earned[judged]} if further else {}),
             "reward/forgery_rate": batch["forged"][batch["forged"] >= 0].float(),
         }
     )

@@ -40,7 +40,7 @@ class Recorder:
     def say(self, text: str) -> None:
         """One line on the terminal."""
         if self.display is not None:
-            self.display.print(text)
+            self.display.say(text)
 
     def begin_step(self, step: int) -> None:
         """Step number ``step`` (from 1) begins."""

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.pipeline.worker import DAGWorker, texts
 from ctrl_megatron.prompts import parse_judgment
+from ctrl_megatron.rewards import RewardItem
 from ctrl_megatron.rewards.ablations import (
     TransitionTable,
     judgment_rewards,
@@ -49,6 +50,36 @@ def reward_terms(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor
         )
         terms["transition"] = torch.tensor([0.0 if value is None else value for value in made])
     return terms
+
+
+def further_rewards(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor]:
+    """Name -> (B,) float32, NaN where nothing is known, of the reward functions besides the
+    critic's, without their weights. Collective.
+
+    A function's text is the revision, its length that of the critique in tokens.
+    """
+    further = worker.further_rewards
+    if further is None:
+        return {}
+    lengths = [int(n) for n in batch["response_mask"].sum(dim=1)]
+    said, written = texts(batch["critique"]), texts(batch["revision"])
+
+    async def work() -> dict[str, list[float | None]]:
+        assert worker.reward is not None and worker.further_rewards is not None
+        _, samples = worker.reward.parse_query(texts(batch["problem_id"]))
+        items = [
+            RewardItem(text=revision, critique=critique, sample=sample, length=length)
+            for revision, critique, sample, length in zip(
+                written, said, samples, lengths, strict=True
+            )
+        ]
+        return (await worker.further_rewards.score(items)).parts
+
+    found = worker.ask(work)
+    return {
+        name: torch.tensor([float("nan") if value is None else value for value in part])
+        for name, part in found.items()
+    }
 
 
 def _truths(worker: DAGWorker, batch: TensorDict) -> list[bool]:

@@ -24,7 +24,12 @@ from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import Groups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
-from ctrl_megatron.pipeline.assembly import engine_layout, engine_weights, reward_model
+from ctrl_megatron.pipeline.assembly import (
+    engine_layout,
+    engine_weights,
+    further_rewards,
+    reward_model,
+)
 from ctrl_megatron.pipeline.builtin import ctrl_pipeline
 from ctrl_megatron.pipeline.executor import Executor
 from ctrl_megatron.pipeline.failure import EXIT_CODE, FailureWatch
@@ -116,6 +121,7 @@ def train(config: Config) -> bool:
     groups = join(config)
     with guarded(groups, config) as (watch, clean_up):
         graph = task_graph(config)
+        further_rewards(config, None)  # a wrong name shows before the models are built
         background = BackgroundLoop()
         starting = ServiceStart(config, groups, Path(config.trainer.run_dir))
         clean_up.append(starting.stop)
@@ -240,6 +246,7 @@ def _worker(
 ) -> DAGWorker:
     control = config.algorithm.kl_ctrl
     engine = services.connect() if groups.is_leader else None
+    reward = reward_model(config, services, codec) if groups.is_leader else None
     actor = MegatronSource(policy, engine_layout(config))
     return DAGWorker(
         config=config,
@@ -252,7 +259,8 @@ def _worker(
         value=value,
         draw=draw,
         engine=engine,
-        reward=reward_model(config, services, codec) if groups.is_leader else None,
+        reward=reward,
+        further_rewards=further_rewards(config, reward),
         weights=engine_weights(
             config,
             groups,

@@ -23,7 +23,7 @@ from ctrl_megatron.pipeline.interrupt import StopFlag, StopRequested
 from ctrl_megatron.pipeline.prompts_table import PromptTable
 from ctrl_megatron.pipeline.reserve import SamplingReserve
 from ctrl_megatron.pipeline.weights import EngineWeights
-from ctrl_megatron.rewards import RewardModelForCritic
+from ctrl_megatron.rewards import RewardModelForCritic, WeightedReward
 from ctrl_megatron.rollout.engine import Engine
 
 T = TypeVar("T")
@@ -84,6 +84,8 @@ class DAGWorker(Speaker):
     policy: Policy
     reference: Policy | None
     """The frozen KL anchor; None where the objective has no KL."""
+    further_rewards: WeightedReward | None = None
+    """Reward functions besides the critic's; those of leaders can run programs."""
     value: ValueModel | None = None
     """Given where the estimator reads values."""
     reserve: SamplingReserve = field(default_factory=SamplingReserve)

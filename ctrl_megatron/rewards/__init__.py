@@ -5,7 +5,13 @@ from ctrl_megatron.rewards.critic import MAX_REQUESTS, RewardModelForCritic, Rew
 from ctrl_megatron.rewards.disk_cache import CacheFileError, verdict_cache
 from ctrl_megatron.rewards.items import RewardFunction, RewardItem
 from ctrl_megatron.rewards.normalize import count_normalized_duplicates, normalize_code
-from ctrl_megatron.rewards.registry import get_reward, make_reward, make_rewards, register_reward
+from ctrl_megatron.rewards.registry import (
+    get_reward,
+    make_reward,
+    make_rewards,
+    register_reward,
+    reward_parameters,
+)
 from ctrl_megatron.rewards.samples import RUN_TIMEOUT, Sample
 from ctrl_megatron.rewards.weighted import WeightedReward, WeightedRewards, reward_metrics
 
@@ -28,6 +34,7 @@ __all__ = [
     "normalize_code",
     "register_reward",
     "reward_metrics",
+    "reward_parameters",
     "sanitize",
     "verdict_cache",
 ]

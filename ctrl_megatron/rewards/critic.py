@@ -56,8 +56,7 @@ class RewardModelForCritic:
     ``file`` names the parquet file(s) of samples, ``tokenizer`` decodes responses, ``num_examine``
     of them are printed by every ``parse_response``. With ``run_all_cases`` the reward is the pass
     rate, without it 1 only if every test passes (the paper's). ``sandbox`` is needed to run
-    anything: a client or a provider; ``judge_identity`` names what about it may change verdicts
-    (its limits), for cache keys. With ``compare_lax`` our service tells which programs only a
+    anything: a client or a provider. With ``compare_lax`` our service tells which programs only a
     grader that believes exit codes would accept. ``cache`` replaces the cache in memory.
     ``id_key`` is the batch field that holds the samples' ids. At most ``max_requests`` of a batch
     are under way; a test takes ``run_timeout`` seconds at most where its row does not say. One
@@ -84,7 +83,6 @@ class RewardModelForCritic:
         max_requests: int = MAX_REQUESTS,
         run_timeout: float = RUN_TIMEOUT,
         cache: ResultCache[Graded] | None = None,
-        judge_identity: Any = None,
         compare_lax: bool = False,
     ) -> None:
         self.table = load_samples(file)
@@ -93,15 +91,15 @@ class RewardModelForCritic:
         self.run_all_cases = run_all_cases
         self.id_key = id_key
         self.show_progress = show_progress
-        self._sandbox = sandbox
+        self.judge = sandbox
         self.max_requests, self.run_timeout = max_requests, run_timeout
-        self._cache = verdict_cache(capacity=cache_capacity) if cache is None else cache
-        self._judge_identity, self.compare_lax = judge_identity, compare_lax
+        self.cache = verdict_cache(capacity=cache_capacity) if cache is None else cache
+        self.compare_lax = compare_lax
 
     @property
     def cache_counters(self) -> CacheCounters:
         """How often verdicts were remembered, shared or run."""
-        return self._cache.counters
+        return self.cache.counters
 
     def parse_response(self, data: Mapping[str, Any]) -> tuple[list[str], list[str], list[int]]:
         """Sample ids, texts without end-of-sequence tokens, and lengths in tokens of responses.
@@ -158,7 +156,7 @@ class RewardModelForCritic:
 
     async def close(self) -> None:
         """Let go of the sandbox client's connections, where it has any."""
-        close = getattr(self._sandbox, "close", None)
+        close = getattr(self.judge, "close", None)
         if close is not None:
             await close()
 
@@ -223,7 +221,7 @@ class RewardModelForCritic:
     async def _grade(
         self, text: str, sample: Sample, run_all_cases: bool, semaphore: asyncio.Semaphore | None
     ) -> tuple[Graded, bool]:
-        if self._sandbox is None:
+        if self.judge is None:
             raise ValueError(
                 "RewardModelForCritic has no sandbox; pass sandbox=SandboxClient(endpoint)"
             )
@@ -234,8 +232,7 @@ class RewardModelForCritic:
             run_timeout=self.run_timeout,
             compare_lax=self.compare_lax,
         )
-        judge = CachedJudge(self._sandbox, self._cache, identity=self._judge_identity)
-        return await judge.grade(job, semaphore)
+        return await CachedJudge(self.judge, self.cache).grade(job, semaphore)
 
     def _score(self, verdict: Verdict) -> float:
         return verdict.pass_rate if self.run_all_cases else float(verdict.accepted)

@@ -45,6 +45,11 @@ def get_reward(name: str) -> Callable[..., Any]:
     return _FACTORIES[name]
 
 
+def reward_parameters(name: str) -> frozenset[str]:
+    """Names of the options of a registered reward; none of a ``module:function``."""
+    return frozenset() if ":" in name else frozenset(inspect.signature(get_reward(name)).parameters)
+
+
 def make_reward(name: str, **options: Any) -> RewardFunction:
     """The reward function called ``name``, made with ``options``.
 

@@ -79,6 +79,7 @@ class SandboxClient:
     most 60 s, with jitter; no pause where another service is left to try). ``max_concurrency``
     bounds requests on the wire; a request that waits for its retry holds no place. ``token`` is the
     services' bearer token, ``name`` tells services whom to be fair to (a random one by default).
+    ``identity`` is whatever about the services may change a verdict, for caches of verdicts.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class SandboxClient:
         backoff: float = 1.0,
         token: str | None = None,
         name: str | None = None,
+        identity: object = None,
     ) -> None:
+        self.identity = identity
         self._services = Endpoints(endpoint)
         self.endpoints = self._services.urls
         if attempts < 1 or max_concurrency < 1:

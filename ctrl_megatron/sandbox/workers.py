@@ -24,7 +24,7 @@ from ctrl_megatron.sandbox.limits import SandboxLimits
 from ctrl_megatron.sandbox.telemetry import Histogram
 from ctrl_megatron.sandbox.turns import CLIENT, Turns
 
-_FIRST_UID = 20_001
+_FIRST_UID, _UID_BLOCKS, _UIDS_PER_SERVICE = 20_001, 256, 128
 _START_SECONDS = 60.0
 _JOB_MARGIN_SECONDS = 30.0
 _ATTEMPTS = 3
@@ -145,7 +145,7 @@ class Worker:
             "level": settings.level,
             "staging": staging,
             "scratch": private,
-            "user": _FIRST_UID + number if os.getuid() == 0 else None,
+            "user": _user(number) if os.getuid() == 0 else None,
             "without": settings.without,
             "preload": settings.preload,
             "limits": settings.limits.as_dict(),
@@ -283,6 +283,14 @@ class Pool:
         worker = await Worker.start(self.settings, self._scratch.name, number)
         self._workers[number] = worker
         return worker
+
+
+def _user(number: int) -> int:
+    """The user id of a worker started by root: its own on this machine, as far as ids below 65,536
+    go, because limits on processes and leftover files are per user.
+    """
+    block = os.getpid() % _UID_BLOCKS
+    return _FIRST_UID + block * _UIDS_PER_SERVICE + number % _UIDS_PER_SERVICE
 
 
 def _timed_out(result: JobResult) -> bool:

@@ -49,6 +49,21 @@ def test_the_defaults_with_the_required_paths_pass() -> None:
             ["ppo_mini_batch_size=30", "divide", "train_batch_size=100"],
         ),
         ((MEGATRON + "sequence_parallel=true",), ["tensor_model_parallel_size", "2 or more"]),
+        (("reward.reward_funcs=[]",), ["reward_funcs=[]", "at least one"]),
+        (("reward.reward_funcs=[code,code]",), ["reward_funcs=['code', 'code']", "each once"]),
+        (
+            ("reward.reward_funcs=[critic,code]", "reward.reward_weights=[1.0]"),
+            ["reward_weights has 1 entries for 2", "one each"],
+        ),
+        (("reward.reward_weights=[0.0]",), ["reward_weights are all 0"]),
+        (
+            ("reward.reward_options.code_format={final_newline: false}",),
+            ["reward_options.code_format", "reward_funcs"],
+        ),
+        (
+            ("reward.reward_funcs=[code]", "algorithm.filter_groups.enable=true"),
+            ["filter_groups", "critic's reward", "turn filter_groups off"],
+        ),
         (
             (MEGATRON + "virtual_pipeline_model_parallel_size=2",),
             ["pipeline_model_parallel_size", "2 or more"],

@@ -30,6 +30,9 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "kl_cov": (
         *(ACTOR + "policy_loss=kl_cov", ACTOR + "kl_cov_ratio=0.1"),
         *("algorithm.adv_estimator=reinforce_plus_plus_baseline", "reward.judgment_weight=0.1"),
+        "reward.reward_funcs=[critic,binary_code,soft_overlong_punishment]",
+        "reward.reward_weights=[1.0,0.5,0.0]",
+        "reward.reward_options.soft_overlong_punishment={max_length: 16, cache_length: 16}",
     ),
 }
 
@@ -82,7 +85,16 @@ def dapo(metrics: list[dict[str, float]]) -> None:
     assert metrics[0]["rollout/probs_diff_mean"] < 1e-4
 
 
-CHECKS = {"ppo": ppo, "dapo": dapo}
+def kl_cov(metrics: list[dict[str, float]]) -> None:
+    for step in metrics:
+        # One test per problem: its pass rate is 0 or 1.
+        assert step["reward/binary_code"] == step["reward/mean"]
+        assert step["reward/soft_overlong_punishment"] < 0, "of weight 0, but reported"
+        total = 1.5 * step["reward/mean"] + step["reward/judgment"]
+        assert step["reward/total"] == pytest.approx(total)
+
+
+CHECKS = {"ppo": ppo, "dapo": dapo, "kl_cov": kl_cov}
 
 
 def test_filtering_everything_is_an_error_that_says_what_to_change(job: Job) -> None:

@@ -33,7 +33,7 @@ def test_engine_and_trainer_agree_and_updates_are_followed(engine: str, smollm2_
         engine=engine,
         model=str(smollm2_path),
         prompts=PROMPTS,
-        count=24,
+        count=12,
     )
     for version, spoken in found.items():
         assert spoken["verified"]

@@ -214,3 +214,15 @@ def test_metrics_load_without_heavy_libraries() -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_resumed_run_counts_on_and_long_lines_stay_whole() -> None:
+    display, buffer = plain_display(steps=7)
+    line = f"saved /runs/{'x' * 200}/[red]"
+    with display:
+        display.say(line)
+        display.begin_step(5)
+        display.begin_phase("generate")
+    said = buffer.getvalue().splitlines()
+    assert said[0] == line
+    assert said[1].startswith("[step 5/7]") and said[1].endswith("generate")
