@@ -63,7 +63,7 @@ class Confinement:
 
     def apply(
         self,
-        directory: str,
+        directory: str | None,
         *,
         memory_bytes: int,
         cpu_seconds: float,
@@ -72,6 +72,7 @@ class Confinement:
     ) -> None:
         """Confine the calling process for good: limits, then Landlock, then the system call filter.
 
+        It may write below ``directory`` only, None for nowhere.
         ``profile`` is a profile of ``native`` for programs that are not Python. ``rest`` is
         ``file_bytes``, ``open_files`` and ``processes`` of ``rlimits.limit``.
         """
@@ -83,7 +84,7 @@ class Confinement:
             landlock.restrict(
                 self.reached.landlock,
                 readable=(*self.readable, *_tools(profile), "/dev/urandom", "/dev/random"),
-                writable=(directory, "/dev/null", "/dev/zero"),
+                writable=(*filter(None, (directory,)), "/dev/null", "/dev/zero"),
             )
         if self.call_filter is not None:
             (self.native_filters[profile] if profile else self.call_filter).install()
@@ -95,9 +96,10 @@ def _tools(profile: str | None) -> tuple[str, ...]:
 
 def establish(
     level: Level, *, staging: str, user: int | None, without: tuple[str, ...] = ()
-) -> Confinement:
+) -> tuple[Confinement, int | None]:
     """Isolate this worker process as far as ``level`` asks. Raises ``IsolationRefused``.
 
+    With namespaces also what ``namespaces.fork_owner`` takes.
     ``user`` is the id to take on when started as root, ``without`` names mechanisms not to try.
     """
     missing: list[str] = []
@@ -115,8 +117,9 @@ def establish(
         )
     # Each place once, whatever its names: a rule costs every job four system calls.
     readable = tuple(dict.fromkeys(map(os.path.realpath, namespaces.library_paths())))
+    process = None
     if isolated:
-        namespaces.enter_worker(staging, user)
+        process = namespaces.enter_worker(staging, user)
     elif user is not None:
         namespaces.become(user)
         _require_readable(sys.base_prefix, user)
@@ -130,12 +133,13 @@ def establish(
         missing=tuple(missing) if level != "none" else (),
     )
     call_filter = seccomp.Filter() if filtering else None
-    return Confinement(
+    confinement = Confinement(
         reached=reached,
         readable=readable,
         call_filter=call_filter,
         native_filters=_native_filters() if filtering and isolated else {},
     )
+    return confinement, process
 
 
 def _native_filters() -> dict[str, seccomp.Filter]:
@@ -183,13 +187,24 @@ def _in_child(attempt: Callable[[], None]) -> str:
 
 
 def _whole_entry(staging: str, user: int | None) -> None:
-    namespaces.enter_worker(staging, user)
-    namespaces.enter_job(1 << 20)
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if os.getpid() == 1 else 1)
-    if os.waitpid(pid, 0)[1]:
-        raise IsolationRefused("the first process of a new pid namespace is not pid 1")
+    process = namespaces.enter_worker(staging, user)
+    if reason := _in_child(lambda: namespaces.enter_job(1 << 20)):
+        raise IsolationRefused(reason)
+    pid, own = namespaces.fork_owner(process)
+    if pid:
+        if os.waitpid(pid, 0)[1]:
+            raise IsolationRefused("a process cannot become the first of a pid namespace")
+        return
+    try:
+        for _ in range(2):
+            inner = namespaces.fork_first(own)
+            if inner == 0:
+                os._exit(0 if os.getpid() == 1 else 1)
+            if os.waitpid(inner, 0)[1]:
+                os._exit(1)
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def _canaries(confinement: Confinement, directory: str) -> None:

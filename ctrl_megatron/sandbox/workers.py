@@ -1,4 +1,4 @@
-"""The service's side of its workers: start a zygote, give it one job at a time, replace it when it
+"""The service's side of its workers: start them, give each one job at a time, replace one that
 dies.
 """
 
@@ -25,7 +25,7 @@ from ctrl_megatron.sandbox.telemetry import Histogram
 from ctrl_megatron.sandbox.turns import CLIENT, Turns
 
 _FIRST_UID, _UID_BLOCKS, _UIDS_PER_SERVICE = 20_001, 256, 128
-_START_SECONDS = 60.0
+_START_SECONDS, _END_SECONDS = 60.0, 2.0
 _JOB_MARGIN_SECONDS = 30.0
 _ATTEMPTS = 3
 _BOOT = (
@@ -75,7 +75,7 @@ class JobResult:
 
 
 class Worker:
-    """One zygote process."""
+    """One worker process."""
 
     def __init__(
         self,
@@ -131,12 +131,18 @@ class Worker:
         return JobResult(tuple(message.pop("verdicts")), message)
 
     async def stop(self) -> None:
-        """Kill the zygote; its jobs die with it."""
-        self._writer.close()
-        self._process.kill()
-        await asyncio.to_thread(self._process.wait)
+        """Let the worker end, and its job with it; kill it if it does not."""
+        self._writer.transport.abort()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     async def _introduce(self, settings: WorkerSettings, scratch: str, number: int) -> None:
         staging, private = (tempfile.mkdtemp(dir=scratch, prefix=f"{number}-") for _ in range(2))

@@ -112,6 +112,10 @@ def shared_data() -> Path:
     return folder
 
 
+IDLE = 2
+"""Processes of a worker without a job: supervisor and forker."""
+
+
 def descendants(root: int) -> set[int]:
     """Living processes below ``root``, zombies included."""
     parents: dict[int, int] = {}

@@ -153,11 +153,11 @@ def test_bash_is_confined(run_in: Run, code: str, said: str) -> None:
 
 
 def test_a_fork_bomb_in_bash_ends_with_its_job(run_in: Run, service: EmbeddedSandbox) -> None:
-    from conftest import descendants, wait_until
+    from conftest import IDLE, descendants, wait_until
 
     response = run_in("bash", "f() { f | f & }; f; sleep 30", run_timeout=1.0)
     assert response.status in (RunStatus.FAILED, RunStatus.SUCCESS)
-    assert wait_until(lambda: len(descendants(service.pid)) <= 2)
+    assert wait_until(lambda: len(descendants(service.pid)) <= 2 * IDLE)
     assert stdout(run_in("bash", "echo still here")) == "still here\n"
 
 

@@ -1,5 +1,6 @@
 """The processes that run untrusted code: standard library only, so that a worker forks in
 milliseconds.
 
-zygote (one per worker) -> supervisor (one per job) -> init (pid 1) -> judge and candidate.
+zygote = supervisor (one per worker, reads jobs) -> forker (one per worker, never sees a job)
+-> per job a judge and a candidate, or an init and its program.
 """

@@ -43,10 +43,10 @@ class CandidateException(Exception):
 class Connection:
     """The candidate of the moment. ``broken`` holds what ended it."""
 
-    def __init__(self, init: socket.socket, seconds: float) -> None:
+    def __init__(self, asks: socket.socket, seconds: float) -> None:
         self._seconds = seconds
-        init.sendall(NEW_CANDIDATE)
-        _, (self._fd,), _, _ = socket.recv_fds(init, 64, 1)
+        asks.sendall(NEW_CANDIDATE)
+        _, (self._fd,), _, _ = socket.recv_fds(asks, 64, 1)
         self._answers = frames.Reader(self._fd, limit=ANSWER_BYTES + _FRAME_SLACK)
         self._call: dict[str, Any] | None = None
         self._answer: dict[str, Any] | None = None

@@ -17,18 +17,15 @@ from typing import Any
 from ctrl_megatron.sandbox.jail import frames
 from ctrl_megatron.sandbox.jail.connection import Connection, Lost
 
-_SPEC_BYTES = 1 << 30
 _REASON_LENGTH = 600
 
 
-def run(init: socket.socket, spec_input: int, verdicts: int) -> None:
-    """Read the tests, judge, report each verdict on ``verdicts``; never returns. Exit status 0
-    means all told.
+def run(asks: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
+    """Run the tests of ``spec``, report each verdict on ``verdicts``; never returns. Exit status 0
+    means all told. A candidate comes for each request on ``asks``.
     """
-    spec = frames.receive(spec_input, limit=_SPEC_BYTES)
-    os.close(spec_input)
     signal.signal(signal.SIGALRM, _alarm)
-    _Judge(init, verdicts, spec).judge()
+    _Judge(asks, verdicts, spec).judge()
     os._exit(0)
 
 
@@ -37,8 +34,8 @@ def _alarm(_number: int, _frame: object) -> None:
 
 
 class _Judge:
-    def __init__(self, init: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
-        self._init = init
+    def __init__(self, asks: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
+        self._asks = asks
         self._verdicts = verdicts
         self._spec = spec
         self._candidate: Connection | None = None
@@ -86,7 +83,7 @@ class _Judge:
     def _connect(self) -> str | None:
         if self._candidate is not None:
             self._candidate.close()
-        self._candidate = Connection(self._init, self._spec["seconds"])
+        self._candidate = Connection(self._asks, self._spec["seconds"])
         return self._candidate.load()
 
     def _run(self, test: str) -> tuple[str, str]:

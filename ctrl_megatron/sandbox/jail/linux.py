@@ -84,6 +84,11 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
+def setns(fd: int, kind: int) -> None:
+    """``setns(2)``. Raises ``KernelRefusal``."""
+    _check(_libc.setns(fd, kind), f"setns({kind:#x})")
+
+
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     """``mount(2)``. Raises ``KernelRefusal``."""
     result = _libc.mount(

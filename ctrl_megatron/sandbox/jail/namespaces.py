@@ -37,26 +37,61 @@ def library_paths() -> tuple[str, ...]:
     return tuple(paths)
 
 
-def enter_worker(staging: str, user: int | None) -> None:
+def enter_worker(staging: str, user: int | None) -> int:
     """Move this process into a world of its own: new root, no network, unprivileged.
 
     ``staging`` is an empty directory to build the root on. ``user`` is the id that a process
-    started as root takes on; None keeps the own one. Raises ``KernelRefusal`` when the kernel
-    grants less than all of it.
+    started as root takes on; None keeps the own one. Returns a descriptor of the process's
+    directory in /proc, which the new root lacks. Raises ``KernelRefusal`` when the kernel grants
+    less than all of it.
     """
     process = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
-    try:
-        if user is None:
-            _new_user_namespace(process)
-            _build_root(staging, (*library_paths(), *native.tool_paths()))
-        else:
-            # As root first: the interpreter may live where the unprivileged user cannot look.
-            linux.unshare(linux.CLONE_NEWNS)
-            _build_root(staging, (*library_paths(), *native.tool_paths()))
-            become(user)
-            _new_user_namespace(process)
-    finally:
+    if user is None:
+        _new_user_namespace(process)
+        _build_root(staging, (*library_paths(), *native.tool_paths()))
+    else:
+        # As root first: the interpreter may live where the unprivileged user cannot look.
+        linux.unshare(linux.CLONE_NEWNS)
+        _build_root(staging, (*library_paths(), *native.tool_paths()))
+        become(user)
+        _new_user_namespace(process)
+    return process
+
+
+def fork_owner(process: int) -> tuple[int, int]:
+    """Fork the first process of a pid namespace that can make more of them with ``fork_first``:
+    (pid, -1) in the caller, (0, a descriptor of the namespace) in the child.
+
+    ``process`` is what ``enter_worker`` returned; it is closed.
+    """
+    ours, theirs = socket.socketpair()
+    linux.unshare(linux.CLONE_NEWPID)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
         os.close(process)
+        # Its own name in /proc is known outside only.
+        with theirs:
+            _, (own,), _, _ = socket.recv_fds(theirs, 1, 1)
+        return 0, own
+    theirs.close()
+    own = os.open("ns/pid_for_children", os.O_RDONLY, dir_fd=process)
+    with ours:
+        socket.send_fds(ours, [b"n"], [own])
+    os.close(own)
+    os.close(process)
+    return pid, -1
+
+
+def fork_first(own: int) -> int:
+    """``os.fork``, but the child is the first of a new pid namespace; its later children are in
+    that one, those of the caller are not. ``own`` is a descriptor of the caller's.
+    """
+    linux.unshare(linux.CLONE_NEWPID)
+    pid = os.fork()
+    if pid:
+        linux.setns(own, linux.CLONE_NEWPID)
+    return pid
 
 
 def become(user: int) -> None:
@@ -69,12 +104,11 @@ def become(user: int) -> None:
 
 
 def enter_job(disk_bytes: int, *, ipc: bool = True) -> None:
-    """Give this process private mounts and ``/tmp``, its next child a pid namespace.
+    """Give this process private mounts and ``/tmp``.
 
     ``ipc`` adds a System V namespace; the worker's own serves where a filter refuses its calls.
     """
-    flags = linux.CLONE_NEWPID | linux.CLONE_NEWNS
-    linux.unshare(flags | linux.CLONE_NEWIPC if ipc else flags)
+    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWIPC if ipc else linux.CLONE_NEWNS)
     linux.mount(
         "tmpfs",
         TMP,

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 
 
-def end_tree(init: int, *, isolated: bool) -> None:
-    """Kill ``init`` and everything below it, and wait until nothing is left.
+def end_all(started: Mapping[str, int], *, isolated: bool) -> dict[str, int]:
+    """Kill the children ``started`` (role -> pid) and everything below them, and wait until nothing
+    is left; role -> wait status.
 
-    In a pid namespace the kernel ends all processes with pid 1. Otherwise the caller must be a
-    subreaper: orphans become its children, which are killed until there are none.
+    With a pid namespace the kernel ends all processes of a candidate with it. Otherwise the caller
+    must be a subreaper without other children: orphans become its children, which are killed until
+    there are none.
     """
+    roles = {pid: role for role, pid in started.items()}
+    statuses: dict[str, int] = {}
+    for pid in roles:
+        _kill(pid)
     if isolated:
-        _kill(init)
-        os.waitpid(init, 0)
-        return
+        return {role: os.waitpid(pid, 0)[1] for pid, role in roles.items()}
     while True:
         for child in _children():
             _kill(child)
         try:
-            os.waitpid(-1, 0)
+            pid, status = os.waitpid(-1, 0)
         except ChildProcessError:
-            return
+            return statuses
+        if pid in roles:
+            statuses[roles[pid]] = status
 
 
 def _kill(pid: int) -> None:

@@ -1,7 +1,7 @@
-"""A worker: isolates itself once, imports what programs import, then forks a supervisor per job.
+"""A worker: isolates itself once, imports what programs import, then divides into a supervisor,
+which reads jobs, and a forker, which never sees one.
 
-It never reads a job: the supervisor does, after it has forked the process from which candidates
-come. Started as ``python -I -S -B -c "...; main(fd)"``; the descriptor is a socket to the service.
+Started as ``python -I -S -B -c "...; main(fd)"``; the descriptor is a socket to the service.
 """
 
 from __future__ import annotations
@@ -9,17 +9,24 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import select
 import site
 import socket
 import sys
 from typing import Any
 
 from ctrl_megatron.sandbox import isolation
-from ctrl_megatron.sandbox.jail import frames, linux, namespaces, program, supervisor
+from ctrl_megatron.sandbox.jail import (
+    forker,
+    frames,
+    linux,
+    namespaces,
+    program,
+    supervisor,
+)
+from ctrl_megatron.sandbox.jail.worker import Worker
 from ctrl_megatron.sandbox.limits import SandboxLimits
 
-_REFUSED, _SUPERVISOR_LOST = 3, 4
+_REFUSED = 3
 _SETUP_BYTES = 1 << 20
 _PROGRAMS_IMPORT = """
 abc array ast asyncio atexit bisect calendar cmath codecs collections collections.abc contextlib
@@ -38,14 +45,14 @@ def main(fd: int) -> None:
     _first_when_memory_ends()
     try:
         _preload(setup["preload"])
-        worker = _isolate(setup)
+        worker, process = _isolate(setup)
     except (isolation.IsolationRefused, OSError, ImportError) as error:
         frames.send(fd, {"kind": "refused", "reason": str(error)})
         os._exit(_REFUSED)
     # Changing the user id forgets the parent-death signal.
     linux.die_with_parent()
-    _ready(fd, worker)
-    _serve(fd, worker)
+    _prepare()
+    _divide(fd, worker, process)
 
 
 def _preload(further: list[str]) -> None:
@@ -65,11 +72,11 @@ def _first_when_memory_ends() -> None:
         sys.stderr.write(f"sandbox worker: oom_score_adj stays as it is: {error}\n")
 
 
-def _isolate(setup: dict[str, Any]) -> supervisor.Worker:
+def _isolate(setup: dict[str, Any]) -> tuple[Worker, int | None]:
     scratch = setup["scratch"]
     if setup["user"] is not None:
         os.chown(scratch, setup["user"], setup["user"])
-    confinement = isolation.establish(
+    confinement, process = isolation.establish(
         setup["level"],
         staging=setup["staging"],
         user=setup["user"],
@@ -78,14 +85,14 @@ def _isolate(setup: dict[str, Any]) -> supervisor.Worker:
     os.environ.clear()
     sys.path[:] = [path for path in sys.path if path.startswith(sys.base_prefix)]
     limits = SandboxLimits(**setup["limits"])
-    worker = supervisor.Worker(confinement=confinement, limits=limits, scratch=scratch)
+    worker = Worker(confinement=confinement, limits=limits, scratch=scratch)
     directory = namespaces.TMP if worker.isolated else scratch
     os.chdir("/" if worker.isolated else scratch)
     isolation.check_canaries(confinement, directory)
-    return worker
+    return worker, process
 
 
-def _ready(fd: int, worker: supervisor.Worker) -> None:
+def _prepare() -> None:
     linux.drop_bounding_set()
     # Inherited by every job: no process of the same user may trace us or open our memory.
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
@@ -96,19 +103,17 @@ def _ready(fd: int, worker: supervisor.Worker) -> None:
     program.harness_modules()
     gc.collect()
     gc.freeze()
+
+
+def _divide(fd: int, worker: Worker, process: int | None) -> None:
+    """Fork the forker, before this process sees any job, and become the supervisor."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid, own = (os.fork(), None) if process is None else namespaces.fork_owner(process)
+    if pid == 0:
+        ours.close()
+        os.close(fd)
+        forker.run(theirs, worker, own)
+    theirs.close()
+    linux.drop_capabilities()
     frames.send(fd, {"kind": "ready", "isolation": worker.confinement.reached.as_dict()})
-
-
-def _serve(fd: int, worker: supervisor.Worker) -> None:
-    control = socket.socket(fileno=os.dup(fd))
-    while True:
-        select.select([fd], [], [])
-        if not control.recv(1, socket.MSG_PEEK):
-            os._exit(0)
-        pid = os.fork()
-        if pid == 0:
-            supervisor.run(fd, worker)
-        if os.waitpid(pid, 0)[1] != 0:
-            # What it left on the wire is unknown; the service starts a fresh worker and repeats the
-            # job.
-            os._exit(_SUPERVISOR_LOST)
+    supervisor.serve(fd, forker.Forker(ours, pid), worker)
