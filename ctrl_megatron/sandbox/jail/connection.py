@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import os
 import reprlib
-import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -85,7 +84,7 @@ class Connection:
         if self.broken is not None:
             raise self.broken
         request = {
-            "id": secrets.token_hex(4),
+            "id": os.urandom(4).hex(),
             "name": name,
             "args": [codec.encode(value, strict=True) for value in arguments],
             "named": {key: codec.encode(value, strict=True) for key, value in named.items()},

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 import sys
 from typing import Literal, NoReturn
@@ -31,8 +30,7 @@ def tool_paths() -> tuple[str, ...]:
     """Directories with compilers and shells, of those that exist; ``/usr/local`` only where the
     compiler lives there.
     """
-    compiler = shutil.which("g++", path=PATH) or ""
-    local = _LOCAL if compiler.startswith("/usr/local/") else ()
+    local = _LOCAL if os.access("/usr/local/bin/g++", os.X_OK) else ()
     return tuple(path for path in (*_TOOLS, *local) if os.path.isdir(path))
 
 

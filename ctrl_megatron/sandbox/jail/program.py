@@ -7,7 +7,6 @@ from __future__ import annotations
 import atexit
 import io
 import os
-import random
 import sys
 import threading
 import traceback
@@ -15,6 +14,7 @@ import types
 
 NAME = "main.py"
 _HARNESS: list[str] = []
+_HIDDEN: list[types.ModuleType | None] = []
 
 
 def harness_modules() -> list[str]:
@@ -36,11 +36,10 @@ def fresh_streams() -> None:
 
 
 def forget_harness() -> None:
-    """Take our modules out of the program's sight and give it randomness of its own."""
-    # A copied list: walking all modules would touch, and so copy, memory shared with the zygote.
-    for name in _HARNESS or harness_modules():
-        sys.modules.pop(name, None)
-    random.seed()
+    """Take our modules out of the program's sight; randomness of its own it has since the fork."""
+    # A copied list: walking all modules would touch, and so copy, memory shared with the forker.
+    # Kept: taking them down would touch as much.
+    _HIDDEN.extend(sys.modules.pop(name, None) for name in _HARNESS or harness_modules())
 
 
 def run(directory: str, code: str, prelude: str = "") -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import base64
 import os
-import secrets
 import select
 import selectors
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,7 +70,8 @@ def _directory(worker: Worker) -> Iterator[str | None]:
     if worker.isolated:
         yield None
         return
-    path = tempfile.mkdtemp(dir=worker.scratch)
+    path = os.path.join(worker.scratch, os.urandom(8).hex())
+    os.mkdir(path, 0o700)
     try:
         yield path
     finally:
@@ -101,7 +100,7 @@ class _Job:
         self._stdout = Output(worker.limits.output_bytes)
         self._stderr = Output(worker.limits.output_bytes)
         self._stdin = memoryview(b"")
-        self._verdicts = Verdicts(secrets.token_hex(16))
+        self._verdicts = Verdicts(os.urandom(16).hex())
         self._files: dict[str, str] = {}
         self._stopped: str | None = None
         self._exit: int | None = None

@@ -29,13 +29,12 @@ from ctrl_megatron.sandbox.limits import SandboxLimits
 _REFUSED = 3
 _SETUP_BYTES = 1 << 20
 _PROGRAMS_IMPORT = """
-abc array ast asyncio atexit bisect calendar cmath codecs collections collections.abc contextlib
-copy csv dataclasses datetime decimal enum fractions functools gc hashlib heapq inspect io itertools
-json linecache locale math numbers operator os pprint queue random re secrets shutil statistics
-string struct subprocess sys tempfile textwrap threading time traceback types typing unicodedata
-unittest urllib.parse uuid warnings weakref zlib zoneinfo encodings.idna encodings.latin_1
-encodings.ascii encodings.utf_16
+abc array bisect cmath collections collections.abc contextlib copy dataclasses datetime decimal enum
+fractions functools heapq io itertools json math numbers operator os queue random re statistics
+string struct sys textwrap threading time traceback types typing warnings
 """
+"""What solutions of programming problems import. Not more: every page of the forker's memory is
+copied into the page tables of every job."""
 
 
 def main(fd: int) -> None:
