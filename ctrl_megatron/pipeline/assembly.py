@@ -12,6 +12,7 @@ from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import Groups
 from ctrl_megatron.pipeline.services import Services
 from ctrl_megatron.pipeline.weights import EngineWeights
+from ctrl_megatron.pipeline.worker import Speaker
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import EngineLink
 from ctrl_megatron.resharding.sources import DirectorySource, WeightSource
@@ -26,6 +27,7 @@ from ctrl_megatron.rewards.providers import CodeProvider, make_provider
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.access import read_token
+from ctrl_megatron.sandbox.isolation import LEVELS
 
 
 def engine_layout(config: Config) -> EngineLayout:
@@ -105,6 +107,19 @@ def further_rewards(config: Config, critic: RewardModelForCritic | None) -> Weig
         for name in weights
     }
     return WeightedReward(make_rewards(list(weights), options), list(weights.values()))
+
+
+def isolation_metrics(worker: Speaker) -> dict[str, float]:
+    """``sandbox/isolation``: the lowest level among the run's services, 0 none, 1 standard, 2
+    strict; nothing where none of ours judges. Collective."""
+
+    async def work() -> list[str]:
+        judge = worker.reward.judge if worker.reward is not None else None
+        return list((await judge.ping()).values()) if isinstance(judge, SandboxClient) else []
+
+    # From the strictest to none; a service that does not tell its level is not ours.
+    levels = [LEVELS[::-1].index(level) for level in worker.ask(work) if level in LEVELS]
+    return {"sandbox/isolation": float(min(levels))} if levels else {}
 
 
 def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | CodeProvider:

@@ -28,6 +28,7 @@ from ctrl_megatron.pipeline.assembly import (
     engine_layout,
     engine_weights,
     further_rewards,
+    isolation_metrics,
     reward_model,
 )
 from ctrl_megatron.pipeline.builtin import ctrl_pipeline
@@ -152,6 +153,7 @@ def train(config: Config) -> bool:
             train=train_table,
             validation=validation,
         )
+        isolation = isolation_metrics(worker)
         recorder = Recorder(config, active=groups.is_first, total_steps=total)
         worker.timeline = recorder.timeline()
         peak = device_peak_of(config, groups)
@@ -177,7 +179,7 @@ def train(config: Config) -> bool:
                 resume_mode=config.trainer.resume_mode,
             ),
             measure=lambda batch: (
-                performance(worker, batch, peak_flops=peak),
+                performance(worker, batch, peak_flops=peak) | isolation,
                 examples_of(worker, batch) if groups.is_first else [],
             ),
             validate=(lambda: _validate(worker)) if validation else None,

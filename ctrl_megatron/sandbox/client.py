@@ -26,6 +26,7 @@ from tenacity import (
 from ctrl_megatron.sandbox.endpoints import Endpoint, Endpoints
 from ctrl_megatron.sandbox.turns import CLIENT_HEADER
 from ctrl_megatron.sandbox.wire import (
+    LEVEL_HEADER,
     EvalResult,
     RunCodeRequest,
     RunCodeResponse,
@@ -123,12 +124,17 @@ class SandboxClient:
         """
         return await self._call("/submit", request, EvalResult)
 
-    async def ping(self) -> None:
-        """Return when every service answers. Raises ``SandboxError`` naming one that does not."""
+    async def ping(self) -> dict[str, str]:
+        """Service -> isolation level it reached, empty for a service that does not say.
+
+        Raises ``SandboxError`` naming one that does not answer.
+        """
+        levels = {}
         for endpoint in self.endpoints:
-            trouble = await self._trouble(endpoint)
+            trouble, levels[endpoint] = await self._health(endpoint)
             if trouble:
                 raise SandboxError(f"sandbox {endpoint} {trouble}")
+        return levels
 
     async def close(self) -> None:
         """Close the connections; a later call opens new ones."""
@@ -220,20 +226,20 @@ class SandboxClient:
             self._checks[endpoint.url] = asyncio.create_task(self._check(endpoint))
 
     async def _check(self, endpoint: Endpoint) -> None:
-        while await self._trouble(endpoint.url):
+        while (await self._health(endpoint.url))[0]:
             await asyncio.sleep(_CHECK_PAUSE_SECONDS)
         endpoint.healthy = True
         del self._checks[endpoint.url]
 
-    async def _trouble(self, url: str) -> str:
-        """What is wrong with a service, empty when it is healthy."""
+    async def _health(self, url: str) -> tuple[str, str]:
+        """What is wrong with a service, empty when it is healthy, and its isolation level."""
         limit = aiohttp.ClientTimeout(total=_CHECK_SECONDS)
         try:
             async with self._open_session().get(url + "/v1/ping", timeout=limit) as response:
-                status = response.status
+                status, level = response.status, response.headers.get(LEVEL_HEADER, "")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return f"does not answer: {_text(error)}"
-        return "" if status == 200 else f"answers /v1/ping with {status}"
+            return f"does not answer: {_text(error)}", ""
+        return ("" if status == 200 else f"answers /v1/ping with {status}"), level
 
 
 def _parse(url: str, text: str, answer: type[Answer]) -> Answer:

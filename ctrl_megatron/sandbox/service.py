@@ -12,7 +12,13 @@ from pydantic import BaseModel
 from ctrl_megatron.sandbox import gate, telemetry
 from ctrl_megatron.sandbox.execution import Executor
 from ctrl_megatron.sandbox.grading import judge, list_datasets
-from ctrl_megatron.sandbox.wire import RunCodeRequest, RunCodeResponse, RunStatus, SubmitRequest
+from ctrl_megatron.sandbox.wire import (
+    LEVEL_HEADER,
+    RunCodeRequest,
+    RunCodeResponse,
+    RunStatus,
+    SubmitRequest,
+)
 from ctrl_megatron.sandbox.workers import Pool, WorkerFault
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -66,7 +72,7 @@ async def ping(request: web.Request) -> web.Response:
     reached = request.app[POOL].isolation
     headers = {
         "X-Sandbox-Isolation": str(reached.get("tier", "starting")),
-        "X-Sandbox-Level": str(reached.get("level", "starting")),
+        LEVEL_HEADER: str(reached.get("level", "starting")),
     }
     return web.json_response("pong", headers=headers)
 

@@ -11,6 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+LEVEL_HEADER = "X-Sandbox-Level"
+"""Of ``/v1/ping``: the isolation level that the service reached."""
+
 
 class RunStatus(StrEnum):
     """Outcome of a request. ``SandboxError`` is always a fault of the service, never of the

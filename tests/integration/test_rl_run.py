@@ -19,7 +19,13 @@ METRICS = {
     *("actor/loss", "actor/pg_loss", "actor/ppo_kl", "actor/ppo_kl_first", "actor/kl_loss"),
     *("actor/kl_to_reference", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/lr"),
     *("actor/entropy", "actor/grad_norm", "perf/tokens_per_second", "perf/mfu"),
-    *("perf/overlap_seconds", "sync/gigabytes_per_second", "sync/seconds", "time/step"),
+    *(
+        "sandbox/isolation",
+        "perf/overlap_seconds",
+        "sync/gigabytes_per_second",
+        "sync/seconds",
+        "time/step",
+    ),
 }
 PHASES = {
     *("generate_critiques", "generate_revisions", "sandbox", "old_log_prob", "ref_log_prob"),
