@@ -185,8 +185,9 @@ def loss_loop(name: str, data: Data) -> Work:
     def work() -> None:
         leaf.grad = None
         total = torch.zeros((), device=leaf.device)
-        for i in range(len(mask)):
-            old, new, gain = (data[k][i][mask[i]] for k in LOSS_INPUTS)
+        # Taken apart once: indexing the leaf would make each row's gradient as large as the batch.
+        for *row, on in zip(*(data[k].unbind() for k in LOSS_INPUTS), mask.unbind(), strict=True):
+            old, new, gain = (values[on] for values in row)
             picked = torch.zeros_like(new, dtype=torch.bool)
             if name.endswith("_cov"):
                 covariances = (new.detach() - new.detach().mean()) * (gain - gain.mean())
@@ -288,7 +289,9 @@ def main() -> None:
         numbers = (took * 1e3, looped * 1e3, looped / took, once_took * 1e3, took / once_took)
         peak = peak_bytes(ours, args.device) / 2**20
         table.add_row(name, *(f"{x:.1f}" for x in numbers), f"{peak:.0f}")
-    Console().print(table)
+    console = Console()
+    # A file has no width of its own, and numbers cut off are none.
+    (console if console.is_terminal else Console(width=110)).print(table)
 
 
 if __name__ == "__main__":
