@@ -153,38 +153,9 @@ def train(config: Config) -> bool:
             train=train_table,
             validation=validation,
         )
-        isolation = isolation_metrics(worker)
         recorder = Recorder(config, active=groups.is_first, total_steps=total)
         worker.timeline = recorder.timeline()
-        peak = device_peak_of(config, groups)
-        loop = TrainingLoop(
-            worker=worker,
-            executor=Executor(graph, worker),
-            sampler=sampler,
-            store=CheckpointStore(
-                Path(config.trainer.run_dir) / "checkpoints",
-                keep=config.trainer.max_ckpt_to_keep,
-                side_files=Path(config.actor_rollout_ref.model.path),
-            ),
-            recorder=recorder,
-            options=LoopOptions(
-                # Dynamic sampling draws its rows itself, as many as it needs.
-                batch_size=0
-                if config.algorithm.filter_groups.enable
-                else config.data.train_batch_size,
-                total_steps=total,
-                save_freq=config.trainer.save_freq,
-                test_freq=config.trainer.test_freq,
-                val_before_train=config.trainer.val_before_train,
-                resume_mode=config.trainer.resume_mode,
-            ),
-            measure=lambda batch: (
-                performance(worker, batch, peak_flops=peak) | isolation,
-                examples_of(worker, batch) if groups.is_first else [],
-            ),
-            validate=(lambda: _validate(worker)) if validation else None,
-            parts={"kl_controller": worker.kl_controller, "reserve": worker.reserve},
-        )
+        loop = _loop(config, worker, Executor(graph, worker), sampler, recorder, total)
         if train_table.dropped:
             recorder.say(f"{train_table.dropped} rows have overlong prompts and are left out")
         loop.resume()
@@ -197,6 +168,45 @@ def train(config: Config) -> bool:
         worker.close()
     stop.restore()
     return finished
+
+
+def _loop(
+    config: Config,
+    worker: DAGWorker,
+    executor: Executor,
+    sampler: ResumableSampler,
+    recorder: Recorder,
+    total: int,
+) -> TrainingLoop:
+    """The loop over ``total`` steps. Collective."""
+    trainer = config.trainer
+    peak, isolation = device_peak_of(config, worker.groups), isolation_metrics(worker)
+    return TrainingLoop(
+        worker=worker,
+        executor=executor,
+        sampler=sampler,
+        store=CheckpointStore(
+            Path(trainer.run_dir) / "checkpoints",
+            keep=trainer.max_ckpt_to_keep,
+            side_files=Path(config.actor_rollout_ref.model.path),
+        ),
+        recorder=recorder,
+        options=LoopOptions(
+            # Dynamic sampling draws its rows itself, as many as it needs.
+            batch_size=0 if config.algorithm.filter_groups.enable else config.data.train_batch_size,
+            total_steps=total,
+            save_freq=trainer.save_freq,
+            test_freq=trainer.test_freq,
+            val_before_train=trainer.val_before_train,
+            resume_mode=trainer.resume_mode,
+        ),
+        measure=lambda batch: (
+            performance(worker, batch, peak_flops=peak) | isolation,
+            examples_of(worker, batch) if worker.groups.is_first else [],
+        ),
+        validate=(lambda: _validate(worker)) if worker.validation else None,
+        parts={"kl_controller": worker.kl_controller, "reserve": worker.reserve},
+    )
 
 
 def _validate(worker: DAGWorker) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The processes that run untrusted code: standard library only, so that a worker forks in
 milliseconds.
 
-zygote = supervisor (one per worker, reads jobs) -> forker (one per worker, never sees a job)
--> per job a judge and a candidate, or an init and its program.
+A worker is two processes: a supervisor, which reads jobs, and its child, a forker, which never sees
+one. From the forker come, for each job, a judge and a candidate, or an init and its program.
 """

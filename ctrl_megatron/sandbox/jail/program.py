@@ -1,5 +1,5 @@
 """Runs a whole program as ``__main__``, as a fresh interpreter would, in a confined fork of the
-zygote.
+forker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def harness_modules() -> list[str]:
 
 
 def fresh_streams() -> None:
-    """Text streams over the descriptors 0, 1 and 2 in place of the zygote's."""
+    """Text streams over the descriptors 0, 1 and 2 in place of the forker's."""
     source = io.BufferedReader(io.FileIO(0, closefd=False))
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(source, encoding="utf-8")  # type: ignore[misc]
     for number, name in ((1, "stdout"), (2, "stderr")):
