@@ -5,29 +5,22 @@ thread).
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import pytest
+from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.sandbox.wire import (
     EvalResult,
     RunCodeRequest,
     RunCodeResponse,
-    SubmitRequest,
-    TestConfig,
 )
 
 Result = TypeVar("Result")
-
-
-class BackgroundLoop(Protocol):
-    def __call__(self, coroutine: Coroutine[Any, Any, Result], /) -> Result: ...
 
 
 @pytest.fixture(scope="session")
@@ -67,16 +60,6 @@ def run_code(client: SandboxClient, on_loop: BackgroundLoop) -> Callable[..., Ru
     return run
 
 
-def submission(code: str, *, fenced: bool = True, **config: Any) -> SubmitRequest:
-    """A request to judge ``code``; ``run_all`` and the fields of TestConfig are options."""
-    run_all = config.pop("run_all", True)
-    text = f"```python\n{code}\n```" if fenced else code
-    settings = {"language": "python", "run_timeout": 10.0, "extra": {"run_all_cases": run_all}}
-    return SubmitRequest(
-        dataset="tests", id=7, completion=text, config=TestConfig(**{**settings, **config})
-    )
-
-
 @pytest.fixture(scope="session")
 def judge(client: SandboxClient, on_loop: BackgroundLoop) -> Callable[..., EvalResult]:
     """Judge a program by asserts."""
@@ -110,33 +93,3 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("the folder with the real data sets is not here")
     return folder
-
-
-IDLE = 2
-"""Processes of a worker without a job: supervisor and forker."""
-
-
-def descendants(root: int) -> set[int]:
-    """Living processes below ``root``, zombies included."""
-    parents: dict[int, int] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            stat = Path(f"/proc/{name}/stat").read_text()
-        except OSError:
-            continue
-        parents[int(name)] = int(stat.rpartition(")")[2].split()[1])
-    found, frontier = set(), {root}
-    while frontier:
-        frontier = {pid for pid, parent in parents.items() if parent in frontier} - found
-        found |= frontier
-    return found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether ``condition`` becomes true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True

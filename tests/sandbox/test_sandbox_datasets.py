@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import BackgroundLoop, submission
+from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.datasets.functions import read_human_eval

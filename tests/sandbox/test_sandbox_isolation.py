@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from conftest import IDLE, descendants, submission, wait_until
+from sandbox_talk import IDLE, descendants, submission, wait_until
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
 from ctrl_megatron.sandbox.census import family

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import BackgroundLoop, submission
+from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
 from ctrl_megatron.sandbox.extraction import extract_code
@@ -153,7 +153,7 @@ def test_bash_is_confined(run_in: Run, code: str, said: str) -> None:
 
 
 def test_a_fork_bomb_in_bash_ends_with_its_job(run_in: Run, service: EmbeddedSandbox) -> None:
-    from conftest import IDLE, descendants, wait_until
+    from sandbox_talk import IDLE, descendants, wait_until
 
     response = run_in("bash", "f() { f | f & }; f; sleep 30", run_timeout=1.0)
     assert response.status in (RunStatus.FAILED, RunStatus.SUCCESS)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import IDLE, BackgroundLoop, descendants, submission, wait_until
+from sandbox_talk import IDLE, BackgroundLoop, descendants, submission, wait_until
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxError
 from ctrl_megatron.sandbox.embedded import SandboxStartError

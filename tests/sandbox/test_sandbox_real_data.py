@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from conftest import BackgroundLoop
+from sandbox_talk import BackgroundLoop
 
 from ctrl_megatron.sandbox import SandboxClient
 from tools.check_sandbox_data import (

@@ -7,7 +7,7 @@ import os
 import signal
 from collections import Counter
 
-from conftest import submission
+from sandbox_talk import submission
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest

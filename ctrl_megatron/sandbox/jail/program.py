@@ -1,6 +1,4 @@
-"""Runs a whole program as ``__main__``, as a fresh interpreter would, in a confined fork of the
-forker.
-"""
+"""Runs a whole program as ``__main__``, as a fresh interpreter would, in a confined process."""
 
 from __future__ import annotations
 
