@@ -21,7 +21,7 @@ from ctrl_megatron.pipeline.batch import (
 )
 from ctrl_megatron.pipeline.executor import NodeOutput
 from ctrl_megatron.pipeline.greedy_baseline import baselines, greedy_rows, over_rows, per_group
-from ctrl_megatron.pipeline.reward_terms import further_rewards, reward_terms
+from ctrl_megatron.pipeline.reward_terms import further_scores, reward_terms
 from ctrl_megatron.pipeline.rounds import draw_critiques, judge, write_revisions
 from ctrl_megatron.pipeline.worker import DAGWorker, texts
 from ctrl_megatron.prompts import parse_judgment
@@ -146,7 +146,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     mask, weights = batch["response_mask"], worker.config.reward.weights
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     rows = torch.arange(len(mask))
-    terms, further = reward_terms(worker, batch), further_rewards(worker, batch)
+    terms, further = reward_terms(worker, batch), further_scores(worker, batch)
     critic = weights.get("critic", 0.0) * batch["reward"].float()
     parts = [weights[name] * part for name, part in further.items() if weights[name]]
     earned = torch.stack([critic, *parts, *terms.values()]).sum(dim=0)

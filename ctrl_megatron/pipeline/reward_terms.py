@@ -52,7 +52,7 @@ def reward_terms(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor
     return terms
 
 
-def further_rewards(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor]:
+def further_scores(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor]:
     """Name -> (B,) float32, NaN where nothing is known, of the reward functions besides the
     critic's, without their weights. Collective.
 

@@ -12,22 +12,20 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ctrl_megatron.sandbox.jail import (
     candidate,
     descriptors,
-    frames,
     init,
     judge,
     linux,
     namespaces,
     reaper,
 )
-from ctrl_megatron.sandbox.jail.worker import Worker
+from ctrl_megatron.sandbox.jail.worker import Worker, read_spec
 
 _JUDGE_SECONDS = 3600
-_SPEC_BYTES = 1 << 30
 _ANSWER_BYTES = 1 << 12
 _MOST_DESCRIPTORS = 8
 _JUDGE, _CANDIDATE, _PROGRAM, _END = b"J", b"C", b"P", b"E"
@@ -139,8 +137,7 @@ def _run_judge(worker: Worker, spec: int, verdicts: int, asks: int) -> None:
     descriptors.standard(None, None, None)
     descriptors.close_all_but(2, spec, verdicts, asks)
     linux.drop_capabilities()
-    told: dict[str, Any] = frames.receive(spec, limit=_SPEC_BYTES)
-    os.close(spec)
+    told = read_spec(spec)
     worker.confine(None, memory_mb=told["memory_mb"], cpu_seconds=_JUDGE_SECONDS)
     judge.run(socket.socket(fileno=asks), verdicts, told)
 
@@ -148,8 +145,7 @@ def _run_judge(worker: Worker, spec: int, verdicts: int, asks: int) -> None:
 def _run_candidate(worker: Worker, spec: int, calls: int, stdout: int, stderr: int) -> None:
     descriptors.standard(None, stdout, stderr)
     descriptors.close_all_but(2, spec, calls)
-    told: dict[str, Any] = frames.receive(spec, limit=_SPEC_BYTES)
-    os.close(spec)
+    told = read_spec(spec)
     directory = worker.settle(told)
     seconds = worker.limits.job_seconds
     worker.confine(directory, memory_mb=told["memory_mb"], cpu_seconds=seconds)

@@ -7,16 +7,14 @@ import signal
 from typing import Any
 
 from ctrl_megatron.sandbox.jail import descriptors, files, frames, linux, native, program
-from ctrl_megatron.sandbox.jail.worker import Worker
-
-_SPEC_BYTES = 1 << 30
+from ctrl_megatron.sandbox.jail.worker import Worker, read_spec
 
 
 def run(worker: Worker, spec: int, report: int, stdin: int, stdout: int, stderr: int) -> None:
     """Serve one job; never returns."""
     try:
         descriptors.close_all_but(2, spec, report, stdin, stdout, stderr)
-        told: dict[str, Any] = frames.receive(spec, limit=_SPEC_BYTES)
+        told = read_spec(spec)
         directory = worker.settle(told)
         pid = os.fork()
         if pid == 0:

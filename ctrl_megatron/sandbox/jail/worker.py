@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctrl_megatron.sandbox.isolation import Confinement
-from ctrl_megatron.sandbox.jail import files, linux, namespaces
+from ctrl_megatron.sandbox.jail import files, frames, linux, namespaces
 from ctrl_megatron.sandbox.limits import SandboxLimits
+
+_SPEC_BYTES = 1 << 30
+
+
+def read_spec(fd: int) -> dict[str, Any]:
+    """What the supervisor tells a new process of a job, through a pipe for this alone."""
+    told = frames.receive(fd, limit=_SPEC_BYTES)
+    os.close(fd)
+    return told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
