@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+_REMEMBERED_PROBLEMS = 512
+_REMEMBERED_CHARACTERS = 1 << 15
+_BUILTINS = frozenset({*dir(builtins), "__name__", "__file__"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +44,17 @@ def read_function_tests(data: dict[str, Any]) -> FunctionTests:
             "provided_data.test_list must be a non-empty list of strings of Python code"
         )
     setup = data.get("test_setup_code") or ""
+    if not isinstance(setup, str):
+        raise ValueError("provided_data.test_setup_code must be a string")
     entry = data.get("entry_point") or ()
     entries = (entry,) if isinstance(entry, str) else tuple(entry)
     if not all(isinstance(name, str) and name.isidentifier() for name in entries):
         raise ValueError(f"provided_data.entry_point must be a function's name, got {entry!r}")
+    small = len(setup) + sum(map(len, tests)) <= _REMEMBERED_CHARACTERS
+    return (_read_once if small else _read)(tuple(tests), setup, entries)
+
+
+def _read(tests: tuple[str, ...], setup: str, entries: tuple[str, ...]) -> FunctionTests:
     setup_tree = _parse(setup, "provided_data.test_setup_code")
     trees = [_parse(t, f"provided_data.test_list[{i}]") for i, t in enumerate(tests)]
     if entries and "candidate" in _free_names([setup_tree, *trees]) - set(entries):
@@ -55,11 +67,15 @@ def read_function_tests(data: dict[str, Any]) -> FunctionTests:
             "give provided_data.entry_point"
         )
     return FunctionTests(
-        tests=tuple(tests),
+        tests=tests,
         setup=_keeping(entries, setup),
         prelude=_imports(setup_tree),
         stubs=tuple(sorted(stubs or _shadowed_builtin(trees))),
     )
+
+
+# A group of rollouts asks for the same problem again and again.
+_read_once = functools.lru_cache(_REMEMBERED_PROBLEMS)(_read)
 
 
 def _keeping(entries: tuple[str, ...], setup: str) -> str:
@@ -78,8 +94,6 @@ def _aliases(tree: ast.Module) -> Iterable[ast.alias]:
 
 
 def _parse(source: str, where: str) -> ast.Module:
-    if not isinstance(source, str):
-        raise ValueError(f"{where} must be a string")
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -88,7 +102,7 @@ def _parse(source: str, where: str) -> ast.Module:
 
 def _free_names(trees: Iterable[ast.Module]) -> set[str]:
     loaded: set[str] = set()
-    bound = set(dir(builtins)) | {"__name__", "__file__"}
+    bound = set(_BUILTINS)
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.Name):

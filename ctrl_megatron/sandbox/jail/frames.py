@@ -11,6 +11,9 @@ from typing import Any
 
 HEADER = struct.Struct(">I")
 _CHUNK = 1 << 16
+# json.dumps and json.loads make a new encoder or look for the encoding each time.
+_encoded = json.JSONEncoder(separators=(",", ":")).encode
+_decoded = json.JSONDecoder().decode
 
 
 class FrameError(Exception):
@@ -27,7 +30,7 @@ class DeadlinePassed(Exception):
 
 def encode(message: Any) -> bytes:
     """A message as one frame."""
-    body = json.dumps(message, separators=(",", ":")).encode()
+    body = _encoded(message).encode()
     return HEADER.pack(len(body)) + body
 
 
@@ -53,7 +56,7 @@ def split(data: bytes) -> tuple[list[Any], bytes]:
         end = at + HEADER.size + HEADER.unpack_from(data, at)[0]
         if end > len(data):
             break
-        messages.append(json.loads(data[at + HEADER.size : end]))
+        messages.append(_decoded(data[at + HEADER.size : end].decode()))
         at = end
     return messages, data[at:]
 
@@ -119,6 +122,6 @@ def _read_some(fd: int, most: int, deadline: float | None) -> bytes:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        return _decoded(body.decode())
     except (ValueError, RecursionError) as error:
         raise FrameError(f"malformed frame: {type(error).__name__}") from error
