@@ -27,6 +27,13 @@ def row_counts(mask: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.sum(dim=-1, dtype=torch.int32) for part in octets.split(_rows(mask))])
 
 
+def rows_with_any(mask: torch.Tensor) -> torch.Tensor:
+    """Whether each row of (B, R) selects anything: (B,) bool."""
+    if not mask.shape[-1]:
+        return mask.new_zeros(len(mask), dtype=torch.bool)
+    return mask.bool().view(torch.uint8).amax(dim=-1) > 0
+
+
 def row_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Sum of each row of (B, R) under the mask: (B,) float64, without gradient."""
     with torch.no_grad():

@@ -16,7 +16,7 @@ from ctrl_megatron.algorithms.advantages.registry import (
     register_adv_est,
     register_adv_stages,
 )
-from ctrl_megatron.algorithms.masked import row_counts
+from ctrl_megatron.algorithms.masked import rows_with_any
 
 # Differences to the mean below this share of the group's largest score are rounding.
 _ROUNDING = 1e-12
@@ -50,8 +50,8 @@ def _sums(
     advantages: torch.Tensor, *, response_mask: torch.Tensor, **_others: object
 ) -> torch.Tensor:
     """Rows with tokens; rows with an advantage."""
-    rows = (row_counts(response_mask) > 0).sum()
-    telling = (row_counts(advantages != 0) > 0).sum()
+    rows = rows_with_any(response_mask).sum()
+    telling = rows_with_any(advantages != 0).sum()
     return torch.stack([rows, telling]).to(torch.float64)
 
 

@@ -29,16 +29,22 @@ def group_numbers(index: GroupIndex, rows: int) -> torch.Tensor:
     ids: list[Any] = index.tolist() if hasattr(index, "tolist") else list(index)  # type: ignore[union-attr]
     if len(ids) != rows:
         raise ValueError(f"{len(ids)} group ids for {rows} rows")
-    numbers: dict[Hashable, int] = {}
-    found: list[int] = []
-    for row, group in enumerate(ids):
-        # A tensor hashes by identity, so equal 0-dim tensors would be different groups.
-        key = group.item() if isinstance(group, torch.Tensor) else group
-        try:
-            found.append(numbers.setdefault(key, len(numbers)))
-        except TypeError as error:
-            raise ValueError(f"the group id of row {row} is {error}: {key!r}") from error
-    return torch.tensor(found, dtype=torch.int64)
+    # A tensor hashes by identity, so equal 0-dim tensors would be different groups.
+    keys = [group.item() if isinstance(group, torch.Tensor) else group for group in ids]
+    try:
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    except TypeError as error:
+        row, key = next(item for item in enumerate(keys) if not _hashable(item[1]))
+        raise ValueError(f"the group id of row {row} is {error}: {key!r}") from error
+    return torch.tensor([numbers[key] for key in keys], dtype=torch.int64)
+
+
+def _hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def group_sums(values: torch.Tensor, groups: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ctrl_megatron.algorithms.advantages.groups import GroupIndex, group_numbers
-from ctrl_megatron.algorithms.masked import masked, row_counts, row_sums
+from ctrl_megatron.algorithms.masked import masked, row_sums, rows_with_any
 
 
 class Outcomes(NamedTuple):
@@ -31,7 +31,7 @@ def outcomes(
     """
     scores = row_sums(token_level_rewards, response_mask)
     groups = group_numbers(index, len(scores)).to(scores.device)
-    return Outcomes(scores, groups, row_counts(response_mask) > 0)
+    return Outcomes(scores, groups, rows_with_any(response_mask))
 
 
 def spread_over_tokens(
