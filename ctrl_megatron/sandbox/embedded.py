@@ -1,4 +1,4 @@
-"""The sandbox service as a child of this process, on a free loopback port."""
+"""The sandbox service as a child of this process, on a free loopback port unless told otherwise."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class EmbeddedSandbox:
         preload: tuple[str, ...] = (),
         without: tuple[str, ...] = (),
         start_seconds: float = 60.0,
+        host: str = "127.0.0.1",
         port: int = 0,
         token_file: str | None = None,
     ) -> Self:
@@ -61,11 +62,11 @@ class EmbeddedSandbox:
 
         ``workers`` defaults to the number of processors; ``python`` is the interpreter that runs
         programs; ``port`` 0 takes a free one; the first line of ``token_file`` is the token that
-        clients must send.
+        clients must send, which a ``host`` beyond loopback needs.
         """
         main_thread = threading.current_thread() is threading.main_thread()
         command = [
-            *(sys.executable, "-m", "ctrl_megatron.sandbox", "--port", str(port)),
+            *(sys.executable, "-m", "ctrl_megatron.sandbox", "--host", host, "--port", str(port)),
             *("--log-level", "warning"),
             *("--workers", str(workers or os.cpu_count() or 1)),
             *("--isolation", isolation, "--python", python, "--owner", str(os.getpid())),
