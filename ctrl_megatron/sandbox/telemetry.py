@@ -80,6 +80,7 @@ def duration(name: str, text: str, histogram: Histogram) -> list[str]:
 def isolation(reached: Mapping[str, Any]) -> list[str]:
     """The isolation reached, as labels of a constant."""
     labels = {key: str(reached[key]) for key in ("level", "tier", "seccomp", "landlock")}
+    labels["cgroups"] = " ".join(reached["cgroups"])
     return gauge("sandbox_isolation_info", "Isolation that programs run in.", 1, labels)
 
 

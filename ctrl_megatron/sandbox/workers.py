@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.sandbox.census import MARK
+from ctrl_megatron.sandbox.cgroups import NotDelegated, Subtree
 from ctrl_megatron.sandbox.isolation import IsolationRefused, Level
 from ctrl_megatron.sandbox.jail import frames
 from ctrl_megatron.sandbox.limits import SandboxLimits
@@ -89,8 +90,12 @@ class Worker:
         self.isolation: dict[str, Any] = {}
 
     @classmethod
-    async def start(cls, settings: WorkerSettings, scratch: str, number: int) -> Worker:
-        """Start and wait until it is isolated. Raises ``IsolationRefused`` or ``WorkerFault``."""
+    async def start(
+        cls, settings: WorkerSettings, scratch: str, number: int, cgroups: Subtree | None = None
+    ) -> Worker:
+        """Start and wait until it is isolated. Raises ``IsolationRefused``, ``WorkerFault`` or
+        ``OSError``.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             root = str(Path(__file__).resolve().parents[2])
@@ -109,6 +114,9 @@ class Worker:
         reader, writer = await asyncio.open_connection(sock=ours)
         worker = cls(process, reader, writer)
         try:
+            if cgroups is not None:
+                # Before it has been told anything: all it starts is born there.
+                cgroups.confine(number, process.pid, settings.limits)
             await worker._introduce(settings, scratch, number)
         except BaseException:
             await worker.stop()
@@ -188,11 +196,15 @@ class Pool:
     _turns: Turns[tuple[int, Worker | None]] = field(default_factory=Turns)
     _workers: dict[int, Worker] = field(default_factory=dict)
     _scratch: tempfile.TemporaryDirectory[str] | None = None
+    _cgroups: Subtree | None = None
+    _no_cgroups: str = ""
+    """Why there is no limit on a worker's processes together."""
 
     async def start(self) -> None:
         """Start every worker. Raises ``IsolationRefused`` or ``WorkerFault``."""
         self._scratch = tempfile.TemporaryDirectory(prefix="sandbox-")
         os.chmod(self._scratch.name, 0o711)
+        self._take_cgroups()
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(self.size):
@@ -205,6 +217,9 @@ class Pool:
         """End every worker and remove what they left."""
         await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
         self._workers.clear()
+        if self._cgroups is not None:
+            self._cgroups.close()
+            self._cgroups = None
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
@@ -218,7 +233,11 @@ class Pool:
     @property
     def isolation(self) -> dict[str, Any]:
         """The isolation that the workers reached (the same kernel gives all of them the same)."""
-        return next((worker.isolation for worker in self._workers.values()), {})
+        reached = next((worker.isolation for worker in self._workers.values()), None)
+        if reached is None:
+            return {}
+        counted = sorted(self._cgroups.controllers) if self._cgroups else []
+        return {**reached, "cgroups": counted, "no_cgroups": self._no_cgroups}
 
     @property
     def waiting(self) -> int:
@@ -274,6 +293,15 @@ class Pool:
         self.counters.timeouts += _timed_out(result)
         return result
 
+    def _take_cgroups(self) -> None:
+        if self.settings.level == "none":
+            self._no_cgroups = "switched off by the configuration"
+            return
+        try:
+            self._cgroups = Subtree.take()
+        except NotDelegated as why:
+            self._no_cgroups = str(why)
+
     async def _restart(self, number: int) -> Worker:
         self.counters.restarts += 1
         try:
@@ -286,7 +314,7 @@ class Pool:
 
     async def _new(self, number: int) -> Worker:
         assert self._scratch is not None
-        worker = await Worker.start(self.settings, self._scratch.name, number)
+        worker = await Worker.start(self.settings, self._scratch.name, number, self._cgroups)
         self._workers[number] = worker
         return worker
 
