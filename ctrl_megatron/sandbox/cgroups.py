@@ -27,10 +27,11 @@ class NotDelegated(RuntimeError):
 class Subtree:
     """A cgroup below the service's own, with one for each worker in it."""
 
-    def __init__(self, home: Path, controllers: frozenset[str], *, moved: bool) -> None:
+    def __init__(self, home: Path, controllers: frozenset[str], missing: frozenset[str]) -> None:
         self._home = home
         self._base = home / f"sandbox-{os.getpid()}"
-        self._moved = moved
+        self._handed = missing
+        self._moved = bool(missing) and not _is_root(home)
         self.controllers = controllers
         """Those of ``CONTROLLERS`` that count here."""
 
@@ -51,9 +52,8 @@ class Subtree:
             if not available:
                 raise NotDelegated(f"no {' or '.join(CONTROLLERS)} controller in {home}")
             _require_ours(home)
-            missing = available - set(_words(home / "cgroup.subtree_control"))
-            found = cls(home, available, moved=bool(missing) and not _is_root(home))
-            found._divide(missing)
+            found = cls(home, available, available - set(_words(home / "cgroup.subtree_control")))
+            found._divide()
         except OSError as error:
             raise NotDelegated(f"{error.filename or home}: {error.strerror}") from error
         return found
@@ -81,9 +81,9 @@ class Subtree:
         for leaf in self._base.glob("worker-*"):
             leaf.rmdir()
         self._base.rmdir()
+        if self._handed:
+            (self._home / "cgroup.subtree_control").write_text(_listed("-", self._handed))
         if self._moved:
-            handed = " ".join(f"-{name}" for name in sorted(self.controllers))
-            (self._home / "cgroup.subtree_control").write_text(handed)
             (self._home / "cgroup.procs").write_text(str(os.getpid()))
             self._own_leaf.rmdir()
 
@@ -91,7 +91,7 @@ class Subtree:
     def _own_leaf(self) -> Path:
         return self._home / f"service-{os.getpid()}"
 
-    def _divide(self, missing: frozenset[str]) -> None:
+    def _divide(self) -> None:
         if self._moved:
             others = set(_words(self._home / "cgroup.procs")) - {str(os.getpid())}
             if others:
@@ -101,10 +101,10 @@ class Subtree:
                 )
             self._own_leaf.mkdir()
             (self._own_leaf / "cgroup.procs").write_text(str(os.getpid()))
-        if missing:
-            (self._home / "cgroup.subtree_control").write_text(_handed_down(missing))
+        if self._handed:
+            (self._home / "cgroup.subtree_control").write_text(_listed("+", self._handed))
         self._base.mkdir()
-        (self._base / "cgroup.subtree_control").write_text(_handed_down(self.controllers))
+        (self._base / "cgroup.subtree_control").write_text(_listed("+", self.controllers))
 
 
 def _home(mounts: Path, membership: Path) -> Path:
@@ -135,8 +135,8 @@ def _is_root(home: Path) -> bool:
     return not (home / "cgroup.type").exists()
 
 
-def _handed_down(controllers: frozenset[str]) -> str:
-    return " ".join(f"+{name}" for name in sorted(controllers))
+def _listed(sign: str, controllers: frozenset[str]) -> str:
+    return " ".join(f"{sign}{name}" for name in sorted(controllers))
 
 
 def _words(file: Path) -> list[str]:
