@@ -22,7 +22,7 @@ def main() -> int:
     """Parse, check, build, run. Exit codes: 0 finished, 2 wrong input, 130 stopped by a signal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
-    parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.total_epochs=2")
+    parser.add_argument("overrides", nargs="*", help="key=value, e.g. sft.total_epochs=2")
     arguments = parser.parse_args()
     try:
         logging.basicConfig(level=read_log_level())

@@ -15,6 +15,7 @@ from ctrl_megatron.config import yaml_text
 from ctrl_megatron.config.checks import Purpose, check
 from ctrl_megatron.config.coerce import build
 from ctrl_megatron.config.schema import Config
+from ctrl_megatron.config.trainer import Sft
 
 
 def load_config(
@@ -29,6 +30,8 @@ def load_config(
     tree, places = _read_file(Path(path)) if path is not None else (DictConfig({}), {})
     for text in overrides:
         key, value = parse_override(text)
+        if purpose == "sft":
+            _require_own_key(key, text)
         _assign(tree, key, value, text)
         places[key] = f"override {text!r}"
     try:
@@ -62,6 +65,15 @@ def to_dict(config: Config) -> dict[str, Any]:
 def to_yaml(config: Config) -> str:
     """The configuration as YAML; ``load_config`` reads it back to an equal object."""
     return yaml_text.write(to_dict(config))
+
+
+def _require_own_key(key: str, text: str) -> None:
+    """SFT has keys of its own for what RL trains with; the file may hold both, but who types the
+    other one would wait for an effect in vain.
+    """
+    group, _, name = key.rpartition(".")
+    if group != "sft" and name in {field.name for field in dataclasses.fields(Sft)}:
+        raise ValueError(f"override {text!r} has no effect on SFT, which reads sft.{name}")
 
 
 def _read_file(path: Path) -> tuple[DictConfig, dict[str, str]]:

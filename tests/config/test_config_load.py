@@ -253,3 +253,18 @@ def test_the_configuration_loads_without_heavy_libraries() -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("trainer.total_training_steps=3", "sft.total_training_steps"),
+        ("data.train_batch_size=8", "sft.train_batch_size"),
+        (ACTOR + "optim.lr=1e-4", "sft.lr"),
+    ],
+)
+def test_an_override_that_only_rl_reads_is_refused_by_sft(typed: str, read: str) -> None:
+    needed = ["actor_rollout_ref.model.path=m", "sft.train_files=t"]
+    assert load_config(None, [*needed, typed.replace(typed.split("=")[0], read)], "sft")
+    with pytest.raises(ValueError, match=f"no effect on SFT, which reads {read}"):
+        load_config(None, [*needed, typed], "sft")
