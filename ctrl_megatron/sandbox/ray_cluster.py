@@ -133,15 +133,16 @@ class Deployment:
         """Drain and end every service, and take the file of addresses away."""
         self.endpoints_file.unlink(missing_ok=True)
         ending = [node.actor.stop.remote() for node in self._nodes.values()]
-        _ray().wait(ending, num_returns=len(ending), timeout=self.options.drain_seconds + 10)
+        _within(self.options.drain_seconds + _ANSWER_SECONDS, ending)
         for node in self._nodes.values():
             _ray().kill(node.actor)
         self._nodes.clear()
 
     def _faults(self) -> dict[str, str]:
-        """Node id -> why its service is not well."""
-        asked = {name: node.actor.check.remote() for name, node in self._nodes.items()}
-        return {name: why for name, ref in asked.items() if (why := _failure(ref, _ANSWER_SECONDS))}
+        """Node id -> why its service is not well; one that is slow to answer may be busy."""
+        asked = {node.actor.check.remote(): name for name, node in self._nodes.items()}
+        answered = _within(_ANSWER_SECONDS, list(asked))
+        return {asked[ref]: why for ref in answered if (why := _failure(ref, _ANSWER_SECONDS))}
 
     def _start(self, wanted: Mapping[str, str]) -> list[str]:
         """Services on the nodes ``wanted`` (id -> address), all at once."""
@@ -163,15 +164,9 @@ class Deployment:
     def _actor(self, name: str) -> Any:
         place = _ray("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
         # No processor of Ray's books: those are the trainer's, and programs come in bursts.
-        kind = (
-            _ray()
-            .remote(NodeService)
-            .options(
-                num_cpus=0,
-                scheduling_strategy=place(name, soft=False),
-            )
-        )
-        return kind.remote(self.options, self._ports.get(name, self.options.port))
+        where = {"num_cpus": 0, "scheduling_strategy": place(name, soft=False)}
+        port = self._ports.get(name, self.options.port)
+        return _ray().remote(NodeService).options(**where).remote(self.options, port)
 
     def _write(self) -> None:
         part = self.endpoints_file.with_name(f".{self.endpoints_file.name}.{os.getpid()}")
@@ -185,6 +180,13 @@ def connect(address: str | None, **further: Any) -> None:
     """
     package = {"py_modules": [str(Path(__file__).resolve().parents[1])]}
     _ray().init(address=address or "auto", log_to_driver=False, runtime_env=package, **further)
+
+
+def _within(seconds: float, references: list[Any]) -> list[Any]:
+    """Those of the calls that have ended, well or not, when all have or the time is over."""
+    if not references:
+        return []
+    return _ray().wait(references, num_returns=len(references), timeout=seconds)[0]
 
 
 def _failure(reference: Any, seconds: float) -> str:
