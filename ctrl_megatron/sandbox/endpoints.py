@@ -1,9 +1,11 @@
-"""Several services behind one client: which one gets the next request."""
+"""Several services behind one client: which one gets the next request; files of addresses."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(slots=True)
@@ -47,3 +49,12 @@ class Endpoints:
     def another(self, tried: Collection[str]) -> bool:
         """Whether a healthy one is left that is not in ``tried``."""
         return any(e.healthy and e.url not in tried for e in self._all)
+
+
+def publish(file: Path, addresses: Sequence[str]) -> None:
+    """Write the addresses in one line as ``Endpoints`` takes it, whole or not at all: a trainer may
+    read the file at any moment.
+    """
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    part.write_text(",".join(addresses) + "\n", encoding="utf-8")
+    part.replace(file)

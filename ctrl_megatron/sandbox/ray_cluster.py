@@ -7,7 +7,6 @@ with the program that deploys. Ray places and watches processes; requests never 
 from __future__ import annotations
 
 import importlib
-import os
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.sandbox.embedded import EmbeddedSandbox
+from ctrl_megatron.sandbox.endpoints import publish
 from ctrl_megatron.sandbox.isolation import Level
 
 _ANSWER_SECONDS = 10.0
@@ -120,7 +120,7 @@ class Deployment:
             _ray().kill(self._nodes.pop(name).actor)
         told += self._start({name: alive[name] for name in start})
         if told:
-            self._write()
+            publish(self.endpoints_file, sorted(self.endpoints.values()))
         return told
 
     def require_all(self, told: list[str]) -> None:
@@ -167,11 +167,6 @@ class Deployment:
         where = {"num_cpus": 0, "scheduling_strategy": place(name, soft=False)}
         port = self._ports.get(name, self.options.port)
         return _ray().remote(NodeService).options(**where).remote(self.options, port)
-
-    def _write(self) -> None:
-        part = self.endpoints_file.with_name(f".{self.endpoints_file.name}.{os.getpid()}")
-        part.write_text(",".join(sorted(self.endpoints.values())) + "\n", encoding="utf-8")
-        part.replace(self.endpoints_file)
 
 
 def connect(address: str | None, **further: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from ctrl_megatron.sandbox.access import require_safe_address
+from ctrl_megatron.sandbox.endpoints import publish
 from ctrl_megatron.sandbox.gate import GATE
 from ctrl_megatron.sandbox.jail import linux
 from ctrl_megatron.sandbox.service import build_app
@@ -105,10 +106,7 @@ async def serve(
 def _announce(runner: web.AppRunner, pool: Pool, door: Door) -> None:
     host, port = runner.addresses[0][:2]
     if door.endpoint_file is not None:
-        # Whole or not at all: a trainer may read it at any moment.
-        part = door.endpoint_file.with_name(f".{door.endpoint_file.name}.{os.getpid()}")
-        part.write_text(endpoint_of(host, port) + "\n", encoding="utf-8")
-        part.replace(door.endpoint_file)
+        publish(door.endpoint_file, [endpoint_of(host, port)])
     note = {"host": host, "port": port, "isolation": pool.isolation, "scratch": pool.scratch}
     print(json.dumps(note), flush=True)
     _log.info("serving", extra={"fields": {**note, "workers": pool.size}})
