@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         deployment = Deployment(service, Path(options.endpoints_file))
         try:
             done = deployment.look()
-            deployment.require_all(done)
+            deployment.require_all()
             _say(*done, f"{len(deployment.endpoints)} services: {options.endpoints_file}")
             while not told.wait(options.every):
                 _say(*deployment.look())

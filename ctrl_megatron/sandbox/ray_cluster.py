@@ -72,13 +72,6 @@ class NodeService:
         self._service.stop(self._options.drain_seconds)
 
 
-@dataclass(slots=True)
-class _Node:
-    actor: Any
-    endpoint: str
-    isolation: dict[str, Any]
-
-
 def changes(alive: Collection[str], serving: Mapping[str, bool]) -> tuple[list[str], list[str]]:
     """(nodes to start a service on, nodes to forget): ``alive`` are the cluster's nodes,
     ``serving`` tells of each node with a service whether that is well.
@@ -94,18 +87,16 @@ class Deployment:
     options: ServiceOptions
     endpoints_file: Path
     """Holds the addresses, with commas between them: what ``sandbox.endpoint`` takes."""
-    _nodes: dict[str, _Node] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    """What the last look could not start, a sentence each."""
+    _nodes: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Node id -> actor and address of its service."""
     _ports: dict[str, int] = field(default_factory=dict)
 
     @property
     def endpoints(self) -> dict[str, str]:
         """Node id -> address of its service."""
-        return {name: node.endpoint for name, node in self._nodes.items()}
-
-    @property
-    def isolation(self) -> dict[str, dict[str, Any]]:
-        """Node id -> the isolation reached."""
-        return {name: node.isolation for name, node in self._nodes.items()}
+        return {name: endpoint for name, (_, endpoint) in self._nodes.items()}
 
     def look(self) -> list[str]:
         """Start what is missing, replace what has ended, forget nodes that are gone; returns what
@@ -115,50 +106,51 @@ class Deployment:
         faults = self._faults()
         well = {name: name not in faults for name in self._nodes}
         start, forget = changes(alive, well)
-        told = [f"{self._nodes[n].endpoint}: {faults.get(n, 'its node left')}" for n in forget]
+        told = []
         for name in forget:
-            _ray().kill(self._nodes.pop(name).actor)
-        told += self._start({name: alive[name] for name in start})
+            actor, endpoint = self._nodes.pop(name)
+            told.append(f"{endpoint}: {faults.get(name, 'its node left')}")
+            _ray().kill(actor)
+        told += self._start({name: alive[name] for name in start}) + self.failed
         if told:
             publish(self.endpoints_file, sorted(self.endpoints.values()))
         return told
 
-    def require_all(self, told: list[str]) -> None:
-        """Raises ``NodeFailure`` with what ``look`` told where a node has no service."""
-        missing = {n["NodeID"] for n in _ray().nodes() if n["Alive"]} - set(self._nodes)
-        if missing:
-            raise NodeFailure("; ".join(told))
+    def require_all(self) -> None:
+        """Raises ``NodeFailure`` with what the last look could not start."""
+        if self.failed:
+            raise NodeFailure("; ".join(self.failed))
 
     def stop(self) -> None:
         """Drain and end every service, and take the file of addresses away."""
         self.endpoints_file.unlink(missing_ok=True)
-        ending = [node.actor.stop.remote() for node in self._nodes.values()]
+        ending = [actor.stop.remote() for actor, _ in self._nodes.values()]
         _within(self.options.drain_seconds + _ANSWER_SECONDS, ending)
-        for node in self._nodes.values():
-            _ray().kill(node.actor)
+        for actor, _ in self._nodes.values():
+            _ray().kill(actor)
         self._nodes.clear()
 
     def _faults(self) -> dict[str, str]:
         """Node id -> why its service is not well; one that is slow to answer may be busy."""
-        asked = {node.actor.check.remote(): name for name, node in self._nodes.items()}
+        asked = {actor.check.remote(): name for name, (actor, _) in self._nodes.items()}
         answered = _within(_ANSWER_SECONDS, list(asked))
         return {asked[ref]: why for ref in answered if (why := _failure(ref, _ANSWER_SECONDS))}
 
     def _start(self, wanted: Mapping[str, str]) -> list[str]:
-        """Services on the nodes ``wanted`` (id -> address), all at once."""
+        """Services on the nodes ``wanted`` (id -> address), all at once; what was started."""
         actors = {name: self._actor(name) for name in wanted}
         asked = {name: actor.about.remote() for name, actor in actors.items()}
-        told = []
+        told, self.failed = [], []
         for name, reference in asked.items():
             why = _failure(reference, self.options.start_seconds + _ANSWER_SECONDS)
             if why:
-                told.append(f"node {wanted[name]}: no service: {why}")
+                self.failed.append(f"node {wanted[name]}: no service: {why}")
                 _ray().kill(actors[name])
                 continue
-            node = _Node(actors[name], *_ray().get(reference))
-            self._nodes[name] = node
-            self._ports[name] = int(node.endpoint.rsplit(":", 1)[1])
-            told.append(f"node {wanted[name]}: {node.endpoint}, {node.isolation['level']}")
+            endpoint, isolation = _ray().get(reference)
+            self._nodes[name] = actors[name], endpoint
+            self._ports[name] = int(endpoint.rsplit(":", 1)[1])
+            told.append(f"node {wanted[name]}: {endpoint}, {isolation['level']}")
         return told
 
     def _actor(self, name: str) -> Any:

@@ -103,13 +103,14 @@ def test_every_node_serves_a_service_that_ends_is_replaced_a_node_that_leaves_is
 
     async def judged(endpoint: str) -> bool:
         tests = {"test_list": ["assert f(2) == 4"]}
-        request = submission("def f(x): return x * x", dataset_type="MBPPDataset")
-        request.config.provided_data = tests
+        config = {"dataset_type": "MBPPDataset", "provided_data": tests}
+        request = submission("def f(x): return x * x", **config)
         async with SandboxClient(endpoint, token=TOKEN) as client:
             return (await client.submit(request)).accepted
 
     try:
-        deployment.require_all(deployment.look())
+        deployment.look()
+        deployment.require_all()
         assert hosts(deployment) == {HEAD, OTHER}
         assert file.read_text().strip().split(",") == sorted(deployment.endpoints.values())
         assert all(on_loop(judged(address)) for address in deployment.endpoints.values())
@@ -142,8 +143,8 @@ def test_a_node_that_cannot_serve_is_named_with_the_reason(
     options = ServiceOptions(token="short", workers=1)
     deployment = Deployment(options, tmp_path / "endpoints")
     try:
-        told = deployment.look()
+        deployment.look()
         with pytest.raises(NodeFailure, match=rf"node {HEAD}: no service: .*at least 16"):
-            deployment.require_all(told)
+            deployment.require_all()
     finally:
         deployment.stop()

@@ -119,8 +119,9 @@ def test_the_service_reports_and_the_kernel_counts_where_a_subtree_is_delegated(
             assert "pids" not in counted or (leaf / "pids.max").read_text().strip() == "36"
 
         async def judged() -> bool:
-            request = submission("def f(x): return x", dataset_type="MBPPDataset")
-            request.config.provided_data = {"test_list": ["assert f(2) == 2"]}
+            tests = {"test_list": ["assert f(2) == 2"]}
+            config = {"dataset_type": "MBPPDataset", "provided_data": tests}
+            request = submission("def f(x): return x", **config)
             async with SandboxClient(service.endpoint) as client:
                 return (await client.submit(request)).accepted
 
