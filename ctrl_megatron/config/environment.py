@@ -1,4 +1,4 @@
-"""Environment variables: the only file of the package that reads them.
+"""Environment variables: the only file of the package that reads or sets them.
 
 Three sources, in this order: torchrun's variables, SLURM's, and none (a single process).
 Variables of our own start with ``CTRL_``.
@@ -63,6 +63,15 @@ class SlurmJob:
     """How often the job was requeued."""
     node_list: str
     """Compressed host list, e.g. ``gpu[01-08]``."""
+
+
+def use_huge_pages() -> None:
+    """Has PyTorch ask for huge pages for tensors of 2 MiB and more in a CPU's memory, for this
+    process and its children; to be called before the first tensor. What the user has set stays.
+
+    A fresh page costs a fault of some microseconds, however large the page is.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
