@@ -29,8 +29,6 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
 
     Raises whatever Megatron reports for missing or misshapen tensors; nothing is skipped.
     """
-    if model.optimization is not None:
-        model.optimization.create_state()
     state: Any = dist_checkpointing.load(_sharded_state(model, loading=True), str(directory))
     for index, chunk in enumerate(model.models):
         chunk.load_state_dict(state[f"model{index}"], strict=True)
@@ -44,6 +42,8 @@ def _sharded_state(model: ParallelModel, *, loading: bool) -> dict[str, Any]:
     for index, chunk in enumerate(model.models):
         state[f"model{index}"] = chunk.sharded_state_dict(metadata=_METADATA)
     if model.optimization is not None:
+        # Also for a model that has not learned yet, as an actor in the critic's warm-up.
+        model.optimization.create_state()
         weights = state if len(model.models) > 1 else state["model0"]
         state["optimizer"] = model.optimization.optimizer.sharded_state_dict(
             weights, is_loading=loading, metadata=_METADATA

@@ -93,7 +93,7 @@ class Optimization:
         return {"grad_norm": norm, "lr": lr}
 
     def create_state(self) -> None:
-        """Make the moments exist, as zeros, so that a checkpoint can be loaded into them.
+        """Make the moments exist, as zeros, for a checkpoint of them or from one.
 
         torch's AdamW creates its state in the first step; Megatron asks for it before that.
         """

@@ -96,7 +96,7 @@ def test_a_value_model_from_a_language_model_expects_nothing(tmp_path: Path) -> 
 
 
 def steps_of(path: Path, out: Path, layout: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-    arguments = {"steps": 3, "resume_at": 0, **options}
+    arguments = {"steps": 3, "resume_at": None, **options}
     return run_world(
         "value_steps",
         ranks(layout),
@@ -129,10 +129,16 @@ def test_layouts_take_the_same_steps(
     assert_same_weights(alone[0] / "value", tmp_path / "value", rel=1e-5)
 
 
+@pytest.mark.parametrize(("name", "step"), [("tp2", 2), ("dp2", 0)])
 def test_a_resumed_value_model_goes_on_as_if_nothing_had_happened(
-    models: dict[str, Path], alone: tuple[Path, list[dict[str, float]]], tmp_path: Path
+    models: dict[str, Path],
+    alone: tuple[Path, list[dict[str, float]]],
+    tmp_path: Path,
+    name: str,
+    step: int,
 ) -> None:
-    for result in steps_of(models["qwen2_tied"], tmp_path, LAYOUTS["tp2"], resume_at=2):
+    """Step 0: what has learned nothing is saved too, as an actor in the critic's warm-up."""
+    for result in steps_of(models["qwen2_tied"], tmp_path, LAYOUTS[name], resume_at=step):
         assert_same_metrics(alone[1], result["metrics"])
     assert_same_weights(alone[0] / "value", tmp_path / "value", rel=1e-5)
 

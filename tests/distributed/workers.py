@@ -182,9 +182,15 @@ def value_loss(values, rows, counts):
 
 
 def value_steps(
-    rank: int, layout: dict, directory: str, batch: dict, steps: int, out: str, resume_at: int
+    rank: int,
+    layout: dict,
+    directory: str,
+    batch: dict,
+    steps: int,
+    out: str,
+    resume_at: int | None,
 ) -> dict[str, Any]:
-    """Optimizer steps; at ``resume_at`` (0: never) a new model continues from a checkpoint."""
+    """Optimizer steps; before step ``resume_at`` a new model continues from a checkpoint."""
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
 
@@ -194,7 +200,7 @@ def value_steps(
     make = partial(make_value_model, groups, directory, optimizer=options, token_budget=64)
     model, metrics = make(), []
     for step in range(steps):
-        if step and step == resume_at:
+        if step == resume_at:
             folder = Path(out) / "checkpoint"
             if groups.is_first:
                 folder.mkdir(parents=True)
