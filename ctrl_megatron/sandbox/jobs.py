@@ -9,6 +9,7 @@ from typing import Any
 
 from ctrl_megatron.sandbox.function_tests import FunctionTests
 from ctrl_megatron.sandbox.jail import files
+from ctrl_megatron.sandbox.jail.verdict import Verdict
 from ctrl_megatron.sandbox.limits import SandboxLimits
 from ctrl_megatron.sandbox.wire import (
     CommandRunResult,
@@ -136,40 +137,35 @@ def stdout_is_whole(end: Mapping[str, Any]) -> bool:
 
 
 def assert_cases(
-    tests: FunctionTests, verdicts: tuple[dict[str, Any], ...], stopped: str | None, run_all: bool
+    tests: FunctionTests, verdicts: tuple[Verdict, ...], stopped: str | None, run_all: bool
 ) -> list[EvalTestCase]:
     """One case per assert; without ``run_all`` the list ends at the first failure.
 
     Verdicts that never came, because the job was cut short, are failures: nothing missing passes.
     """
-    cases = [_assert_case(tests.tests[v["index"]], v) for v in verdicts]
+    cases = [_assert_case(tests.tests[v.index], v) for v in verdicts]
     ended = bool(cases) and not cases[-1].passed and not run_all
     reason = _BROKEN_OFF.get(stopped or "", "not run")
     while len(cases) < len(tests.tests) and not ended:
         timed_out = "timeout" in (stopped or "")
-        verdict = {
-            "passed": False,
-            "status": "timeout" if timed_out else "failed",
-            "reason": reason,
-            "seconds": None,
-        }
+        verdict = Verdict(len(cases), "timeout" if timed_out else "failed", reason, None)
         cases.append(_assert_case(tests.tests[len(cases)], verdict))
         stopped, reason = None, f"not run: {reason}"[:200]
         ended = not run_all
     return cases
 
 
-def _assert_case(test: str, verdict: Mapping[str, Any]) -> EvalTestCase:
-    passed, timed_out = verdict["passed"] is True, verdict["status"] == "timeout"
+def _assert_case(test: str, verdict: Verdict) -> EvalTestCase:
+    passed, timed_out = verdict.passed, verdict.status == "timeout"
     result = CommandRunResult(
         status=CommandRunStatus.TIME_LIMIT_EXCEEDED if timed_out else CommandRunStatus.FINISHED,
-        execution_time=verdict["seconds"],
+        execution_time=verdict.seconds,
         return_code=None if timed_out else int(not passed),
         stdout="",
-        stderr=verdict["reason"],
+        stderr=verdict.reason,
     )
     status = RunStatus.SUCCESS if passed else RunStatus.FAILED
-    info = {"test": test[:_SHOWN], "reason": verdict["reason"]}
+    info = {"test": test[:_SHOWN], "reason": verdict.reason}
     return EvalTestCase(
         passed=passed, exec_info=RunCodeResponse(status=status, run_result=result), test_info=info
     )

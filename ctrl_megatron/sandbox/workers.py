@@ -21,6 +21,7 @@ from ctrl_megatron.sandbox.census import MARK
 from ctrl_megatron.sandbox.cgroups import NotDelegated, Subtree
 from ctrl_megatron.sandbox.isolation import IsolationRefused, Level
 from ctrl_megatron.sandbox.jail import frames
+from ctrl_megatron.sandbox.jail.verdict import Verdict
 from ctrl_megatron.sandbox.limits import SandboxLimits
 from ctrl_megatron.sandbox.telemetry import Histogram
 from ctrl_megatron.sandbox.turns import CLIENT, Turns
@@ -71,7 +72,7 @@ class PoolCounters:
 class JobResult:
     """Everything a job reported."""
 
-    verdicts: tuple[dict[str, Any], ...]
+    verdicts: tuple[Verdict, ...]
     end: dict[str, Any]
 
 
@@ -136,7 +137,7 @@ class Worker:
             raise WorkerFault("a worker died") from error
         if message["kind"] != "end":
             raise WorkerFault(message.get("reason", "a worker sent an unknown message"))
-        return JobResult(tuple(message.pop("verdicts")), message)
+        return JobResult(tuple(Verdict(*told) for told in message.pop("verdicts")), message)
 
     async def stop(self) -> None:
         """Let the worker end, and its job with it; kill it if it does not."""
@@ -329,4 +330,4 @@ def _user(number: int) -> int:
 
 def _timed_out(result: JobResult) -> bool:
     stopped = str(result.end.get("stopped"))
-    return "timeout" in stopped or any(v["status"] == "timeout" for v in result.verdicts)
+    return "timeout" in stopped or any(v.status == "timeout" for v in result.verdicts)

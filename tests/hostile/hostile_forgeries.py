@@ -210,7 +210,7 @@ def f(x):
 """,
     "forged frames on every descriptor": r"""
 import os, struct
-body = b'{"kind":"verdict","passed":true,"index":0,"status":"passed","value":987654321}'
+body = b'[{"id":"","index":0,"status":"passed","value":987654321,"changed":[]}]'
 
 def f(x):
     for fd in range(3, 64):

@@ -7,11 +7,13 @@ import os
 import reprlib
 import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import codec, frames
 from ctrl_megatron.sandbox.jail.candidate import ANSWER_BYTES
+from ctrl_megatron.sandbox.jail.foresight import Call
 
 NEW_CANDIDATE = b"N"
 _FRAME_SLACK = 4096
@@ -49,6 +51,7 @@ class Connection:
         self._answers = frames.Reader(self._fd, limit=ANSWER_BYTES + _FRAME_SLACK)
         self._call: dict[str, Any] | None = None
         self._answer: dict[str, Any] | None = None
+        self._ahead: deque[dict[str, Any]] = deque()
         self.broken: Lost | None = None
         self.deadline = 0.0
         self.busy = False
@@ -57,6 +60,11 @@ class Connection:
     def begin(self, deadline: float) -> None:
         """A test begins; it ends by ``deadline`` (``time.monotonic`` seconds)."""
         self.deadline, self._call, self._answer = deadline, None, None
+
+    @property
+    def ahead(self) -> int:
+        """Calls of tests to come that are on the wire."""
+        return len(self._ahead)
 
     @property
     def last_call(self) -> str:
@@ -83,18 +91,13 @@ class Connection:
         """One remote call; applies in-place changes of list, dict and set arguments."""
         if self.broken is not None:
             raise self.broken
-        request = {
-            "id": os.urandom(4).hex(),
-            "name": name,
-            "args": [codec.encode(value, strict=True) for value in arguments],
-            "named": {key: codec.encode(value, strict=True) for key, value in named.items()},
-        }
-        self._call, self._answer = request, None
+        request = _request(Call(name, arguments, named))
         self.busy = True
-        try:
-            frames.send(self._fd, request)
-        except frames.PeerGone:
-            self._lose("died", "the program ended")
+        if self._ahead:
+            request = self._ahead.popleft() | {k: request[k] for k in ("name", "args", "named")}
+        else:
+            self._send([request])
+        self._call, self._answer = request, None
         answer = self._receive()
         self.busy = False
         if answer.get("id") != request["id"]:
@@ -104,8 +107,27 @@ class Connection:
             raise _exception(answer["error"])
         return self._take(arguments, answer)
 
+    def send_ahead(self, calls: Iterable[Call]) -> None:
+        """Send the calls that the next tests will make, in their order."""
+        requests = []
+        for call in calls:
+            try:
+                requests.append(_request(call))
+            except codec.CodecError:
+                break  # the test itself will say so
+        self.busy = True
+        self._send(requests)
+        self.busy = False
+        self._ahead.extend(requests)
+
     def close(self) -> None:
         os.close(self._fd)
+
+    def _send(self, requests: list[dict[str, Any]]) -> None:
+        try:
+            frames.send(self._fd, requests)
+        except frames.PeerGone:
+            self._lose("died", "the program ended")
 
     def _take(self, arguments: tuple[Any, ...], answer: dict[str, Any]) -> Any:
         try:
@@ -147,6 +169,15 @@ class Connection:
                 target.update(value)
             else:
                 raise codec.CodecError("a change of an argument that cannot change")
+
+
+def _request(call: Call) -> dict[str, Any]:
+    return {
+        "id": os.urandom(4).hex(),
+        "name": call.name,
+        "args": [codec.encode(value, strict=True) for value in call.arguments],
+        "named": {key: codec.encode(value, strict=True) for key, value in call.named.items()},
+    }
 
 
 def _exception(error: Any) -> Exception:

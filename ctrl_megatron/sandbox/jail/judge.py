@@ -11,13 +11,17 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
-from ctrl_megatron.sandbox.jail import frames
+from ctrl_megatron.sandbox.jail import foresight, frames
 from ctrl_megatron.sandbox.jail.connection import Connection, Lost
+from ctrl_megatron.sandbox.jail.verdict import Verdict
 
 _REASON_LENGTH = 600
+_AHEAD = 32
+"""Tests whose calls are sent together: their frames fit a socket's buffer, so nobody waits."""
 
 
 def run(asks: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
@@ -40,33 +44,32 @@ class _Judge:
         self._spec = spec
         self._candidate: Connection | None = None
         self._timeouts = 0
-        self._namespace: dict[str, Any] = {"__name__": "tests"}
+        self._stubs = {name: self._stub(name) for name in spec["stubs"]}
+        self._namespace: dict[str, Any] = {"__name__": "tests", **self._stubs}
+        self._rehearsal = foresight.Rehearsal(self._stubs)
+        self._codes: dict[int, CodeType] = {}
+        """Of tests that were looked at before their turn."""
+        self._sent_until = 0
+        """The test from which on no call was sent ahead."""
 
     def judge(self) -> None:
-        for name in self._spec["stubs"]:
-            self._namespace[name] = self._stub(name)
         unusable = self._prepare()
-        for index, test in enumerate(self._spec["tests"]):
+        for index in range(len(self._spec["tests"])):
             started = time.monotonic()
             if unusable is None and self._timeouts >= self._spec["max_timeouts"]:
                 unusable = "not_run", f"not run: {self._timeouts} tests timed out before"
-            status, reason = unusable or self._run(test)
+            status, reason = unusable or self._run(index)
             self._timeouts += status == "timeout"
-            self._tell(
-                kind="verdict",
-                index=index,
-                passed=status == "passed",
-                status=status,
-                # A program chooses part of this text; lone surrogates are no text on the wire.
-                reason=reason[:_REASON_LENGTH].encode(errors="backslashreplace").decode(),
-                seconds=time.monotonic() - started,
-            )
+            # A program chooses part of this text; lone surrogates are no text on the wire.
+            reason = reason[:_REASON_LENGTH].encode(errors="backslashreplace").decode()
+            self._tell(*Verdict(index, status, reason, time.monotonic() - started))
             if status != "passed" and not self._spec["run_all"]:
                 break
-        self._tell(kind="done")
+        self._tell()
 
-    def _tell(self, **message: Any) -> None:
-        frames.send(self._verdicts, {"nonce": self._spec["nonce"], **message})
+    def _tell(self, *words: Any) -> None:
+        """A verdict, or nothing more: that was all."""
+        frames.send(self._verdicts, [self._spec["nonce"], *words])
 
     def _prepare(self) -> tuple[str, str] | None:
         """Load the program and run the setup; what makes every test fail, or None."""
@@ -77,33 +80,75 @@ class _Judge:
             return ("timeout" if lost.status == "timeout" else "failed"), failure
         if failure is not None:
             return "failed", failure
-        status, reason = self._guarded(self._spec["setup"], "setup.py")
+        setup = self._spec["setup"]
+        status, reason = self._guarded(lambda: self._execute(setup, "setup.py"))
         return None if status == "passed" else (status, f"the tests' setup failed: {reason}")
 
     def _connect(self) -> str | None:
         if self._candidate is not None:
             self._candidate.close()
+        self._sent_until = 0
         self._candidate = Connection(self._asks, self._spec["seconds"])
         return self._candidate.load()
 
-    def _run(self, test: str) -> tuple[str, str]:
-        if self._candidate is None or self._candidate.broken is not None or self._candidate.busy:
+    def _run(self, index: int) -> tuple[str, str]:
+        if not self._usable(index):
             try:
                 failure = self._connect()
             except Lost as lost:
                 return lost.status, lost.reason
             if failure is not None:
                 return "failed", failure
-        return self._guarded(test, "test.py")
+        if index >= self._sent_until:
+            self._look_ahead(index)
+        test = self._codes.pop(index, None) or self._spec["tests"][index]
+        return self._guarded(lambda: self._execute(test, "test.py"))
 
-    def _guarded(self, source: str, name: str) -> tuple[str, str]:
+    def _usable(self, index: int) -> bool:
+        """Whether the candidate can take the calls of a test, or has them, and no other's."""
+        candidate = self._candidate
+        if candidate is None or candidate.broken is not None or candidate.busy:
+            return False
+        return candidate.ahead == max(0, self._sent_until - index)
+
+    def _look_ahead(self, index: int) -> None:
+        """Send the calls of this test and of those after it, as far as they are certain."""
+        candidate = self._candidate
+        assert candidate is not None
+
+        def look() -> None:
+            calls = list(self._certain_calls(index))
+            if len(calls) > 1:
+                candidate.send_ahead(calls)
+
+        # What goes wrong here goes wrong again in the test about to begin, and counts there.
+        self._guarded(look)
+        self._sent_until = index + candidate.ahead
+
+    def _certain_calls(self, index: int) -> Iterator[foresight.Call]:
+        # A setup may have put something else in a stub's place.
+        stubs = {n for n, stub in self._stubs.items() if self._namespace.get(n) is stub}
+        for at, test in enumerate(self._spec["tests"][index : index + _AHEAD], index):
+            if at not in self._codes:
+                self._codes[at] = _compiled(test, "test.py")
+            call = self._rehearsal.call(test, self._codes[at], stubs)
+            if call is None:
+                break
+            yield call
+
+    def _execute(self, source: str | CodeType, name: str) -> None:
+        code = _compiled(source, name) if isinstance(source, str) else source
+        exec(code, self._namespace)
+
+    def _guarded(self, work: Callable[[], None]) -> tuple[str, str]:
+        """Do something that needs the candidate, within the time of a test: status and reason."""
         candidate = self._candidate
         assert candidate is not None
         candidate.begin(time.monotonic() + self._spec["seconds"])
         status, reason = "failed", ""
         signal.setitimer(signal.ITIMER_REAL, self._spec["seconds"])
         try:
-            exec(compile(source, name, "exec", dont_inherit=True), self._namespace)
+            work()
             status = "passed"
         except AssertionError as error:
             reason = _join("AssertionError", error, candidate.last_call)
@@ -131,6 +176,10 @@ class _Judge:
 
         remote.__name__ = remote.__qualname__ = name
         return remote
+
+
+def _compiled(source: str, name: str) -> CodeType:
+    return compile(source, name, "exec", dont_inherit=True)
 
 
 def _join(kind: str, error: BaseException, call: str) -> str:

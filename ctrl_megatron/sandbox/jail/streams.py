@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 from ctrl_megatron.sandbox.jail import frames
+from ctrl_megatron.sandbox.jail.verdict import Verdict
 
 _CHUNK = 1 << 16
 
@@ -76,7 +77,7 @@ class Verdicts:
 
     def __init__(self, nonce: str) -> None:
         self.nonce = nonce
-        self.told: list[dict[str, Any]] = []
+        self.told: list[Verdict] = []
         self.done = False
         """The judge has told all."""
         self._unread = b""
@@ -96,11 +97,11 @@ class Verdicts:
                 break
             self._unread += data
         messages, self._unread = frames.split(self._unread)
-        for message in messages:
-            if message.pop("nonce") != self.nonce:
+        for nonce, *words in messages:
+            if nonce != self.nonce:
                 raise frames.FrameError("a verdict without this job's nonce")
-            if message["kind"] == "done":
-                self.done = True
+            if words:
+                self.told.append(Verdict(*words))
             else:
-                self.told.append(message)
+                self.done = True
         return len(self.told) > before
