@@ -10,7 +10,7 @@ import pytest
 
 from ctrl_megatron.sandbox.jail import frames
 from ctrl_megatron.sandbox.jail.connection import Connection
-from ctrl_megatron.sandbox.jail.foresight import Call, Rehearsal
+from ctrl_megatron.sandbox.jail.foresight import Call, certain_call
 from ctrl_megatron.sandbox.wire import EvalResult
 
 CERTAIN = {
@@ -65,7 +65,7 @@ TESTS = (
 
 @pytest.mark.parametrize("test", CERTAIN)
 def test_a_call_is_certain_only_where_nothing_else_can_happen(test: str) -> None:
-    call = Rehearsal(["f"]).call(test, compile(test, "test.py", "exec"), {"f"})
+    call = certain_call(test, compile(test, "test.py", "exec"), {"f": "f"})
     wanted = CERTAIN[test]
     assert (call and (call.arguments, call.named)) == wanted
     assert call is None or call.name == "f"
@@ -73,7 +73,13 @@ def test_a_call_is_certain_only_where_nothing_else_can_happen(test: str) -> None
 
 def test_a_name_that_is_no_stub_any_more_is_not_called() -> None:
     test = "assert f(1) == 1"
-    assert Rehearsal(["f"]).call(test, compile(test, "test.py", "exec"), set()) is None
+    assert certain_call(test, compile(test, "test.py", "exec"), {}) is None
+
+
+def test_a_stub_may_have_another_name_in_the_tests() -> None:
+    test = "assert candidate(1) == 1"
+    call = certain_call(test, compile(test, "test.py", "exec"), {"f": "f", "candidate": "f"})
+    assert call == Call("f", (1,), {})
 
 
 @pytest.mark.parametrize("run_all", [True, False])

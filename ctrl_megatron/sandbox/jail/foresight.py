@@ -8,7 +8,7 @@ for each; any other test calls when it gets there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Container, Mapping
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -29,28 +29,24 @@ class _Called(BaseException):
         self.call = call
 
 
-class Rehearsal:
-    """Finds the certain calls of tests that call the stubs ``names``."""
+def certain_call(test: str, code: CodeType, stubs: Mapping[str, str]) -> Call | None:
+    """The call that ``code``, compiled from ``test``, is certain to make; None where none is.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self._namespace: dict[str, Any] = {name: _caught(name) for name in names}
-
-    def call(self, test: str, code: CodeType, stubs: Collection[str]) -> Call | None:
-        """The call that ``code``, compiled from ``test``, is certain to make, if it is one of
-        ``stubs``; None where none is certain.
-        """
-        if not _names_once(test, code, stubs):
-            return None
-        try:
-            exec(code, self._namespace)
-        except _Called as found:
-            return found.call
-        except Exception:
-            return None
+    ``stubs`` has the names that tests see and, for each, the function of the program.
+    """
+    if not _names_once(test, code, stubs):
         return None
+    name = code.co_names[0]
+    try:
+        exec(code, {name: _caught(stubs[name])})
+    except _Called as found:
+        return found.call
+    except Exception:
+        return None
+    return None
 
 
-def _names_once(test: str, code: CodeType, stubs: Collection[str]) -> bool:
+def _names_once(test: str, code: CodeType, stubs: Container[str]) -> bool:
     if not test.startswith("assert ") or any(mark in test for mark in ("\n", ";", ":=")):
         return False
     if len(code.co_names) != 1 or code.co_names[0] not in stubs:

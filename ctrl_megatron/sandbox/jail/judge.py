@@ -44,9 +44,9 @@ class _Judge:
         self._spec = spec
         self._candidate: Connection | None = None
         self._timeouts = 0
-        self._stubs = {name: self._stub(name) for name in spec["stubs"]}
-        self._namespace: dict[str, Any] = {"__name__": "tests", **self._stubs}
-        self._rehearsal = foresight.Rehearsal(self._stubs)
+        stubs = {name: self._stub(name) for name in spec["stubs"]}
+        self._namespace: dict[str, Any] = {"__name__": "tests", **stubs}
+        self._stub_names = {id(stub): name for name, stub in stubs.items()}
         self._codes: dict[int, CodeType] = {}
         """Of tests that were looked at before their turn."""
         self._sent_until = 0
@@ -126,12 +126,13 @@ class _Judge:
         self._sent_until = index + candidate.ahead
 
     def _certain_calls(self, index: int) -> Iterator[foresight.Call]:
-        # A setup may have put something else in a stub's place.
-        stubs = {n for n, stub in self._stubs.items() if self._namespace.get(n) is stub}
+        # A setup may have named a stub anew, or put something else in its place.
+        names = ((n, self._stub_names.get(id(value))) for n, value in self._namespace.items())
+        stubs = {seen: name for seen, name in names if name is not None}
         for at, test in enumerate(self._spec["tests"][index : index + _AHEAD], index):
             if at not in self._codes:
                 self._codes[at] = _compiled(test, "test.py")
-            call = self._rehearsal.call(test, self._codes[at], stubs)
+            call = foresight.certain_call(test, self._codes[at], stubs)
             if call is None:
                 break
             yield call
