@@ -1,0 +1,44 @@
+"""What an engine's process is told, and which engines there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from ctrl_megatron.rollout.engine import (
+    EngineSpec,
+    available_engines,
+    require_engine,
+)
+from ctrl_megatron.rollout.launch import engine_environment
+
+
+def test_an_engine_does_not_take_itself_for_a_trainer_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SOMETHING_ELSE", "kept")
+    made = engine_environment(EngineSpec(name="vllm", model_path="m", threads=3))
+    assert not {"RANK", "MASTER_PORT"} & made.keys()
+    assert made["SOMETHING_ELSE"] == "kept" and made["OMP_NUM_THREADS"] == "3"
+    assert made["HF_HUB_OFFLINE"] == "1"
+    other = engine_environment(EngineSpec(name="hf", model_path="m"))
+    assert "OMP_NUM_THREADS" not in other
+    assert not any(name.startswith("VLLM_USE") for name in other)
+
+
+def test_engines_that_cannot_be_started_are_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match=r"'sglang' is not available yet; use 'vllm' or 'hf'"):
+        require_engine("sglang")
+    with pytest.raises(ValueError, match="unknown engine 'vlm'"):
+        require_engine("vlm")
+    assert "hf" in available_engines()
+    monkeypatch.setitem(
+        __import__("ctrl_megatron.rollout.engine", fromlist=["x"]).ENGINE_MODULES,
+        "vllm",
+        "no_such_module_anywhere",
+    )
+    assert available_engines() == ("hf",)
+    with pytest.raises(ValueError, match="'vllm' is not installed here; install the extra"):
+        require_engine("vllm")

@@ -1,0 +1,126 @@
+"""Requests are checked, streams have seeds, tokens are drawn; against the definitions."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctrl_megatron.rollout.decoding import spans
+from ctrl_megatron.rollout.requests import check_request, stream_seed
+from ctrl_megatron.rollout.sampling import draw, temper, truncate
+from ctrl_megatron.types import SamplingParams, VersionSpan
+
+
+@given(st.integers(0, 2**40), st.integers(0, 50), st.integers(0, 50))
+def test_streams_are_seeds_that_torch_takes(seed: int, row: int, sample: int) -> None:
+    value = stream_seed(seed, row, sample)
+    assert 0 <= value < 2**63
+    text = f"{seed}:{row}:{sample}".encode()
+    assert value == int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") // 2
+
+
+def test_streams_differ() -> None:
+    seeds = {stream_seed(s, i, j) for s in range(8) for i in range(16) for j in range(8)}
+    assert len(seeds) == 8 * 16 * 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 0}, "n must"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+    ],
+)
+def test_bad_sampling_parameters_are_named(change: dict[str, float], message: str) -> None:
+    params = SamplingParams(**{"max_tokens": 4, **change})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        check_request([[1]], params, max_model_len=8, vocab_size=10)
+
+
+def test_a_prompt_may_fill_the_length_exactly() -> None:
+    params = SamplingParams(max_tokens=4)
+    check_request([[1, 2, 3, 9]], params, max_model_len=8, vocab_size=10)
+    with pytest.raises(ValueError, match="row 1 has 5 tokens"):
+        check_request([[1], [1] * 5], params, max_model_len=8, vocab_size=10)
+    with pytest.raises(ValueError, match="row 0 has token ids outside"):
+        check_request([[1, -1]], params, max_model_len=8, vocab_size=10)
+
+
+def kept_by_definition(probabilities: np.ndarray, top_p: float, top_k: int) -> set[int]:
+    """Top-k, then the shortest prefix, likeliest first, that holds top_p of what is left."""
+    order = sorted(range(len(probabilities)), key=lambda v: -probabilities[v])
+    order = order if top_k == -1 else order[:top_k]
+    total, held, kept = sum(probabilities[v] for v in order), 0.0, set()
+    for token in order:
+        if held >= top_p * total:
+            break
+        kept.add(token)
+        held += probabilities[token]
+    return kept
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.integers(2, 12),
+    st.sampled_from([1.0, 0.83, 0.51, 0.07]),
+    st.sampled_from([-1, 1, 3, 50]),
+)
+def test_truncation_keeps_what_the_definition_keeps(
+    seed: int, size: int, top_p: float, top_k: int
+) -> None:
+    logits = torch.randn(2, size, generator=torch.Generator().manual_seed(seed)) * 2
+    log_probs = temper(logits, 1.0)
+    cut = truncate(log_probs, top_p, top_k)
+    for row in range(2):
+        exact = log_probs[row].double().exp().numpy()
+        kept = kept_by_definition(exact, top_p, top_k)
+        assert set(cut[row].nonzero().flatten().tolist()) == kept
+        for token in kept:
+            assert cut[row, token] == pytest.approx(exact[token], rel=1e-5)
+
+
+def test_tempering_is_the_softmax_of_scaled_logits() -> None:
+    logits = torch.tensor([[0.0, 1.0, 3.0]])
+    exact = np.exp(np.array([0.0, 1.0, 3.0]) / 0.5)
+    np.testing.assert_allclose(temper(logits, 0.5).exp()[0], exact / exact.sum(), rtol=1e-6)
+    np.testing.assert_array_equal(temper(logits, 0.0), temper(logits, 1.0))
+
+
+def test_a_row_draws_the_same_alone_and_in_company() -> None:
+    params = SamplingParams(max_tokens=1, top_p=0.9)
+    log_probs = temper(torch.randn(5, 40), 1.0)
+
+    def streams() -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(i) for i in range(5)]
+
+    together = draw(log_probs, params, streams()).tolist()
+    alone = [draw(log_probs[i : i + 1], params, [s]).item() for i, s in enumerate(streams())]
+    assert together == alone
+
+
+def test_a_token_without_mass_is_never_drawn() -> None:
+    log_probs = temper(torch.tensor([[0.0, -torch.inf, 0.0, -torch.inf]]), 1.0)
+    stream = torch.Generator().manual_seed(0)
+    params = SamplingParams(max_tokens=1)
+    drawn = [draw(log_probs, params, [stream]).item() for _ in range(200)]
+    assert set(drawn) == {0, 2}
+
+
+def test_spans_are_runs_of_a_version() -> None:
+    assert spans([]) == ()
+    assert spans(["a", "a", "b", "a"]) == (
+        VersionSpan("a", 0, 2),
+        VersionSpan("b", 2, 3),
+        VersionSpan("a", 3, 4),
+    )
