@@ -32,6 +32,7 @@ class Subtree:
         self._base = home / f"sandbox-{os.getpid()}"
         self._handed = missing
         self._moved = bool(missing) and not _is_root(home)
+        self._undo = contextlib.ExitStack()
         self.controllers = controllers
         """Those of ``CONTROLLERS`` that count here."""
 
@@ -80,31 +81,33 @@ class Subtree:
         """Leave the cgroup as it was found; the workers have ended."""
         for leaf in self._base.glob("worker-*"):
             leaf.rmdir()
-        self._base.rmdir()
-        if self._handed:
-            (self._home / "cgroup.subtree_control").write_text(_listed("-", self._handed))
-        if self._moved:
-            (self._home / "cgroup.procs").write_text(str(os.getpid()))
-            self._own_leaf.rmdir()
+        self._undo.close()
 
     @property
     def _own_leaf(self) -> Path:
         return self._home / f"service-{os.getpid()}"
 
     def _divide(self) -> None:
-        if self._moved:
-            others = set(_words(self._home / "cgroup.procs")) - {str(os.getpid())}
-            if others:
-                raise NotDelegated(
-                    f"{self._home} holds other processes ({', '.join(sorted(others)[:5])}); the "
-                    "service needs a cgroup of its own, such as one of systemd-run --scope"
-                )
-            self._own_leaf.mkdir()
-            (self._own_leaf / "cgroup.procs").write_text(str(os.getpid()))
-        if self._handed:
-            (self._home / "cgroup.subtree_control").write_text(_listed("+", self._handed))
-        self._base.mkdir()
-        (self._base / "cgroup.subtree_control").write_text(_listed("+", self.controllers))
+        procs, control = self._home / "cgroup.procs", self._home / "cgroup.subtree_control"
+        with contextlib.ExitStack() as undo:
+            if self._moved:
+                others = set(_words(procs)) - {str(os.getpid())}
+                if others:
+                    raise NotDelegated(
+                        f"{self._home} holds other processes ({', '.join(sorted(others)[:5])}); "
+                        "the service needs a cgroup of its own, such as one of systemd-run --scope"
+                    )
+                self._own_leaf.mkdir()
+                undo.callback(self._own_leaf.rmdir)
+                (self._own_leaf / "cgroup.procs").write_text(str(os.getpid()))
+                undo.callback(procs.write_text, str(os.getpid()))
+            if self._handed:
+                control.write_text(_listed("+", self._handed))
+                undo.callback(control.write_text, _listed("-", self._handed))
+            self._base.mkdir()
+            undo.callback(self._base.rmdir)
+            (self._base / "cgroup.subtree_control").write_text(_listed("+", self.controllers))
+            self._undo = undo.pop_all()
 
 
 def _home(mounts: Path, membership: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,19 @@ def test_the_service_moves_into_a_leaf_and_hands_its_controllers_down(tree: Tree
     assert tree.read(f"service-{ME}/cgroup.procs") == ME
     assert tree.read("cgroup.subtree_control") == "+memory +pids"
     assert tree.read(f"sandbox-{ME}/cgroup.subtree_control") == "+memory +pids"
+
+
+def test_what_fails_half_way_leaves_the_cgroup_as_it_was(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The kernel's directories are empty to rmdir.
+    monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
+    (tree.home / f"sandbox-{ME}").write_text("in the way")
+    with pytest.raises(NotDelegated, match=f"sandbox-{ME}: File exists"):
+        tree.take()
+    assert tree.read("cgroup.procs") == ME
+    assert tree.read("cgroup.subtree_control") == "-memory -pids"
+    assert not (tree.home / f"service-{ME}").exists()
 
 
 def test_a_worker_gets_more_than_one_program_may_use_and_not_much_more(tree: Tree) -> None:
