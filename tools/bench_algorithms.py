@@ -39,6 +39,7 @@ CONFIG = SimpleNamespace(
     **{"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0},
     **{"kl_cov_ratio": 0.0002, "ppo_kl_coef": 1.0},
 )
+WARM_UP_SECONDS = 0.5
 LOSS_INPUTS = ("old_log_prob", "log_prob", "advantages")
 Work = Callable[[], Any]
 Data = dict[str, Any]
@@ -221,15 +222,21 @@ def loss(name: str, data: Data) -> Work:
 
 
 def seconds(work: Work, times: int, device: str) -> float:
-    """Median of ``times`` runs, after one that does not count where there are several."""
-    found = []
-    for _ in range(times + (times > 1)):
-        started = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found[-times:])
+    """Median of ``times`` runs; where there are several, after half a second of runs that do not
+    count: a virtual machine gets its memory from the host at first touch."""
+    warm = time.perf_counter() + WARM_UP_SECONDS * (times > 1)
+    while time.perf_counter() < warm:
+        timed(work, device)
+    return statistics.median(timed(work, device) for _ in range(times))
+
+
+def timed(work: Work, device: str) -> float:
+    """Seconds of one run."""
+    started = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def peak_bytes(work: Work, device: str) -> float:

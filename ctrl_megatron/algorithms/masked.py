@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import torch
 
 _WHITEN_EPSILON = 1e-8
-# Elements per block of rows: its temporaries stay in a CPU's cache.
-_BLOCK = 2**17
+# Elements per block of rows: its temporaries stay in a CPU's cache, and below the size at which
+# PyTorch asks for huge pages, which would be new ones each time.
+_BLOCK = 3 * 2**16
 # Integers of a number's size in bytes.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
