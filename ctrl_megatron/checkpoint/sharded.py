@@ -12,7 +12,6 @@ from ctrl_megatron.models.parallel_model import ParallelModel
 _METADATA = {
     # The one optimizer format that is saved on a CPU and loaded on another TP x PP x DP layout.
     "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
 
@@ -38,15 +37,21 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
 
 def _sharded_state(model: ParallelModel, *, loading: bool) -> dict[str, Any]:
     model.onload()
+    on_cpu = next(model.models[0].parameters()).device.type == "cpu"
+    # Ranks on a CPU share its memory: only the first data-parallel one holds what is gathered.
+    metadata = {**_METADATA, "distrib_optim_fully_reshardable_mem_efficient": on_cpu}
     state: dict[str, Any] = {}
     for index, chunk in enumerate(model.models):
-        state[f"model{index}"] = chunk.sharded_state_dict(metadata=_METADATA)
+        state[f"model{index}"] = chunk.sharded_state_dict(metadata=metadata)
     if model.optimization is not None:
         # Also for a model that has not learned yet, as an actor in the critic's warm-up.
         model.optimization.create_state()
         weights = state if len(model.models) > 1 else state["model0"]
         state["optimizer"] = model.optimization.optimizer.sharded_state_dict(
-            weights, is_loading=loading, metadata=_METADATA
+            weights, is_loading=loading, metadata=metadata
         )
+        if state["optimizer"].get("param_state", state) is None:
+            # A rank that has nothing to save; Megatron warns that the ranks' keys differ.
+            del state["optimizer"]["param_state"]
         state["scheduler"] = model.optimization.scheduler.state_dict()
     return state

@@ -129,7 +129,7 @@ def test_layouts_take_the_same_steps(
     assert_same_weights(alone[0] / "value", tmp_path / "value", rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "step"), [("tp2", 2), ("dp2", 0)])
+@pytest.mark.parametrize(("name", "step"), [("tp2", 2), ("dp2", 0), ("tp2_pp2_dp2", 2)])
 def test_a_resumed_value_model_goes_on_as_if_nothing_had_happened(
     models: dict[str, Path],
     alone: tuple[Path, list[dict[str, float]]],
