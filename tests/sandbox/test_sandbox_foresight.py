@@ -103,7 +103,7 @@ def test_verdicts_are_those_of_calls_one_by_one(
         assert sum(passed for passed, _ in found) == len(TESTS) - 1
 
 
-def test_calls_that_are_sent_ahead_are_one_frame_and_are_not_sent_again() -> None:
+def test_calls_that_are_sent_ahead_are_not_sent_again() -> None:
     asks, supervisor = socket.socketpair()
     line, given = socket.socketpair()
     with asks, supervisor, line, given:
@@ -111,7 +111,8 @@ def test_calls_that_are_sent_ahead_are_one_frame_and_are_not_sent_again() -> Non
         connection = Connection(asks, 5.0)
         connection.begin(time.monotonic() + 5.0)
         connection.send_ahead([Call("f", (1,), {}), Call("f", (2,), {"k": 3})])
-        sent = frames.receive(line.fileno(), limit=1 << 16)
+        calls = frames.Reader(line.fileno(), limit=1 << 16)
+        sent = [calls.receive() for _ in range(2)]
         assert [(call["args"], call["named"]) for call in sent] == [([1], {}), ([2], {"k": 3})]
         for call in sent:
             frames.send(line.fileno(), {"id": call["id"], "value": call["args"][0] * 10})
@@ -122,6 +123,13 @@ def test_calls_that_are_sent_ahead_are_one_frame_and_are_not_sent_again() -> Non
         with pytest.raises(BlockingIOError):
             line.recv(1)
         connection.close()
+
+
+def test_large_calls_and_large_answers_wait_for_nobody(judge: Callable[..., EvalResult]) -> None:
+    """Sending must not block on a program that blocks on sending."""
+    tests = [f"assert f([{x}] * {n}) != 0" for x, n in enumerate([10, 20_000, 9, 300_000, 8, 7])]
+    result = judge("def f(x): return [x[0]] * 400_000", tests, run_timeout=20.0)
+    assert [case.passed for case in result.tests] == [True] * len(tests)
 
 
 def test_a_setup_that_takes_a_stubs_place_is_heard(judge: Callable[..., EvalResult]) -> None:

@@ -28,8 +28,8 @@ def run(fd: int, prelude: str, code: str) -> None:
     frames.send(fd, {"loaded": failure is None, "error": failure})
     calls = frames.Reader(fd, limit=_CALL_BYTES)
     while failure is None:
-        for call in calls.receive():
-            frames.send_encoded(fd, _answer(module, call))
+        call = calls.receive()
+        frames.send_encoded(fd, _answer(module, call))
     os._exit(0)
 
 

@@ -17,6 +17,9 @@ from ctrl_megatron.sandbox.jail.foresight import Call
 
 NEW_CANDIDATE = b"N"
 _FRAME_SLACK = 4096
+_AHEAD_BYTES = 1 << 16
+"""Of calls that are sent together: less than an empty socket takes, so that sending never waits for
+a program that waits for its answer to be read."""
 # StopIteration would silently end a loop of the test; the others cannot be made from a text.
 _NEVER_RAISED = (StopIteration, StopAsyncIteration, UnicodeError, BaseExceptionGroup)
 _EXCEPTIONS: dict[str, Callable[[str], Exception]] = {
@@ -96,7 +99,7 @@ class Connection:
         if self._ahead:
             request = self._ahead.popleft() | {k: request[k] for k in ("name", "args", "named")}
         else:
-            self._send([request])
+            self._send(frames.encode(request))
         self._call, self._answer = request, None
         answer = self._receive()
         self.busy = False
@@ -108,24 +111,30 @@ class Connection:
         return self._take(arguments, answer)
 
     def send_ahead(self, calls: Iterable[Call]) -> None:
-        """Send the calls that the next tests will make, in their order."""
-        requests = []
+        """Send the calls that the next tests will make, in their order; as many as fit."""
+        requests, data = [], b""
         for call in calls:
             try:
-                requests.append(_request(call))
+                request = _request(call)
             except codec.CodecError:
                 break  # the test itself will say so
-        self.busy = True
-        self._send(requests)
-        self.busy = False
-        self._ahead.extend(requests)
+            frame = frames.encode(request)
+            if len(data) + len(frame) > _AHEAD_BYTES:
+                break
+            requests.append(request)
+            data += frame
+        if len(requests) > 1:
+            self.busy = True
+            self._send(data)
+            self.busy = False
+            self._ahead.extend(requests)
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _send(self, requests: list[dict[str, Any]]) -> None:
+    def _send(self, data: bytes) -> None:
         try:
-            frames.send(self._fd, requests)
+            frames.send_encoded(self._fd, data)
         except frames.PeerGone:
             self._lose("died", "the program ended")
 

@@ -21,7 +21,7 @@ from ctrl_megatron.sandbox.jail.verdict import Verdict
 
 _REASON_LENGTH = 600
 _AHEAD = 32
-"""Tests whose calls are sent together: their frames fit a socket's buffer, so nobody waits."""
+"""Tests whose calls may be sent together."""
 
 
 def run(asks: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
@@ -115,14 +115,8 @@ class _Judge:
         """Send the calls of this test and of those after it, as far as they are certain."""
         candidate = self._candidate
         assert candidate is not None
-
-        def look() -> None:
-            calls = list(self._certain_calls(index))
-            if len(calls) > 1:
-                candidate.send_ahead(calls)
-
         # What goes wrong here goes wrong again in the test about to begin, and counts there.
-        self._guarded(look)
+        self._guarded(lambda: candidate.send_ahead(self._certain_calls(index)))
         self._sent_until = index + candidate.ahead
 
     def _certain_calls(self, index: int) -> Iterator[foresight.Call]:
