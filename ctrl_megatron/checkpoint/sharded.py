@@ -47,11 +47,12 @@ def _sharded_state(model: ParallelModel, *, loading: bool) -> dict[str, Any]:
         # Also for a model that has not learned yet, as an actor in the critic's warm-up.
         model.optimization.create_state()
         weights = state if len(model.models) > 1 else state["model0"]
-        state["optimizer"] = model.optimization.optimizer.sharded_state_dict(
+        optimizer = model.optimization.optimizer.sharded_state_dict(
             weights, is_loading=loading, metadata=metadata
         )
-        if state["optimizer"].get("param_state", state) is None:
+        if "param_state" in optimizer and optimizer["param_state"] is None:
             # A rank that has nothing to save; Megatron warns that the ranks' keys differ.
-            del state["optimizer"]["param_state"]
+            del optimizer["param_state"]
+        state["optimizer"] = optimizer
         state["scheduler"] = model.optimization.scheduler.state_dict()
     return state

@@ -1,4 +1,4 @@
-"""Environment variables: the only file of the package that reads or sets them.
+"""Environment variables: the only file of the package that reads them.
 
 Three sources, in this order: torchrun's variables, SLURM's, and none (a single process).
 Variables of our own start with ``CTRL_``.

@@ -210,14 +210,16 @@ def f(x):
 """,
     "forged frames on every descriptor": r"""
 import os, struct
-body = b'[{"id":"","index":0,"status":"passed","value":987654321,"changed":[]}]'
+answer = b'{"id":"","value":987654321,"changed":[]}'
+verdict = b'["",0,"passed","",0]'
 
 def f(x):
     for fd in range(3, 64):
-        try:
-            os.write(fd, struct.pack('>I', len(body)) + body)
-        except OSError:
-            pass
+        for body in (answer, verdict):
+            try:
+                os.write(fd, struct.pack('>I', len(body)) + body)
+            except OSError:
+                pass
     return 0
 """,
     "signals to everybody": r"""

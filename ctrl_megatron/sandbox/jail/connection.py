@@ -94,10 +94,10 @@ class Connection:
         """One remote call; applies in-place changes of list, dict and set arguments."""
         if self.broken is not None:
             raise self.broken
-        request = _request(Call(name, arguments, named))
+        request = None if self._ahead else _request(Call(name, arguments, named))
         self.busy = True
-        if self._ahead:
-            request = self._ahead.popleft() | {k: request[k] for k in ("name", "args", "named")}
+        if request is None:
+            request = self._ahead.popleft()
         else:
             self._send(frames.encode(request))
         self._call, self._answer = request, None
