@@ -40,6 +40,7 @@ CONFIG = SimpleNamespace(
     **{"kl_cov_ratio": 0.0002, "ppo_kl_coef": 1.0},
 )
 WARM_UP_SECONDS = 0.5
+LOOP_REPEATS = 3
 LOSS_INPUTS = ("old_log_prob", "log_prob", "advantages")
 Work = Callable[[], Any]
 Data = dict[str, Any]
@@ -221,13 +222,16 @@ def loss(name: str, data: Data) -> Work:
     return work
 
 
-def seconds(work: Work, times: int, device: str) -> float:
-    """Median of ``times`` runs; where there are several, after half a second of runs that do not
-    count: a virtual machine gets its memory from the host at first touch."""
-    warm = time.perf_counter() + WARM_UP_SECONDS * (times > 1)
+def seconds(works: list[Work], times: int, device: str) -> list[float]:
+    """Median of ``times`` runs of each, in turns: a machine shared with others changes its speed
+    within seconds. Half a second of runs before does not count: a virtual machine gets its memory
+    from the host at first touch."""
+    warm = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < warm:
-        timed(work, device)
-    return statistics.median(timed(work, device) for _ in range(times))
+        for work in works:
+            work()
+    turns = [[timed(work, device) for work in works] for _ in range(times)]
+    return [statistics.median(taken) for taken in zip(*turns, strict=True)]
 
 
 def timed(work: Work, device: str) -> float:
@@ -282,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=4096, help="sequences")
     parser.add_argument("--columns", type=int, default=2048, help="tokens of the longest sequence")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of which the median counts")
+    parser.add_argument("--repeats", type=int, default=15, help="runs of which the median counts")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--only", nargs="*", help="names to measure; all without")
     parser.add_argument("--no-loops", action="store_true", help="leave the loops out")
@@ -294,8 +298,8 @@ def main() -> None:
     for name, ours, loop, once in cases(batch(args.rows, args.columns, args.device)):
         if args.only and name.split()[-1] not in args.only:
             continue
-        took, once_took = (seconds(w, args.repeats, args.device) for w in (ours, once))
-        looped = math.nan if args.no_loops else seconds(loop, 1, args.device)
+        took, once_took = seconds([ours, once], args.repeats, args.device)
+        looped = math.nan if args.no_loops else seconds([loop], LOOP_REPEATS, args.device)[0]
         numbers = (took * 1e3, looped * 1e3, looped / took, once_took * 1e3, took / once_took)
         peak = peak_bytes(ours, args.device) / 2**20
         table.add_row(name, *(f"{x:.1f}" for x in numbers), f"{peak:.0f}")

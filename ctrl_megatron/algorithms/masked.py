@@ -1,7 +1,9 @@
 """Sums, means and whitening over a mask. What a mask hides never matters, not even as NaN.
 
 Masks are bool or numbers (anything but 0 selects) of the shape of the values. Values are replaced,
-not multiplied, where the mask is off: 0 * NaN is NaN.
+not multiplied, where the mask is off: 0 * NaN is NaN. Where no gradient is wanted, the bits of a
+number are multiplied as those of an integer, by 0 or 1, which leaves nothing of a NaN either:
+torch.where branches at every element on a CPU.
 """
 
 from __future__ import annotations
@@ -11,9 +13,8 @@ from collections.abc import Iterator
 import torch
 
 _WHITEN_EPSILON = 1e-8
-# Elements per block of rows: its temporaries stay in a CPU's cache, and below the size at which
-# PyTorch asks for huge pages, which would be new ones each time.
-_BLOCK = 3 * 2**16
+# Elements per block of rows: what is computed from one stays in a CPU's cache.
+_BLOCK = 2**19 - 1
 # Integers of a number's size in bytes.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -23,34 +24,32 @@ def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.bool(), values, values.new_zeros(()))
 
 
+def masked_rows(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(B, R): each row's number of (B,) ``rows`` where the mask is on, 0 elsewhere; no gradient."""
+    bits = _BITS[rows.element_size()]
+    on = _octets(mask).to(bits)
+    return on.mul_(rows.detach().view(bits).unsqueeze(-1)).view(rows.dtype)
+
+
 def row_counts(mask: torch.Tensor) -> torch.Tensor:
     """Elements that each row of (B, R) selects: (B,) int32."""
-    # Bytes are summed by vector instructions, truth values are not.
-    octets = mask.bool().view(torch.uint8)
-    return torch.cat([part.sum(dim=-1, dtype=torch.int32) for part in octets.split(_rows(mask))])
+    octets = _octets(mask).split(_rows(mask))
+    return torch.cat([part.sum(dim=-1, dtype=torch.int32) for part in octets])
 
 
 def rows_with_any(mask: torch.Tensor) -> torch.Tensor:
     """Whether each row of (B, R) selects anything: (B,) bool."""
     if not mask.shape[-1]:
         return mask.new_zeros(len(mask), dtype=torch.bool)
-    return mask.bool().view(torch.uint8).amax(dim=-1) > 0
+    return _octets(mask).amax(dim=-1) > 0
 
 
 def row_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Sum of each row of (B, R) under the mask: (B,) float64, without gradient."""
-    values = values.detach() if values.element_size() in _BITS else values.to(torch.float32)
-    integers = _BITS[values.element_size()]
-    # Every block uses the same memory: a fresh one costs page faults, which take longer than sums.
-    kept = values.new_empty(min(_rows(values), len(values)), values.shape[-1])
-    wide = torch.empty_like(kept, dtype=torch.float64)
     sums = values.new_empty(len(values), dtype=torch.float64)
-    for rows in _row_slices(values):
-        part, on = values[rows].view(integers), mask[rows].bool()
-        block = kept[: len(on)]
-        # A number's bits times 0 or 1, which is 0 whatever the bits: faster than torch.where.
-        block.view(integers).copy_(on).mul_(part)
-        torch.sum(wide[: len(on)].copy_(block), dim=-1, out=sums[rows])
+    blocks = zip(_wide_blocks(values, mask), sums.split(_rows(values)), strict=True)
+    for wide, out in blocks:
+        torch.sum(wide, dim=-1, out=out)
     return sums
 
 
@@ -60,11 +59,9 @@ def moment_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     Pieces of a batch add up; ``moments`` turns the total into mean and variance. No gradient.
     """
     total = torch.zeros(3, dtype=torch.float64, device=values.device)
-    with torch.no_grad():
-        for part, on in _blocks(values, mask):
-            kept = masked(part, on).to(torch.float64)
-            count = row_counts(on).sum().to(torch.float64)
-            total += torch.stack([count, kept.sum(), kept.square().sum()])
+    total[0] = row_counts(mask).sum()
+    for wide in _wide_blocks(values, mask):
+        total[1:] += torch.stack([wide.sum(), wide.square_().sum()])
     return total
 
 
@@ -89,15 +86,25 @@ def whiten_with(
     return masked((values - mean) * scale, mask)
 
 
-def _blocks(
-    values: torch.Tensor, mask: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    return ((values[rows], mask[rows]) for rows in _row_slices(values))
+def _wide_blocks(values: torch.Tensor, mask: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Blocks of rows of (B, R) ``values`` in float64, 0 where the mask is off, without gradient.
+
+    Each takes the place of the one before: fresh memory costs page faults, which take longer than
+    sums.
+    """
+    values = values.detach() if values.element_size() in _BITS else values.to(torch.float32)
+    bits, step = _BITS[values.element_size()], _rows(values)
+    kept = values.new_empty(min(step, len(values)), values.shape[-1])
+    wide = torch.empty_like(kept, dtype=torch.float64)
+    for part, octets in zip(values.view(bits).split(step), _octets(mask).split(step), strict=True):
+        block = kept[: len(octets)]
+        block.view(bits).copy_(octets).mul_(part)
+        yield wide[: len(octets)].copy_(block)
 
 
-def _row_slices(values: torch.Tensor) -> Iterator[slice]:
-    step = _rows(values)
-    return (slice(start, start + step) for start in range(0, len(values), step))
+def _octets(mask: torch.Tensor) -> torch.Tensor:
+    """The mask as bytes of 0 and 1, on which CPUs have vector instructions."""
+    return mask.bool().view(torch.uint8)
 
 
 def _rows(values: torch.Tensor) -> int:

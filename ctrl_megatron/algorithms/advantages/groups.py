@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -34,13 +36,13 @@ def group_numbers(index: GroupIndex, rows: int) -> torch.Tensor:
     keys = ids
     if any(issubclass(kind, torch.Tensor) for kind in set(map(type, ids))):
         keys = [group.item() if isinstance(group, torch.Tensor) else group for group in ids]
+    numbers = defaultdict(itertools.count().__next__)
     try:
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        # By way of numpy: torch.tensor takes longer for a list than all the rest.
+        return torch.from_numpy(np.fromiter(map(numbers.__getitem__, keys), np.int64, rows))
     except TypeError as error:
         row, key = next(item for item in enumerate(keys) if not _hashable(item[1]))
         raise ValueError(f"the group id of row {row} is {error}: {key!r}") from error
-    # By way of numpy: torch.tensor takes longer for a list than all the rest.
-    return torch.from_numpy(np.fromiter(map(numbers.__getitem__, keys), np.int64, rows))
 
 
 def _hashable(key: Any) -> bool:
