@@ -1,13 +1,25 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
 from hypothesis import given
 from ragged_batches import normal, ragged_mask, seeds, spoil
 
-from ctrl_megatron.algorithms import masked, masked_mean, masked_var, masked_whiten
+from ctrl_megatron.algorithms import (
+    masked,
+    masked_mean,
+    masked_var,
+    masked_whiten,
+    moment_sums,
+    row_sums,
+)
+
+# The package has a function of the module's name.
+masked_module = sys.modules["ctrl_megatron.algorithms.masked"]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 
 
 def selected(values: torch.Tensor, mask: torch.Tensor) -> list[float]:
@@ -56,3 +68,41 @@ def test_too_few_elements_are_an_error_not_a_number() -> None:
         masked_mean(torch.ones(2, 2), torch.zeros(2, 2))
     with pytest.raises(ValueError, match="two elements"):
         masked_whiten(torch.ones(1, 2), torch.tensor([[1, 0]]))
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [1, 14, 2**19])
+def test_sums_of_every_dtype_and_block_size_are_exact_in_float64(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mask_dtype: torch.dtype, block: int
+) -> None:
+    monkeypatch.setattr(masked_module, "_BLOCK", block)
+    generator = torch.Generator().manual_seed(1)
+    values, mask = normal(generator, 5, 7, 30.0).to(dtype), ragged_mask(generator, 5, 7)
+    # Every other column of a larger tensor: numbers that do not follow each other in memory.
+    hidden = torch.zeros(5, 14, dtype=dtype)[:, ::2]
+    hidden.copy_(spoil(values, mask) if dtype.is_floating_point else values.where(mask, 10**6))
+    expected = [math.fsum(selected(v, m)) for v, m in zip(values, mask, strict=True)]
+    assert row_sums(hidden, mask.to(mask_dtype)).tolist() == pytest.approx(expected, rel=1e-15)
+    chosen = selected(values, mask)
+    moments = [len(chosen), math.fsum(chosen), math.fsum(v * v for v in chosen)]
+    assert moment_sums(hidden, mask.to(mask_dtype)).tolist() == pytest.approx(moments, rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.is_floating_point])
+def test_a_rows_number_reaches_its_tokens_to_the_last_bit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    mask = ragged_mask(generator, 6, 7)
+    rows = normal(generator, 6, 1)[:, 0].to(dtype)
+    rows[1], rows[2] = -0.0, math.inf
+    tokens = masked_module.masked_rows(rows, mask)
+    expected = rows.unsqueeze(-1).expand(6, 7).where(mask, 0)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
+    assert torch.equal(tokens.view(bits), expected.contiguous().view(bits))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_nothing_sums_to_nothing(shape: tuple[int, int]) -> None:
+    nothing = torch.zeros(shape)
+    assert row_sums(nothing, nothing).tolist() == [0.0] * shape[0]
+    assert moment_sums(nothing, nothing).tolist() == [0.0, 0.0, 0.0]
