@@ -22,10 +22,14 @@ from ctrl_megatron.pipeline.worker import DAGWorker
 
 
 class ActorLoss:
-    """A ``models.policy.LossFn``: this micro-batch's share of the global loss and its scalars."""
+    """A ``models.policy.LossFn``: this micro-batch's share of the global loss and its scalars.
 
-    def __init__(self, actor: Actor, *, with_kl: bool) -> None:
-        self._actor, self._with_kl = actor, with_kl
+    ``response_limit`` is the constant of ``seq-mean-token-sum-norm``: the width of a batch is that
+    of its longest response, which differs between ranks and steps.
+    """
+
+    def __init__(self, actor: Actor, *, response_limit: int) -> None:
+        self._actor, self._response_limit = actor, response_limit
         self._terms = get_policy_loss_terms(actor.policy_loss)
 
     def __call__(
@@ -46,6 +50,7 @@ class ActorLoss:
                 mode,
                 batch_num_tokens=counts.tokens,
                 global_batch_size=counts.sequences,
+                loss_scale_factor=self._response_limit,
             )
 
         terms = self._terms(
@@ -67,7 +72,7 @@ class ActorLoss:
         loss = policy
         if actor.entropy_coeff:
             loss = loss - actor.entropy_coeff * whole(entropy)
-        if self._with_kl:
+        if actor.use_kl_loss:
             kl = whole(kl_penalty(log_probs, rows["ref_log_prob"], actor.kl_loss_type, mask))
             loss = loss + actor.kl_loss_coef * kl
             scalars["actor/kl_loss"] = kl
@@ -83,7 +88,7 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     if not worker.actor_learns:
         return NodeOutput()
     actor, done = worker.config.actor_rollout_ref.actor, []
-    loss = ActorLoss(actor, with_kl=actor.use_kl_loss)
+    loss = ActorLoss(actor, response_limit=worker.config.data.max_response_length)
     fields = tensors_of(batch)
     for rows in mini_batches(batch["mini_batch"], epochs=actor.ppo_epochs):
         mine = {name: value[rows] for name, value in fields.items()}

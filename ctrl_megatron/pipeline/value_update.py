@@ -21,10 +21,13 @@ from ctrl_megatron.pipeline.worker import DAGWorker
 
 
 class ValueLoss:
-    """A ``models.value.ValueLossFn``: this micro-batch's share of the global loss, and scalars."""
+    """A ``models.value.ValueLossFn``: this micro-batch's share of the global loss, and scalars.
 
-    def __init__(self, critic: Critic) -> None:
-        self._critic = critic
+    ``response_limit`` is the constant of ``seq-mean-token-sum-norm``.
+    """
+
+    def __init__(self, critic: Critic, *, response_limit: int) -> None:
+        self._critic, self._response_limit = critic, response_limit
 
     def __call__(
         self, values: torch.Tensor, rows: dict[str, torch.Tensor], counts: GlobalCounts
@@ -38,6 +41,7 @@ class ValueLoss:
                 mode,
                 batch_num_tokens=counts.tokens,
                 global_batch_size=counts.sequences,
+                loss_scale_factor=self._response_limit,
             )
 
         terms = value_loss_terms(
@@ -63,7 +67,7 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     ``critic/explained_variance`` speaks of the values before the update.
     """
     config, model = worker.config, value_model(worker)
-    loss, done = ValueLoss(config.critic), []
+    loss, done = ValueLoss(config.critic, response_limit=config.data.max_response_length), []
     merged = config.value_mini_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
     # Rows that leave the policy's loss for the engine's sake still have returns to learn.
     fields = {k: v for k, v in tensors_of(batch).items() if k != "loss_mask"}

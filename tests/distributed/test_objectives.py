@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from test_policy import LAYOUTS, ranks
 from tiny_models import random_batch, save_tiny
 from world import run_world
@@ -40,7 +42,7 @@ CUTS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def losses_of(model: Path, layout: dict[str, Any], budget: int) -> list[dict[str, Any]]:
+def losses_of(model: Path, out: Path, layout: dict[str, Any], budget: int) -> list[dict[str, Any]]:
     batch = random_batch(seed=7, rows=8)
     batch["rollout_is_weights"] = (0.5 + batch["advantages"].abs()).clamp(max=2.0)
     # A token and a whole row that take no part.
@@ -54,6 +56,7 @@ def losses_of(model: Path, layout: dict[str, Any], budget: int) -> list[dict[str
         batch=batch,
         actors=ACTORS,
         budget=budget,
+        out=str(out),
     )
 
 
@@ -64,18 +67,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(model: Path) -> dict[str, dict[str, float]]:
-    (found,) = losses_of(model, {}, ONE)
+    (found,) = losses_of(model, model.parent / "whole", {}, ONE)
     return found
+
+
+def gradient(model: Path, stepped: Path) -> torch.Tensor:
+    """How far the step has moved every weight."""
+    before, after = (load_file(path / "model.safetensors") for path in (model, stepped))
+    return torch.cat([(after[k].double() - before[k].double()).flatten() for k in before])
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_aggregation_and_loss_is_the_same_however_the_batch_is_cut(
-    model: Path, whole: dict[str, dict[str, float]], cut: str
+    model: Path, whole: dict[str, dict[str, float]], cut: str, tmp_path: Path
 ) -> None:
-    for found in losses_of(model, *CUTS[cut]):
+    for found in losses_of(model, tmp_path, *CUTS[cut]):
         assert found.keys() == whole.keys()
         for name, metrics in found.items():
             assert metrics == pytest.approx(whole[name], rel=1e-5, abs=1e-9), name
+    for name in whole:
+        uncut = gradient(model, model.parent / "whole" / name)
+        gap = (gradient(model, tmp_path / name) - uncut).norm() / uncut.norm()
+        assert gap <= 1e-5, (name, float(gap))
 
 
 def test_the_objectives_differ(whole: dict[str, dict[str, float]]) -> None:

@@ -132,16 +132,29 @@ def train(
 
 
 def objectives(
-    rank: int, layout: dict, directory: str, batch: dict, actors: dict[str, dict], budget: int
+    rank: int,
+    layout: dict,
+    directory: str,
+    batch: dict,
+    actors: dict[str, dict],
+    budget: int,
+    out: str,
 ) -> dict[str, Any]:
-    """Loss, gradient norm and scalars of the trainer's own loss for every configuration."""
+    """Loss, gradient norm and scalars of the trainer's own loss for every configuration.
+
+    The weights after the step are exported: each has moved by g / (|g| + 1), with g its gradient.
+    """
     from types import SimpleNamespace
 
+    from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.config.actor import Actor
     from ctrl_megatron.pipeline.actor_update import ActorLoss, selected_tokens
 
     groups, results = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    # A rank's batch is as wide as its own longest response.
+    unused = batch["response_mask"].shape[1] - int(mine["response_mask"].sum(1).max())
+    mine = {k: v[:, : v.shape[1] - unused] for k, v in mine.items()}
     for name, keys in actors.items():
         actor = Actor(**keys)
         worker: Any = SimpleNamespace(
@@ -152,10 +165,10 @@ def objectives(
             ),
         )
         rows = {**mine, **selected_tokens(worker, mine, draw=0)}
-        policy = make_policy(
-            groups, directory, optimizer={"lr": 1e-3, "total_steps": 10}, token_budget=budget
-        )
-        results[name] = policy.step(rows, ActorLoss(actor, with_kl=actor.use_kl_loss))
+        optimizer = {"lr": 1.0, "eps": 1.0, "weight_decay": 0.0, "total_steps": 10}
+        policy = make_policy(groups, directory, optimizer=optimizer, token_budget=budget)
+        results[name] = policy.step(rows, ActorLoss(actor, response_limit=11))
+        save_hf(policy, f"{out}/{name}", side_files=directory)
     return results
 
 
