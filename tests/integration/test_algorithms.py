@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 from forked_run import run_forked
@@ -37,21 +39,42 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 
 
-STOPPED = {"ppo": 1, "dapo": 3}
-"""After how many steps the run is stopped and resumed; PPO's actor has not learned by then."""
+STOPS = {"ppo": (1, 3), "rloo": (2,), "gspo": (2,), "dapo": (3,)}
+"""After which steps a run is stopped and resumed; PPO's actor has not learned at the first."""
+REPEATABLE = ("actor/", "critic/", "advantage/", "reward/", "critique/", "sampling/")
+Metrics = list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def whole(job: Job) -> Callable[[str], Metrics]:
+    """Five steps of the algorithm of that name in one run, which runs once."""
+    return cache(lambda name: five_steps(job, name, name))
+
+
+def five_steps(job: Job, name: str, folder: str, stops: tuple[int, ...] = ()) -> Metrics:
+    """The metrics of five steps; the run ends after each of ``stops`` and is resumed."""
+    for steps in (*stops, 5):
+        run = run_forked(job, folder, steps=steps, extra=ALGORITHMS[name])
+        assert run.codes == (0, 0), run.output[-8000:]
+    assert [record["step"] for record in run.metrics()] == [1, 2, 3, 4, 5]
+    return [record["metrics"] for record in run.metrics()]
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_run_that_was_stopped_goes_on_like_one_that_was_not(
+    job: Job, whole: Callable[[str], Metrics], name: str
+) -> None:
+    stopped = five_steps(job, name, f"{name}_stopped", STOPS[name])
+    for step, (found, expected) in enumerate(zip(stopped, whole(name), strict=True), start=1):
+        wanted = {k: v for k, v in expected.items() if k.startswith(REPEATABLE)}
+        # Verdicts are remembered by a process.
+        del wanted["reward/cached_rate"]
+        assert {k: found[k] for k in wanted} == pytest.approx(wanted, rel=1e-6, abs=1e-9), step
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_five_steps(job: Job, name: str) -> None:
-    extra = ALGORITHMS[name]
-    if name in STOPPED:
-        run = run_forked(job, name, steps=STOPPED[name], extra=extra)
-        assert run.codes == (0, 0), run.output[-8000:]
-    run = run_forked(job, name, steps=5, extra=extra)
-    assert run.codes == (0, 0), run.output[-8000:]
-    records = run.metrics()
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
-    metrics = [record["metrics"] for record in records]
+def test_five_steps(whole: Callable[[str], Metrics], name: str) -> None:
+    metrics = whole(name)
     assert all(math.isfinite(value) for step in metrics for value in step.values())
     learning = metrics[1:] if name == "ppo" else metrics
     assert all(step["actor/grad_norm"] > 0 for step in learning)
@@ -63,7 +86,7 @@ def test_five_steps(job: Job, name: str) -> None:
         check(metrics)
 
 
-def ppo(metrics: list[dict[str, float]]) -> None:
+def ppo(metrics: Metrics) -> None:
     first, *later = metrics
     # The value model learns alone, and expected nothing before.
     assert "actor/grad_norm" not in first and first["critic/grad_norm"] > 0
@@ -71,12 +94,12 @@ def ppo(metrics: list[dict[str, float]]) -> None:
     assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
     assert all(step["critic/explained_variance"] != 0.0 for step in later)
     assert later[-1]["critic/vf_loss"] < first["critic/vf_loss"]
-    # The controller is one that adapts: its coefficient moves in every step, over the resume too.
+    # The controller is one that adapts: its coefficient moves in every step.
     coefficients = [step["actor/kl_coef"] for step in metrics]
     assert len(set(coefficients)) == 5
 
 
-def dapo(metrics: list[dict[str, float]]) -> None:
+def dapo(metrics: Metrics) -> None:
     assert all(step["reward/overlong"] <= 0 for step in metrics)
     assert all(step["sampling/rounds"] <= 10 for step in metrics)
     # What one step leaves over, the next one uses.
@@ -86,7 +109,7 @@ def dapo(metrics: list[dict[str, float]]) -> None:
     assert metrics[0]["rollout/probs_diff_mean"] < 1e-4
 
 
-def kl_cov(metrics: list[dict[str, float]]) -> None:
+def kl_cov(metrics: Metrics) -> None:
     for step in metrics:
         # One test per problem: its pass rate is 0 or 1.
         assert step["reward/binary_code"] == step["reward/mean"]
