@@ -47,20 +47,16 @@ _AT_LEAST_ONE = (
     *("sft.total_training_steps", "sft.max_token_len_per_gpu"),
 )
 _ABOVE_ZERO = (
-    *(_A + k for k in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "grad_clip")),
-    *(_O + "eps", _R + "kv_cache_gib", _R + "startup_timeout"),
+    *(_A + "grad_clip", _O + "eps", _R + "kv_cache_gib", _R + "startup_timeout"),
     *("algorithm.kl_ctrl.target_kl", "reward.run_timeout"),
     *("sandbox.startup_timeout", "trainer.peak_tflops_per_device", "trainer.failure_timeout"),
     *("trainer.distributed_timeout", "sft.lr", "sft.grad_clip", _O + "lr", _C + "lr", _C + "eps"),
-    *(
-        "algorithm.f_norm",
-        "critic.cliprange_value",
-        "critic.grad_clip",
-        _I + "rollout_is_threshold",
-    ),
-    *(_I + "rollout_rs_threshold", _I + "rollout_rs_threshold_lower"),
+    *("algorithm.f_norm", "critic.grad_clip"),
+    *(_I + "rollout_is_threshold", _I + "rollout_rs_threshold"),
 )
 _NOT_NEGATIVE = (
+    *(_A + k for k in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")),
+    *("critic.cliprange_value", _I + "rollout_rs_threshold_lower"),
     *(_A + "entropy_coeff", _A + "kl_loss_coef", _O + "weight_decay", _O + "lr_warmup_steps"),
     *(_R + "temperature", "algorithm.kl_ctrl.kl_coef", "reward.num_examine"),
     *("trainer.examples_in_report", "trainer.critic_warmup", _C + "weight_decay"),
