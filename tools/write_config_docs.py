@@ -37,6 +37,8 @@ torchrun --nproc-per-node 2 tools/train_rl.py --config examples/ctrl_smollm2_cpu
   `runs/NAME/config.yaml`, every default written out.
 - An unknown key, a value of the wrong type or keys that do not fit together stop the run before a
   model is loaded, with one line per problem: the key, where it was written, and the remedy.
+- So does an option that is not at its default and that nothing reads: one of another estimator or
+  loss, the coefficient of a KL that is off, a key of `critic` without a value model.
 - YAML is read by the rules of YAML 1.2: `1e-6` is a number, only `true` and `false` are booleans.
   The value of an argument is YAML too: `trainer.logger='[console, jsonl]'`.
 - A value may refer to another one as `${group.key}`.

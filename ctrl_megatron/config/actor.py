@@ -88,11 +88,11 @@ class Actor:
     ppo_max_token_len_per_gpu: int = 16384
     """Token budget of a packed micro-batch."""
     clip_ratio: float = 0.2
-    """PPO clip range on both sides, where the two keys below are None."""
+    """PPO clip range of the sides whose key below is None."""
     clip_ratio_low: float | None = None
-    """Clip range below 1."""
+    """Clip range below 1; 0 is a range, None takes clip_ratio."""
     clip_ratio_high: float | None = None
-    """Clip range above 1."""
+    """Clip range above 1; 0 is a range, None takes clip_ratio."""
     clip_ratio_c: float = 3.0
     """Dual clip: upper bound of the ratio for negative advantages."""
     entropy_coeff: float = 0.0

@@ -17,9 +17,10 @@ class KlControl:
     kl_coef: float = 0.001
     """The coefficient, or where it starts."""
     target_kl: float = 0.1
-    """KL per sequence that the adaptive controller aims at."""
+    """KL per token that the adaptive controller aims at."""
     horizon: int = 10000
-    """Samples over which the adaptive controller corrects an error."""
+    """Sequences over which the adaptive controller corrects an error; more than a fifth of those
+    of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class RolloutCorrection:
     rollout_rs_threshold: float = 2.0
     """Largest ratio that stays."""
     rollout_rs_threshold_lower: float | None = None
-    """Smallest ratio that stays; None for 1 / rollout_rs_threshold."""
+    """Smallest ratio that stays, 0 for no bound; None for 1 / rollout_rs_threshold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ctrl_megatron.config.objective import objective_problems, unknown_name
 from ctrl_megatron.config.schema import Config
+from ctrl_megatron.config.unread import value_of
 
 Purpose = Literal["rl", "sft", "none"]
 """What the run does, hence which keys it needs; ``none`` requires no key at all."""
@@ -189,14 +189,10 @@ def _marker(key: str) -> str:
     return "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
 
 
-def _get(config: Config, key: str) -> Any:
-    return reduce(getattr, key.split("."), config)
-
-
 def _ranges(config: Config) -> Iterator[str]:
     for keys, holds, text in _RANGES:
         for key in keys:
-            value = _get(config, key)
+            value = value_of(config, key)
             if value is not None and not holds(value):
                 yield f"{key}={value} must be {text}"
 
@@ -209,21 +205,21 @@ def _required(config: Config, purpose: Purpose) -> Iterator[str]:
             "actor_rollout_ref.model.path is not set; give the Hugging Face directory of the model"
         )
     name = "sft" if purpose == "sft" else "data"
-    if not _get(config, f"{name}.train_files"):
+    if not value_of(config, f"{name}.train_files"):
         yield f"{name}.train_files is not set; give one parquet file or a list of them"
 
 
 def _reserved(config: Config) -> Iterator[str]:
     plain = Config()
     for key, instead in RESERVED.items():
-        value, default = _get(config, key), _get(plain, key)
+        value, default = value_of(config, key), value_of(plain, key)
         if value != default:
             yield (
                 f"{key}={json.dumps(value)} is not available yet: {instead}; "
                 f"leave it at {json.dumps(default)}"
             )
     for key in ("actor_rollout_ref.model.dtype", _R + "dtype"):
-        if _get(config, key) == "float16":
+        if value_of(config, key) == "float16":
             yield (
                 f"{key}=float16 is not available yet: it would need a loss scale; "
                 f"use bfloat16 or float32"

@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from ctrl_megatron.config.schema import Config
+from ctrl_megatron.config.unread import ADV_ESTIMATORS, NAMED, unread_problems, value_of
 
 _A, _R, _I = (
     "actor_rollout_ref.actor.",
     "actor_rollout_ref.rollout.",
     "algorithm.rollout_correction.",
 )
-_GROUP_STD = ("algorithm.norm_adv_by_std_in_grpo",)
-ADV_ESTIMATORS: Mapping[str, tuple[str, ...]] = {
-    "grpo": _GROUP_STD,
-    "gae": ("algorithm.gamma", "algorithm.lam"),
-    "rloo": (),
-    "reinforce_plus_plus": ("algorithm.gamma",),
-    "reinforce_plus_plus_baseline": (),
-    "remax": (),
-    "opo": (),
-    "gpg": ("algorithm.f_norm",),
-    "cpgd": ("algorithm.weight_factor_in_cpgd",),
-    "grpo_passk": _GROUP_STD,
-}
-"""Estimators of the built-in pipelines, and the keys that each of them reads."""
 GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
 """Estimators whose baseline is the group."""
-_CLIP = tuple(_A + key for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"))
-POLICY_LOSSES: Mapping[str, tuple[str, ...]] = {
-    "vanilla": (*_CLIP, _A + "clip_ratio_c"),
-    "gspo": _CLIP,
-    "cpgd": _CLIP,
-    "gpg": (),
-    "cispo": _CLIP,
-    "clip_cov": (*_CLIP, *(_A + k for k in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"))),
-    "kl_cov": (_A + "kl_cov_ratio", _A + "ppo_kl_coef"),
-    "geo_mean": _CLIP,
-}
-"""Policy losses and the keys that each of them reads."""
 
 
 def unknown_name(key: str, value: str, names: Sequence[str], more: str = "") -> Iterator[str]:
@@ -59,15 +31,13 @@ def objective_problems(config: Config) -> Iterator[str]:
     yield from _kl(config)
     yield from _sampling(config)
     yield from _correction(config)
+    yield from _clip_cov(config)
     if config.dag.custom_pipeline_fn is None:
         # A pipeline of one's own may register estimators and losses; the registry judges them.
         yield from _names(config)
     yield from _values(config)
     yield from _reward_functions(config)
-
-
-def _get(config: Config, key: str) -> Any:
-    return reduce(getattr, key.split("."), config)
+    yield from unread_problems(config)
 
 
 def _kl(config: Config) -> Iterator[str]:
@@ -81,6 +51,16 @@ def _kl(config: Config) -> Iterator[str]:
         yield (
             "algorithm.kl_ctrl.type=adaptive has no effect without "
             "algorithm.use_kl_in_reward=true; turn that on or use type=fixed"
+        )
+    prompts, each = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    horizon, sequences = algorithm.kl_ctrl.horizon, prompts * each
+    adaptive = algorithm.kl_ctrl.type == "adaptive" and algorithm.use_kl_in_reward
+    # An update changes the coefficient by up to a fifth of sequences / horizon of itself.
+    if adaptive and 5 * horizon <= sequences:
+        yield (
+            f"algorithm.kl_ctrl.horizon={horizon} is too short for steps of data.train_batch_size="
+            f"{prompts} x {_R}n={each} = {sequences} sequences, the coefficient would turn "
+            f"negative; raise it to at least {sequences // 5 + 1}"
         )
 
 
@@ -116,40 +96,35 @@ def _sampling(config: Config) -> Iterator[str]:
 
 def _correction(config: Config) -> Iterator[str]:
     keys = config.algorithm.rollout_correction
-    lower = keys.rollout_rs_threshold_lower
-    if lower is not None and lower > keys.rollout_rs_threshold:
+    upper, lower = keys.rollout_rs_threshold, keys.rollout_rs_threshold_lower
+    if keys.rollout_rs == "none":
+        return
+    if lower is not None and lower > upper:
         yield (
-            f"{_I}rollout_rs_threshold_lower={lower} is above {_I}rollout_rs_threshold="
-            f"{keys.rollout_rs_threshold}; nothing would stay"
+            f"{_I}rollout_rs_threshold_lower={lower} is above {_I}rollout_rs_threshold={upper}; "
+            f"nothing would stay, lower it"
         )
-    yield from _unread(
-        config,
-        read=(_I + "rollout_is_threshold",) if keys.rollout_is != "none" else (),
-        others=(_I + "rollout_is_threshold",),
-        why=f"with {_I}rollout_is=none",
-    )
-    rejection = (_I + "rollout_rs_threshold", _I + "rollout_rs_threshold_lower")
-    yield from _unread(
-        config,
-        read=rejection if keys.rollout_rs != "none" else (),
-        others=rejection,
-        why=f"with {_I}rollout_rs=none",
-    )
+    if lower is None and 0 < upper < 1:
+        yield (
+            f"{_I}rollout_rs_threshold={upper} is below 1 / {upper}, which is the lower threshold "
+            f"where {_I}rollout_rs_threshold_lower is unset; nothing would stay, raise it to 1 or "
+            f"more or set the lower one"
+        )
+
+
+def _clip_cov(config: Config) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    if actor.policy_loss == "clip_cov" and actor.clip_cov_lb > actor.clip_cov_ub:
+        yield (
+            f"{_A}clip_cov_lb={actor.clip_cov_lb} is above {_A}clip_cov_ub={actor.clip_cov_ub}; "
+            f"no covariance lies between, lower it or raise the other"
+        )
 
 
 def _names(config: Config) -> Iterator[str]:
-    tables = (
-        ("algorithm.adv_estimator", ADV_ESTIMATORS),
-        (_A + "policy_loss", POLICY_LOSSES),
-    )
     more = "; names of your own need the module that registers them in dag.custom_pipeline_fn"
-    for key, table in tables:
-        name = _get(config, key)
-        if name not in table:
-            yield from unknown_name(key, name, tuple(table), more)
-            continue
-        others = {option for options in table.values() for option in options}
-        yield from _unread(config, read=table[name], others=sorted(others), why=f"by {key}={name}")
+    for key, table in NAMED:
+        yield from unknown_name(key, value_of(config, key), tuple(table), more)
 
 
 def _values(config: Config) -> Iterator[str]:
@@ -164,23 +139,17 @@ def _values(config: Config) -> Iterator[str]:
             f"critic.enable=true trains a value model that algorithm.adv_estimator={estimator} "
             f"never reads; leave critic.enable unset or use adv_estimator=gae"
         )
-    if config.trainer.critic_warmup and not config.needs_values:
+    warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
+    if warmup and not config.needs_values:
         yield (
-            f"trainer.critic_warmup={config.trainer.critic_warmup} has nobody to warm up: "
+            f"trainer.critic_warmup={warmup} has nobody to warm up: "
             f"algorithm.adv_estimator={estimator} has no value model; set it to 0"
         )
-
-
-def _unread(
-    config: Config, *, read: Sequence[str], others: Sequence[str], why: str
-) -> Iterator[str]:
-    plain = Config()
-    for key in others:
-        value, default = _get(config, key), _get(plain, key)
-        if key not in read and value != default:
-            yield (
-                f"{key}={json.dumps(value)} is not read {why}; leave it at {json.dumps(default)}"
-            )
+    elif warmup and total is not None and warmup >= total:
+        yield (
+            f"trainer.critic_warmup={warmup} leaves the actor none of "
+            f"trainer.total_training_steps={total}, it would never learn; lower it or train longer"
+        )
 
 
 def _reward_functions(config: Config) -> Iterator[str]:

@@ -174,11 +174,14 @@ def test_the_configuration_page_is_what_the_tool_writes() -> None:
 
 def test_every_key_is_read_or_refused() -> None:
     package = ROOT / "ctrl_megatron"
-    files = [p for p in package.rglob("*.py") if p.name not in ("checks.py", "environment.py")]
+    judges = ("checks.py", "environment.py", "objective.py", "unread.py")
+    files = [p for p in package.rglob("*.py") if p.name not in judges]
     code = "\n".join(p.read_text() for p in files)
     # trackers get the configuration as a dict; a type with one value needs no reader; the others
-    # are compared with the launched world, or refused, in config/checks.py
+    # are compared with the launched world, or refused, in config/checks.py; those of the correction
+    # reach it by name, all at once
     elsewhere = {
+        *(key for key in LEAVES if key.startswith("algorithm.rollout_correction.")),
         "trainer.project_name",
         "actor_rollout_ref.actor.strategy",
         *("trainer.nnodes", "trainer.n_gpus_per_node", "critic.enable"),
