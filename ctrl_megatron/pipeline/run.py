@@ -12,7 +12,11 @@ from pathlib import Path
 
 import torch
 
-from ctrl_megatron.algorithms import get_kl_controller
+from ctrl_megatron.algorithms import (
+    get_adv_estimator,
+    get_kl_controller,
+    get_policy_loss_terms,
+)
 from ctrl_megatron.checkpoint.store import CheckpointStore
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import Launch, read_launch
@@ -116,12 +120,36 @@ def task_graph(config: Config) -> TaskGraph:
     )
 
 
+def check_names(config: Config) -> None:
+    """ValueError naming the key of an estimator or a loss that nothing has registered.
+
+    The module of ``dag.custom_pipeline_fn`` must have been imported, which may register some.
+    """
+    named: tuple[tuple[str, str, Callable[[str], object]], ...] = (
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, get_adv_estimator),
+        (
+            "actor_rollout_ref.actor.policy_loss",
+            config.actor_rollout_ref.actor.policy_loss,
+            get_policy_loss_terms,
+        ),
+    )
+    for key, name, look_up in named:
+        try:
+            look_up(name)
+        except ValueError as error:
+            raise ValueError(
+                f"{key}={name}: {error}; correct the name, or register it in the module of "
+                "dag.custom_pipeline_fn"
+            ) from None
+
+
 def train(config: Config) -> bool:
     """A whole RL run on this rank; False if it was stopped by a signal."""
     stop = StopFlag().install()
     groups = join(config)
     with guarded(groups, config) as (watch, clean_up):
         graph = task_graph(config)
+        check_names(config)
         further_rewards(config, None)  # a wrong name shows before the models are built
         background = BackgroundLoop()
         starting = ServiceStart(config, groups, Path(config.trainer.run_dir))
@@ -130,7 +158,7 @@ def train(config: Config) -> bool:
             watch.guard(service)
         codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
         train_table, validation = prompt_tables(config, codec)
-        total = _total_steps(config, len(train_table.rows))
+        total = total_steps(config, len(train_table.rows))
         sampler = ResumableSampler(
             len(train_table.rows), seed=config.data.seed, shuffle=config.data.shuffle
         )
@@ -230,15 +258,24 @@ def prompt_tables(config: Config, codec: TextCodec) -> tuple[PromptTable, Prompt
     return load(data.train_files), load(data.val_files) if data.val_files else None
 
 
-def _total_steps(config: Config, rows: int) -> int:
+def total_steps(config: Config, rows: int) -> int:
+    """Training steps over ``rows`` prompts; ValueError where they are too few to train on."""
     size = config.data.train_batch_size
     if rows < size:
         raise ValueError(
             f"data.train_files has {rows} usable rows, fewer than data.train_batch_size={size}"
         )
     epochs = config.trainer.total_epochs * (rows // size)
-    wanted = config.trainer.total_training_steps
-    return epochs if wanted is None else wanted
+    wanted, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
+    if wanted is not None:
+        return wanted
+    if warmup >= epochs:
+        raise ValueError(
+            f"trainer.critic_warmup={warmup} leaves the actor none of the {epochs} steps that "
+            f"trainer.total_epochs={config.trainer.total_epochs} makes of the data, it would never "
+            f"learn; lower it or train longer"
+        )
+    return epochs
 
 
 def _worker(
