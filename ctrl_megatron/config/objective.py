@@ -139,16 +139,10 @@ def _values(config: Config) -> Iterator[str]:
             f"critic.enable=true trains a value model that algorithm.adv_estimator={estimator} "
             f"never reads; leave critic.enable unset or use adv_estimator=gae"
         )
-    warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
-    if warmup and not config.needs_values:
+    if config.trainer.critic_warmup and not config.needs_values:
         yield (
-            f"trainer.critic_warmup={warmup} has nobody to warm up: "
+            f"trainer.critic_warmup={config.trainer.critic_warmup} has nobody to warm up: "
             f"algorithm.adv_estimator={estimator} has no value model; set it to 0"
-        )
-    elif warmup and total is not None and warmup >= total:
-        yield (
-            f"trainer.critic_warmup={warmup} leaves the actor none of "
-            f"trainer.total_training_steps={total}, it would never learn; lower it or train longer"
         )
 
 

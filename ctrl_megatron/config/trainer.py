@@ -29,7 +29,7 @@ class Trainer:
     val_before_train: bool = False
     """Validate before the first step."""
     critic_warmup: int = 0
-    """Training steps in which only the value model learns; the actor needs at least one more."""
+    """Training steps in which only the value model learns."""
     resume_mode: str = "auto"
     """auto continues from the newest checkpoint, disable starts over, a path names one."""
     logger: tuple[str, ...] = ("console", "jsonl", "tensorboard")

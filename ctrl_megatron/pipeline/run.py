@@ -158,7 +158,7 @@ def train(config: Config) -> bool:
             watch.guard(service)
         codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
         train_table, validation = prompt_tables(config, codec)
-        total = total_steps(config, len(train_table.rows))
+        total = _total_steps(config, len(train_table.rows))
         sampler = ResumableSampler(
             len(train_table.rows), seed=config.data.seed, shuffle=config.data.shuffle
         )
@@ -258,24 +258,15 @@ def prompt_tables(config: Config, codec: TextCodec) -> tuple[PromptTable, Prompt
     return load(data.train_files), load(data.val_files) if data.val_files else None
 
 
-def total_steps(config: Config, rows: int) -> int:
-    """Training steps over ``rows`` prompts; ValueError where they are too few to train on."""
+def _total_steps(config: Config, rows: int) -> int:
     size = config.data.train_batch_size
     if rows < size:
         raise ValueError(
             f"data.train_files has {rows} usable rows, fewer than data.train_batch_size={size}"
         )
     epochs = config.trainer.total_epochs * (rows // size)
-    wanted, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
-    if wanted is not None:
-        return wanted
-    if warmup >= epochs:
-        raise ValueError(
-            f"trainer.critic_warmup={warmup} leaves the actor none of the {epochs} steps that "
-            f"trainer.total_epochs={config.trainer.total_epochs} makes of the data, it would never "
-            f"learn; lower it or train longer"
-        )
-    return epochs
+    wanted = config.trainer.total_training_steps
+    return epochs if wanted is None else wanted
 
 
 def _worker(

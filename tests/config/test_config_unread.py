@@ -255,13 +255,6 @@ def test_defaults_that_are_written_out_are_no_settings(kl: str, tmp_path: Path) 
             (IN_REWARD, CONTROL + "type=adaptive", CONTROL + "horizon=1638"),
             ["kl_ctrl.horizon=1638 is too short", "train_batch_size=1024", "n=8", "least 1639"],
         ),
-        (
-            (
-                *("algorithm.adv_estimator=gae", "trainer.critic_warmup=3"),
-                "trainer.total_training_steps=3",
-            ),
-            ["trainer.critic_warmup=3", "trainer.total_training_steps=3", "lower it"],
-        ),
     ],
 )
 def test_what_could_not_train_is_refused_at_once(
@@ -281,7 +274,8 @@ def test_what_could_not_train_is_refused_at_once(
             CORRECTION + "rollout_rs_threshold_lower=0",
         ),
         (
-            *("algorithm.adv_estimator=gae", "trainer.critic_warmup=2"),
+            # A value model may learn alone, and the run be resumed with more steps.
+            *("algorithm.adv_estimator=gae", "trainer.critic_warmup=3"),
             "trainer.total_training_steps=3",
         ),
         (ACTOR + "clip_ratio=0",),

@@ -11,7 +11,7 @@ import pytest
 from ctrl_megatron.algorithms import ADV_ESTIMATOR_REGISTRY
 from ctrl_megatron.algorithms.policy_losses import registry as policy_losses
 from ctrl_megatron.config import Config, load_config
-from ctrl_megatron.pipeline.run import check_names, task_graph, total_steps
+from ctrl_megatron.pipeline.run import check_names, task_graph
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 OWN = """
@@ -64,17 +64,3 @@ def test_a_name_that_nothing_registers_ends_the_run_at_its_start(
     assert said.startswith(f"{key}=grop: unknown ")
     assert "known: " in said and "names_its_" in said
     assert said.endswith("register it in the module of dag.custom_pipeline_fn")
-
-
-def test_epochs_that_end_within_the_value_models_warm_up_are_refused() -> None:
-    warm = ("algorithm.adv_estimator=gae", "data.train_batch_size=4", "trainer.total_epochs=2")
-    small = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
-
-    def steps(warmup: int, *more: str) -> int:
-        given = (*warm, small, f"trainer.critic_warmup={warmup}", *more)
-        return total_steps(load_config(None, given, "none"), rows=9)
-
-    assert steps(3) == 4
-    with pytest.raises(ValueError, match=r"trainer\.critic_warmup=4 .* 4 steps .*; lower it"):
-        steps(4)
-    assert steps(4, "trainer.total_training_steps=5") == 5
