@@ -25,11 +25,10 @@
 # from that checkpoint (trainer.resume_mode=auto). Give more than 300 s where a step and a save take
 # longer, in --signal above and in stop_seconds below.
 #
-# Not there yet:
-# - The weight push from trainer to engine goes through the shared memory of one host. A run over
-#   several machines ends at its start with the message "shared-memory weight sync needs all
-#   trainer ranks on the engine's host".
-# - A vLLM engine with tensor_model_parallel_size=8 on GPUs has not been run.
+# Machines meet by their names; where a name leads to the wrong network, export GLOO_SOCKET_IFNAME and
+# NCCL_SOCKET_IFNAME. Machines that hold the first pipeline stage start an engine and a sandbox each.
+#
+# Not there yet: a vLLM engine with tensor_model_parallel_size=8 on GPUs has not been run.
 
 set -euo pipefail
 

@@ -68,8 +68,9 @@ def save_hf(
     token classification model with one label. The directory appears whole.
     """
     dtype = str(next(model.models[0].parameters()).dtype).removeprefix("torch.")
-    source = MegatronSource(model, EngineLayout(dtype=dtype, bucket_bytes=file_bytes))
     groups = model.groups
+    layout = EngineLayout(dtype=dtype, bucket_bytes=file_bytes)
+    source = MegatronSource(model, layout, readers=(groups.hosts.of_rank[0],))
     with (
         whole_directory(directory, active=groups.is_first) as folder,
         segments(source.slices, groups) as pair,

@@ -41,8 +41,7 @@ class Trainer:
     max_ckpt_to_keep: int = 2
     """Checkpoints that stay on disk; -1 keeps all."""
     nnodes: int = 1
-    """Machines of the run, compared with what was started. Weights reach the engine within one
-    host so far, so a run over several machines ends at its start."""
+    """Machines of the run, compared with what was started."""
     n_gpus_per_node: int = 1
     """Processes per machine; nnodes times this must be what was started."""
     balance_batch: bool = True

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ctrl_megatron.config.environment import Launch, read_launch
+from ctrl_megatron.parallel.hosts import Hosts, host_identity, number_hosts
 from ctrl_megatron.parallel.layout import Coordinates, Layout
 
 T = TypeVar("T")
@@ -23,6 +24,7 @@ class Groups:
     rank: int
     place: Coordinates
     device: torch.device
+    hosts: Hosts
     tensor: Any
     pipeline: Any
     data: Any
@@ -44,6 +46,21 @@ class Groups:
     def is_first(self) -> bool:
         """True on global rank 0."""
         return self.rank == 0
+
+    @property
+    def is_first_here(self) -> bool:
+        """True on the rank that acts for its host."""
+        return self.rank == self.hosts.first_rank(self.here)
+
+    @property
+    def here(self) -> int:
+        """The number of this rank's host."""
+        return self.hosts.of_rank[self.rank]
+
+    @property
+    def engine_hosts(self) -> tuple[int, ...]:
+        """The hosts of leaders, which have an engine each."""
+        return self.hosts.with_leaders(self.layout)
 
     @property
     def is_last_stage(self) -> bool:
@@ -77,6 +94,10 @@ class Groups:
         dist.all_gather_object(values, value, group=self.host_data)
         return values
 
+    def from_first_here(self, value: T | None) -> T | None:
+        """What the first rank of this rank's host gave. Collective over all ranks."""
+        return self.from_all(value)[self.hosts.first_rank(self.here)]
+
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of ``values`` over the data-parallel ranks (float64 host arithmetic)."""
         total = values.detach().to("cpu", torch.float64)
@@ -103,7 +124,8 @@ def initialize(
     """Start torch.distributed as the launcher says and build Megatron's groups.
 
     CUDA devices talk over NCCL; without one, the CPU platform is installed and everything talks
-    over gloo. Raises ValueError if the launched world does not fit the layout.
+    over gloo. Raises ValueError if the launched world does not fit the layout, or if a group of
+    tensor-parallel ranks stands on several hosts.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -135,7 +157,9 @@ def initialize(
         create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return _collect(layout, device, timeout)
+    groups = _collect(layout, device, timeout)
+    groups.hosts.require_whole_tensor_groups(layout)
+    return groups
 
 
 def _rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
@@ -168,16 +192,20 @@ def _collect(layout: Layout, device: torch.device, timeout: timedelta) -> Groups
             ranks = [layout.rank(tp=tp, pp=pp, dp=dp) for dp in range(layout.data)]
             group = dist.new_group(ranks, backend="gloo", timeout=timeout)
             host_data = group if rank in ranks else host_data
+    host = dist.new_group(list(every), backend="gloo", timeout=timeout)
+    identities: list[Any] = [None] * layout.world_size
+    dist.all_gather_object(identities, host_identity(), group=host)
     return Groups(
         layout=layout,
         rank=rank,
         place=place,
         device=device,
+        hosts=number_hosts(identities),
         tensor=parallel_state.get_tensor_model_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
         model=parallel_state.get_model_parallel_group(),
-        host=dist.new_group(list(every), backend="gloo", timeout=timeout),
+        host=host,
         host_model=host_model,
         host_data=host_data,
     )

@@ -55,7 +55,7 @@ def engine_weights(
             f"actor_rollout_ref.proxy.model.path={family.proxy_path} has another architecture than "
             "the actor; one engine speaks for both, so their shapes must be equal"
         )
-    link = EngineLink(engine=engine, loop=background) if groups.is_first and engine else None
+    link = EngineLink(engine=engine, loop=background) if groups.is_first_here and engine else None
     proxy = DirectorySource(family.proxy_path, engine_layout(config), groups)
     return EngineWeights(
         {"actor": actor, "proxy": proxy},

@@ -49,7 +49,7 @@ from ctrl_megatron.pipeline.step_metrics import examples_of, performance
 from ctrl_megatron.pipeline.task_graph import TaskGraph
 from ctrl_megatron.pipeline.validation import validate
 from ctrl_megatron.pipeline.worker import DAGWorker
-from ctrl_megatron.resharding.shared_memory import remove_segments, require_one_host
+from ctrl_megatron.resharding.shared_memory import remove_segments
 from ctrl_megatron.resharding.sources import MegatronSource
 
 
@@ -77,8 +77,7 @@ def guarded(
 ) -> Iterator[tuple[FailureWatch, list[Callable[[], None]]]]:
     """A run's body: a failure on any rank ends all ranks, printing the first cause.
 
-    Yields the watch and a list of clean-up functions, called last to first whatever happens. Ranks
-    on several hosts end here already, not at the first weight push.
+    Yields the watch and a list of clean-up functions, called last to first whatever happens.
     """
     host = socket.gethostname()
     pids = {pid for where, pid in groups.from_all((host, os.getpid())) if where == host}
@@ -94,7 +93,6 @@ def guarded(
 
     watch = FailureWatch(groups, timeout=config.trainer.failure_timeout, clean_up=clean)
     try:
-        require_one_host(groups)
         yield watch, clean_up
         watch.close()
     except BaseException as error:
@@ -287,7 +285,7 @@ def _worker(
     control = config.algorithm.kl_ctrl
     engine = services.connect() if groups.is_leader else None
     reward = reward_model(config, services, codec) if groups.is_leader else None
-    actor = MegatronSource(policy, engine_layout(config))
+    actor = MegatronSource(policy, engine_layout(config), groups.engine_hosts)
     return DAGWorker(
         config=config,
         groups=groups,

@@ -1,4 +1,4 @@
-"""The processes a run starts beside itself: one engine, one sandbox; rank 0 starts them."""
+"""The processes a run starts beside itself: an engine and a sandbox on every host with a leader."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Guarded:
 
 @dataclass(slots=True, kw_only=True)
 class Services:
-    """Addresses on every rank; the processes themselves on rank 0."""
+    """Addresses of this host's services; the processes themselves on its first rank."""
 
     engine_address: EngineAddress | None = None
     sandbox_endpoint: str = ""
@@ -64,12 +64,12 @@ class Services:
         return RemoteEngine(self.engine_address)
 
 
-def engine_spec(config: Config, run_dir: Path, model_path: str | None = None) -> EngineSpec:
-    """The configured engine, holding ``model_path`` (default: the actor's initial weights)."""
+def engine_spec(config: Config, log: Path) -> EngineSpec:
+    """The configured engine, holding the actor's initial weights."""
     family, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     return EngineSpec(
         name=rollout.name,
-        model_path=model_path or family.model.path,
+        model_path=family.model.path,
         dtype=family.rollout_dtype,
         max_model_len=config.max_model_len,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
@@ -81,7 +81,7 @@ def engine_spec(config: Config, run_dir: Path, model_path: str | None = None) ->
         seed=rollout.seed,
         threads=rollout.threads,
         startup_timeout=rollout.startup_timeout,
-        log_path=str(run_dir / "engine.log"),
+        log_path=str(log),
         extra=dict(rollout.engine_kwargs),
     )
 
@@ -94,24 +94,25 @@ class ServiceStart:
         self._sandbox: EmbeddedSandbox | None = None
         self._services: Services | None = None
         self._engine: EngineProcess | None = None
-        if groups.is_first:
+        if groups.is_first_here and groups.is_leader:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._engine = EngineProcess(engine_spec(config, run_dir))
+            log = "engine.log" if groups.is_first else f"engine.{groups.here}.log"
+            self._engine = EngineProcess(engine_spec(config, run_dir / log))
             if not config.sandbox.endpoint and config.reward.provider == "local":
                 # It ties its life to the thread that starts it, so that is the main thread.
                 self._sandbox = _embedded(config)
 
     def wait(self) -> Services:
-        """Addresses of both once they answer. Collective."""
+        """Addresses of both, once they answer on all hosts. Collective."""
         found = None
         if self._engine is not None:
             self._engine.wait_ready()
             self._services = Services(engine=self._engine, sandbox=self._sandbox)
             endpoint = self._sandbox.endpoint if self._sandbox else self._config.sandbox.endpoint
             found = (self._engine.address, endpoint or "")
-        address, endpoint = self._groups.from_first(found)
         self._services = self._services or Services()
-        self._services.engine_address, self._services.sandbox_endpoint = address, str(endpoint)
+        if (near := self._groups.from_first_here(found)) is not None:
+            self._services.engine_address, self._services.sandbox_endpoint = near
         return self._services
 
     def guarded(self) -> list[Guarded]:

@@ -1,9 +1,10 @@
-"""Which rank copies which rectangle of its shard to which byte of which bucket. Pure."""
+"""Which rank copies which rectangle of its shard to which byte of which bucket, and which host
+sends it to which. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -32,29 +33,43 @@ class Source:
     tp: int
     pp: int
     dp: int
-    """Data-parallel replicas hold the same weights; they share the copying."""
+    """Data-parallel replicas hold the same weights; those of a host share the copying."""
     chunk: int
     param: str
     piece: Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """One whole HF tensor: where it lies in its bucket and what it is put together from."""
+class Spread:
+    """Where the ranks stand, and where the weights are read."""
 
-    spec: TensorSpec
-    bucket: int
-    offset: int
-    sources: tuple[Source, ...]
+    of_rank: tuple[int, ...]
+    """Every rank's host."""
+    readers: tuple[int, ...]
+    """Hosts whose buckets must hold every tensor."""
+
+
+Route = tuple[int, int]
+"""(from host, to host)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A tensor's place in a bucket."""
+    """A tensor's place in a bucket: the same on all hosts."""
 
     spec: TensorSpec
     bucket: int
     offset: int
+    routes: tuple[Route, ...] = ()
+    """Hosts that need the tensor and hosts that write it for them, where they are not the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One whole HF tensor: its place, and what it is put together from on every host that does."""
+
+    place: Slice
+    sources: tuple[Source, ...]
 
 
 def spec_bytes(spec: TensorSpec) -> int:
@@ -80,13 +95,20 @@ def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Sl
 
 @lru_cache(maxsize=8)
 def plan(
-    shape: ModelShape, train: Layout, engine: EngineLayout, te_names: bool = False
+    shape: ModelShape,
+    train: Layout,
+    engine: EngineLayout,
+    te_names: bool = False,
+    spread: Spread | None = None,
 ) -> tuple[Transfer, ...]:
-    """The transfers that bring every HF tensor of the model to the engine once.
+    """The transfers that bring every HF tensor of the model to every reader once.
 
-    Tied embeddings are sent from the first stage only, under the embedding's name. Copying is
-    spread over the data-parallel replicas, the least loaded one next.
+    Tied embeddings are sent from the first stage only, under the embedding's name. A reader's host
+    writes what its own ranks hold; the rest is sent to it. Copying is spread over the data-parallel
+    replicas, the least loaded one next. Without ``spread`` all stand on one host. Tensor-parallel
+    ranks of a group stand on one host.
     """
+    spread = spread or Spread(of_rank=(0,) * train.world_size, readers=(0,))
     specs = [
         TensorSpec(name=name, dtype=engine.dtype, shape=hf_shape(name, shape))
         for name in hf_names(shape)
@@ -105,13 +127,35 @@ def plan(
     load = [0] * train.data
     transfers = []
     for place in place_in_buckets(specs, engine.bucket_bytes):
-        replica = load.index(min(load))
-        load[replica] += spec_bytes(place.spec)
+        pieces = found[place.spec.name]
+        (stage,) = {pp for _, pp, *_ in pieces}
+        ranks = (train.rank(tp=0, pp=stage, dp=dp) for dp in range(train.data))
+        holders = [spread.of_rank[rank] for rank in ranks]
+        replicas, routes = _replicas(holders, spread.readers, load, spec_bytes(place.spec))
         sources = tuple(
-            Source(tp=tp, pp=pp, dp=replica, chunk=chunk, param=name, piece=piece)
-            for tp, pp, chunk, name, piece in found[place.spec.name]
+            Source(tp=tp, pp=pp, dp=dp, chunk=chunk, param=name, piece=piece)
+            for dp in replicas
+            for tp, pp, chunk, name, piece in pieces
         )
-        transfers.append(
-            Transfer(spec=place.spec, bucket=place.bucket, offset=place.offset, sources=sources)
-        )
+        transfers.append(Transfer(place=replace(place, routes=routes), sources=sources))
     return tuple(transfers)
+
+
+def _replicas(
+    holders: Sequence[int], readers: Sequence[int], load: list[int], size: int
+) -> tuple[tuple[int, ...], tuple[Route, ...]]:
+    """Which replicas write a tensor, at most one per host, and who sends it to whom.
+
+    ``holders`` are the hosts of the replicas; ``load`` is what each has had to write or send.
+    """
+    writers: dict[int, int] = {}
+    routes = []
+    for reader in readers:
+        near = [dp for dp, host in enumerate(holders) if host == reader]
+        replica = min(near or range(len(holders)), key=load.__getitem__)
+        load[replica] += size
+        host = holders[replica]
+        writers.setdefault(host, replica)
+        if host != reader:
+            routes.append((host, reader))
+    return tuple(writers.values()), tuple(routes)

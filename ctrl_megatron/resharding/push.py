@@ -1,4 +1,4 @@
-"""Puts weights into a live engine: fills buckets, hands them over, compares checksums."""
+"""Puts weights into live engines: fills buckets, hands them over, compares checksums."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLink:
-    """Rank 0's way to the engine."""
+    """The way to a host's engine, held by the first rank there."""
 
     engine: Engine
     loop: BackgroundLoop
@@ -48,11 +48,11 @@ def push(
     version: str,
     verify: bool = False,
 ) -> SyncReport:
-    """Load the source's weights into the engine under the name ``version``. Collective.
+    """Load the source's weights into all engines under the name ``version``. Collective.
 
-    ``link`` is given on rank 0. While the engine reads one bucket, all ranks fill the other. With
-    ``verify`` the engine's checksums must equal those of what was sent: RuntimeError names the
-    first tensors that differ.
+    ``link`` is given on the first rank of every host that has an engine. While engines read one
+    bucket, all ranks fill the other. With ``verify`` an engine's checksums must equal those of what
+    lay in its host's buckets: RuntimeError names the first tensors that differ.
     """
     # Nobody may still be generating when the engine's weights begin to change.
     groups.barrier()

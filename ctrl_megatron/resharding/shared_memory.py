@@ -1,10 +1,9 @@
-"""Transport between processes of one host: two buckets of POSIX shared memory, used in turn."""
+"""Buckets that the processes of a host share: two pieces of POSIX shared memory, used in turn."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import socket
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,17 +11,17 @@ from contextlib import contextmanager, suppress
 import torch
 
 from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.hosts import SHARED_MEMORY
+from ctrl_megatron.resharding.between_hosts import exchange
 from ctrl_megatron.resharding.plan import Slice, spec_bytes
 from ctrl_megatron.resharding.sources import WeightSource
-
-_FOLDER = "/dev/shm"
 
 
 class Segment:
     """A named piece of shared memory as a uint8 tensor."""
 
     def __init__(self, name: str, size: int, *, create: bool) -> None:
-        self.name, path = name, os.path.join(_FOLDER, name)
+        self.name, path = name, os.path.join(SHARED_MEMORY, name)
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
         descriptor = os.open(path, flags, 0o600)
         try:
@@ -36,7 +35,7 @@ class Segment:
 
 def remove_segments(made_by: Callable[[int], bool]) -> None:
     """Remove the segments of the processes that ``made_by`` is true of: killed ones could not."""
-    for name in os.listdir(_FOLDER):
+    for name in os.listdir(SHARED_MEMORY):
         parts = name.split("-")
         ours = parts[0] == "ctrl" and len(parts) == 4 and parts[1].isdigit()
         if ours and made_by(int(parts[1])):
@@ -46,7 +45,7 @@ def remove_segments(made_by: Callable[[int], bool]) -> None:
 def _unlink(name: str) -> None:
     # The run's failure watch may have been faster.
     with suppress(FileNotFoundError):
-        os.unlink(os.path.join(_FOLDER, name))
+        os.unlink(os.path.join(SHARED_MEMORY, name))
 
 
 def bucket_count(slices: Sequence[Slice]) -> int:
@@ -59,36 +58,23 @@ def segment_size(slices: Sequence[Slice]) -> int:
     return max(s.offset + spec_bytes(s.spec) for s in slices)
 
 
-def require_one_host(groups: Groups) -> None:
-    """ValueError if the ranks stand on several hosts: shared memory ends at a host's border."""
-    hosts = sorted(set(groups.from_all(socket.gethostname())))
-    if len(hosts) > 1:
-        raise ValueError(
-            "shared-memory weight sync needs all trainer ranks on the engine's host, found "
-            f"{', '.join(hosts)}; it is single-host for now: start all ranks on one machine"
-        )
-
-
 @contextmanager
 def segments(slices: Sequence[Slice], groups: Groups) -> Iterator[tuple[Segment, Segment]]:
-    """Two segments that every rank has mapped. The names vanish at the end, also on an error.
-
-    Raises ValueError if the ranks stand on several hosts.
-    """
-    require_one_host(groups)
-    if groups.is_first:
+    """Two segments on every host, which each of its ranks has mapped. The names vanish at the end,
+    also on an error."""
+    if groups.is_first_here:
         remove_segments(lambda pid: not os.path.exists(f"/proc/{pid}"))
-    base = groups.from_first(f"ctrl-{os.getpid()}-{uuid.uuid4().hex[:12]}")
+    base = groups.from_first_here(f"ctrl-{os.getpid()}-{uuid.uuid4().hex[:12]}")
     names, size = [f"{base}-{i}" for i in range(2)], segment_size(slices)
     try:
-        if groups.is_first:
+        if groups.is_first_here:
             made = tuple(Segment(name, size, create=True) for name in names)
         groups.barrier()
-        if not groups.is_first:
+        if not groups.is_first_here:
             made = tuple(Segment(name, size, create=False) for name in names)
         yield made  # type: ignore[misc]
     finally:
-        if groups.is_first:
+        if groups.is_first_here:
             # The memory goes when the last process lets go of it.
             for name in names:
                 _unlink(name)
@@ -100,16 +86,21 @@ def stream(
     groups: Groups,
     wait_until_free: Callable[[int], None] = lambda bucket: None,
 ) -> Iterator[tuple[int, Segment]]:
-    """Yield (bucket, segment) once all ranks have filled it; collective over all ranks.
+    """Yield (bucket, segment) once it is full on every host that reads it. Collective.
 
-    On rank 0 ``wait_until_free(bucket)`` blocks until the reader has let go of ``bucket``; it is
-    called before that bucket's segment is filled again.
+    ``wait_until_free(bucket)`` blocks until the reader beside this rank has let go of ``bucket``;
+    it is called before that bucket's segment is filled again.
     """
     for bucket in range(bucket_count(source.slices)):
-        if bucket >= 2 and groups.is_first:
+        if bucket >= 2:
             wait_until_free(bucket - 2)
         groups.barrier()
         segment = pair[bucket % 2]
         source.fill(bucket, segment.memory)
         groups.barrier()
+        inside = [s for s in source.slices if s.bucket == bucket]
+        if any(place.routes for place in inside):
+            if groups.is_first_here:
+                exchange(inside, segment.memory, groups)
+            groups.barrier()
         yield bucket, segment

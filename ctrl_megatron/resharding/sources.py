@@ -14,7 +14,7 @@ from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.groups import Groups
-from ctrl_megatron.resharding.plan import EngineLayout, Slice, place_in_buckets, plan
+from ctrl_megatron.resharding.plan import EngineLayout, Slice, Spread, place_in_buckets, plan
 from ctrl_megatron.types import TensorSpec
 
 Copy = Callable[[torch.Tensor], None]
@@ -42,21 +42,27 @@ def view(memory: torch.Tensor, place: Slice) -> torch.Tensor:
 
 
 class MegatronSource:
-    """The trainer's shards: each rank copies its own rectangles; nothing is gathered."""
+    """The trainer's shards: each rank copies its own rectangles; nothing is gathered.
 
-    def __init__(self, model: ParallelModel, layout: EngineLayout) -> None:
+    ``readers`` are the hosts whose buckets must hold every tensor.
+    """
+
+    def __init__(
+        self, model: ParallelModel, layout: EngineLayout, readers: tuple[int, ...]
+    ) -> None:
         place, groups = model.groups.place, model.groups
-        transfers = plan(model.shape, groups.layout, layout, has_transformer_engine())
-        self.slices = tuple(Slice(spec=t.spec, bucket=t.bucket, offset=t.offset) for t in transfers)
+        spread = Spread(of_rank=groups.hosts.of_rank, readers=readers)
+        transfers = plan(model.shape, groups.layout, layout, has_transformer_engine(), spread)
+        self.slices = tuple(transfer.place for transfer in transfers)
         chunks = [dict(chunk.named_parameters()) for chunk in model.models]
         self._copies: dict[int, list[Copy]] = defaultdict(list)
-        for transfer, where in zip(transfers, self.slices, strict=True):
+        for transfer in transfers:
             for source in transfer.sources:
                 if (source.tp, source.pp, source.dp) == (place.tp, place.pp, place.dp):
                     weight = chunks[source.chunk][source.param]
                     piece = source.piece
-                    self._copies[transfer.bucket].append(
-                        _copy(where, piece.hf_slices, weight, piece.slices)
+                    self._copies[transfer.place.bucket].append(
+                        _copy(transfer.place, piece.hf_slices, weight, piece.slices)
                     )
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
@@ -74,7 +80,8 @@ def _copy(
 
 
 class DirectorySource:
-    """The safetensors of an HF directory; ranks share the reading tensor by tensor."""
+    """The safetensors of an HF directory, read on every host that has an engine; the ranks of a
+    host share the reading tensor by tensor."""
 
     def __init__(self, directory: str | Path, layout: EngineLayout, groups: Groups) -> None:
         from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
@@ -87,8 +94,9 @@ class DirectorySource:
         self.slices = place_in_buckets(specs, layout.bucket_bytes)
         self._tensors = SafetensorsDirectory(directory)
         self._tensors.check(shape)
-        size = groups.layout.world_size
-        self._mine = {s.spec.name for s in self.slices[groups.rank :: size]}
+        near = [rank for rank, host in enumerate(groups.hosts.of_rank) if host == groups.here]
+        needed = self.slices if groups.here in groups.engine_hosts else ()
+        self._mine = {s.spec.name for s in needed[near.index(groups.rank) :: len(near)]}
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
         for place in self.slices:

@@ -212,9 +212,3 @@ def test_the_built_in_graph_is_the_one_described() -> None:
     described = [(name, place, re.findall(r"\w+", after)) for name, place, after in rows]
     nodes = [graph.get_node(name) for name in graph.get_topological_sort()]
     assert described == [(n.node_id, n.place.value, n.dependencies) for n in nodes]
-
-
-def test_messages_quoted_from_the_code_are_there() -> None:
-    message = "shared-memory weight sync needs all trainer ranks on the engine's host"
-    assert message in (ROOT / "ctrl_megatron/resharding/shared_memory.py").read_text()
-    assert message in TEXTS["docs/architecture.md"]

@@ -51,15 +51,26 @@ class Job:
         ]
 
     @contextmanager
-    def launch(self, name: str, *, steps: int, extra: tuple[str, ...] = ()) -> Iterator[Run]:
-        """Two ranks; nothing of them outlives the block."""
+    def launch(
+        self,
+        name: str,
+        *,
+        steps: int,
+        extra: tuple[str, ...] = (),
+        hosts: int = 1,
+        ranks: int = 2,
+    ) -> Iterator[Run]:
+        """``ranks`` on each host; nothing of them outlives the block."""
         self.folder.mkdir(parents=True, exist_ok=True)
         log = self.folder / f"{name}.{time.monotonic_ns()}.log"
+        several = (str(Path(__file__).with_name("several_hosts.sh")), str(hosts))
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "torch.distributed.run"),
-                    *("--nproc-per-node", "2", "--master-port", str(_free_port())),
+                    *(several if hosts > 1 else ()),
+                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts)),
+                    *("--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"),
+                    *("--master-port", str(_free_port())),
                     *("tools/train_rl.py", "--config", "examples/ctrl_smollm2_cpu.yaml"),
                     *self.overrides(name, steps),
                     *extra,

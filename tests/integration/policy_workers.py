@@ -178,7 +178,7 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
         process.wait_ready()
         remote, layout = process.connect(), EngineLayout(dtype="float32", bucket_bytes=64 << 20)
         link = EngineLink(engine=remote, loop=loop)
-        actor = MegatronSource(policy, layout)
+        actor = MegatronSource(policy, layout, groups.engine_hosts)
         proxy = DirectorySource(model, layout, groups)
         results = {}
         for version, source in (("actor@0", actor), ("actor@1", actor), ("proxy", proxy)):

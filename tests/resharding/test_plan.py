@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from ctrl_megatron.models.families import hf_names, hf_shape, shard_params
 from ctrl_megatron.models.hf_config import ModelShape, Rope
 from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.resharding.between_hosts import spans
 from ctrl_megatron.resharding.plan import (
     ALIGNMENT,
     EngineLayout,
+    Spread,
     place_in_buckets,
     plan,
     spec_bytes,
@@ -75,29 +77,85 @@ def scatter(shape: ModelShape, layout: Layout, hf: dict[str, torch.Tensor], te: 
     return shards
 
 
-@settings(deadline=None, max_examples=60)
-@given(models(), engines, st.booleans())
-def test_carrying_the_plan_out_rebuilds_every_tensor_writing_each_element_once(
-    drawn: tuple[ModelShape, Layout], engine: EngineLayout, te_names: bool
+@st.composite
+def spreads(draw: st.DrawFn, layout: Layout) -> Spread:
+    """Ranks on up to four hosts, those of a tensor-parallel group together."""
+    hosts = [draw(st.integers(0, 3)) for _ in range(layout.world_size // layout.tensor)]
+    of_rank = tuple(host for host in hosts for _ in range(layout.tensor))
+    readers = draw(st.sets(st.sampled_from(range(4)), min_size=1))
+    return Spread(of_rank=of_rank, readers=tuple(sorted(readers)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(models(), engines, st.booleans(), st.data())
+def test_carrying_the_plan_out_rebuilds_every_tensor_for_every_reader(
+    drawn: tuple[ModelShape, Layout], engine: EngineLayout, te_names: bool, data: st.DataObject
 ) -> None:
     shape, layout = drawn
+    spread = data.draw(spreads(layout))
     hf = {n: torch.randn(hf_shape(n, shape)) for n in hf_names(shape)}
     shards = scatter(shape, layout, hf, te_names)
-    transfers = plan(shape, layout, engine, te_names)
-    assert [t.spec.name for t in transfers] == list(hf)
+    transfers = plan(shape, layout, engine, te_names, spread)
+    assert [t.place.spec.name for t in transfers] == list(hf)
     for transfer in transfers:
-        want = hf[transfer.spec.name]
-        assert transfer.spec.shape == tuple(want.shape)
-        assert transfer.spec.dtype == engine.dtype
-        got, writes = torch.full_like(want, torch.nan), torch.zeros_like(want)
+        name = transfer.place.spec.name
+        want = hf[name]
+        assert transfer.place.spec.shape == tuple(want.shape)
+        assert transfer.place.spec.dtype == engine.dtype
+        got: dict[int, torch.Tensor] = {}
+        writes: dict[int, torch.Tensor] = {}
+        holders = set()
         for source in transfer.sources:
-            assert source.piece.hf == transfer.spec.name
-            assert source.dp in range(layout.data)
+            assert source.piece.hf == name
+            ranks = [layout.rank(tp=source.tp, pp=source.pp, dp=dp) for dp in range(layout.data)]
+            holders |= {spread.of_rank[rank] for rank in ranks}
+            host = spread.of_rank[ranks[source.dp]]
             shard = shards[source.tp, source.pp, source.chunk, source.param]
-            got[source.piece.hf_slices] = shard[source.piece.slices]
-            writes[source.piece.hf_slices] += 1
-        assert torch.all(writes == 1), transfer.spec.name
-        assert torch.equal(got, want), transfer.spec.name
+            into = got.setdefault(host, torch.full_like(want, torch.nan))
+            into[source.piece.hf_slices] = shard[source.piece.slices]
+            writes.setdefault(host, torch.zeros_like(want))[source.piece.hf_slices] += 1
+        written = set(got)
+        for giver, taker in transfer.place.routes:
+            assert giver in written
+            assert taker not in holders, "what a host holds is not sent to it"
+            got[taker] = got[giver].clone()
+        assert set(got) == written | set(spread.readers)
+        assert len(transfer.place.routes) == len(set(spread.readers) - holders)
+        for host in written:
+            assert torch.all(writes[host] == 1), name
+        for reader in spread.readers:
+            assert torch.equal(got[reader], want), name
+
+
+@settings(deadline=None, max_examples=40)
+@given(models(), engines)
+def test_on_one_host_nothing_is_sent_and_everything_is_written_once(
+    drawn: tuple[ModelShape, Layout], engine: EngineLayout
+) -> None:
+    shape, layout = drawn
+    for transfer in plan(shape, layout, engine):
+        assert transfer.place.routes == ()
+        assert len({source.dp for source in transfer.sources}) == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(models(), engines, st.data())
+def test_spans_hold_what_is_sent_and_no_tensor_that_is_not(
+    drawn: tuple[ModelShape, Layout], engine: EngineLayout, data: st.DataObject
+) -> None:
+    shape, layout = drawn
+    spread = data.draw(spreads(layout))
+    places = [t.place for t in plan(shape, layout, engine, False, spread)]
+    for bucket in range(1 + places[-1].bucket):
+        inside = [p for p in places if p.bucket == bucket]
+        found = spans(inside)
+        for place in inside:
+            around = (place.offset, place.offset + spec_bytes(place.spec))
+            routes = [s.route for s in found if s.start <= around[0] and around[1] <= s.stop]
+            assert sorted(routes) == sorted(place.routes)
+            touching = [s.route for s in found if s.start < around[1] and around[0] < s.stop]
+            assert sorted(touching) == sorted(routes)
+        assert len(found) <= sum(len(place.routes) for place in inside)
 
 
 def check_buckets(places: list[tuple[TensorSpec, int, int]], bucket_bytes: int) -> None:
@@ -111,11 +169,11 @@ def check_buckets(places: list[tuple[TensorSpec, int, int]], bucket_bytes: int) 
         size = prod(spec.shape) * BYTES[spec.dtype]
         assert spec_bytes(spec) == size
         inside[bucket].append((offset, offset + size))
-    for spans in inside.values():
-        assert spans[0][0] == 0
-        for (_, end), (start, _) in itertools.pairwise(spans):
+    for held in inside.values():
+        assert held[0][0] == 0
+        for (_, end), (start, _) in itertools.pairwise(held):
             assert start >= end
-        assert len(spans) == 1 or spans[-1][1] <= bucket_bytes
+        assert len(held) == 1 or held[-1][1] <= bucket_bytes
 
 
 @settings(deadline=None)
@@ -146,7 +204,8 @@ def test_places_in_buckets(tensors: list[tuple[list[int], str]], bucket_bytes: i
 @given(models(), engines)
 def test_buckets_of_a_plan(drawn: tuple[ModelShape, Layout], engine: EngineLayout) -> None:
     transfers = plan(*drawn, engine)
-    check_buckets([(t.spec, t.bucket, t.offset) for t in transfers], engine.bucket_bytes)
+    places = [(t.place.spec, t.place.bucket, t.place.offset) for t in transfers]
+    check_buckets(places, engine.bucket_bytes)
 
 
 @settings(deadline=None, max_examples=30)
@@ -168,8 +227,8 @@ def test_replicas_share_the_copying_evenly(
     load = Counter(dict.fromkeys(range(layout.data), 0))
     for transfer in plan(shape, layout, engine):
         (replica,) = {source.dp for source in transfer.sources}
-        load[replica] += spec_bytes(transfer.spec)
-    largest = max(spec_bytes(t.spec) for t in plan(shape, layout, engine))
+        load[replica] += spec_bytes(transfer.place.spec)
+    largest = max(spec_bytes(t.place.spec) for t in plan(shape, layout, engine))
     assert max(load.values()) - min(load.values()) <= largest
 
 
@@ -179,7 +238,7 @@ def test_tied_embeddings_and_whole_weights_are_sent_once(
     drawn: tuple[ModelShape, Layout], engine: EngineLayout
 ) -> None:
     shape, layout = drawn
-    transfers = {t.spec.name: t for t in plan(shape, layout, engine)}
+    transfers = {t.place.spec.name: t for t in plan(shape, layout, engine)}
     assert ("lm_head.weight" in transfers) != shape.tied_embeddings
     for source in transfers["model.embed_tokens.weight"].sources:
         assert (source.pp, source.chunk) == (0, 0)

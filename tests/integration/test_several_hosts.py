@@ -1,0 +1,47 @@
+"""Runs on two hosts, whose ranks share a network but no memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+from launched_run import Job
+
+# A busy machine may be several times slower than an idle one.
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a process a shared memory"),
+    pytest.mark.skipif(shutil.which("unshare") is None, reason="util-linux is not installed"),
+]
+
+# Two ranks a host: each holds one half of two copies, and the engine is on the first, where the
+# leaders are. What the second host holds has to travel.
+STAGES = ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",)
+# One rank a host: each holds a whole copy and has an engine of its own. Nothing travels.
+COPIES = ()
+
+
+@pytest.mark.parametrize(
+    ("extra", "ranks", "engines"),
+    [(STAGES, 2, {"engine.log"}), (COPIES, 1, {"engine.log", "engine.1.log"})],
+    ids=["stages", "copies"],
+)
+def test_engines_follow_a_trainer_that_is_spread_over_hosts(
+    job: Job, extra: tuple[str, ...], ranks: int, engines: set[str]
+) -> None:
+    settings = (
+        *("trainer.nnodes=2", f"trainer.n_gpus_per_node={ranks}"),
+        "actor_rollout_ref.rollout.update_bucket_megabytes=1",
+    )
+    name = f"hosts_of_{ranks}"
+    with job.launch(name, steps=2, extra=(*extra, *settings), hosts=2, ranks=ranks) as run:
+        assert run.ends() == 0, run.output()[-8000:]
+    records = [record["metrics"] for record in run.metrics()]
+    assert len(records) == 2
+    for metrics in records:
+        assert metrics["actor/grad_norm"] > 0.0
+        # In the second step the engines hold what the first has learned.
+        assert metrics["rollout/probs_diff_mean"] < 1e-4
+        assert "sandbox/isolation" in metrics
+    assert {path.name for path in run.folder.glob("engine*.log")} == engines
