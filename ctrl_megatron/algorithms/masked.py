@@ -24,6 +24,12 @@ def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.bool(), values, values.new_zeros(()))
 
 
+def masked_copy(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``masked`` of floats of 2, 4 or 8 bytes, without gradient."""
+    bits = _BITS[values.element_size()]
+    return _octets(mask).to(bits).mul_(values.detach().view(bits)).view(values.dtype)
+
+
 def masked_rows(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(B, R): each row's number of (B,) ``rows`` where the mask is on, 0 elsewhere; no gradient."""
     bits = _BITS[rows.element_size()]

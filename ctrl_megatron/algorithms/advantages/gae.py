@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from ctrl_megatron.algorithms.advantages.outcome import floating
 from ctrl_megatron.algorithms.advantages.registry import register_adv_est, register_adv_stages
-from ctrl_megatron.algorithms.advantages.scans import discounted_sums, next_values
+from ctrl_megatron.algorithms.advantages.scans import (
+    columns_from_the_end,
+    discount_,
+    nearest_values,
+    put,
+)
 from ctrl_megatron.algorithms.advantages.whitening import WHITENING, whitened
-from ctrl_megatron.algorithms.masked import masked
 
 
 @torch.no_grad()
@@ -18,17 +23,25 @@ def gae_advantages(
     gamma: float,
     lam: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages before whitening, returns), (B, R) each, 0 off the mask.
+    """(advantages before whitening, returns), (B, R) each in the rewards' dtype, 0 off the mask.
 
     With the valid tokens of a row numbered 0, 1, ..., and V = 0 after the last:
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t.
     Masked tokens are passed over, also in the middle of a row. Source: arXiv 1506.02438,
     equation 16.
     """
-    after = next_values(values, response_mask)
-    deltas = token_level_rewards + gamma * after - values
-    advantages = discounted_sums(deltas, response_mask, gamma * lam)
-    return advantages, advantages + masked(values, response_mask)
+    advantages = torch.empty_like(floating(token_level_rewards))
+    returns = torch.empty_like(advantages)
+    advantage_after = value_after = values.new_zeros(len(advantages), dtype=torch.float64)
+    for columns in columns_from_the_end(response_mask, token_level_rewards, values):
+        sums, own = columns.values
+        nearest = nearest_values(own, columns.on, value_after)
+        sums.sub_(own).add_(nearest[1:].masked_fill_(~columns.on.t(), 0), alpha=gamma)
+        discount_(sums, columns.on, advantage_after, gamma * lam)
+        advantage_after, value_after = sums[0], nearest[0]
+        put(advantages, columns, sums)
+        put(returns, columns, sums.add(own))
+    return advantages, returns
 
 
 @register_adv_est("gae")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ctrl_megatron.algorithms.advantages.outcome import floating
 from ctrl_megatron.algorithms.advantages.registry import register_adv_est, register_adv_stages
 from ctrl_megatron.algorithms.advantages.scans import discounted_sums
 from ctrl_megatron.algorithms.advantages.whitening import WHITENING, whitened
@@ -19,8 +18,7 @@ def discounted_returns(
     G_t = r_t + gamma G_{t+1} over a row's valid tokens, starting anew in each row. Masked tokens
     are passed over, as in ``gae``.
     """
-    returns = discounted_sums(floating(token_level_rewards), response_mask, gamma)
-    return returns, returns
+    return discounted_sums(token_level_rewards, response_mask, gamma)
 
 
 @register_adv_est("reinforce_plus_plus")

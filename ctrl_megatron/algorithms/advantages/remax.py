@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ctrl_megatron.algorithms.advantages.outcome import floating
 from ctrl_megatron.algorithms.advantages.registry import register_adv_est
 from ctrl_megatron.algorithms.advantages.scans import discounted_sums
-from ctrl_megatron.algorithms.masked import masked
 
 
 @register_adv_est("remax")
@@ -27,6 +25,4 @@ def compute_remax_outcome_advantage(
             f"reward_baselines has shape {tuple(reward_baselines.shape)}; remax needs the greedy "
             f"response's score of each row, ({rows},)"
         )
-    returns = discounted_sums(floating(token_level_rewards), response_mask, 1.0)
-    baselines = reward_baselines.to(returns.dtype).unsqueeze(-1)
-    return masked(returns - baselines, response_mask), returns
+    return discounted_sums(token_level_rewards, response_mask, 1.0, reward_baselines)
