@@ -27,7 +27,7 @@ class KLController(Protocol):
 
 
 class FixedKLController:
-    """A coefficient that stays."""
+    """A coefficient that stays. A resumed run follows its own configuration, as with the LR."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = _checked_coefficient("kl_coef", kl_coef)
@@ -36,12 +36,12 @@ class FixedKLController:
         """Nothing to learn."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-        return {"type": "fixed", "value": self.value}
+        """Which kind it is: there is nothing to restore."""
+        return {"type": "fixed"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``; ValueError if another kind of controller saved it."""
-        self.value = _restored("fixed", state)
+        """Keep the configured value; ValueError if another kind of controller saved ``state``."""
+        _demand_kind("fixed", state)
 
 
 class AdaptiveKLController:
@@ -79,7 +79,8 @@ class AdaptiveKLController:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict``; ValueError if another kind of controller saved it."""
-        self.value = _restored("adaptive", state)
+        _demand_kind("adaptive", state)
+        self.value = _checked_coefficient("the saved KL coefficient", float(state["value"]))
 
 
 def get_kl_controller(
@@ -104,10 +105,9 @@ def _checked_coefficient(name: str, value: float) -> float:
     return value
 
 
-def _restored(kind: str, state: dict[str, Any]) -> float:
+def _demand_kind(kind: str, state: dict[str, Any]) -> None:
     if state.get("type") != kind:
         raise ValueError(
             f"the checkpoint holds a {state.get('type')!r} KL controller, the configuration asks "
             f"for {kind!r}; resume with the same kl_ctrl.type"
         )
-    return _checked_coefficient("the saved KL coefficient", float(state["value"]))

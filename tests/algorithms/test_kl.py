@@ -225,14 +225,19 @@ def test_controllers_refuse_what_would_ruin_them() -> None:
         FixedKLController(-1.0)
 
 
-def test_fixed_controller_stays() -> None:
+def test_fixed_controller_stays_at_the_configured_value() -> None:
     control = FixedKLController(0.2)
     control.update(current_kl=100.0, n_steps=5)
+    assert control.value == 0.2
     resumed = FixedKLController(0.9)
-    resumed.load_state_dict(control.state_dict())
-    assert resumed.value == control.value == 0.2
+    # The second is what older checkpoints hold.
+    for state in (control.state_dict(), {"type": "fixed", "value": 0.2}):
+        resumed.load_state_dict(state)
+        assert resumed.value == 0.9
     with pytest.raises(ValueError, match="resume with the same"):
         resumed.load_state_dict(AdaptiveKLController(0.1, 0.1, 10).state_dict())
+    with pytest.raises(ValueError, match="holds a 'fixed' KL controller"):
+        AdaptiveKLController(0.1, 0.1, 10).load_state_dict(control.state_dict())
 
 
 def test_controllers_by_name() -> None:
