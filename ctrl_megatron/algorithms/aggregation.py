@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ctrl_megatron.algorithms.masked import masked
+from ctrl_megatron.algorithms.shapes import check_shapes
 
 LOSS_AGG_MODES = (
     "token-mean",
@@ -48,10 +49,7 @@ def agg_loss(
         raise ValueError(
             f"unknown loss_agg_mode {loss_agg_mode!r}; known: {', '.join(LOSS_AGG_MODES)}"
         )
-    if loss_mat.shape != loss_mask.shape:
-        raise ValueError(
-            f"loss {tuple(loss_mat.shape)} and mask {tuple(loss_mask.shape)} differ in shape"
-        )
+    check_shapes(loss_mask=loss_mask, loss_mat=loss_mat)
     losses = masked(loss_mat, loss_mask)
     tokens = loss_mask.bool().sum(dim=-1)
     if loss_agg_mode == "token-mean":

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ctrl_megatron.algorithms.masked import masked
+from ctrl_megatron.algorithms.shapes import check_shapes
 
 # Beyond exp(20) nothing is learnt, and inf * 0 in the backward pass would be NaN.
 _LOG_RATIO_BOUND = 20.0
@@ -71,10 +72,11 @@ def kl_penalty(
 
     With ``response_mask`` the estimate is 0 off the mask, and what stands there reaches neither the
     value nor the gradient. Source: J. Schulman, "Approximating KL Divergence" (2020); bounds as in
-    verl. Raises ValueError for an unknown name.
+    verl. Raises ValueError for an unknown name and for shapes that differ.
     """
     if kl_penalty not in KL_ESTIMATORS:
         raise ValueError(f"unknown kl_penalty {kl_penalty!r}; known: {', '.join(KL_ESTIMATORS)}")
+    check_shapes(None, logprob=logprob, ref_logprob=ref_logprob, response_mask=response_mask)
     gap = logprob - ref_logprob
     if response_mask is not None:
         gap = masked(gap, response_mask)

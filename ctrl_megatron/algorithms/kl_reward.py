@@ -9,6 +9,7 @@ import torch
 from ctrl_megatron.algorithms.kl_controllers import KLController
 from ctrl_megatron.algorithms.kl_estimators import kl_penalty as estimate_kl
 from ctrl_megatron.algorithms.masked import masked_mean
+from ctrl_megatron.algorithms.shapes import check_shapes
 
 
 class Fields(Protocol):
@@ -32,8 +33,15 @@ def penalise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(``token_level_scores`` - beta * KL, KL): both (B, R), the KL 0 off the mask.
 
-    Inputs (B, R). Off the mask the scores stay as they are.
+    Inputs (B, R). Off the mask the scores stay as they are. Raises ValueError for shapes that
+    differ.
     """
+    check_shapes(
+        response_mask=response_mask,
+        token_level_scores=token_level_scores,
+        old_log_probs=old_log_probs,
+        ref_log_prob=ref_log_prob,
+    )
     kl = estimate_kl(old_log_probs, ref_log_prob, kl_penalty, response_mask)
     return token_level_scores - beta * kl, kl
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ctrl_megatron.algorithms.masked import masked, row_counts, row_sums
+from ctrl_megatron.algorithms.shapes import check_shapes
 
 ROLLOUT_IS = ("none", "token", "sequence")
 ROLLOUT_RS = ("none", "token", "sequence", "geometric")
@@ -52,7 +53,7 @@ def correct_rollout(
     (truncation); Yao et al., "Your efficient RL framework secretly brings you off-policy RL
     training" (2025).
 
-    Raises ValueError for an unknown kind or thresholds that keep nothing.
+    Raises ValueError for an unknown kind, thresholds that keep nothing, or shapes that differ.
     """
     log_ratio = _log_ratio(old_log_probs, rollout_log_probs, response_mask)
     _known("rollout_is", rollout_is, ROLLOUT_IS)
@@ -147,6 +148,7 @@ def mismatch_metrics(total: MismatchSums) -> dict[str, float]:
 
 
 def _log_ratio(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    check_shapes(response_mask=mask, old_log_probs=old, rollout_log_probs=rollout)
     return masked(old - rollout, mask).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ctrl_megatron.algorithms.aggregation import agg_loss
 from ctrl_megatron.algorithms.masked import masked, moment_sums
+from ctrl_megatron.algorithms.shapes import check_shapes
 
 # A variance below this share of the mean square is rounding.
 _ROUNDING = 1e-12
@@ -35,8 +36,9 @@ def value_loss_terms(
     ``vpreds`` v with a gradient, ``returns`` R, ``values`` v_old of the rollout, all (B, R); c =
     ``cliprange_value``. Nothing off the mask reaches a value or a gradient. Source: the PPO
     implementation of OpenAI Baselines; arXiv 2005.12729, section 3. Raises ValueError for a
-    negative range.
+    negative range and for shapes that differ.
     """
+    check_shapes(response_mask=response_mask, vpreds=vpreds, returns=returns, values=values)
     if not cliprange_value >= 0:
         raise ValueError(f"cliprange_value must be at least 0, got {cliprange_value}")
     new, target, old = (masked(x, response_mask) for x in (vpreds, returns, values))
@@ -74,7 +76,9 @@ def explained_variance_sums(
     """(5,) float64 that add over the pieces of a batch; inputs (B, R).
 
     Tokens; sum and sum of squares of the returns; the same of the residuals returns - values.
+    Raises ValueError for shapes that differ.
     """
+    check_shapes(response_mask=response_mask, values=values, returns=returns)
     total = moment_sums(returns, response_mask)
     return torch.cat([total, moment_sums(returns - values, response_mask)[1:]])
 

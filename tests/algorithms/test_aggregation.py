@@ -79,7 +79,7 @@ def test_wrong_calls_are_errors() -> None:
     ones = torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"unknown loss_agg_mode 'mean'; known: token-mean, "):
         agg_loss(ones, ones, "mean")
-    with pytest.raises(ValueError, match=r"\(2, 3\) and mask \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"loss_mat has shape \(2, 3\); expected \(3, 3\)"):
         agg_loss(ones, torch.ones(3, 3), "token-mean")
     with pytest.raises(ValueError, match="divides by batch_num_tokens"):
         agg_loss(ones, ones, "token-mean", global_batch_size=2)

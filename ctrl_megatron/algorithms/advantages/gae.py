@@ -13,6 +13,7 @@ from ctrl_megatron.algorithms.advantages.scans import (
     put,
 )
 from ctrl_megatron.algorithms.advantages.whitening import WHITENING, whitened
+from ctrl_megatron.algorithms.shapes import check_shapes
 
 
 @torch.no_grad()
@@ -28,8 +29,11 @@ def gae_advantages(
     With the valid tokens of a row numbered 0, 1, ..., and V = 0 after the last:
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t.
     Masked tokens are passed over, also in the middle of a row. Source: arXiv 1506.02438,
-    equation 16.
+    equation 16. Raises ValueError for shapes that differ.
     """
+    check_shapes(
+        response_mask=response_mask, token_level_rewards=token_level_rewards, values=values
+    )
     advantages = torch.empty_like(floating(token_level_rewards))
     returns = torch.empty_like(advantages)
     advantage_after = value_after = values.new_zeros(len(advantages), dtype=torch.float64)

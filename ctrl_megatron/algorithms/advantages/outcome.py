@@ -8,6 +8,7 @@ import torch
 
 from ctrl_megatron.algorithms.advantages.groups import GroupIndex, group_numbers
 from ctrl_megatron.algorithms.masked import masked_rows, row_sums, rows_with_any
+from ctrl_megatron.algorithms.shapes import check_shapes
 
 
 class Outcomes(NamedTuple):
@@ -27,8 +28,9 @@ def outcomes(
     """Scores and groups of (B, R) rewards; ``index`` (B,) holds hashable group ids.
 
     Float64, so that equal rewards have a spread of 0 and not of a rounding blown up by a division.
-    Raises ValueError if there is not one id per row.
+    Raises ValueError for shapes that differ and if there is not one id per row.
     """
+    check_shapes(response_mask=response_mask, token_level_rewards=token_level_rewards)
     scores = row_sums(token_level_rewards, response_mask)
     groups = group_numbers(index, len(scores)).to(scores.device)
     return Outcomes(scores, groups, rows_with_any(response_mask))

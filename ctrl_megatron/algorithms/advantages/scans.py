@@ -14,6 +14,7 @@ import torch
 
 from ctrl_megatron.algorithms.advantages.outcome import floating
 from ctrl_megatron.algorithms.masked import masked_copy
+from ctrl_megatron.algorithms.shapes import check_shapes
 
 # Numbers per block of columns, and the columns that it has at least.
 _BLOCK = 2**18
@@ -80,8 +81,9 @@ def discounted_sums(
 
     S_t = r_t + ``discount`` * S of the row's next valid token, 0 after the last. Masked tokens are
     passed over, also in the middle of a row. ``baselines`` (B,); without them the same tensor
-    twice. No gradient.
+    twice. No gradient. Raises ValueError for shapes that differ.
     """
+    check_shapes(response_mask=response_mask, token_level_rewards=token_level_rewards)
     sums = torch.empty_like(floating(token_level_rewards))
     less = sums if baselines is None else torch.empty_like(sums)
     after = sums.new_zeros(len(sums), dtype=torch.float64)

@@ -12,6 +12,7 @@ import math
 import torch
 
 from ctrl_megatron.algorithms.masked import masked, row_counts, row_sums
+from ctrl_megatron.algorithms.shapes import check_shapes
 
 
 def covariance_sums(
@@ -19,8 +20,9 @@ def covariance_sums(
 ) -> torch.Tensor:
     """(3,) float64 that add over pieces: tokens, sum of log-probs, sum of advantages.
 
-    Inputs (B, R).
+    Inputs (B, R). Raises ValueError for shapes that differ.
     """
+    check_shapes(response_mask=response_mask, log_prob=log_prob, advantages=advantages)
     tokens = row_counts(response_mask).sum().to(torch.float64)
     total = [row_sums(values, response_mask).sum() for values in (log_prob, advantages)]
     return torch.stack([tokens, *total])
@@ -36,8 +38,9 @@ def token_covariances(
     """(log_prob - mean) (advantage - mean) of each token: (B, R) float64, 0 off the mask.
 
     The means are those of ``sums``, the ``covariance_sums`` of the whole mini-batch; None for those
-    of these rows. Source: arXiv 2505.22617, section 4.2.
+    of these rows. Source: arXiv 2505.22617, section 4.2. Raises ValueError for shapes that differ.
     """
+    check_shapes(response_mask=response_mask, log_prob=log_prob, advantages=advantages)
     if sums is None:
         sums = covariance_sums(log_prob, advantages, response_mask)
     mean_log_prob, mean_advantage = sums[1:] / sums[0].clamp(min=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from ctrl_megatron.algorithms.registry import Registry
+from ctrl_megatron.algorithms.shapes import check_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,26 @@ POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("policy loss")
 _TERMS: Registry[_Terms] = Registry("policy loss with per-token terms")
 register_policy_loss = POLICY_LOSS_REGISTRY.register
 get_policy_loss = POLICY_LOSS_REGISTRY.get
+_SHAPED = ("response_mask", "old_log_prob", "log_prob", "advantages")
+_MAYBE_SHAPED = ("rollout_is_weights", "selected")
+_ORDER = ("old_log_prob", "log_prob", "advantages", "response_mask", "config", *_MAYBE_SHAPED)
+_CHECKED = "_checks_shapes"
+
+
+def _checked(function: PolicyLossTermsFn) -> PolicyLossTermsFn:
+    """``function`` with a check that all its tensors have the shape of the mask."""
+    if hasattr(function, _CHECKED):
+        return function
+
+    @functools.wraps(function)
+    def terms(*args: Any, **kwargs: Any) -> PolicyLossTerms:
+        given = dict(zip(_ORDER, args, strict=False)) | kwargs
+        if given.keys() >= set(_SHAPED):  # else the call itself names what is missing
+            check_shapes(**{name: given.get(name) for name in (*_SHAPED, *_MAYBE_SHAPED)})
+        return function(*args, **kwargs)
+
+    setattr(terms, _CHECKED, True)
+    return terms
 
 
 def register_policy_loss_terms(
@@ -62,13 +84,15 @@ def register_policy_loss_terms(
 ) -> Callable[[PolicyLossTermsFn], PolicyLossTermsFn]:
     """Decorator that files a terms function under ``name``; ValueError if another one has it.
 
+    What it files and returns raises ValueError for tensors that differ in shape from the mask.
     ``options`` are the attributes that it reads of ``config``: a configuration that sets others is
     refused. A loss with a ``selection`` takes the argument ``selected``, (B, R) bool.
     """
 
     def keep(function: PolicyLossTermsFn) -> PolicyLossTermsFn:
-        _TERMS.add(name, _Terms(function, frozenset(options), selection))
-        return function
+        checked = _checked(function)
+        _TERMS.add(name, _Terms(checked, frozenset(options), selection))
+        return checked
 
     return keep
 

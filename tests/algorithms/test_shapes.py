@@ -1,0 +1,178 @@
+"""What would broadcast is refused, by the argument's name, and so is what has no rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ctrl_megatron.algorithms import (
+    ADV_ESTIMATOR_REGISTRY,
+    KL_ESTIMATORS,
+    PolicyLossTerms,
+    agg_loss,
+    compute_value_loss,
+    correct_rollout,
+    covariance_sums,
+    estimator_inputs,
+    explained_variance_sums,
+    get_adv_estimator,
+    get_policy_loss,
+    get_policy_loss_terms,
+    kl_penalty,
+    mismatch_sums,
+    penalise,
+    policy_loss_names,
+    register_policy_loss_terms,
+    token_covariances,
+)
+
+# As many rows as columns: (4,) beside (4, 4) broadcasts.
+SIDE = 4
+WRONG = {"(B,)": (SIDE,), "(B, 1)": (SIDE, 1), "(B, R + 1)": (SIDE, SIDE + 1), "()": ()}
+shapes = pytest.mark.parametrize("shape", WRONG.values(), ids=WRONG.keys())
+CONFIG = SimpleNamespace(
+    **{"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0},
+    **{"clip_cov_ratio": 0.5, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0},
+    **{"kl_cov_ratio": 0.5, "ppo_kl_coef": 1.0},
+)
+Call = Callable[..., Any]
+
+
+def estimators() -> list[tuple[str, str]]:
+    return [
+        (name, argument)
+        for name in ADV_ESTIMATOR_REGISTRY
+        for argument in ("token_level_rewards", "response_mask", "values")
+        if argument in estimator_inputs(name)
+    ]
+
+
+def matrix() -> torch.Tensor:
+    return torch.rand(SIDE, SIDE)
+
+
+def refused(call: Call, argument: str, shape: tuple[int, ...], first: str, **given: Any) -> None:
+    """The message names ``argument``, or one beside it where the reference itself is wrong."""
+    given[argument] = torch.ones(shape)
+    # Beside a wrong reference of two dimensions the others look wrong.
+    blamed = r"\w+" if argument == first and len(shape) == 2 else argument
+    told = (SIDE, SIDE) if blamed == r"\w+" else shape
+    with pytest.raises(ValueError, match=rf"{blamed} has shape {re.escape(str(told))}; expected"):
+        call(**given)
+
+
+@shapes
+@pytest.mark.parametrize(("name", "argument"), estimators())
+def test_estimators_refuse_other_shapes(name: str, argument: str, shape: tuple[int, ...]) -> None:
+    given = {
+        **{"token_level_rewards": matrix(), "values": matrix(), "response_mask": matrix()},
+        **{"index": [0, 0, 1, 1], "reward_baselines": torch.rand(SIDE), "gamma": 1.0, "lam": 1.0},
+    }
+    given = {k: v for k, v in given.items() if k in estimator_inputs(name)}
+    if name == "remax" and shape == ():
+        return  # the baselines are counted before
+    refused(get_adv_estimator(name), argument, shape, "response_mask", **given)
+
+
+@shapes
+@pytest.mark.parametrize("name", policy_loss_names())
+@pytest.mark.parametrize(
+    "argument",
+    ["old_log_prob", "log_prob", "advantages", "response_mask", "rollout_is_weights", "selected"],
+)
+def test_policy_losses_refuse_other_shapes(
+    name: str, argument: str, shape: tuple[int, ...]
+) -> None:
+    tensors = ("old_log_prob", "log_prob", "advantages", "response_mask")
+    given = {tensor: matrix() for tensor in tensors}
+    if argument == "selected" and not name.endswith("_cov"):
+        return
+    for function in (get_policy_loss(name), get_policy_loss_terms(name)):
+        refused(function, argument, shape, "response_mask", **given, config=CONFIG)
+    if argument in tensors:
+        given[argument] = torch.ones(shape)
+        with pytest.raises(ValueError, match="has shape"):
+            get_policy_loss_terms(name)(*given.values(), CONFIG)
+
+
+OTHERS: dict[str, tuple[Call, str, tuple[str, ...]]] = {
+    "value loss": (
+        lambda **given: compute_value_loss(**given, cliprange_value=0.5),
+        "response_mask",
+        ("vpreds", "returns", "values"),
+    ),
+    "explained variance": (explained_variance_sums, "response_mask", ("values", "returns")),
+    "aggregation": (
+        lambda **given: agg_loss(**given, loss_agg_mode="token-mean"),
+        "loss_mask",
+        ("loss_mat",),
+    ),
+    "penalty": (
+        lambda **given: penalise(**given, beta=0.1),
+        "response_mask",
+        ("token_level_scores", "old_log_probs", "ref_log_prob"),
+    ),
+    "correction": (correct_rollout, "response_mask", ("old_log_probs", "rollout_log_probs")),
+    "mismatch": (mismatch_sums, "response_mask", ("old_log_probs", "rollout_log_probs")),
+    "covariance sums": (covariance_sums, "response_mask", ("log_prob", "advantages")),
+    "covariances": (token_covariances, "response_mask", ("log_prob", "advantages")),
+}
+
+
+@shapes
+@pytest.mark.parametrize(
+    ("case", "argument"),
+    [(case, x) for case, (_, first, rest) in OTHERS.items() for x in (first, *rest)],
+)
+def test_the_others_refuse_other_shapes(case: str, argument: str, shape: tuple[int, ...]) -> None:
+    call, first, rest = OTHERS[case]
+    refused(call, argument, shape, first, **{name: matrix() for name in (first, *rest)})
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_kl_estimates_take_any_shape_that_all_share(name: str) -> None:
+    for shape in ((), (3,), (2, 3), (2, 3, 4)):
+        x = torch.rand(shape)
+        assert kl_penalty(x, x, name, torch.ones(shape)).shape == shape
+    with pytest.raises(ValueError, match=r"ref_logprob has shape \(3,\); expected \(3, 3\)"):
+        kl_penalty(torch.rand(3, 3), torch.rand(3), name)
+    with pytest.raises(ValueError, match=r"response_mask has shape \(3, 1\); expected \(3, 3\)"):
+        kl_penalty(torch.rand(3, 3), torch.rand(3, 3), name, torch.ones(3, 1))
+
+
+def test_a_loss_of_ones_own_is_checked_too_and_may_be_registered_again() -> None:
+    def own(
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        config: object,
+        **options: Any,
+    ) -> PolicyLossTerms:
+        del old_log_prob, response_mask, config, options
+        zeros = torch.zeros_like(log_prob)
+        return PolicyLossTerms(
+            loss=-advantages * log_prob, clipped=zeros, approx_kl=zeros, clipped_lower=zeros
+        )
+
+    # Decorated twice it is one function, which may go by two names.
+    kept = register_policy_loss_terms("test_own_shapes")(own)
+    assert register_policy_loss_terms("test_own_shapes")(kept) is kept
+    assert kept.__name__ == "own"
+    try:
+        terms = get_policy_loss_terms("test_own_shapes")
+        given = {"old_log_prob": matrix(), "log_prob": matrix(), "response_mask": matrix()}
+        assert terms(**given, advantages=matrix(), config=None).loss.shape == (SIDE, SIDE)
+        with pytest.raises(ValueError, match=r"advantages has shape \(4,\)"):
+            terms(**given, advantages=torch.rand(SIDE), config=None)
+        with pytest.raises(TypeError, match="advantages"):
+            terms(**given, config=None)
+    finally:
+        from ctrl_megatron.algorithms.policy_losses import registry
+
+        del registry._TERMS._entries["test_own_shapes"]
