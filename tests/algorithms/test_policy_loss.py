@@ -11,13 +11,18 @@ from ragged_batches import normal, pieces, ragged_mask, seeds, spoil, tokens
 
 from ctrl_megatron.algorithms import (
     LOSS_AGG_MODES,
+    POLICY_LOSS_REGISTRY,
     agg_loss,
     compute_policy_loss_vanilla,
     get_policy_loss,
     get_policy_loss_terms,
+    policy_loss_options,
     policy_loss_terms,
     register_policy_loss,
+    register_policy_loss_terms,
+    token_selection,
 )
+from ctrl_megatron.algorithms.policy_losses import registry
 
 
 def clip(
@@ -259,3 +264,23 @@ def test_registry() -> None:
         get_policy_loss("ppo")
     with pytest.raises(ValueError, match="'vanilla' is registered already"):
         register_policy_loss("vanilla")(lambda: None)  # type: ignore[arg-type,return-value]
+
+
+def test_a_loss_without_terms_is_told_the_remedy() -> None:
+    def whole(*args: object, **options: object) -> tuple:
+        return (torch.zeros(()),) * 4
+
+    register_policy_loss("test_whole_only")(whole)
+    try:
+        assert get_policy_loss("test_whole_only") is whole
+        told = r"'test_whole_only' is registered by register_policy_loss: .*_policy_loss_terms$"
+        for ask in (get_policy_loss_terms, policy_loss_options, token_selection):
+            with pytest.raises(ValueError, match=told):
+                ask("test_whole_only")
+        register_policy_loss_terms("test_whole_only")(policy_loss_terms)
+        assert get_policy_loss_terms("test_whole_only") is policy_loss_terms
+    finally:
+        del POLICY_LOSS_REGISTRY._entries["test_whole_only"]
+        registry._TERMS._entries.pop("test_whole_only", None)
+    with pytest.raises(ValueError, match=r"unknown .* 'test_whole_only'; known: cispo, "):
+        get_policy_loss_terms("test_whole_only")

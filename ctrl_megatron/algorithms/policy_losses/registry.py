@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.registry import Registry
+from ctrl_megatron.algorithms.registry import Registry, key_of
 from ctrl_megatron.algorithms.shapes import check_shapes
 
 
@@ -99,17 +99,28 @@ def register_policy_loss_terms(
 
 def get_policy_loss_terms(name: str | Enum) -> PolicyLossTermsFn:
     """The terms function called ``name``; ValueError listing the known names otherwise."""
-    return _TERMS.get(name).function
+    return _terms(name).function
 
 
 def policy_loss_options(name: str | Enum) -> frozenset[str]:
     """The configuration keys that the loss ``name`` reads; ValueError for an unknown name."""
-    return _TERMS.get(name).options
+    return _terms(name).options
 
 
 def token_selection(name: str | Enum) -> TokenSelection | None:
     """How the loss ``name`` selects tokens, None if it does not; ValueError for an unknown name."""
-    return _TERMS.get(name).selection
+    return _terms(name).selection
+
+
+def _terms(name: str | Enum) -> _Terms:
+    if name not in _TERMS and name in POLICY_LOSS_REGISTRY:
+        raise ValueError(
+            f"the policy loss {key_of(name)!r} is registered by register_policy_loss: it gives "
+            "scalars of a whole batch, but the trainer cuts batches into pieces and adds their "
+            "losses up; register a function that returns PolicyLossTerms, (B, R) values per token, "
+            "with register_policy_loss_terms"
+        )
+    return _TERMS.get(name)
 
 
 def policy_loss_names() -> tuple[str, ...]:
