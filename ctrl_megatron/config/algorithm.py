@@ -17,7 +17,7 @@ class KlControl:
     kl_coef: float = 0.001
     """The coefficient, or where it starts."""
     target_kl: float = 0.1
-    """KL per token that the adaptive controller aims at."""
+    """Mean KL per token that the adaptive controller aims at."""
     horizon: int = 10000
     """Sequences over which the adaptive controller corrects an error; more than a fifth of those
     of a step."""
