@@ -9,7 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ctrl_megatron.algorithms import LOSS_AGG_MODES
+from ctrl_megatron.algorithms import (
+    LOSS_AGG_MODES,
+    POLICY_LOSS_REGISTRY,
+    register_policy_loss,
+)
 from ctrl_megatron.config.actor import Actor
 from ctrl_megatron.config.algorithm import Critic
 from ctrl_megatron.models.loss_scale import GlobalCounts
@@ -157,3 +161,14 @@ def test_the_value_models_loss_is_half_the_larger_square(mode: str) -> None:
     assert leaf.grad is not None
     expected = torch.tensor(differences(whole, new), dtype=torch.float64)
     torch.testing.assert_close(leaf.grad, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_loss_of_a_whole_batch_is_told_how_to_become_trainable() -> None:
+    register_policy_loss("test_my_custom_loss")(lambda *_args, **_options: (torch.zeros(()),) * 4)
+    try:
+        with pytest.raises(ValueError, match=r"'test_my_custom_loss' .* register_policy_loss_term"):
+            ActorLoss(Actor(policy_loss="test_my_custom_loss"), response_limit=8)
+    finally:
+        del POLICY_LOSS_REGISTRY._entries["test_my_custom_loss"]
+    with pytest.raises(ValueError, match=r"unknown policy loss .* known: cispo, clip_cov, "):
+        ActorLoss(Actor(policy_loss="test_my_custom_loss"), response_limit=8)
