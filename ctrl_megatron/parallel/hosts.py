@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from ctrl_megatron.parallel.layout import Layout
 
@@ -31,14 +32,15 @@ class Hosts:
 
     def require_whole_tensor_groups(self, layout: Layout) -> None:
         """ValueError if tensor-parallel ranks of one group stand on several hosts."""
-        for first in range(0, layout.world_size, layout.tensor):
-            found = {self.of_rank[first + tp] for tp in range(layout.tensor)}
-            if len(found) > 1:
-                names = ", ".join(self.names[host] for host in sorted(found))
+        for pp, dp in product(range(layout.pipeline), range(layout.data)):
+            ranks = [layout.rank(tp=tp, pp=pp, dp=dp) for tp in range(layout.tensor)]
+            hosts = sorted({self.of_rank[rank] for rank in ranks})
+            if len(hosts) > 1:
+                names = ", ".join(self.names[host] for host in hosts)
                 raise ValueError(
-                    f"tensor_model_parallel_size={layout.tensor} puts the ranks from {first} on "
-                    f"several hosts ({names}); choose a size that divides the ranks of a host, and "
-                    "a larger pipeline_model_parallel_size where the model needs it"
+                    f"tensor_model_parallel_size={layout.tensor} puts ranks {ranks} on several "
+                    f"hosts ({names}); choose a size that divides the ranks of a host, and a "
+                    "larger pipeline_model_parallel_size where the model needs it"
                 )
 
 

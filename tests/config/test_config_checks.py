@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import ACTOR, PATHS, messages
 
 from ctrl_megatron.config import (
     RESERVED,
@@ -19,22 +20,8 @@ from ctrl_megatron.config import (
 from ctrl_megatron.config.coerce import leaf_keys
 from ctrl_megatron.config.unread import ADV_ESTIMATORS, POLICY_LOSSES
 
-ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
 MEGATRON = ACTOR + "megatron."
-PATHS = ("data.train_files=a.parquet", "actor_rollout_ref.model.path=model")
-
-
-def messages(*overrides: str) -> list[str]:
-    try:
-        load_config(None, [*PATHS, *overrides])
-    except ValueError as error:
-        return str(error).splitlines()
-    return []
-
-
-def test_the_defaults_with_the_required_paths_pass() -> None:
-    assert messages() == []
 
 
 @pytest.mark.parametrize(

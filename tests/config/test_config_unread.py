@@ -5,27 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import ACTOR, PATHS, messages
 
 from ctrl_megatron.config import Config, load_config, to_yaml
 from ctrl_megatron.config.algorithm import Critic
 from ctrl_megatron.config.coerce import leaf_keys
 from ctrl_megatron.config.unread import ADV_ESTIMATORS, POLICY_LOSSES
 
-ACTOR = "actor_rollout_ref.actor."
 CONTROL = "algorithm.kl_ctrl."
 CORRECTION = "algorithm.rollout_correction."
-PATHS = ("data.train_files=a.parquet", "actor_rollout_ref.model.path=model")
 OWN_PIPELINE = "dag.custom_pipeline_fn=my.module:build"
 IN_REWARD = "algorithm.use_kl_in_reward=true"
 IN_LOSS = ACTOR + "use_kl_loss=true"
-
-
-def messages(*overrides: str) -> list[str]:
-    try:
-        load_config(None, [*PATHS, *overrides])
-    except ValueError as error:
-        return str(error).splitlines()
-    return []
 
 
 @pytest.mark.parametrize(

@@ -40,5 +40,5 @@ def test_a_host_with_a_leader_begins_with_one(
 
 def test_a_torn_tensor_group_is_named_with_its_hosts() -> None:
     hosts = number_hosts([("east", 0), ("east", 0), ("east", 0), ("west", 0)])
-    with pytest.raises(ValueError, match=r"ranks from 2 on several hosts \(east, west\); choose"):
+    with pytest.raises(ValueError, match=r"ranks \[2, 3\] on several hosts \(east, west\); choose"):
         hosts.require_whole_tensor_groups(Layout(tensor=2, data=2))
