@@ -94,9 +94,14 @@ class Groups:
         dist.all_gather_object(values, value, group=self.host_data)
         return values
 
-    def from_first_here(self, value: T | None) -> T | None:
+    def from_here(self, value: T) -> dict[int, T]:
+        """The values of this host's ranks by rank, ascending. Collective over all ranks."""
+        values = enumerate(self.from_all(value))
+        return {rank: given for rank, given in values if self.hosts.of_rank[rank] == self.here}
+
+    def from_first_here(self, value: T) -> T:
         """What the first rank of this rank's host gave. Collective over all ranks."""
-        return self.from_all(value)[self.hosts.first_rank(self.here)]
+        return next(iter(self.from_here(value).values()))
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of ``values`` over the data-parallel ranks (float64 host arithmetic)."""

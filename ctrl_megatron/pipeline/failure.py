@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -46,7 +45,7 @@ class FailureWatch:
         # A store of its own connection: the main thread may sit in a blocking call of the other.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = dist.distributed_c10d.PrefixStore("failure", store.clone())
-        self._peers = groups.from_all((socket.gethostname(), os.getpid()))
+        self._near = groups.from_here(os.getpid())
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()
 
@@ -90,9 +89,9 @@ class FailureWatch:
         self._announce()
 
     def _watch(self) -> None:
-        host, me = socket.gethostname(), self._groups.rank
-        local = {r: pid for r, (h, pid) in enumerate(self._peers) if h == host and r != me}
-        neighbour = (me + 1) % len(self._peers)
+        me = self._groups.rank
+        local = {rank: pid for rank, pid in self._near.items() if rank != me}
+        neighbour = (me + 1) % self._groups.layout.world_size
         beat, last_beat, seen, seen_at = 0, 0.0, b"", time.monotonic()
         while not self._ended.wait(_POLL_SECONDS):
             try:

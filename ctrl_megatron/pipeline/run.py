@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -79,8 +78,7 @@ def guarded(
 
     Yields the watch and a list of clean-up functions, called last to first whatever happens.
     """
-    host = socket.gethostname()
-    pids = {pid for where, pid in groups.from_all((host, os.getpid())) if where == host}
+    pids = set(groups.from_here(os.getpid()).values())
     clean_up: list[Callable[[], None]] = [lambda: remove_segments(pids.__contains__)]
     one_at_a_time = threading.Lock()
 
