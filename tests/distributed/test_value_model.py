@@ -95,6 +95,22 @@ def test_a_value_model_from_a_language_model_expects_nothing(tmp_path: Path) -> 
     assert all(torch.equal(tensor, made[name]) for name, tensor in kept.items())
 
 
+def test_explained_variance_rises_from_nothing(tmp_path: Path) -> None:
+    layout = LAYOUTS["dp2"]
+    first, second = run_world(
+        "value_learns",
+        ranks(layout),
+        layout=layout,
+        directory=str(save_tiny("qwen2_tied", tmp_path / "base")),
+        batch=value_batch(seed=5),
+        steps=41,
+    )
+    assert first == second, "the ranks report the whole batch's"
+    every_tenth = first[::10]
+    assert every_tenth[0] == pytest.approx(0.0, abs=1e-6)
+    assert every_tenth == sorted(set(every_tenth)) and every_tenth[-1] > 0.8, every_tenth
+
+
 def steps_of(path: Path, out: Path, layout: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
     arguments = {"steps": 3, "resume_at": None, **options}
     return run_world(

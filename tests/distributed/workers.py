@@ -231,6 +231,25 @@ def value_steps(
     return {"metrics": metrics, "head": head}
 
 
+def value_learns(rank: int, layout: dict, directory: str, batch: dict, steps: int) -> list[float]:
+    """The explained variance before every step of the trainer's own loss on the same returns."""
+    from ctrl_megatron.algorithms import explained_variance, explained_variance_sums
+    from ctrl_megatron.config.algorithm import Critic
+    from ctrl_megatron.pipeline.value_update import ValueLoss
+
+    groups, found = start(layout), []
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    options = {"lr": 3e-3, "total_steps": steps}
+    model = make_value_model(groups, directory, optimizer=options, token_budget=64)
+    loss = ValueLoss(Critic(), response_limit=9)
+    for _ in range(steps):
+        values = model.values(mine)
+        sums = explained_variance_sums(values, mine["returns"], mine["response_mask"])
+        found.append(explained_variance(groups.sum_over_data(sums)))
+        model.step({**mine, "values": values}, loss)
+    return found
+
+
 def vocab_log_probs(
     rank: int, cases: list[tuple[int, int]], temperature: float, chunk: int
 ) -> list[dict[str, torch.Tensor | None]]:
