@@ -25,16 +25,9 @@ def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def masked_copy(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``masked`` of floats of 2, 4 or 8 bytes, without gradient."""
+    """``masked`` of floats of 2, 4 or 8 bytes, without gradient; (B, 1) values go to all tokens."""
     bits = _BITS[values.element_size()]
     return _octets(mask).to(bits).mul_(values.detach().view(bits)).view(values.dtype)
-
-
-def masked_rows(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(B, R): each row's number of (B,) ``rows`` where the mask is on, 0 elsewhere; no gradient."""
-    bits = _BITS[rows.element_size()]
-    on = _octets(mask).to(bits)
-    return on.mul_(rows.detach().view(bits).unsqueeze(-1)).view(rows.dtype)
 
 
 def row_counts(mask: torch.Tensor) -> torch.Tensor:

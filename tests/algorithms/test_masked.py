@@ -95,7 +95,7 @@ def test_a_rows_number_reaches_its_tokens_to_the_last_bit(dtype: torch.dtype) ->
     mask = ragged_mask(generator, 6, 7)
     rows = normal(generator, 6, 1)[:, 0].to(dtype)
     rows[1], rows[2] = -0.0, math.inf
-    tokens = masked_module.masked_rows(rows, mask)
+    tokens = masked_module.masked_copy(rows.unsqueeze(-1), mask)
     expected = rows.unsqueeze(-1).expand(6, 7).where(mask, 0)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
     assert torch.equal(tokens.view(bits), expected.contiguous().view(bits))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ctrl_megatron.algorithms.advantages.groups import GroupIndex, group_numbers
-from ctrl_megatron.algorithms.masked import masked_rows, row_sums, rows_with_any
+from ctrl_megatron.algorithms.masked import masked_copy, row_sums, rows_with_any
 from ctrl_megatron.algorithms.shapes import check_shapes
 
 
@@ -40,7 +40,8 @@ def spread_over_tokens(
     advantages: torch.Tensor, token_level_rewards: torch.Tensor, response_mask: torch.Tensor
 ) -> torch.Tensor:
     """(B, R): a row's advantage on each of its tokens, 0 off the mask, in the rewards' dtype."""
-    return masked_rows(advantages.to(floating(token_level_rewards).dtype), response_mask)
+    rows = advantages.to(floating(token_level_rewards).dtype).unsqueeze(-1)
+    return masked_copy(rows, response_mask)
 
 
 def floating(values: torch.Tensor) -> torch.Tensor:
