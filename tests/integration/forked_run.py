@@ -37,9 +37,15 @@ class ForkedRun:
 
 
 def run_forked(
-    job: Job, name: str, *, steps: int, extra: tuple[str, ...] = (), timeout: float = 280.0
+    job: Job,
+    name: str,
+    *,
+    steps: int,
+    extra: tuple[str, ...] = (),
+    timeout: float = 280.0,
+    purpose: str = "rl",
 ) -> ForkedRun:
-    """Two ranks from start to end; neither outlives the call."""
+    """Two ranks from start to end; neither outlives the call. ``purpose`` is ``rl`` or ``sft``."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / f"{name}.{time.monotonic_ns()}.log"
     with socket.socket() as probe:
@@ -47,10 +53,11 @@ def run_forked(
         port = probe.getsockname()[1]
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     launch |= {"WORLD_SIZE": str(_RANKS), "LOCAL_WORLD_SIZE": str(_RANKS)}
-    overrides = [*job.overrides(name, steps), *extra]
+    settings = job.sft_overrides(name, steps) if purpose == "sft" else job.overrides(name, steps)
+    overrides = [*settings, *extra]
     forks = fork_context()
     ranks = [
-        forks.Process(target=_rank, args=(rank, launch, overrides, str(log)))
+        forks.Process(target=_rank, args=(rank, launch, overrides, str(log), purpose))
         for rank in range(_RANKS)
     ]
     for process in ranks:
@@ -67,7 +74,7 @@ def run_forked(
     return ForkedRun(codes=codes, output=log.read_text(errors="replace"), folder=job.folder / name)
 
 
-def _rank(rank: int, launch: dict[str, str], overrides: list[str], log: str) -> None:
+def _rank(rank: int, launch: dict[str, str], overrides: list[str], log: str, purpose: str) -> None:
     os.environ |= launch | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -77,7 +84,9 @@ def _rank(rank: int, launch: dict[str, str], overrides: list[str], log: str) -> 
 
     from ctrl_megatron.config import load_config
     from ctrl_megatron.pipeline.run import train
+    from ctrl_megatron.sft.run import train_sft
 
     torch.set_num_threads(1)
-    config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides)
-    raise SystemExit(0 if train(config) else 130)
+    config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides, purpose)
+    run = train_sft if purpose == "sft" else train
+    raise SystemExit(0 if run(config) else 130)

@@ -50,6 +50,16 @@ class Job:
             f"trainer.total_training_steps={steps}",
         ]
 
+    def sft_overrides(self, name: str, steps: int) -> list[str]:
+        """Settings of a fine-tuning run that takes seconds; its files are still to be named."""
+        family = "actor_rollout_ref"
+        return [
+            *(f"{family}.model.path={self.actor}", f"{family}.model.dtype=float32"),
+            *("sft.train_batch_size=4", "sft.max_length=256", "sft.max_token_len_per_gpu=512"),
+            *(f"sft.total_training_steps={steps}", "sft.lr=1e-3", "sft.val_files=[]"),
+            *(f"trainer.default_local_dir={self.folder}", f"trainer.experiment_name={name}"),
+        ]
+
     @contextmanager
     def launch(
         self,
