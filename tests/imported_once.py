@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctrl_megatron.checkpoint.sharded
 import ctrl_megatron.models.value
-import ctrl_megatron.pipeline.ctrl_nodes
+import ctrl_megatron.pipeline.ctrl
 import ctrl_megatron.pipeline.dynamic_sampling
 import ctrl_megatron.pipeline.run
-import ctrl_megatron.pipeline.value_update  # noqa: F401
+import ctrl_megatron.pipeline.value_model  # noqa: F401

@@ -12,9 +12,8 @@ from tensordict import TensorDict
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import Groups
-from ctrl_megatron.pipeline.interrupt import StopFlag, StopRequested
-from ctrl_megatron.pipeline.node import Node, NodePlace, NodeType
-from ctrl_megatron.pipeline.task_graph import TaskGraph
+from ctrl_megatron.pipeline.graph import Node, NodePlace, TaskGraph
+from ctrl_megatron.pipeline.stop import StopFlag, StopRequested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +25,7 @@ class NodeOutput:
     batch: TensorDict | None = None
 
 
-class Worker(Protocol):
+class Rank(Protocol):
     """What the executor needs of the object that nodes get as their first argument."""
 
     groups: Groups
@@ -44,8 +43,8 @@ class Executor:
     collectives cannot meet in different orders on different ranks.
     """
 
-    def __init__(self, graph: TaskGraph, worker: Worker) -> None:
-        self._graph, self._worker = graph, worker
+    def __init__(self, graph: TaskGraph, worker: Rank) -> None:
+        self.graph, self._worker = graph, worker
         self._order = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
         self._pending: dict[str, Future[NodeOutput] | None] = {}
 
@@ -57,21 +56,25 @@ class Executor:
         """
         metrics: dict[str, float] = {}
         stoppable = True
+        self.graph.reset()
         try:
             for node in self._order:
-                for needed in self._waiting_for(node):
-                    batch = self._merge(batch, self._collect(needed), metrics)
-                stoppable = stoppable and not _changes_weights(node)
+                ancestors = self.graph.get_ancestors(node.node_id)
+                for needed in [n for n in self._pending if n in ancestors]:
+                    batch = _merge(batch, self._collect(needed), metrics)
+                stoppable = stoppable and not node.changes_weights
                 if stoppable and self._worker.stop.agreed(self._worker.groups):
                     raise StopRequested
                 if node.place is NodePlace.HOST:
                     self._start(node, batch)
                     continue
+                if node.filter_plugin is not None:
+                    batch = batch[node.filter_plugin(batch)]
                 with self._worker.timeline.phase(node.node_id):
                     output = node.run(worker=self._worker, batch=batch)
-                batch = self._merge(batch, output, metrics)
+                batch = _merge(batch, output, metrics)
             for needed in list(self._pending):
-                batch = self._merge(batch, self._collect(needed), metrics)
+                batch = _merge(batch, self._collect(needed), metrics)
         finally:
             for future in self._pending.values():
                 if future is not None:
@@ -79,19 +82,21 @@ class Executor:
             self._pending.clear()
         return batch, metrics
 
-    def _waiting_for(self, node: Node) -> list[str]:
-        needed = self._graph.get_ancestors(node.node_id)
-        return [node_id for node_id in self._pending if node_id in needed]
-
     def _start(self, node: Node, batch: TensorDict) -> None:
         future = None
         if self._worker.groups.is_leader:
-            future = self._worker.background.submit(self._timed(node, batch))
+            future = self._worker.background.submit(self._run_aside(node, batch))
         self._pending[node.node_id] = future
 
-    async def _timed(self, node: Node, batch: TensorDict) -> NodeOutput:
+    async def _run_aside(self, node: Node, batch: TensorDict) -> NodeOutput:
         with self._worker.timeline.phase(node.node_id, kind="host"):
-            return await node.run(worker=self._worker, batch=batch)
+            while True:
+                try:
+                    return await node.run(worker=self._worker, batch=batch)
+                except Exception:
+                    if not node.can_retry():
+                        raise
+                    node.increment_retry_count()
 
     def _collect(self, node_id: str) -> NodeOutput:
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
@@ -99,17 +104,15 @@ class Executor:
             output = future.result() if future is not None else None
             return self._worker.groups.from_leader(output)
 
-    @staticmethod
-    def _merge(batch: TensorDict, output: NodeOutput, metrics: dict[str, float]) -> TensorDict:
-        repeated = metrics.keys() & output.metrics.keys()
-        if repeated:
-            raise ValueError(f"two nodes report the metrics {sorted(repeated)}")
-        metrics.update(output.metrics)
-        merged = output.batch if output.batch is not None else batch
-        for name, value in output.fields.items():
-            merged[name] = value
-        return merged
 
-
-def _changes_weights(node: Node) -> bool:
-    return node.node_type is NodeType.MODEL_TRAIN and not node.only_forward_compute
+def _merge(batch: TensorDict, output: NodeOutput | None, metrics: dict[str, float]) -> TensorDict:
+    if output is None:
+        return batch
+    repeated = metrics.keys() & output.metrics.keys()
+    if repeated:
+        raise ValueError(f"two nodes report the metrics {sorted(repeated)}")
+    metrics.update(output.metrics)
+    merged = output.batch if output.batch is not None else batch
+    for name, value in output.fields.items():
+        merged[name] = value
+    return merged

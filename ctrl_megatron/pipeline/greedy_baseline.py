@@ -1,82 +1,87 @@
-"""What the actor earns without chance: one greedy critique per prompt, the baseline of ReMax.
+"""The baseline of ReMax (arXiv 2310.10505): what one greedy critique per prompt earns.
 
-The greedy critiques travel as texts of their group's rows and share the engine calls and the
-sandbox time of the sampled ones.
+Three nodes beside those of CTRL's step. What they write stands in every row of a prompt's group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 
-from ctrl_megatron.pipeline import speech
+from ctrl_megatron.pipeline.critique_revision import (
+    judgment_of,
+    read_critique,
+    revise_valid,
+    reward_items,
+)
 from ctrl_megatron.pipeline.executor import NodeOutput
-from ctrl_megatron.pipeline.rounds import assert_spoken_by
-from ctrl_megatron.pipeline.worker import DAGWorker, texts
-from ctrl_megatron.prompts import parse_judgment
-from ctrl_megatron.rewards.critic import RewardOutcome
-
-FIELD = "greedy_critique"
+from ctrl_megatron.pipeline.sampling import Fields, columns, generate, greedy_params, texts
+from ctrl_megatron.pipeline.worker import DAGWorker
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """The groups of a batch by the first row of each."""
+def draw_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``greedy_critique``, ``greedy_valid``, ``greedy_judged_correct`` (B,): the actor's likeliest
+    critique of each row's prompt.
+    """
+    heads = group_heads(batch)
+    ids = texts(batch["problem_id"])
+    prompts = [worker.train.prompts[worker.train.number_of[ids[head]]] for head in heads]
+    limit = worker.config.data.max_response_length
+    answers = generate(worker, "actor", prompts, greedy_params(worker, limit))
+    return _over_rows(batch, [read_critique(worker, answer[0]) for answer in answers])
 
-    heads: tuple[int, ...]
-    """(G,) row numbers."""
-    of_row: tuple[int, ...]
-    """(B,) which group a row belongs to."""
+
+def revise_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``greedy_revision`` (B,) text: the proxy's, empty for invalid critiques."""
+    heads = group_heads(batch)
+    rows = [worker.train.row(texts(batch["problem_id"])[head]) for head in heads]
+    critiques = [texts(batch["greedy_critique"])[head] for head in heads]
+    valid = batch["greedy_valid"][heads].tolist()
+    revisions, _ = revise_valid(worker, rows, critiques, valid)
+    return _over_rows(batch, [{"revision": revision} for revision in revisions])
 
 
-def groups_of(uids: Sequence[str]) -> Groups:
-    """Groups in the order of their first rows."""
+async def judge_greedy_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``reward_baselines`` (B,): the critic's part of the greedy critique's reward, NaN where it
+    could not be judged. Runs beside the log-probs.
+    """
+    heads = group_heads(batch)
+    judged = [
+        judgment_of({"valid": bool(valid), "judged_correct": bool(correct)})
+        for valid, correct in zip(
+            batch["greedy_valid"][heads], batch["greedy_judged_correct"][heads], strict=True
+        )
+    ]
+    items = reward_items(
+        [worker.train.row(texts(batch["problem_id"])[head]) for head in heads],
+        [texts(batch["greedy_critique"])[head] for head in heads],
+        judged,
+        [texts(batch["greedy_revision"])[head] for head in heads],
+        [0] * len(heads),
+    )
+    scores = await worker.rewards.score(items)
+    weight = worker.rewards.weights["critic"]
+    earned = [None if r is None else weight * r for r in scores.parts["critic"]]
+    per_row = columns([{"reward_baselines": earned[group]} for group in _group_of_rows(batch)])
+    return NodeOutput(fields=per_row)
+
+
+def group_heads(batch: TensorDict) -> list[int]:
+    """The first row of each group, in order."""
     heads: dict[str, int] = {}
-    for row, uid in enumerate(uids):
+    for row, uid in enumerate(texts(batch["uid"])):
         heads.setdefault(uid, row)
-    numbers = {uid: number for number, uid in enumerate(heads)}
-    return Groups(tuple(heads.values()), tuple(numbers[uid] for uid in uids))
+    return list(heads.values())
 
 
-def draw_greedy(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``greedy_critique`` (B,) text: the actor's likeliest critique of each row's prompt."""
-    version = worker.weights.use("actor")
-    rows = [worker.train.number_of[row] for row in per_group(batch, "problem_id")]
-    answers = worker.ask(lambda: speech.critiques(worker, worker.train, rows, greedy=True))
-    assert_spoken_by(version, [answer[0] for answer in answers])
-    said = [worker.codec.decode(answer[0].token_ids) for answer in answers]
-    return NodeOutput(fields=over_rows(batch, **{FIELD: said}))
+def _group_of_rows(batch: TensorDict) -> list[int]:
+    uids = texts(batch["uid"])
+    number = {uids[head]: group for group, head in enumerate(group_heads(batch))}
+    return [number[uid] for uid in uids]
 
 
-def per_group(batch: TensorDict, field: str) -> list[str]:
-    """A text field's value in the first row of each group."""
-    values = texts(batch[field])
-    return [values[head] for head in groups_of(texts(batch["uid"])).heads]
-
-
-def over_rows(batch: TensorDict, **per_group: Sequence[str]) -> dict[str, NonTensorStack]:
-    """Fields with each group's text in all of its rows."""
-    of_row = groups_of(texts(batch["uid"])).of_row
-    return {
-        name: NonTensorStack(*[values[group] for group in of_row])
-        for name, values in per_group.items()
-    }
-
-
-def greedy_rows(batch: TensorDict) -> tuple[list[str], list[str], list[bool]]:
-    """(row ids, critiques, whether they hold a judgment), one per group; empty without the node."""
-    if FIELD not in batch:
-        return [], [], []
-    critiques = per_group(batch, FIELD)
-    valid = [parse_judgment(critique) is not None for critique in critiques]
-    return per_group(batch, "problem_id"), critiques, valid
-
-
-def baselines(batch: TensorDict, outcomes: Sequence[RewardOutcome]) -> dict[str, torch.Tensor]:
-    """``reward_baselines`` (B,) from one outcome per group, NaN where it could not be judged."""
-    earned = [float("nan") if o.reward is None else o.reward for o in outcomes]
-    of_row = groups_of(texts(batch["uid"])).of_row
-    return {"reward_baselines": torch.tensor([earned[group] for group in of_row])}
+def _over_rows(batch: TensorDict, per_group: Sequence[Fields]) -> NodeOutput:
+    """Each group's fields, named ``greedy_...``, in all of its rows."""
+    named = [{f"greedy_{name}": value for name, value in f.items()} for f in per_group]
+    return NodeOutput(fields=columns([named[group] for group in _group_of_rows(batch)]))

@@ -1,9 +1,9 @@
-"""The training loop, for every pipeline: RL and SFT differ in the graph they walk."""
+"""The training loop of every pipeline; RL and SFT differ in the graph that it walks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +11,12 @@ from tensordict import TensorDict
 
 from ctrl_megatron.checkpoint.store import CheckpointStore
 from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
 from ctrl_megatron.models.parallel_model import ParallelModel
-from ctrl_megatron.pipeline.executor import Executor, Worker
-from ctrl_megatron.pipeline.interrupt import StopRequested
+from ctrl_megatron.pipeline.executor import Executor, Rank
+from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.recorder import Recorder
+from ctrl_megatron.pipeline.stop import StopRequested
 
 
 class Resumable(Protocol):
@@ -29,7 +31,7 @@ class Resumable(Protocol):
         ...
 
 
-class LoopWorker(Worker, Protocol):
+class Trainee(Rank, Protocol):
     """What the loop needs of the worker that the nodes get."""
 
     step: int
@@ -41,11 +43,11 @@ class LoopWorker(Worker, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopOptions:
+class Schedule:
     """When to do what; frequencies in steps, -1 for never."""
 
     batch_size: int
-    """Rows drawn for a step; 0 where the first node draws its own."""
+    """Rows of a step; a graph with dynamic sampling draws its own."""
     total_steps: int
     save_freq: int = -1
     test_freq: int = -1
@@ -55,75 +57,78 @@ class LoopOptions:
     """Names the rows of the final table: ``before RL``, ``after RL``."""
 
 
-Measure = Callable[[TensorDict], tuple[dict[str, float], list[dict[str, Any]]]]
-"""From a finished step's batch to more metrics and to examples for the report. Collective."""
-
-
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
-    """Draws batches, walks the graph, validates and saves when it is time."""
+    """Draws rows, walks the graph, records, validates and saves when it is time.
 
-    worker: LoopWorker
-    executor: Executor
+    It knows no field of any pipeline: metrics, examples and validation are the graph's
+    (``graph.report``).
+    """
+
+    worker: Trainee
+    graph: TaskGraph
     sampler: ResumableSampler
     store: CheckpointStore
     recorder: Recorder
-    options: LoopOptions
-    measure: Measure
-    validate: Callable[[], dict[str, float]] | None = None
-    parts: Mapping[str, Resumable]
+    schedule: Schedule
+    parts: Mapping[str, Resumable] = field(default_factory=dict)
     """Further state to save, by name; the sampler is always saved."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that every step repeats."""
     _state: dict[str, Any] | None = None
     _saved: int | None = None
 
     def resume(self) -> None:
         """Continue from the configured checkpoint, if there is one. Collective."""
-        found = self.store.find(self.options.resume_mode)
-        if found is None:
+        checkpoint = self.store.find(self.schedule.resume_mode)
+        if checkpoint is None:
             return
-        state = self.store.load(self.worker.trained, found)
+        state = self.store.load(self.worker.trained, checkpoint)
         self.sampler.load_state_dict(state["sampler"])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.worker.step = self._saved = state["step"]
-        self.recorder.say(f"continuing from {found.path} after step {self.worker.step}")
+        self.recorder.say(f"continuing from {checkpoint.path} after step {self.worker.step}")
 
     def run(self) -> bool:
         """Train to the last step; False if a stop was asked for. Saves either way."""
+        worker, schedule = self.worker, self.schedule
+        executor = Executor(self.graph, worker)
         try:
-            self._train()
+            if schedule.val_before_train and worker.step == 0:
+                self._validate(f"before {schedule.stage}")
+            self._state = self._snapshot()
+            while worker.step < schedule.total_steps:
+                self._step(executor)
+                self._state = self._snapshot()
+                last = worker.step == schedule.total_steps
+                if last or _due(worker.step, schedule.save_freq):
+                    self._save()
+                if not last and _due(worker.step, schedule.test_freq):
+                    self._validate(f"step {worker.step}")
+            self._validate(f"after {schedule.stage}")
         except StopRequested:
-            if self._saved != self.worker.step:
+            if self._saved != worker.step:
                 self._save()
-            self.recorder.say(f"stopped as asked; the state after step {self.worker.step} is saved")
+            self.recorder.say(f"stopped as asked; the state after step {worker.step} is saved")
             return False
         return True
 
-    def _train(self) -> None:
-        options, worker = self.options, self.worker
-        if options.val_before_train and worker.step == 0:
-            self._validate(f"before {options.stage}")
-        self._state = self._snapshot()
-        while worker.step < options.total_steps:
-            self._step()
-            self._state = self._snapshot()
-            if _due(worker.step, options.save_freq) or worker.step == options.total_steps:
-                self._save()
-            if _due(worker.step, options.test_freq) and worker.step < options.total_steps:
-                self._validate(f"step {worker.step}")
-        self._validate(f"after {options.stage}")
-
-    def _step(self) -> None:
-        worker, step = self.worker, self.worker.step + 1
+    def _step(self, executor: Executor) -> None:
+        worker, step, report = self.worker, self.worker.step + 1, self.graph.report
         self.recorder.begin_step(step)
         worker.timeline.begin_step()
-        size = self.options.batch_size
+        size = 0 if self.graph.draws_rows else self.schedule.batch_size
         rows = torch.tensor(self.sampler.next_batch(size) if size else [], dtype=torch.int64)
-        batch, metrics = self.executor.run_step(TensorDict({"row": rows}, batch_size=[len(rows)]))
+        batch, metrics = executor.run_step(TensorDict({"row": rows}, batch_size=[len(rows)]))
         worker.step = step
-        more, examples = self.measure(batch)
+        phases, elapsed = worker.timeline.phases(), worker.timeline.elapsed()
+        metrics |= seconds_by_name(phases)
+        metrics |= {"time/step": elapsed, "perf/overlap_seconds": hidden_seconds(phases)}
+        metrics |= {**self.constants, **report.metrics(worker, batch)}
+        examples = report.examples(worker, batch) if worker.groups.is_first else []
         record = worker.timeline.record(step, worker.groups.rank)
-        self.recorder.end_step(step, {**metrics, **more}, record, examples)
+        self.recorder.end_step(step, metrics, record, examples)
 
     def _snapshot(self) -> dict[str, Any]:
         parts = {"sampler": self.sampler, **self.parts}
@@ -138,9 +143,10 @@ class TrainingLoop:
         self.recorder.say(f"saved {path}")
 
     def _validate(self, stage: str) -> None:
-        if self.validate is None:
+        validate = self.graph.report.validate
+        if validate is None:
             return
-        results = self.validate()
+        results = validate(self.worker)
         self.recorder.log(self.worker.step, {f"val/{k}": v for k, v in results.items()})
         self.recorder.add_stage(stage, results)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController
 from ctrl_megatron.checkpoint.convert import POLICY_FOLDER, VALUE_FOLDER
 from ctrl_megatron.config import Config
+from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.models.parallel_model import ParallelModel
@@ -19,11 +20,10 @@ from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import Groups
-from ctrl_megatron.pipeline.interrupt import StopFlag, StopRequested
-from ctrl_megatron.pipeline.prompts_table import PromptTable
-from ctrl_megatron.pipeline.reserve import SamplingReserve
+from ctrl_megatron.pipeline.dynamic_sampling import LeftoverGroups
+from ctrl_megatron.pipeline.interim_rewards import RewardSum
+from ctrl_megatron.pipeline.stop import StopFlag, StopRequested
 from ctrl_megatron.pipeline.weights import EngineWeights
-from ctrl_megatron.rewards import RewardModelForCritic, WeightedReward
 from ctrl_megatron.rollout.engine import Engine
 
 T = TypeVar("T")
@@ -31,8 +31,8 @@ _POLL_SECONDS = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
-class Speaker:
-    """What it takes to let critic and proxy speak and to judge what they say."""
+class RolloutWorker:
+    """What it takes to let models generate and to judge what they write."""
 
     config: Config
     groups: Groups
@@ -41,9 +41,10 @@ class Speaker:
     codec: TextCodec
     engine: Engine | None
     """Given on leaders."""
-    reward: RewardModelForCritic | None
-    """Given on leaders."""
     weights: EngineWeights
+    """Which model the engine holds, and when it sleeps."""
+    rewards: RewardSum
+    """Every reward function of the run; those of leaders can run programs."""
     validation: PromptTable | None
     timeline: Timeline = field(default_factory=Timeline)
     step: int = 0
@@ -68,32 +69,34 @@ class Speaker:
             raise StopRequested
         return self.groups.from_leader(answer)
 
+    def make_room(self) -> None:
+        """Called before the engine generates: free what it may need of the device."""
+
     def close(self) -> None:
         """Let go of connections and end the background loop."""
         if self.engine is not None:
             self.background.run(self.engine.close())
-        if self.reward is not None:
-            self.background.run(self.reward.close())
+        self.background.run(self.rewards.close())
         self.background.close()
 
 
 @dataclass(slots=True, kw_only=True)
-class DAGWorker(Speaker):
+class DAGWorker(RolloutWorker):
     """Models, services and state of one rank; every rank has one, there is no controller."""
 
+    train: PromptTable
+    draw: Callable[[int], list[int]]
+    """So many further rows of the data, the same on every rank."""
+    leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
+    """Groups that dynamic sampling has not used yet."""
     policy: Policy
     reference: Policy | None
     """The frozen KL anchor; None where the objective has no KL."""
-    further_rewards: WeightedReward | None = None
-    """Reward functions besides the critic's; those of leaders can run programs."""
-    value: ValueModel | None = None
+    value: ValueModel | None
     """Given where the estimator reads values."""
-    reserve: SamplingReserve = field(default_factory=SamplingReserve)
-    """Groups that dynamic sampling left over."""
-    draw: Callable[[int], list[int]]
-    """So many further rows of the data, the same on every rank."""
     kl_controller: FixedKLController | AdaptiveKLController
-    train: PromptTable
+    peak_flops: float
+    """Of one device, in flop/s."""
 
     @property
     def temperature(self) -> float:
@@ -112,26 +115,21 @@ class DAGWorker(Speaker):
         return self.step >= self.config.trainer.critic_warmup
 
     def make_room(self) -> None:
-        """Free what the configuration lets go of the device while the engine speaks."""
+        """Free what the configuration lets go of the device while the engine generates."""
         megatron = self.config.actor_rollout_ref.actor.megatron
         if megatron.grad_offload or megatron.optimizer_offload:
             for model in self.trained.values():
                 model.offload(gradients=megatron.grad_offload, optimizer=megatron.optimizer_offload)
 
     def means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Global mean of each (values selected by no mask) vector over the data-parallel ranks.
+        """Global mean of each vector, its NaN left out, over the data-parallel ranks. Collective.
 
-        A name whose vectors are empty on all ranks is left out: there is nothing to report.
+        A name without a value on any rank is left out: there is nothing to report.
         """
         names = sorted(values)
+        known = [values[n][~values[n].isnan()] for n in names]
         local = torch.tensor(
-            [[float(values[n].double().sum()), float(values[n].numel())] for n in names],
-            dtype=torch.float64,
-        )
+            [[float(v.double().sum()), float(v.numel())] for v in known], dtype=torch.float64
+        ).reshape(-1, 2)
         totals = self.groups.sum_over_data(local).tolist()
         return {n: s / c for n, (s, c) in zip(names, totals, strict=True) if c}
-
-
-def texts(field_value: Any) -> Sequence[str]:
-    """A non-tensor field of the batch as a list."""
-    return field_value.tolist() if hasattr(field_value, "tolist") else list(field_value)

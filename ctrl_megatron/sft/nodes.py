@@ -9,19 +9,19 @@ from tensordict import TensorDict
 
 from ctrl_megatron.checkpoint.convert import POLICY_FOLDER
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.metrics import Timeline
+from ctrl_megatron.metrics import Timeline, mfu, seconds_by_name
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import Groups
-from ctrl_megatron.pipeline.batch import pad_rows, tensors_of
-from ctrl_megatron.pipeline.builder import Pipeline
 from ctrl_megatron.pipeline.executor import NodeOutput
-from ctrl_megatron.pipeline.interrupt import StopFlag
-from ctrl_megatron.pipeline.node import NodeRole, NodeType
-from ctrl_megatron.pipeline.task_graph import TaskGraph
+from ctrl_megatron.pipeline.graph import NodeRole, NodeType, Pipeline, StepReport, TaskGraph
+from ctrl_megatron.pipeline.performance import flops_of, sequence_lengths
+from ctrl_megatron.pipeline.sampling import pad_rows, tensors_of
+from ctrl_megatron.pipeline.stop import StopFlag
 
 Tokens = tuple[int, ...]
+_VALIDATION_ROWS = 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +35,10 @@ class SftWorker:
     codec: TextCodec
     examples: list[tuple[Tokens, Tokens]]
     """(prompt, response with the token that ends it) of every training row."""
+    held_out: list[tuple[Tokens, Tokens]]
+    """The same of the validation rows."""
+    peak_flops: float
+    """Of one device, in flop/s."""
     timeline: Timeline = field(default_factory=Timeline)
     step: int = 0
 
@@ -44,18 +48,14 @@ class SftWorker:
         return {POLICY_FOLDER: self.policy}
 
 
-def sft_pipeline() -> TaskGraph:
+def sft_pipeline(*, validates: bool) -> TaskGraph:
     """Collate, then one optimizer step."""
-    here = "ctrl_megatron.sft.nodes"
+    report = StepReport(metrics=performance, validate=held_out_loss if validates else None)
     return (
-        Pipeline("sft_pipeline", "supervised fine-tuning on synthesised critiques")
-        .add_node("collate", f"{here}:collate", node_type=NodeType.DATA_LOAD)
+        Pipeline("sft_pipeline", "supervised fine-tuning on critiques", report=report)
+        .add_node("collate", collate, node_type=NodeType.DATA_LOAD)
         .add_node(
-            "update",
-            f"{here}:update",
-            ["collate"],
-            node_type=NodeType.MODEL_TRAIN,
-            node_role=NodeRole.ACTOR,
+            "update", update, ["collate"], node_type=NodeType.MODEL_TRAIN, node_role=NodeRole.ACTOR
         )
         .build()
     )
@@ -66,6 +66,12 @@ def collate(worker: SftWorker, batch: TensorDict) -> NodeOutput:
     rows = batch["row"].tolist()[worker.groups.place.dp :: worker.groups.layout.data]
     prompts, responses = zip(*(worker.examples[row] for row in rows), strict=True)
     return NodeOutput(batch=pad_rows(prompts, responses, pad_token_id=worker.codec.pad_token_id))
+
+
+def update(worker: SftWorker, batch: TensorDict) -> NodeOutput:
+    """One optimizer step on the global batch."""
+    metrics = worker.policy.step(tensors_of(batch), cross_entropy)
+    return NodeOutput(metrics={k if "/" in k else f"sft/{k}": v for k, v in metrics.items()})
 
 
 def cross_entropy(
@@ -81,7 +87,29 @@ def cross_entropy(
     }
 
 
-def update(worker: SftWorker, batch: TensorDict) -> NodeOutput:
-    """One optimizer step on the global batch."""
-    metrics = worker.policy.step(tensors_of(batch), cross_entropy)
-    return NodeOutput(metrics={k if "/" in k else f"sft/{k}": v for k, v in metrics.items()})
+def performance(worker: SftWorker, batch: TensorDict) -> dict[str, float]:
+    """Tokens per second of the step and MFU of its update. Collective."""
+    lengths, responses = sequence_lengths(batch, worker.groups)
+    return {
+        "perf/tokens_per_second": sum(lengths) / worker.timeline.elapsed(),
+        "perf/mfu": mfu(
+            flops=flops_of(worker.policy.shape, lengths, responses=responses, backward=True),
+            seconds=seconds_by_name(worker.timeline.phases())["time/update"],
+            devices=worker.groups.layout.world_size,
+            peak=worker.peak_flops,
+        ),
+    }
+
+
+def held_out_loss(worker: SftWorker) -> dict[str, float]:
+    """``nll``: mean negative log-likelihood per response token of the first validation rows.
+    Collective.
+    """
+    dp, size = worker.groups.place.dp, worker.groups.layout.data
+    chosen = worker.held_out[: _VALIDATION_ROWS // size * size] or worker.held_out
+    prompts, responses = zip(*(chosen[dp::size] or chosen[:1]), strict=True)
+    batch = pad_rows(prompts, responses, pad_token_id=worker.codec.pad_token_id)
+    log_probs, _ = worker.policy.log_probs(tensors_of(batch))
+    mask = batch["response_mask"]
+    pairs = worker.groups.from_data_ranks((float(log_probs[mask].sum()), int(mask.sum())))
+    return {"nll": -sum(total for total, _ in pairs) / sum(count for _, count in pairs)}

@@ -1,33 +1,23 @@
-"""Builds a fine-tuning run from its configuration and runs it with the same loop as RL."""
+"""Fine-tuning from a checked configuration to an HF directory, with the same loop as RL."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from tensordict import TensorDict
 
 from ctrl_megatron.checkpoint.hf import save_hf
 from ctrl_megatron.checkpoint.store import CheckpointStore
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.metrics import mfu, seconds_by_name
 from ctrl_megatron.models.optimizer import OptimizerOptions
-from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.pipeline.batch import pad_rows, tensors_of
-from ctrl_megatron.pipeline.executor import Executor
-from ctrl_megatron.pipeline.interrupt import StopFlag
-from ctrl_megatron.pipeline.loop import LoopOptions, TrainingLoop
-from ctrl_megatron.pipeline.models import build_policy
+from ctrl_megatron.pipeline.build import build_policy
+from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
+from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.recorder import Recorder
-from ctrl_megatron.pipeline.run import device_peak_of, guarded, join
-from ctrl_megatron.pipeline.step_metrics import flops_of, sequence_lengths
+from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.sft.examples import SftExample, read_examples
 from ctrl_megatron.sft.nodes import SftWorker, Tokens, sft_pipeline
-
-_VALIDATION_ROWS = 64
 
 
 def train_sft(config: Config) -> bool:
@@ -35,55 +25,49 @@ def train_sft(config: Config) -> bool:
 
     At the end the weights stand in ``<run directory>/hf`` as an HF directory.
     """
-    stop = StopFlag().install()
-    groups = join(config)
-    with guarded(groups, config) as (watch, clean_up):
+    with session(config) as run:
+        groups, path = run.groups, config.actor_rollout_ref.model.path
         codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
-        examples, dropped = _tokenise(codec, read_examples(config.sft.train_files), config)
-        held_out, _ = _tokenise(codec, read_examples(config.sft.val_files), config)
+        examples, dropped = tokenise(codec, read_examples(config.sft.train_files), config)
+        held_out, _ = tokenise(codec, read_examples(config.sft.val_files), config)
         sampler = ResumableSampler(len(examples), seed=config.data.seed)
-        total = _total_steps(config, len(examples))
-        path = config.actor_rollout_ref.model.path
+        steps = total_steps(config, len(examples))
         policy = build_policy(
             config,
             groups,
             path=path,
-            optimizer=_optimizer(config, total),
+            optimizer=optimizer_options(config, steps),
             budget=config.sft.max_token_len_per_gpu,
         )
-        background = BackgroundLoop()
-        clean_up.append(background.close)
-        recorder = Recorder(config, active=groups.is_first, total_steps=total)
+        recorder = Recorder(config, active=groups.is_first, total_steps=steps)
         worker = SftWorker(
             groups=groups,
-            background=background,
-            stop=stop,
+            background=run.background,
+            stop=run.stop,
             policy=policy,
             codec=codec,
             examples=examples,
+            held_out=held_out,
+            peak_flops=peak_flops_per_device(config, groups),
             timeline=recorder.timeline(),
         )
-        peak = device_peak_of(config, groups)
         loop = TrainingLoop(
             worker=worker,
-            executor=Executor(sft_pipeline(), worker),
+            graph=sft_pipeline(validates=bool(held_out)),
             sampler=sampler,
             store=CheckpointStore(
                 Path(config.trainer.run_dir) / "checkpoints",
                 keep=config.trainer.max_ckpt_to_keep,
-                side_files=Path(config.actor_rollout_ref.model.path),
+                side_files=Path(path),
             ),
             recorder=recorder,
-            options=LoopOptions(
+            schedule=Schedule(
                 batch_size=config.sft.train_batch_size,
-                total_steps=total,
+                total_steps=steps,
                 save_freq=config.sft.save_freq,
                 resume_mode=config.trainer.resume_mode,
                 stage="SFT",
             ),
-            measure=lambda batch: (_performance(worker, batch, peak), []),
-            validate=(lambda: _held_out_loss(worker, held_out)) if held_out else None,
-            parts={},
         )
         if dropped:
             recorder.say(f"{dropped} examples are longer than sft.max_length and are left out")
@@ -92,14 +76,14 @@ def train_sft(config: Config) -> bool:
         if finished:
             save_hf(policy, Path(config.trainer.run_dir) / "hf", side_files=path)
         recorder.close(report=True)
-        watch.quiet()
-    stop.restore()
+        run.watch.quiet()
     return finished
 
 
-def _tokenise(
+def tokenise(
     codec: TextCodec, examples: Sequence[SftExample], config: Config
 ) -> tuple[list[tuple[Tokens, Tokens]], int]:
+    """(prompt and response of every example that fits, number of those that do not)."""
     rows, dropped = [], 0
     for example in examples:
         prompt = tuple(codec.encode_chat(example.prompt, add_generation_prompt=True))
@@ -115,7 +99,8 @@ def _tokenise(
     return rows, dropped
 
 
-def _total_steps(config: Config, rows: int) -> int:
+def total_steps(config: Config, rows: int) -> int:
+    """Optimizer steps of the run; ValueError where the rows do not fill one."""
     per_epoch = rows // config.sft.train_batch_size
     if per_epoch == 0:
         raise ValueError(
@@ -126,44 +111,17 @@ def _total_steps(config: Config, rows: int) -> int:
     return per_epoch * config.sft.total_epochs if wanted is None else wanted
 
 
-def _optimizer(config: Config, total: int) -> OptimizerOptions:
+def optimizer_options(config: Config, steps: int) -> OptimizerOptions:
+    """The optimizer of the run: ``sft.*``, and of the actor's what ``sft`` does not have."""
     sft, optim = config.sft, config.actor_rollout_ref.actor.optim
     return OptimizerOptions(
         lr=sft.lr,
-        total_steps=total,
+        total_steps=steps,
         weight_decay=optim.weight_decay,
         betas=optim.betas,
         eps=optim.eps,
-        warmup_steps=int(sft.warmup_steps_ratio * total),
+        warmup_steps=int(sft.warmup_steps_ratio * steps),
         schedule=sft.lr_scheduler_type,
         clip_grad=sft.grad_clip,
         distributed=config.actor_rollout_ref.actor.megatron.use_distributed_optimizer,
     )
-
-
-def _performance(worker: SftWorker, batch: TensorDict, peak: float) -> dict[str, Any]:
-    lengths, responses = sequence_lengths(batch, worker.groups)
-    seconds, elapsed = seconds_by_name(worker.timeline.phases()), worker.timeline.elapsed()
-    return {
-        **seconds,
-        "time/step": elapsed,
-        "perf/tokens_per_second": sum(lengths) / elapsed,
-        "perf/mfu": mfu(
-            flops=flops_of(worker.policy.shape, lengths, responses=responses, backward=True),
-            seconds=seconds["time/update"],
-            devices=worker.groups.layout.world_size,
-            peak=peak,
-        ),
-    }
-
-
-def _held_out_loss(worker: SftWorker, examples: list[tuple[Tokens, Tokens]]) -> dict[str, float]:
-    """Mean negative log-likelihood per response token of the first held-out examples."""
-    dp, size = worker.groups.place.dp, worker.groups.layout.data
-    chosen = examples[: _VALIDATION_ROWS // size * size] or examples
-    prompts, responses = zip(*(chosen[dp::size] or chosen[:1]), strict=True)
-    batch = pad_rows(prompts, responses, pad_token_id=worker.codec.pad_token_id)
-    log_probs, _ = worker.policy.log_probs(tensors_of(batch))
-    mask = batch["response_mask"]
-    pairs = worker.groups.from_data_ranks((float(log_probs[mask].sum()), int(mask.sum())))
-    return {"nll": -sum(total for total, _ in pairs) / sum(count for _, count in pairs)}

@@ -1,6 +1,9 @@
-"""The actor's optimizer steps: policy loss, entropy bonus, KL term, by configuration."""
+"""What the actor's optimizer steps minimise: policy loss, entropy bonus, KL term."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from tensordict import TensorDict
@@ -15,9 +18,7 @@ from ctrl_megatron.algorithms import (
 )
 from ctrl_megatron.config.actor import Actor
 from ctrl_megatron.models.loss_scale import GlobalCounts
-from ctrl_megatron.pipeline.batch import tensors_of
-from ctrl_megatron.pipeline.executor import NodeOutput
-from ctrl_megatron.pipeline.mini_batches import means_over_steps, mini_batches
+from ctrl_megatron.pipeline.sampling import tensors_of
 from ctrl_megatron.pipeline.worker import DAGWorker
 
 
@@ -79,27 +80,7 @@ class ActorLoss:
         return loss, {name: value.detach() for name, value in scalars.items()}
 
 
-def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``ppo_epochs`` passes over the mini-batches; metrics are means over the optimizer steps.
-
-    The first step's ``ppo_kl`` is reported by itself: with the weights that computed
-    ``old_log_probs`` it must be 0. During ``trainer.critic_warmup`` nothing happens.
-    """
-    if not worker.actor_learns:
-        return NodeOutput()
-    actor, done = worker.config.actor_rollout_ref.actor, []
-    loss = ActorLoss(actor, response_limit=worker.config.data.max_response_length)
-    fields = tensors_of(batch)
-    for rows in mini_batches(batch["mini_batch"], epochs=actor.ppo_epochs):
-        mine = {name: value[rows] for name, value in fields.items()}
-        mine |= selected_tokens(worker, mine, draw=len(done))
-        done.append(worker.policy.step(mine, loss, worker.temperature))
-    metrics = means_over_steps(done, "actor")
-    metrics["actor/ppo_kl_first"] = done[0]["actor/ppo_kl"]
-    return NodeOutput(metrics=metrics)
-
-
-def selected_tokens(
+def select_tokens(
     worker: DAGWorker, rows: dict[str, torch.Tensor], *, draw: int
 ) -> dict[str, torch.Tensor]:
     """``selected`` (b, R) bool for losses that choose tokens of the whole mini-batch. Collective.
@@ -121,3 +102,26 @@ def selected_tokens(
     chosen = selection.choose(torch.cat(parts), actor, generator)
     first = sum(len(part) for part in parts[: groups.place.dp])
     return {"selected": over_tokens(chosen[first : first + len(covariances)], mask)}
+
+
+def mini_batches(
+    batch: TensorDict, *, epochs: int, merged: int = 1
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of every mini-batch in the order of its number, ``epochs`` times over.
+
+    ``merged`` neighbours make one.
+    """
+    fields, numbers = tensors_of(batch), batch["mini_batch"] // merged
+    for _ in range(epochs):
+        for number in sorted(set(numbers.tolist())):
+            rows = (numbers == number).nonzero().squeeze(-1)
+            yield {name: value[rows] for name, value in fields.items()}
+
+
+def means_over_steps(steps: Sequence[Mapping[str, float]], prefix: str) -> dict[str, float]:
+    """Mean of every scalar over the optimizer steps; bare names get ``prefix/``."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        for name, value in step.items():
+            values[name if "/" in name else f"{prefix}/{name}"].append(value)
+    return {name: sum(each) / len(each) for name, each in values.items()}

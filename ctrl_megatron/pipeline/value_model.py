@@ -1,4 +1,4 @@
-"""The value model's part in a step: values before the update, its own optimizer steps."""
+"""The value model's part in a step (PPO): values before the update, its own optimizer steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ctrl_megatron.algorithms import (
 from ctrl_megatron.config.algorithm import Critic
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.value import ValueModel
-from ctrl_megatron.pipeline.batch import tensors_of
+from ctrl_megatron.pipeline.actor_loss import means_over_steps, mini_batches
 from ctrl_megatron.pipeline.executor import NodeOutput
-from ctrl_megatron.pipeline.mini_batches import means_over_steps, mini_batches
+from ctrl_megatron.pipeline.sampling import tensors_of
 from ctrl_megatron.pipeline.worker import DAGWorker
 
 
@@ -67,16 +67,16 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     ``critic/explained_variance`` speaks of the values before the update.
     """
     config, model = worker.config, value_model(worker)
-    loss, done = ValueLoss(config.critic, response_limit=config.data.max_response_length), []
+    loss, steps = ValueLoss(config.critic, response_limit=config.data.max_response_length), []
     merged = config.value_mini_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
     # Rows that leave the policy's loss for the engine's sake still have returns to learn.
-    fields = {k: v for k, v in tensors_of(batch).items() if k != "loss_mask"}
-    for rows in mini_batches(batch["mini_batch"] // merged, epochs=config.value_epochs):
-        done.append(model.step({name: value[rows] for name, value in fields.items()}, loss))
+    learned = batch.exclude("loss_mask")
+    for rows in mini_batches(learned, epochs=config.value_epochs, merged=merged):
+        steps.append(model.step(rows, loss))
     sums = worker.groups.sum_over_data(
         explained_variance_sums(batch["values"], batch["returns"], batch["response_mask"])
     )
-    metrics = means_over_steps(done, "critic")
+    metrics = means_over_steps(steps, "critic")
     explained = explained_variance(sums)
     if explained == explained:
         # Returns that do not vary leave nothing to explain.

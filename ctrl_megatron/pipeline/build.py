@@ -1,0 +1,257 @@
+"""What a run consists of, built from its configuration: rows, models, rewards, engine weights."""
+
+from __future__ import annotations
+
+from ctrl_megatron.algorithms import get_kl_controller
+from ctrl_megatron.checkpoint.hf import load_hf
+from ctrl_megatron.config import Config
+from ctrl_megatron.config.actor import Optim
+from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
+from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.models.build import BuildOptions
+from ctrl_megatron.models.hf_config import read_model_shape, value_shape
+from ctrl_megatron.models.optimizer import OptimizerOptions
+from ctrl_megatron.models.parallel_model import ModelOptions
+from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.value import ValueModel
+from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.pipeline.interim_rewards import build_reward_sum
+from ctrl_megatron.pipeline.performance import peak_flops_per_device
+from ctrl_megatron.pipeline.session import Services, Session
+from ctrl_megatron.pipeline.weights import EngineWeights
+from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.push import EngineLink
+from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
+from ctrl_megatron.rollout.engine import Engine
+
+
+def build_worker(run: Session, services: Services) -> tuple[DAGWorker, ResumableSampler, int]:
+    """(the worker that nodes get, the sampler of its rows, training steps of the run). Collective.
+
+    Models are loaded while the services start.
+    """
+    config, groups = run.config, run.groups
+    codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
+    train = prompt_table(config, codec, config.data.train_files)
+    validation = validation_table(config, codec)
+    sampler = ResumableSampler(len(train.rows), seed=config.data.seed, shuffle=config.data.shuffle)
+    steps = total_steps(config, len(train.rows))
+    policy, reference = build_policies(config, groups, steps)
+    value = build_value_model(config, groups, steps)
+    services.wait()
+    engine = services.connect() if groups.is_leader else None
+    family, control = config.actor_rollout_ref, config.algorithm.kl_ctrl
+    actor = MegatronSource(policy, engine_layout(config), groups.engine_hosts)
+    worker = DAGWorker(
+        config=config,
+        groups=groups,
+        background=run.background,
+        stop=run.stop,
+        codec=codec,
+        train=train,
+        validation=validation,
+        draw=sampler.next_batch,
+        engine=engine,
+        weights=engine_weights(run, actor, engine, may_sleep=family.rollout.free_cache_engine),
+        rewards=build_reward_sum(config, services.sandbox_endpoint, codec, leads=groups.is_leader),
+        policy=policy,
+        reference=reference,
+        value=value,
+        kl_controller=get_kl_controller(
+            control.type, control.kl_coef, control.target_kl, control.horizon
+        ),
+        peak_flops=peak_flops_per_device(config, groups),
+    )
+    return worker, sampler, steps
+
+
+def rollout_worker(run: Session, services: Services, critic: str) -> RolloutWorker:
+    """A worker that generates with the critic of an HF directory and trains nothing. Collective."""
+    config, groups = run.config, run.groups
+    codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
+    services.wait()
+    engine = services.connect() if groups.is_leader else None
+    return RolloutWorker(
+        config=config,
+        groups=groups,
+        background=run.background,
+        stop=run.stop,
+        codec=codec,
+        validation=validation_table(config, codec),
+        engine=engine,
+        weights=critic_weights(run, engine, critic),
+        rewards=build_reward_sum(config, services.sandbox_endpoint, codec, leads=groups.is_leader),
+    )
+
+
+def prompt_table(config: Config, codec: TextCodec, files: tuple[str, ...]) -> PromptTable:
+    """The rows of parquet files with their prompts as tokens."""
+    data = config.data
+    return load_prompt_table(
+        files,
+        codec,
+        max_prompt_length=data.max_prompt_length,
+        filter_overlong=data.filter_overlong_prompts,
+        prompt_key=data.prompt_key,
+    )
+
+
+def validation_table(config: Config, codec: TextCodec) -> PromptTable | None:
+    """The validation rows, where there are any."""
+    files = config.data.val_files
+    return prompt_table(config, codec, files) if files else None
+
+
+def total_steps(config: Config, rows: int) -> int:
+    """Training steps of the run; ValueError where the rows do not fill one."""
+    size = config.data.train_batch_size
+    if rows < size:
+        raise ValueError(
+            f"data.train_files has {rows} usable rows, fewer than data.train_batch_size={size}"
+        )
+    epochs = config.trainer.total_epochs * (rows // size)
+    wanted = config.trainer.total_training_steps
+    return epochs if wanted is None else wanted
+
+
+# Models
+
+
+def build_policies(config: Config, groups: Groups, steps: int) -> tuple[Policy, Policy | None]:
+    """The actor for ``steps`` training steps, and the reference where the objective has a KL."""
+    family = config.actor_rollout_ref
+    policy = build_policy(
+        config,
+        groups,
+        path=family.model.path,
+        optimizer=actor_optimizer(config, steps),
+        budget=family.actor.ppo_max_token_len_per_gpu,
+    )
+    if not config.needs_reference:
+        return policy, None
+    reference = build_policy(
+        config, groups, path=family.ref_path, optimizer=None, budget=family.ref_token_budget
+    )
+    if family.actor.megatron.param_offload:
+        reference.to_host()
+    return policy, reference
+
+
+def build_policy(
+    config: Config, groups: Groups, *, path: str, optimizer: OptimizerOptions | None, budget: int
+) -> Policy:
+    """A policy with the weights of the HF directory ``path``; frozen without an optimizer."""
+    options = _model_options(config, optimizer=optimizer, budget=budget)
+    policy = Policy(read_model_shape(path), groups, options)
+    load_hf(policy, path)
+    if optimizer is not None:
+        policy.start_optimizer()
+    return policy
+
+
+def build_value_model(config: Config, groups: Groups, steps: int) -> ValueModel | None:
+    """The value model for ``steps`` training steps; None where nothing reads its values."""
+    if not config.needs_values:
+        return None
+    budget = config.critic.ppo_max_token_len_per_gpu
+    options = _model_options(
+        config,
+        optimizer=value_optimizer(config, steps),
+        budget=budget or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+    )
+    model = ValueModel(value_shape(read_model_shape(config.value_path)), groups, options)
+    load_hf(model, config.value_path)
+    model.start_optimizer()
+    return model
+
+
+def actor_optimizer(config: Config, steps: int) -> OptimizerOptions:
+    """The actor's optimizer for a run of ``steps`` training steps."""
+    actor = config.actor_rollout_ref.actor
+    per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
+    learning = max(1, steps - config.trainer.critic_warmup)
+    return _optimizer_options(config, actor.optim, learning * per_step, actor.grad_clip)
+
+
+def value_optimizer(config: Config, steps: int) -> OptimizerOptions:
+    """The value model's optimizer for a run of ``steps`` training steps."""
+    critic = config.critic
+    per_step = config.value_epochs * (config.data.train_batch_size // config.value_mini_batch_size)
+    return _optimizer_options(config, critic.optim, steps * per_step, critic.grad_clip)
+
+
+def _model_options(
+    config: Config, *, optimizer: OptimizerOptions | None, budget: int
+) -> ModelOptions:
+    megatron = config.actor_rollout_ref.actor.megatron
+    return ModelOptions(
+        build=BuildOptions(
+            dtype=config.actor_rollout_ref.model.dtype,
+            recompute_granularity=megatron.recompute_granularity if optimizer else None,
+            recompute_num_layers=megatron.recompute_num_layers,
+            overrides=megatron.override_transformer_config,
+        ),
+        token_budget=budget,
+        logprob_chunk=megatron.logprob_chunk_size,
+        optimizer=optimizer,
+    )
+
+
+def _optimizer_options(
+    config: Config, optim: Optim, steps: int, grad_clip: float
+) -> OptimizerOptions:
+    total = optim.total_training_steps or steps
+    return OptimizerOptions(
+        lr=optim.lr,
+        total_steps=total,
+        weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        eps=optim.eps,
+        warmup_steps=optim.lr_warmup_steps or int(optim.lr_warmup_steps_ratio * total),
+        schedule=optim.lr_scheduler_type,
+        min_lr_ratio=optim.min_lr_ratio,
+        clip_grad=grad_clip,
+        distributed=config.actor_rollout_ref.actor.megatron.use_distributed_optimizer,
+    )
+
+
+# The engine's weights
+
+
+def engine_layout(config: Config) -> EngineLayout:
+    """How the configured engine wants its weights."""
+    family = config.actor_rollout_ref
+    return EngineLayout(
+        dtype=family.rollout_dtype, bucket_bytes=family.rollout.update_bucket_megabytes << 20
+    )
+
+
+def engine_weights(
+    run: Session, actor: WeightSource, engine: Engine | None, *, may_sleep: bool = False
+) -> EngineWeights:
+    """The switch between ``actor`` and the configured proxy; ValueError if their shapes differ."""
+    family, groups = run.config.actor_rollout_ref, run.groups
+    if read_model_shape(family.proxy_path) != read_model_shape(family.model.path):
+        raise ValueError(
+            f"actor_rollout_ref.proxy.model.path={family.proxy_path} has another architecture than "
+            "the actor; one engine generates with both, so their shapes must be equal"
+        )
+    link = (
+        EngineLink(engine=engine, loop=run.background) if groups.is_first_here and engine else None
+    )
+    proxy = DirectorySource(family.proxy_path, engine_layout(run.config), groups)
+    return EngineWeights(
+        {"actor": actor, "proxy": proxy},
+        link,
+        groups,
+        verify=run.config.trainer.verify_weight_sync,
+        may_sleep=may_sleep,
+    )
+
+
+def critic_weights(run: Session, engine: Engine | None, critic: str) -> EngineWeights:
+    """The switch between the critic of an HF directory and the proxy."""
+    source = DirectorySource(critic, engine_layout(run.config), run.groups)
+    return engine_weights(run, source, engine)

@@ -1,0 +1,437 @@
+"""CTRL's training step, from prompts to new weights, in the order in which it runs.
+
+Source: CTRL (arXiv 2502.03492). The actor criticises first solutions, the frozen proxy revises them
+after the critique, the revision's tests give the critique its reward, and the actor learns from it.
+
+B rows are the critiques of this data-parallel rank, P and R their longest prompt and response.
+Every function runs on all ranks of a model copy, except ``judge_revisions``, which runs on its
+leader's event loop beside the log-probs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from ctrl_megatron.algorithms import (
+    correct_rollout,
+    estimate_advantages,
+    mismatch_metrics,
+    mismatch_sums,
+    penalise,
+)
+from ctrl_megatron.algorithms.rollout_correction import MismatchSums
+from ctrl_megatron.config import Config
+from ctrl_megatron.pipeline.actor_loss import (
+    ActorLoss,
+    means_over_steps,
+    mini_batches,
+    select_tokens,
+)
+from ctrl_megatron.pipeline.critique_revision import (
+    judgment_of,
+    judgments,
+    read_critique,
+    revise_valid,
+    reward_items,
+    score_fields,
+    validate,
+)
+from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
+from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.graph import (
+    NodePlace,
+    NodeRole,
+    NodeType,
+    Pipeline,
+    StepReport,
+    TaskGraph,
+)
+from ctrl_megatron.pipeline.greedy_baseline import (
+    draw_greedy_critiques,
+    judge_greedy_revisions,
+    revise_greedy_critiques,
+)
+from ctrl_megatron.pipeline.interim_rewards import weighted_sum
+from ctrl_megatron.pipeline.sampling import (
+    Sample,
+    columns,
+    draw_samples,
+    known,
+    length_metrics,
+    level_over_data_ranks,
+    make_batch,
+    tensors_of,
+    texts,
+)
+from ctrl_megatron.pipeline.value_model import compute_values, update_critic
+from ctrl_megatron.pipeline.worker import DAGWorker
+
+
+def ctrl_pipeline(config: Config) -> TaskGraph:
+    """The graph of CTRL's step as the configuration asks for it.
+
+    The sandbox node stands before the log-probs and nothing up to the scores depends on it, so it
+    runs while they are computed. With dynamic sampling one node draws, revises and judges until
+    enough groups teach something; nothing can run beside it.
+    """
+    report = StepReport(
+        metrics=critique_metrics,
+        examples=critique_examples,
+        validate=validate if config.data.val_files else None,
+    )
+    pipeline = Pipeline("ctrl_training_pipeline", "critique, revise, judge, update", report=report)
+    if config.algorithm.filter_groups.enable:
+        sampling = DynamicSampling(draw_and_judge, measure_critiques, reward="reward/critic")
+        pipeline.add_node(
+            "dynamic_sampling",
+            sampling,
+            node_role=NodeRole.DYNAMIC_SAMPLING,
+            place=NodePlace.ROLLOUT,
+        )
+        add_update_nodes(pipeline, config, drawn="dynamic_sampling", judged=["dynamic_sampling"])
+        return pipeline.build()
+    rollout: dict[str, Any] = {
+        "node_type": NodeType.MODEL_INFERENCE,
+        "node_role": NodeRole.ROLLOUT,
+        "place": NodePlace.ROLLOUT,
+    }
+    judging: dict[str, Any] = {
+        "node_type": NodeType.ENV_INTERACT,
+        "node_role": NodeRole.REWARD,
+        "place": NodePlace.HOST,
+    }
+    remax = config.algorithm.adv_estimator == "remax"
+    drawn, judged = "generate_critiques", ["sandbox"]
+    pipeline.add_node("generate_critiques", generate_critiques, **rollout)
+    if remax:
+        pipeline.add_node("greedy_critiques", draw_greedy_critiques, [drawn], **rollout)
+        drawn = "greedy_critiques"
+    pipeline.add_node("generate_revisions", generate_revisions, [drawn], **rollout)
+    pipeline.add_node("sandbox", judge_revisions, ["generate_revisions"], **judging)
+    drawn = "generate_revisions"
+    if remax:
+        pipeline.add_node("greedy_revisions", revise_greedy_critiques, [drawn], **rollout)
+        drawn = "greedy_revisions"
+        pipeline.add_node("greedy_sandbox", judge_greedy_revisions, [drawn], **judging)
+        judged.append("greedy_sandbox")
+    add_update_nodes(pipeline, config, drawn=drawn, judged=judged)
+    return pipeline.build()
+
+
+def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: list[str]) -> None:
+    """The second half of a step: from responses (written by the node ``drawn``) and their rewards
+    (by ``judged``) to new weights in the engine. Every built-in pipeline ends with it.
+    """
+    forward: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN, "only_forward_compute": True}
+    train: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN}
+    actor, advantage, reward = NodeRole.ACTOR, NodeRole.ADVANTAGE, NodeRole.REWARD
+    add = pipeline.add_node
+    add("old_log_prob", old_log_prob, [drawn], node_role=actor, **forward)
+    add("ref_log_prob", ref_log_prob, ["old_log_prob"], node_role=NodeRole.REFERENCE, **forward)
+    if config.needs_values:
+        add("values", compute_values, ["ref_log_prob"], node_role=NodeRole.CRITIC, **forward)
+    add("scores", place_scores, judged, node_role=reward)
+    logged = ["scores", "old_log_prob"]
+    add("rollout_correction", rollout_correction, logged, node_role=advantage)
+    add("token_rewards", token_rewards, [*logged, "ref_log_prob"], node_role=reward)
+    inputs = ["token_rewards", "values"] if config.needs_values else ["token_rewards"]
+    add("advantages", advantages, inputs, node_role=advantage)
+    ready = ["advantages", "rollout_correction"]
+    if config.needs_values:
+        add("critic_update", update_critic, ready, node_role=NodeRole.CRITIC, **train)
+        ready = ["critic_update"]
+    add("actor_update", update_actor, ready, node_role=actor, **train)
+    add("sync_weights", sync_weights, ["actor_update"], node_role=actor, **train)
+
+
+# Critiques, revisions and their verdicts
+
+
+def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``row`` (positions of the global batch) -> the critique batch of this data-parallel rank."""
+    size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
+    samples = draw_critiques(worker, batch["row"].tolist(), mini_batch_size=size)
+    if worker.config.trainer.balance_batch:
+        samples = level_over_data_ranks(samples, worker.groups)
+    return NodeOutput(
+        batch=make_batch(samples, pad_token_id=worker.codec.pad_token_id),
+        metrics=worker.means(measure_critiques(samples)),
+    )
+
+
+def draw_critiques(
+    worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
+) -> list[Sample]:
+    """Critiques by the actor with the fields of ``read_critique``."""
+    drawn = draw_samples(worker, rows, mini_batch_size=mini_batch_size, attempt=attempt)
+    return [dataclasses.replace(s, fields=read_critique(worker, s.completion)) for s in drawn]
+
+
+def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``critique``, ``valid`` -> ``revision``: the frozen proxy's, empty for invalid critiques."""
+    rows = [worker.train.row(row) for row in texts(batch["problem_id"])]
+    valid = batch["valid"].tolist()
+    revisions, lengths = revise_valid(worker, rows, texts(batch["critique"]), valid)
+    return NodeOutput(
+        fields={"revision": NonTensorStack(*revisions)},
+        metrics=worker.means(columns([{"revision/length": length} for length in lengths])),
+    )
+
+
+async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``critique``, ``revision`` -> the fields of ``score_fields``. Runs beside the log-probs."""
+    items = reward_items(
+        [worker.train.row(row) for row in texts(batch["problem_id"])],
+        texts(batch["critique"]),
+        judgments(batch),
+        texts(batch["revision"]),
+        batch["response_mask"].sum(dim=1).tolist(),
+    )
+    return NodeOutput(fields=columns(score_fields(await worker.rewards.score(items))))
+
+
+def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
+    """The three functions above for dynamic sampling: critiques of ``rows``, revised and judged."""
+    drawn = draw_critiques(worker, rows, mini_batch_size=len(rows), attempt=attempt)
+    about = [worker.train.row(sample.problem_id) for sample in drawn]
+    critiques = [str(sample.fields["critique"]) for sample in drawn]
+    valid = [bool(sample.fields["valid"]) for sample in drawn]
+    judged = [judgment_of(sample.fields) for sample in drawn]
+    revisions, lengths = revise_valid(worker, about, critiques, valid)
+    sizes = [len(sample.completion.token_ids) for sample in drawn]
+    items = reward_items(about, critiques, judged, revisions, sizes)
+    scored = score_fields(worker.ask(lambda: worker.rewards.score(items)))
+    return [
+        dataclasses.replace(
+            sample,
+            fields={**sample.fields, "revision": revision, "revision_length": length, **score},
+        )
+        for sample, revision, length, score in zip(drawn, revisions, lengths, scored, strict=True)
+    ]
+
+
+def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """What the metrics say of critiques as they were drawn, and of their revisions if there are."""
+    measured = length_metrics(samples, "critique")
+    fields = columns([sample.fields for sample in samples])
+    if samples:
+        measured["critique/valid_rate"] = fields["valid"].float()
+    if "revision_length" in fields:
+        measured["revision/length"] = fields["revision_length"]
+    return measured
+
+
+# Log-probs
+
+
+def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``old_log_probs`` (B, R): the trainer's own log-probs before the update."""
+    worker.weights.rest()  # from here on the trainer needs the device
+    log_probs, entropy = worker.policy.log_probs(tensors_of(batch), worker.temperature)
+    mask = batch["response_mask"]
+    metrics = worker.means({"actor/entropy": entropy[mask]})
+    return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
+
+
+def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``ref_log_prob`` (B, R): the frozen reference's; nothing where the objective has no KL."""
+    if worker.reference is None:
+        return NodeOutput()
+    away = worker.config.actor_rollout_ref.actor.megatron.param_offload
+    if away:
+        worker.reference.to_device()
+    log_probs, _ = worker.reference.log_probs(tensors_of(batch), worker.temperature)
+    if away:
+        worker.reference.to_host()
+    return NodeOutput(fields={"ref_log_prob": log_probs})
+
+
+# Rewards and advantages
+
+
+def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``token_level_scores`` (B, R): the weighted sum of all rewards on the last valid token.
+
+    A row without a reward (its sandbox failed) leaves the loss and its group: ``judged`` (B,) is
+    False, its mask becomes empty and its uid its own.
+    """
+    mask, weights = batch["response_mask"], worker.rewards.weights
+    rewards = {name: batch[f"reward/{name}"] for name in weights}
+    total = weighted_sum(rewards, weights)
+    judged = ~total.isnan()
+    if "reward_baselines" in batch:
+        judged &= ~batch["reward_baselines"].isnan()
+    scores = torch.zeros(mask.shape, dtype=torch.float32)
+    scores[torch.arange(len(mask)), mask.sum(dim=1).clamp(min=1) - 1] = total
+    uids = [
+        uid if ok else f"{uid}/unjudged/{i}"
+        for i, (uid, ok) in enumerate(zip(texts(batch["uid"]), judged.tolist(), strict=True))
+    ]
+    first, *others = rewards
+    measured = {"reward/mean": rewards[first][judged], "reward/judged_rate": judged.float()}
+    measured |= {f"reward/{name}": rewards[name][judged] for name in others}
+    if others:
+        measured["reward/total"] = total[judged]
+    return NodeOutput(
+        fields={
+            "token_level_scores": torch.where(judged[:, None], scores, 0.0),
+            "response_mask": mask & judged[:, None],
+            "judged": judged,
+            "uid": NonTensorStack(*uids),
+        },
+        metrics=worker.means(measured),
+    )
+
+
+def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``loss_mask`` (B, R) bool and, where they are on, ``rollout_is_weights`` (B, R) float32.
+
+    How far the engine's probabilities are from the trainer's is reported in any case.
+    """
+    keys = worker.config.algorithm.rollout_correction
+    given = batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
+    correction = correct_rollout(*given, **dataclasses.asdict(keys))
+    mine = mismatch_sums(*given, correction, keys.rollout_is_threshold)
+    total = MismatchSums(
+        sums=worker.groups.sum_over_data(mine.sums),
+        largest=torch.tensor(max(worker.groups.from_data_ranks(float(mine.largest)))),
+    )
+    fields = {"loss_mask": correction.response_mask}
+    if correction.weights is not None:
+        fields["rollout_is_weights"] = correction.weights.float()
+    return NodeOutput(fields=fields, metrics=mismatch_metrics(total))
+
+
+def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``token_level_rewards`` (B, R): scores, less beta times KL where the KL is in the reward."""
+    algorithm, mask = worker.config.algorithm, batch["response_mask"]
+    metrics: dict[str, float] = {}
+    rewards = batch["token_level_scores"]
+    if worker.reference is not None:
+        gap = (batch["old_log_probs"] - batch["ref_log_prob"])[mask]
+        metrics = worker.means({"actor/kl_to_reference": gap})
+    if algorithm.use_kl_in_reward:
+        beta = worker.kl_controller.value
+        rewards, kl = penalise(
+            rewards,
+            batch["old_log_probs"],
+            batch["ref_log_prob"],
+            mask,
+            beta=beta,
+            kl_penalty=algorithm.kl_penalty,
+        )
+        mean = worker.means({"kl": kl[mask]})["kl"]
+        rows = worker.config.data.train_batch_size * worker.config.actor_rollout_ref.rollout.n
+        worker.kl_controller.update(current_kl=mean, n_steps=rows)
+        metrics |= {"actor/reward_kl_penalty": mean, "actor/kl_coef": beta}
+    return NodeOutput(fields={"token_level_rewards": rewards}, metrics=metrics)
+
+
+def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``advantages``, ``returns`` (B, R) by the configured estimator; no group is split.
+
+    The estimator gets those of these inputs that it names.
+    """
+    algorithm, mask = worker.config.algorithm, batch["response_mask"]
+    offered = {
+        "token_level_rewards": batch["token_level_rewards"],
+        "response_mask": mask,
+        "index": texts(batch["uid"]),
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        "weight_factor_in_cpgd": algorithm.weight_factor_in_cpgd,
+        "f_norm": algorithm.f_norm,
+    }
+    for name in ("values", "reward_baselines"):
+        if name in batch:
+            offered[name] = batch[name]
+    estimates, returns = estimate_advantages(
+        algorithm.adv_estimator, offered, reduce=worker.groups.sum_over_data
+    )
+    metrics = worker.means({"advantage/mean_abs": estimates[mask].abs()})
+    return NodeOutput(fields={"advantages": estimates, "returns": returns}, metrics=metrics)
+
+
+# The update (the value model's part is in value_update.py)
+
+
+def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``ppo_epochs`` passes over the mini-batches; metrics are means over the optimizer steps.
+
+    The first step's ``ppo_kl`` is reported by itself: with the weights that computed
+    ``old_log_probs`` it must be 0. During ``trainer.critic_warmup`` nothing happens.
+    """
+    if not worker.actor_learns:
+        return NodeOutput()
+    actor, steps = worker.config.actor_rollout_ref.actor, []
+    loss = ActorLoss(actor, response_limit=worker.config.data.max_response_length)
+    for rows in mini_batches(batch, epochs=actor.ppo_epochs):
+        rows |= select_tokens(worker, rows, draw=len(steps))
+        steps.append(worker.policy.step(rows, loss, worker.temperature))
+    metrics = means_over_steps(steps, "actor")
+    metrics["actor/ppo_kl_first"] = steps[0]["actor/ppo_kl"]
+    return NodeOutput(metrics=metrics)
+
+
+def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """The updated actor's weights go to the engine; reports what all pushes of the step moved."""
+    worker.make_room()
+    if worker.actor_learns:
+        worker.weights.actor_changed(worker.step + 1)
+    worker.weights.load("actor")
+    reports = worker.weights.take_reports()
+    moved, seconds = sum(r.num_bytes for r in reports), sum(r.seconds for r in reports)
+    return NodeOutput(
+        metrics={
+            "sync/gigabytes_per_second": moved / seconds / 1e9,
+            "sync/seconds": seconds,
+            "sync/pushes": float(len(reports)),
+        }
+    )
+
+
+# What is reported of a finished step
+
+
+def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
+    """Pass rates of first solutions and of revisions, and how verdicts came about. Collective."""
+    before = [worker.train.row(row).pass_rate for row in texts(batch["problem_id"])]
+    return worker.means(
+        {
+            "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
+            "pass_rate/after": batch["pass_rate"][batch["judged"] & batch["valid"]],
+            "reward/cached_rate": batch["cached"].float(),
+            "reward/forgery_rate": batch["forged"],
+        }
+    )
+
+
+def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
+    """The first critique of each group with what came of it, those with a revision first."""
+    uids, valid = texts(batch["uid"]), batch["valid"].tolist()
+    written = {name: texts(batch[name]) for name in ("problem_id", "critique", "revision")}
+    written |= {name: texts(batch[name]) for name in ("detail", "version")}
+    examples: dict[str, dict[str, Any]] = {}
+    for i in sorted(range(len(uids)), key=lambda i: not valid[i]):
+        if uids[i] in examples:
+            continue
+        row = worker.train.row(written["problem_id"][i])
+        examples[uids[i]] = {
+            "problem": row.problem,
+            "solution": row.solution,
+            "critique": written["critique"][i],
+            "judgment": "valid" if valid[i] else "none",
+            "revision": written["revision"][i],
+            "reward": known(batch["reward/critic"][i]),
+            "passed_before": row.pass_rate,
+            "passed_after": known(batch["pass_rate"][i]),
+            "detail": written["detail"][i],
+            "versions": f"critique by {written['version'][i]}, revision by proxy",
+        }
+    return list(examples.values())[: worker.config.trainer.examples_in_report]

@@ -1,0 +1,273 @@
+"""What the engine draws for a step, and the batch that is made of it.
+
+B rows are samples of this data-parallel rank, P and R the longest prompt and response among them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from ctrl_megatron.data.balance import partition_groups
+from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from ctrl_megatron.pipeline.weights import Role
+    from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+
+
+Fields = Mapping[str, str | bool | int | float | None]
+"""What nodes know of one row beyond its tokens, by field of the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One completion of one prompt, before it is padded into the batch."""
+
+    uid: str
+    """Names the group: all samples of one prompt in one step."""
+    problem_id: str
+    """The row of the data that the prompt is about."""
+    mini_batch: int
+    """Which optimizer step of this training step the sample belongs to."""
+    prompt: tuple[int, ...]
+    completion: Completion
+    fields: Fields = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens."""
+        return len(self.prompt) + len(self.completion.token_ids)
+
+
+def draw_samples(
+    worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
+) -> list[Sample]:
+    """The actor's ``rollout.n`` samples of this rank's share of ``rows`` (positions in the data).
+
+    Every mini-batch of ``mini_batch_size`` prompts is shared equally between data-parallel ranks.
+    ``attempt`` numbers the draws of one training step. Collective.
+    """
+    mine = share_prompts(len(rows), mini_batch_size, worker.groups)
+    positions = [rows[prompt] for prompt, _ in mine]
+    prompts = [worker.train.prompts[position] for position in positions]
+    answers = generate(worker, "actor", prompts, sampling_params(worker, attempt=attempt))
+    draw = f"{worker.config.trainer.experiment_name}/{worker.step}"
+    draw += f"/{attempt}" if attempt else ""
+    return [
+        Sample(
+            uid=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{draw}/{prompt}")),
+            problem_id=worker.train.rows[position].id,
+            mini_batch=mini_batch,
+            prompt=worker.train.prompts[position],
+            completion=completion,
+        )
+        for (prompt, mini_batch), position, group in zip(mine, positions, answers, strict=True)
+        for completion in group
+    ]
+
+
+def generate(
+    worker: RolloutWorker, role: Role, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> list[list[Completion]]:
+    """``params.n`` completions of each prompt from the role's weights, which the engine is given.
+
+    Collective; the ranks of a model copy give and get the same. Raises RuntimeError if other
+    weights drew any token.
+    """
+    worker.make_room()
+    version = worker.weights.use(role)
+
+    async def ask_engine() -> list[list[Completion]]:
+        assert worker.engine is not None
+        return await worker.engine.generate([list(p) for p in prompts], params) if prompts else []
+
+    answers = worker.ask(ask_engine)
+    wrong = {v for group in answers for c in group if (v := versions_of(c)) != version}
+    if wrong:
+        raise RuntimeError(f"completions were drawn from {sorted(wrong)}, not from {version}")
+    return answers
+
+
+def sampling_params(worker: DAGWorker, *, attempt: int = 0) -> SamplingParams:
+    """How training draws; the seed differs by step, data-parallel rank and ``attempt``."""
+    config, rollout = worker.config, worker.config.actor_rollout_ref.rollout
+    seed = rollout.seed * 1_000_003 + worker.step * 1009 + worker.groups.place.dp
+    seed += attempt * 15_485_863
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        n=rollout.n,
+        seed=seed % 2**31,
+        stop_token_ids=tuple(worker.codec.eos_token_ids),
+    )
+
+
+def greedy_params(worker: RolloutWorker, max_tokens: int) -> SamplingParams:
+    """The likeliest completion, once."""
+    stop = tuple(worker.codec.eos_token_ids)
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, n=1, stop_token_ids=stop)
+
+
+def versions_of(completion: Completion) -> str:
+    """The weights that drew the completion, joined by ``+`` where there are several."""
+    return "+".join(dict.fromkeys(span.version for span in completion.spans))
+
+
+def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
+    """``pad_rows`` of the samples with what else is known of them.
+
+    Adds ``rollout_log_probs`` (B, R) float32, ``mini_batch`` (B,) int64, the non-tensor fields
+    ``uid``, ``problem_id``, ``version`` (the weights that drew the response) and the samples' own
+    ``fields`` as columns.
+    """
+    batch = pad_rows(
+        [s.prompt for s in samples],
+        [s.completion.token_ids for s in samples],
+        pad_token_id=pad_token_id,
+    )
+    log_probs = torch.zeros(batch["responses"].shape, dtype=torch.float32)
+    for i, sample in enumerate(samples):
+        log_probs[i, : len(sample.completion.log_probs)] = torch.tensor(sample.completion.log_probs)
+    batch["rollout_log_probs"] = log_probs
+    batch["mini_batch"] = torch.tensor([s.mini_batch for s in samples])
+    batch["uid"] = NonTensorStack(*[s.uid for s in samples])
+    batch["problem_id"] = NonTensorStack(*[s.problem_id for s in samples])
+    batch["version"] = NonTensorStack(*[versions_of(s.completion) for s in samples])
+    for name, column in columns([s.fields for s in samples]).items():
+        batch[name] = column
+    return batch
+
+
+def columns(rows: Sequence[Fields]) -> dict[str, Any]:
+    """The rows' fields as fields of the batch: texts as non-tensor data, truth values as bool,
+    everything else as float32 with NaN for None.
+    """
+    return {name: _column([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+
+
+def _column(values: Sequence[Any]) -> Any:
+    if all(isinstance(value, str) for value in values):
+        return NonTensorStack(*values)
+    if all(isinstance(value, bool) for value in values):
+        return torch.tensor(values)
+    known = [float("nan") if value is None else float(value) for value in values]
+    return torch.tensor(known, dtype=torch.float32)
+
+
+def pad_rows(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], *, pad_token_id: int
+) -> TensorDict:
+    """Token rows as a TensorDict of B rows: prompts padded on the left, responses on the right.
+
+    Writes ``prompts`` (B, P), ``responses`` (B, R), ``input_ids``, ``attention_mask``,
+    ``position_ids`` (B, P+R) int64 and ``response_mask`` (B, R) bool.
+    """
+    rows = len(prompts)
+    width_p, width_r = max(map(len, prompts)), max(1, max(map(len, responses)))
+    left = torch.full((rows, width_p), pad_token_id, dtype=torch.int64)
+    right = torch.full((rows, width_r), pad_token_id, dtype=torch.int64)
+    prompt_mask = torch.zeros((rows, width_p), dtype=torch.int64)
+    response_mask = torch.zeros((rows, width_r), dtype=torch.bool)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        left[i, width_p - len(prompt) :] = torch.tensor(prompt)
+        prompt_mask[i, width_p - len(prompt) :] = 1
+        right[i, : len(response)] = torch.tensor(response, dtype=torch.int64)
+        response_mask[i, : len(response)] = True
+    attention = torch.cat([prompt_mask, response_mask.long()], dim=1)
+    return TensorDict(
+        {
+            "prompts": left,
+            "responses": right,
+            "input_ids": torch.cat([left, right], dim=1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
+            "response_mask": response_mask,
+        },
+        batch_size=[rows],
+    )
+
+
+def tensors_of(batch: TensorDict) -> dict[str, torch.Tensor]:
+    """The tensor fields of the batch as a plain mapping."""
+    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def texts(field: Any) -> list[str]:
+    """A non-tensor field of the batch as a list."""
+    return field.tolist() if hasattr(field, "tolist") else list(field)
+
+
+def known(value: torch.Tensor) -> float | None:
+    """A number of the batch; None for NaN."""
+    return None if value.isnan() else float(value)
+
+
+def length_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, torch.Tensor]:
+    """Per sample (B,) float32: response tokens, and 1 where ``max_tokens`` cut it."""
+    completions = [s.completion for s in samples]
+    cut = [float(c.finish_reason == "length") for c in completions]
+    return {
+        f"{prefix}/length": torch.tensor([float(len(c.token_ids)) for c in completions]),
+        f"{prefix}/cut_rate": torch.tensor(cut),
+    }
+
+
+def share_prompts(num_prompts: int, mini_batch: int, groups: Groups) -> list[tuple[int, int]]:
+    """(prompt index, its mini-batch) for this rank: an equal part of every mini-batch."""
+    part = mini_batch // groups.layout.data
+    first = groups.place.dp * part
+    return [
+        (step * mini_batch + first + k, step)
+        for step in range(num_prompts // mini_batch)
+        for k in range(part)
+    ]
+
+
+class Shared(Protocol):
+    """What sharing rows between ranks needs to know of one."""
+
+    @property
+    def uid(self) -> str: ...
+    @property
+    def mini_batch(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Shared)
+
+
+def level_over_data_ranks(rows: list[AnyRow], groups: Groups) -> list[AnyRow]:
+    """This rank's rows when all ranks' rows are shared anew by ``share_rows``. Collective."""
+    if groups.layout.data == 1:
+        return rows
+    everything = [row for part in groups.from_data_ranks(rows) for row in part]
+    return share_rows(everything, groups, balance=True)
+
+
+def share_rows(everything: Sequence[AnyRow], groups: Groups, *, balance: bool) -> list[AnyRow]:
+    """This rank's share of the global rows; ``balance`` gives ranks about equally many tokens.
+
+    Groups stay whole and inside their mini-batch, and every rank gets equally many of them: group
+    statistics stay local, and no optimizer step lacks rows on a rank.
+    """
+    mine: list[AnyRow] = []
+    for step in sorted({row.mini_batch for row in everything}):
+        inside = [row for row in everything if row.mini_batch == step]
+        parts = partition_groups(
+            [row.num_tokens if balance else 1 for row in inside],
+            [row.uid for row in inside],
+            groups.layout.data,
+            equal_size=True,
+        )
+        mine += [inside[i] for i in sorted(parts[groups.place.dp])]
+    return mine
