@@ -15,7 +15,13 @@ from ctrl_megatron.pipeline.interim_rewards import (
     Scores,
     revision_messages,
 )
-from ctrl_megatron.pipeline.sampling import Fields, generate, greedy_params
+from ctrl_megatron.pipeline.sampling import (
+    Fields,
+    generate,
+    greedy_params,
+    reward_fields,
+    validation_batches,
+)
 from ctrl_megatron.pipeline.worker import RolloutWorker
 from ctrl_megatron.prompts import parse_judgment
 from ctrl_megatron.types import Completion, Verdict
@@ -93,13 +99,8 @@ def score_fields(scores: Scores) -> list[Fields]:
     """Per row ``reward/NAME`` of every reward function and, of the critic's verdict, ``pass_rate``,
     ``cached``, ``forged`` (a grader that believes exit codes would have accepted) and ``detail``.
     """
-    return [
-        {
-            **{f"reward/{name}": part[row] for name, part in scores.parts.items()},
-            **_verdict_fields(outcome),
-        }
-        for row, outcome in enumerate(scores.outcomes)
-    ]
+    pairs = zip(reward_fields(scores), scores.outcomes, strict=True)
+    return [{**rewards, **_verdict_fields(outcome)} for rewards, outcome in pairs]
 
 
 def _verdict_fields(outcome: RewardOutcome | None) -> Fields:
@@ -123,13 +124,7 @@ def validate(worker: RolloutWorker) -> dict[str, float]:
     """
     table = worker.validation
     assert table is not None
-    place, layout = worker.groups.place, worker.groups.layout
-    size = worker.config.data.val_batch_size
-    # The same number of batches on every rank, because generating is collective.
-    batches = [
-        list(range(start, min(start + size, len(table.rows))))[place.dp :: layout.data]
-        for start in range(0, len(table.rows), size)
-    ]
+    batches = validation_batches(worker)
     critiques: list[Fields] = []
     revisions: list[Completion] = []
     with worker.timeline.phase("validate_critiques"):

@@ -57,6 +57,7 @@ from ctrl_megatron.pipeline.greedy_baseline import (
     revise_greedy_critiques,
 )
 from ctrl_megatron.pipeline.interim_rewards import weighted_sum
+from ctrl_megatron.pipeline.performance import performance
 from ctrl_megatron.pipeline.sampling import (
     Sample,
     columns,
@@ -400,9 +401,11 @@ def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
-    """Pass rates of first solutions and of revisions, and how verdicts came about. Collective."""
+    """Speed, pass rates of first solutions and of revisions, and how verdicts came about.
+    Collective.
+    """
     before = [worker.train.row(row).pass_rate for row in texts(batch["problem_id"])]
-    return worker.means(
+    rates = worker.means(
         {
             "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
             "pass_rate/after": batch["pass_rate"][batch["judged"] & batch["valid"]],
@@ -410,6 +413,7 @@ def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
             "reward/forgery_rate": batch["forged"],
         }
     )
+    return {**performance(worker, batch), **rates}
 
 
 def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:

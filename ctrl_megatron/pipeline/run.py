@@ -82,10 +82,11 @@ def evaluate(config: Config, critics: Mapping[str, str]) -> dict[str, dict[str, 
 def pipeline_of(config: Config) -> TaskGraph:
     """The graph of ``dag.custom_pipeline_fn``, which may take the configuration, or CTRL's."""
     reference = config.dag.custom_pipeline_fn
-    function: Callable[..., object] = ctrl_pipeline
     if reference:
         function = resolve(reference, "dag.custom_pipeline_fn")
-    graph = function(config) if inspect.signature(function).parameters else function()
+        graph = function(config) if inspect.signature(function).parameters else function()
+    else:
+        graph = ctrl_pipeline(config)
     if not isinstance(graph, TaskGraph):
         raise ValueError(
             f"dag.custom_pipeline_fn={reference} returned {type(graph).__name__}, not the "

@@ -18,6 +18,7 @@ from ctrl_megatron.parallel.groups import Groups
 from ctrl_megatron.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
+    from ctrl_megatron.pipeline.interim_rewards import Scores
     from ctrl_megatron.pipeline.weights import Role
     from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 
@@ -219,6 +220,28 @@ def length_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, torch.Te
         f"{prefix}/length": torch.tensor([float(len(c.token_ids)) for c in completions]),
         f"{prefix}/cut_rate": torch.tensor(cut),
     }
+
+
+def reward_fields(scores: Scores) -> list[Fields]:
+    """Per row ``reward/NAME`` of every reward function; None where nothing is known."""
+    return [
+        {f"reward/{name}": part[row] for name, part in scores.parts.items()}
+        for row in range(len(scores.outcomes))
+    ]
+
+
+def validation_batches(worker: RolloutWorker) -> list[list[int]]:
+    """Positions of this rank's validation rows, ``data.val_batch_size`` at a time over all ranks.
+
+    The same number of batches on every rank, because generating is collective.
+    """
+    assert worker.validation is not None
+    size, total = worker.config.data.val_batch_size, len(worker.validation.rows)
+    place, layout = worker.groups.place, worker.groups.layout
+    return [
+        list(range(start, min(start + size, total)))[place.dp :: layout.data]
+        for start in range(0, total, size)
+    ]
 
 
 def share_prompts(num_prompts: int, mini_batch: int, groups: Groups) -> list[tuple[int, int]]:

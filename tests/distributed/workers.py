@@ -148,7 +148,7 @@ def objectives(
 
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.config.actor import Actor
-    from ctrl_megatron.pipeline.actor_update import ActorLoss, selected_tokens
+    from ctrl_megatron.pipeline.actor_loss import ActorLoss, selected_tokens
 
     groups, results = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -235,7 +235,7 @@ def value_learns(rank: int, layout: dict, directory: str, batch: dict, steps: in
     """The explained variance before every step of the trainer's own loss on the same returns."""
     from ctrl_megatron.algorithms import explained_variance, explained_variance_sums
     from ctrl_megatron.config.algorithm import Critic
-    from ctrl_megatron.pipeline.value_update import ValueLoss
+    from ctrl_megatron.pipeline.value_model import ValueLoss
 
     groups, found = start(layout), []
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}

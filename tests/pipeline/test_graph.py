@@ -78,11 +78,27 @@ def test_importing_the_graph_needs_no_torch() -> None:
 # Node
 
 
-def test_a_node_runs_its_function_with_its_config() -> None:
-    node = Node("n", NodeType.COMPUTE, config={"factor": 5}, func=Tool.scale)
+def test_a_node_runs_its_function_with_what_its_config_has_for_it() -> None:
+    node = Node("n", NodeType.COMPUTE, config={"factor": 5, "other": 1}, func=Tool.scale)
     assert node.status is NodeStatus.PENDING
     assert node.run(self=Tool(), x=2) == 30
+    assert node.run(self=Tool(), x=2, factor=1) == 6
     assert node.status is NodeStatus.COMPLETED
+    collect = Node("n", NodeType.COMPUTE, config={"other": 1}, func=lambda **given: given)
+    assert collect.run(x=2) == {"other": 1, "x": 2}
+
+
+def test_a_method_of_a_class_is_bound_to_the_worker() -> None:
+    node = Node("n", NodeType.COMPUTE, executable_ref=f"{__name__}:Tool.scale")
+    assert node.run(_dag_worker_instance=Tool(), x=2) == 6
+
+
+def test_the_guides_arguments_stand_where_the_guide_has_them() -> None:
+    node = Node(
+        "n", NodeType.COMPUTE, NodeRole.REWARD, True, 2, ["a"], {"k": 1}, None, None, "o", 0
+    )
+    assert (node.agent_group, node.agent_options) == (2, "o")
+    assert (node.dependencies, node.config, node.only_forward_compute) == (["a"], {"k": 1}, True)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +145,8 @@ def test_a_wrong_reference_stops_the_construction(
         ({"dependencies": "abc"}, r"write \['abc'\]"),
         ({"dependencies": [1]}, "1 is not a node id"),
         ({"retry_limit": -1}, "retry_limit"),
+        ({"retry_limit": 1}, "ranks would retry apart"),
+        ({"place": NodePlace.HOST, "filter_plugin": nothing}, "cannot filter"),
         ({"func": nothing, "executable_ref": "os.getcwd"}, "not both"),
         ({"func": 3}, "not callable"),
         ({"place": NodePlace.HOST, "func": nothing}, "async def"),
@@ -140,18 +158,19 @@ def test_wrong_options_are_named(options: dict, complaint: str) -> None:
         Node(**{"node_id": "n", "node_type": NodeType.COMPUTE, **options})
 
 
-def test_a_node_without_a_function_does_not_pretend_to_run() -> None:
-    with pytest.raises(ValueError, match="node 'n' has no function"):
-        Node("n", NodeType.BARRIER_SYNC).run()
+def test_a_node_without_a_function_gives_nothing() -> None:
+    node = Node("n", NodeType.BARRIER_SYNC)
+    assert node.run(x=1) is None
+    assert node.status is NodeStatus.COMPLETED
 
 
 def test_a_failure_keeps_its_type_and_names_the_node() -> None:
-    def breaks() -> None:
+    async def breaks() -> None:
         raise KeyError("lost")
 
-    node = Node("n", NodeType.COMPUTE, func=breaks, retry_limit=1)
+    node = Node("n", NodeType.COMPUTE, func=breaks, retry_limit=1, place=NodePlace.HOST)
     with pytest.raises(KeyError) as caught:
-        node.run()
+        asyncio.run(node.run())
     assert caught.value.__notes__ == ["in node 'n'"]
     assert node.status is NodeStatus.FAILED
     assert node.error_info == "KeyError: 'lost'"

@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from ctrl_megatron.pipeline.greedy_baseline import baselines, greedy_rows, over_rows, per_group
-from ctrl_megatron.rewards.critic import RewardOutcome
+from ctrl_megatron.pipeline.greedy_baseline import group_heads, judge_greedy_revisions
 
 
 def batch() -> TensorDict:
     made = TensorDict({}, batch_size=[4])
-    made["uid"] = NonTensorStack("b", "a", "b", "c")
-    made["problem_id"] = NonTensorStack("p2", "p1", "p2", "p3")
+    texts = {
+        "uid": ["b", "a", "b", "c"],
+        "problem_id": ["p2", "p1", "p2", "p3"],
+        "greedy_critique": ["to b", "to a", "to b", "to c"],
+        "greedy_revision": ["of b", "of a", "of b", "of c"],
+    }
+    for name, values in texts.items():
+        made[name] = NonTensorStack(*values)
+    made["greedy_valid"] = torch.tensor([True, False, True, True])
+    made["greedy_judged_correct"] = torch.tensor([True, False, True, False])
     return made
 
 
-def test_without_the_node_there_is_nothing_to_add() -> None:
-    assert greedy_rows(batch()) == ([], [], [])
+class Rewards:
+    """Knows what three greedy critiques earn; nothing of the second."""
+
+    def __init__(self) -> None:
+        self.weights = {"critic": 0.5}
+        self.items: list[Any] = []
+
+    async def score(self, items: list[Any]) -> Any:
+        self.items = items
+        return SimpleNamespace(parts={"critic": [0.5, None, 1.0]})
 
 
-def test_a_group_speaks_once_and_all_its_rows_hear() -> None:
-    made = batch()
-    said = ["Overall judgment: Correct", "no judgment", "Overall judgment: Incorrect"]
-    for name, value in over_rows(made, greedy_critique=said).items():
-        made[name] = value
-    ids, critiques, valid = greedy_rows(made)
-    assert (ids, critiques, valid) == (["p2", "p1", "p3"], said, [True, False, True])
-    assert per_group(made, "uid") == ["b", "a", "c"]
-
-
-def test_what_could_not_be_judged_is_no_baseline() -> None:
-    outcomes = [
-        RewardOutcome(reward=reward, valid=True, judged_correct=True) for reward in (0.5, None, 1.0)
-    ]
-    found = baselines(batch(), outcomes)["reward_baselines"]
-    assert found[[0, 2, 3]].tolist() == [0.5, 0.5, 1.0]
-    assert torch.isnan(found[1])
+def test_a_group_is_judged_once_and_all_its_rows_get_the_baseline() -> None:
+    assert group_heads(batch()) == [0, 1, 3]
+    rewards = Rewards()
+    worker: Any = SimpleNamespace(
+        train=SimpleNamespace(row=lambda name: f"row {name}"), rewards=rewards
+    )
+    output = asyncio.run(judge_greedy_revisions(worker, batch()))
+    assert [item.critique for item in rewards.items] == ["to b", "to a", "to c"]
+    assert [item.text for item in rewards.items] == ["of b", "of a", "of c"]
+    assert [item.judgment for item in rewards.items] == [True, None, False]
+    baselines = output.fields["reward_baselines"]
+    assert baselines[[0, 2, 3]].tolist() == [0.25, 0.25, 0.5]
+    # What could not be judged is no baseline.
+    assert torch.isnan(baselines[1])

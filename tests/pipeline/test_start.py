@@ -11,12 +11,12 @@ import pytest
 from ctrl_megatron.algorithms import ADV_ESTIMATOR_REGISTRY
 from ctrl_megatron.algorithms.policy_losses import registry as policy_losses
 from ctrl_megatron.config import Config, load_config
-from ctrl_megatron.pipeline.run import check_names, task_graph
+from ctrl_megatron.pipeline.run import check_names, pipeline_of
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 OWN = """
 from ctrl_megatron.algorithms import register_adv_est, register_policy_loss_terms
-from ctrl_megatron.pipeline.builtin import ctrl_pipeline
+from ctrl_megatron.pipeline import Pipeline, ctrl_pipeline
 
 @register_adv_est("names_its_score")
 def score(token_level_rewards, response_mask):
@@ -26,8 +26,17 @@ def score(token_level_rewards, response_mask):
 def loss(old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights=None):
     raise NotImplementedError
 
-def build():
-    return ctrl_pipeline()
+def build(config):
+    return ctrl_pipeline(config)
+
+def nothing(worker, batch):
+    pass
+
+def foreign():
+    return Pipeline("foreign").add_node("only", nothing).build()
+
+def wrong():
+    return 3
 """
 
 
@@ -39,10 +48,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     (tmp_path / "names_of_its_own.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def configure(*overrides: str) -> Config:
-        own = "dag.custom_pipeline_fn=names_of_its_own:build"
+    def configure(*overrides: str, function: str = "build") -> Config:
+        own = f"dag.custom_pipeline_fn=names_of_its_own:{function}"
         config = load_config(None, [own, *overrides], "none")
-        task_graph(config)
+        pipeline_of(config)
         return config
 
     yield configure
@@ -64,3 +73,24 @@ def test_a_name_that_nothing_registers_ends_the_run_at_its_start(
     assert said.startswith(f"{key}=grop: unknown ")
     assert "known: " in said and "names_its_" in said
     assert said.endswith("register it in the module of dag.custom_pipeline_fn")
+
+
+DAPO = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=4")
+
+
+def test_a_graph_of_ones_own_may_take_the_configuration_or_nothing(
+    start: Callable[..., Config],
+) -> None:
+    assert "dynamic_sampling" in pipeline_of(start(*DAPO)).nodes
+    assert "generate_critiques" in pipeline_of(start()).nodes
+    assert list(pipeline_of(start(function="foreign")).nodes) == ["only"]
+
+
+def test_dynamic_sampling_without_a_node_for_it_is_refused(start: Callable[..., Config]) -> None:
+    with pytest.raises(ValueError, match=r"filter_groups.enable=true has no effect .* foreign"):
+        start(*DAPO, function="foreign")
+
+
+def test_a_function_that_returns_no_graph_is_named(start: Callable[..., Config]) -> None:
+    with pytest.raises(ValueError, match="names_of_its_own:wrong returned int, not the TaskGraph"):
+        start(function="wrong")

@@ -17,8 +17,8 @@ from ctrl_megatron.algorithms import (
 from ctrl_megatron.config.actor import Actor
 from ctrl_megatron.config.algorithm import Critic
 from ctrl_megatron.models.loss_scale import GlobalCounts
-from ctrl_megatron.pipeline.actor_update import ActorLoss
-from ctrl_megatron.pipeline.value_update import ValueLoss
+from ctrl_megatron.pipeline.actor_loss import ActorLoss
+from ctrl_megatron.pipeline.value_model import ValueLoss
 
 ROWS, WIDTH, LIMIT = 4, 5, 17
 # More than the rows here have: they are a piece of the mini-batch.

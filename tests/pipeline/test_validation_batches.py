@@ -1,4 +1,6 @@
-"""Validation asks the engine for ``data.val_batch_size`` prompts at a time, over all ranks."""
+"""Validation asks the engine for ``data.val_batch_size`` prompts at a time, over all ranks, and a
+sandbox fault leaves a row out of the rates instead of ending the run.
+"""
 
 from __future__ import annotations
 
@@ -9,69 +11,61 @@ from typing import Any
 import pytest
 
 from ctrl_megatron.config import load_config
-from ctrl_megatron.eval.critique_revision import Round
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.pipeline import validation
-from ctrl_megatron.types import Completion
+from ctrl_megatron.pipeline import critique_revision
+from ctrl_megatron.types import Completion, Verdict
+
+JUDGMENT = "Overall judgment: Incorrect"
 
 
 def completion(token: int) -> Completion:
     return Completion(token_ids=(token,), log_probs=(0.0,), finish_reason="stop", spans=())
 
 
-class Stage:
+class Rank:
     """One of several data-parallel ranks; notes what it asks for and what it judges."""
 
-    def __init__(self, rows: int, size: int, rank: int, ranks: int) -> None:
+    def __init__(self, rows: int, size: int, rank: int, ranks: int, lost: int | None) -> None:
         self.config = load_config(None, [f"data.val_batch_size={size}"], "none")
         self.calls: list[Any] = []
-        self.judged: list[tuple[int, str, int]] = []
+        self.judged: list[int] = []
         self.timeline = Timeline()
-        self.validation = SimpleNamespace(rows=[SimpleNamespace(id=str(i)) for i in range(rows)])
+        positions = [SimpleNamespace(id=str(i), solution=f"first {i}") for i in range(rows)]
+        self.validation = SimpleNamespace(rows=positions, prompts=[[i] for i in range(rows)])
         self.groups = SimpleNamespace(
             place=SimpleNamespace(dp=rank),
             layout=SimpleNamespace(data=ranks),
             from_data_ranks=lambda value: [value],
         )
-        self.codec = SimpleNamespace(decode=lambda tokens: f"critique of {tokens[0]}")
-        self.weights = SimpleNamespace(
-            use=self.calls.append, rest=lambda: self.calls.append("rest")
-        )
+        self.codec = SimpleNamespace(decode=lambda t: f"{t[0]}. {JUDGMENT}", eos_token_ids=(0,))
+        self.weights = SimpleNamespace(rest=lambda: self.calls.append("rest"))
+        self.rewards = SimpleNamespace(judge_solution=self._judge)
+        self._lost = lost
+
+    async def _judge(self, text: str, row: Any) -> Verdict | None:
+        if text.startswith("first"):
+            return Verdict(passed=(False,), total=1)
+        self.judged.append(int(text.partition(".")[0]))
+        return None if self._lost == int(row.id) else Verdict(passed=(True,), total=1)
 
     def ask(self, work: Any) -> Any:
         return asyncio.run(work())
 
 
 @pytest.fixture(autouse=True)
-def spoken(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def critiques(worker: Any, table: Any, rows: list[int], *, greedy: bool) -> Any:
-        assert greedy
-        worker.calls.append(len(rows))
-        return [[completion(row)] for row in rows]
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(worker: Any, role: str, prompts: list[list[int]], params: Any) -> Any:
+        assert params.temperature == 0.0
+        worker.calls.append((role, len(prompts)))
+        return [[completion(prompt[0])] for prompt in prompts]
 
-    async def revisions(worker: Any, ids: list[str], texts: list[str]) -> Any:
-        assert texts == [f"critique of {i}" for i in ids]
-        worker.calls.append(len(ids))
-        return [completion(int(i)) for i in ids]
+    def revise(worker: Any, rows: list[Any], critiques: list[str]) -> Any:
+        assert critiques == [f"{row.id}. {JUDGMENT}" for row in rows]
+        worker.calls.append(("proxy", len(rows)))
+        return [completion(int(row.id)) for row in rows]
 
-    async def judge(worker: Any, table: Any, rows: Any, texts: Any, answers: Any) -> list[Round]:
-        tokens = [answer.token_ids[0] for answer in answers]
-        worker.judged += zip(rows, texts, tokens, strict=True)
-        return [
-            Round(
-                valid=True,
-                judged_correct=True,
-                passed_before=False,
-                pass_rate_before=0.0,
-                passed_after=True,
-                pass_rate_after=1.0,
-            )
-            for _ in rows
-        ]
-
-    monkeypatch.setattr(validation.speech, "critiques", critiques)
-    monkeypatch.setattr(validation.speech, "revisions", revisions)
-    monkeypatch.setattr(validation, "_judge", judge)
+    monkeypatch.setattr(critique_revision, "generate", generate)
+    monkeypatch.setattr(critique_revision, "revise", revise)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +80,19 @@ def spoken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_row_is_asked_for_once_in_batches(
     rows: int, size: int, ranks: int, batches: list[list[int]]
 ) -> None:
-    seen = []
+    judged = []
     for rank, sizes in enumerate(batches):
-        stage = Stage(rows, size, rank, ranks)
-        if sum(sizes):
-            validation.validate(stage)  # type: ignore[arg-type]
-            assert stage.calls == ["actor", *sizes, "proxy", *sizes, "rest"]
-        seen += stage.judged
-    assert sorted(seen) == [(i, f"critique of {i}", i) for i in range(rows)]
+        worker = Rank(rows, size, rank, ranks, lost=None)
+        critique_revision.validate(worker)  # type: ignore[arg-type]
+        asked = [(role, size) for role in ("actor", "proxy") for size in sizes]
+        assert worker.calls == [*asked, "rest"]
+        judged += worker.judged
+    assert sorted(judged) == list(range(rows))
+
+
+def test_a_row_that_the_sandbox_lost_is_counted_and_left_out() -> None:
+    rates = critique_revision.validate(Rank(4, 4, 0, 1, lost=2))  # type: ignore[arg-type]
+    assert (rates["rounds"], rates["unjudged"], rates["solved_after"]) == (3.0, 1.0, 1.0)
+    assert rates["judgment_accuracy"] == 1.0
+    nothing = critique_revision.validate(Rank(1, 4, 0, 1, lost=0))  # type: ignore[arg-type]
+    assert nothing == {"unjudged": 1.0}

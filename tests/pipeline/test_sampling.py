@@ -10,12 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.pipeline.batch import (
-    CritiqueRow,
+from ctrl_megatron.pipeline.sampling import (
+    Sample,
     level_over_data_ranks,
     make_batch,
     pad_rows,
     share_prompts,
+    share_rows,
     tensors_of,
     versions_of,
 )
@@ -33,13 +34,14 @@ def completion(token_ids: tuple[int, ...], *versions: str) -> Completion:
     return Completion(token_ids=token_ids, log_probs=log_probs, finish_reason="stop", spans=spans)
 
 
-def row(uid: str, length: int, mini_batch: int = 0, prompt: int = 1) -> CritiqueRow:
-    return CritiqueRow(
+def row(uid: str, length: int, mini_batch: int = 0, prompt: int = 1, **fields: Any) -> Sample:
+    return Sample(
         uid=uid,
         problem_id=f"problem of {uid}",
         mini_batch=mini_batch,
         prompt=(7,) * prompt,
         completion=completion((5,) * length),
+        fields=fields,
     )
 
 
@@ -79,14 +81,20 @@ def test_a_batch_of_empty_responses_has_one_masked_column() -> None:
 
 
 def test_a_batch_carries_what_is_known_of_its_critiques() -> None:
-    rows = [row("a", 3), row("b", 1, mini_batch=1, prompt=4)]
+    rows = [
+        row("a", 3, text="x", valid=True, rate=0.5, count=2),
+        row("b", 1, mini_batch=1, prompt=4, text="", valid=False, rate=None, count=0),
+    ]
     batch = make_batch(rows, pad_token_id=PAD)
     assert batch["rollout_log_probs"].tolist() == [[-5.0, -5.0, -5.0], [-5.0, 0.0, 0.0]]
     assert batch["mini_batch"].tolist() == [0, 1]
     assert batch["uid"].tolist() == ["a", "b"]
     assert batch["problem_id"].tolist() == ["problem of a", "problem of b"]
-    assert batch["critique_version"].tolist() == ["actor@0", "actor@0"]
-    chosen = tensors_of(batch, torch.tensor([1]))
+    assert batch["version"].tolist() == ["actor@0", "actor@0"]
+    assert batch["text"].tolist() == ["x", ""] and batch["valid"].tolist() == [True, False]
+    assert batch["rate"][0] == 0.5 and batch["rate"].isnan().tolist() == [False, True]
+    assert batch["count"].tolist() == [2.0, 0.0]
+    chosen = tensors_of(batch[torch.tensor([1])])
     assert set(chosen) >= {"input_ids", "response_mask", "rollout_log_probs", "mini_batch"}
     assert all(isinstance(value, torch.Tensor) for value in chosen.values())
     assert chosen["prompts"].tolist() == [[7, 7, 7, 7]]
@@ -144,6 +152,15 @@ def test_levelling_evens_out_the_tokens() -> None:
     parts = [[row("a", 90), row("b", 80)], [row("c", 10), row("d", 20)]]
     dealt = [level_over_data_ranks(parts[g.place.dp], g) for g in ranks_of(parts)]
     assert [sum(r.num_tokens for r in rows) for rows in dealt] == [102, 102]
+
+
+def test_without_balancing_groups_are_shared_in_their_order() -> None:
+    rows = [row(uid, length) for uid, length in zip("abcd", (90, 80, 10, 1), strict=True)]
+    shared = [share_rows(rows, groups, balance=False) for groups in ranks_of([None] * 2)]
+    assert all(len(part) == 2 for part in shared)
+    others = [row(uid, length) for uid, length in zip("abcd", (1, 10, 80, 90), strict=True)]
+    again = [share_rows(others, groups, balance=False) for groups in ranks_of([None] * 2)]
+    assert [[r.uid for r in part] for part in shared] == [[r.uid for r in part] for part in again]
 
 
 def test_one_rank_keeps_its_rows_and_asks_nobody() -> None:

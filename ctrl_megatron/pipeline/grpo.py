@@ -1,0 +1,202 @@
+"""GRPO without critiques: prompts, completions, reward functions, update.
+
+Source: DeepSeekMath (arXiv 2402.03300). The column ``prompt`` of the data is the question; any
+functions of ``reward.reward_funcs`` reward the completion: ``code``, ``binary_code`` and
+``code_format`` of this package, or ``module:function`` of one's own. Everything after the rewards
+is the second half of CTRL's step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.data.schema import Row
+from ctrl_megatron.pipeline.ctrl import add_update_nodes
+from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
+from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.graph import (
+    NodePlace,
+    NodeRole,
+    NodeType,
+    Pipeline,
+    StepReport,
+    TaskGraph,
+)
+from ctrl_megatron.pipeline.interim_rewards import RewardItem
+from ctrl_megatron.pipeline.performance import performance
+from ctrl_megatron.pipeline.sampling import (
+    Sample,
+    columns,
+    draw_samples,
+    generate,
+    greedy_params,
+    known,
+    length_metrics,
+    level_over_data_ranks,
+    make_batch,
+    reward_fields,
+    texts,
+    validation_batches,
+)
+from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+
+
+def grpo_pipeline(config: Config) -> TaskGraph:
+    """The graph of a step as the configuration asks for it; ValueError for what it cannot do."""
+    first, *_ = names = config.reward.reward_funcs
+    if "critic" in names:
+        raise ValueError(
+            "reward.reward_funcs: critic rewards critiques by their revisions, and this pipeline "
+            "has neither; name functions of completions: [code], [my_module:my_function]"
+        )
+    if config.algorithm.adv_estimator == "remax":
+        raise ValueError(
+            "algorithm.adv_estimator=remax needs a greedy baseline, which only ctrl_pipeline draws"
+        )
+    report = StepReport(
+        metrics=performance,
+        examples=completion_examples,
+        validate=validate_completions if config.data.val_files else None,
+    )
+    pipeline = Pipeline("grpo_training_pipeline", "draw, reward, update", report=report)
+    if config.algorithm.filter_groups.enable:
+        pipeline.add_node(
+            "dynamic_sampling",
+            DynamicSampling(draw_and_reward, measure_completions, reward=f"reward/{first}"),
+            node_role=NodeRole.DYNAMIC_SAMPLING,
+            place=NodePlace.ROLLOUT,
+        )
+        add_update_nodes(pipeline, config, drawn="dynamic_sampling", judged=["dynamic_sampling"])
+        return pipeline.build()
+    pipeline.add_node(
+        "rollout_actor",
+        generate_completions,
+        node_type=NodeType.MODEL_INFERENCE,
+        node_role=NodeRole.ROLLOUT,
+        place=NodePlace.ROLLOUT,
+    )
+    pipeline.add_node(
+        "function_reward",
+        reward_completions,
+        ["rollout_actor"],
+        node_type=NodeType.ENV_INTERACT,
+        node_role=NodeRole.REWARD,
+        place=NodePlace.HOST,
+    )
+    add_update_nodes(pipeline, config, drawn="rollout_actor", judged=["function_reward"])
+    return pipeline.build()
+
+
+def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``row`` (positions of the global batch) -> this rank's completions, ``completion`` (B,)."""
+    size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
+    samples = draw_completions(worker, batch["row"].tolist(), mini_batch_size=size)
+    if worker.config.trainer.balance_batch:
+        samples = level_over_data_ranks(samples, worker.groups)
+    return NodeOutput(
+        batch=make_batch(samples, pad_token_id=worker.codec.pad_token_id),
+        metrics=worker.means(measure_completions(samples)),
+    )
+
+
+async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``completion`` -> ``reward/NAME`` (B,) of every function. Runs beside the log-probs."""
+    items = completion_items(
+        [worker.train.row(row) for row in texts(batch["problem_id"])],
+        texts(batch["completion"]),
+        batch["response_mask"].sum(dim=1).tolist(),
+    )
+    return NodeOutput(fields=columns(reward_fields(await worker.rewards.score(items))))
+
+
+def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
+    """The two functions above for dynamic sampling. Collective."""
+    drawn = draw_completions(worker, rows, mini_batch_size=len(rows), attempt=attempt)
+    items = completion_items(
+        [worker.train.row(sample.problem_id) for sample in drawn],
+        [str(sample.fields["completion"]) for sample in drawn],
+        [len(sample.completion.token_ids) for sample in drawn],
+    )
+    rewards = reward_fields(worker.ask(lambda: worker.rewards.score(items)))
+    return [
+        dataclasses.replace(sample, fields={**sample.fields, **earned})
+        for sample, earned in zip(drawn, rewards, strict=True)
+    ]
+
+
+def draw_completions(
+    worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
+) -> list[Sample]:
+    """Samples of the rows' prompts with their text as the field ``completion``. Collective."""
+    drawn = draw_samples(worker, rows, mini_batch_size=mini_batch_size, attempt=attempt)
+    return [
+        dataclasses.replace(s, fields={"completion": worker.codec.decode(s.completion.token_ids)})
+        for s in drawn
+    ]
+
+
+def completion_items(
+    rows: Sequence[Row], completions: Sequence[str], lengths: Sequence[int]
+) -> list[RewardItem]:
+    """What the reward functions are given; ``lengths`` are in tokens."""
+    return [
+        RewardItem(text=text, row=row, length=length)
+        for row, text, length in zip(rows, completions, lengths, strict=True)
+    ]
+
+
+def measure_completions(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Lengths of completions as they were drawn."""
+    return length_metrics(samples, "response")
+
+
+def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
+    """The first completion of each group with its rewards."""
+    completions, versions = texts(batch["completion"]), texts(batch["version"])
+    ids, examples = texts(batch["problem_id"]), dict[str, dict[str, Any]]()
+    for i, uid in enumerate(texts(batch["uid"])):
+        rewards = {name: known(batch[f"reward/{name}"][i]) for name in worker.rewards.weights}
+        examples.setdefault(
+            uid,
+            {
+                "prompt": worker.train.row(ids[i]).prompt[-1]["content"],
+                "completion": completions[i],
+                **rewards,
+                "versions": f"completion by {versions[i]}",
+            },
+        )
+    return list(examples.values())[: worker.config.trainer.examples_in_report]
+
+
+def validate_completions(worker: RolloutWorker) -> dict[str, float]:
+    """Mean of every reward over one greedy completion per validation row. Collective.
+
+    ``unjudged`` counts rewards that a failing service could not give.
+    """
+    table = worker.validation
+    assert table is not None
+    params = greedy_params(worker, worker.config.data.max_response_length)
+    items: list[RewardItem] = []
+    with worker.timeline.phase("validate_completions"):
+        for batch in validation_batches(worker):
+            drawn = generate(worker, "actor", [table.prompts[row] for row in batch], params)
+            answers = [worker.codec.decode(group[0].token_ids) for group in drawn]
+            sizes = [len(group[0].token_ids) for group in drawn]
+            items += completion_items([table.rows[row] for row in batch], answers, sizes)
+    worker.weights.rest()
+    with worker.timeline.phase("validate_rewards"):
+        mine = worker.ask(lambda: worker.rewards.score(items)).parts
+    results: dict[str, float] = {"unjudged": 0.0}
+    for name in mine:
+        rewards = [r for part in worker.groups.from_data_ranks(mine[name]) for r in part]
+        judged = [r for r in rewards if r is not None]
+        results["unjudged"] += len(rewards) - len(judged)
+        if judged:
+            results[f"reward/{name}"] = sum(judged) / len(judged)
+    return results

@@ -1,0 +1,103 @@
+"""A pipeline that has nothing to do with CTRL, and a reward function of a user's own.
+
+Two reward nodes in two branches, one of them aside; no critique, no revision, no reward function of
+the package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from ctrl_megatron.pipeline import (
+    NodeOutput,
+    NodePlace,
+    NodeType,
+    Pipeline,
+    StepReport,
+    TaskGraph,
+)
+from ctrl_megatron.pipeline.ctrl import (
+    advantages,
+    old_log_prob,
+    rollout_correction,
+    sync_weights,
+    update_actor,
+)
+from ctrl_megatron.pipeline.sampling import draw_samples, make_batch, texts
+
+
+def brevity(items: Sequence[Any]) -> list[float]:
+    """A reward function: short completions are better."""
+    return [1.0 / (1 + item.length) for item in items]
+
+
+def build() -> TaskGraph:
+    """Draw, two rewards beside each other, their sum, update."""
+    report = StepReport(metrics=spread, examples=shown)
+    update: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN}
+    return (
+        Pipeline("foreign", report=report)
+        .add_node("draw", draw, node_type=NodeType.MODEL_INFERENCE, place=NodePlace.ROLLOUT)
+        .add_node(
+            "short",
+            reward_short,
+            ["draw"],
+            node_type=NodeType.ENV_INTERACT,
+            place=NodePlace.HOST,
+            retry_limit=1,
+        )
+        .add_node("vowels", reward_vowels, ["draw"])
+        .add_node("old_log_prob", old_log_prob, ["draw"], only_forward_compute=True, **update)
+        .add_node("sum", add_rewards, ["short", "vowels"])
+        .add_node("rollout_correction", rollout_correction, ["sum", "old_log_prob"])
+        .add_node("advantages", advantages, ["sum"])
+        .add_node("update", update_actor, ["advantages", "rollout_correction"], **update)
+        .add_node("sync", sync_weights, ["update"], **update)
+        .build()
+    )
+
+
+def draw(worker: Any, batch: TensorDict) -> NodeOutput:
+    """``row`` -> samples with their text as the field ``answer``."""
+    rows = batch["row"].tolist()
+    drawn = draw_samples(worker, rows, mini_batch_size=len(rows))
+    samples = [
+        dataclasses.replace(s, fields={"answer": worker.codec.decode(s.completion.token_ids)})
+        for s in drawn
+    ]
+    return NodeOutput(batch=make_batch(samples, pad_token_id=worker.codec.pad_token_id))
+
+
+async def reward_short(worker: Any, batch: TensorDict) -> NodeOutput:
+    """Fewer tokens are better."""
+    return NodeOutput(fields={"short": -batch["response_mask"].sum(dim=1).float()})
+
+
+def reward_vowels(worker: Any, batch: TensorDict) -> NodeOutput:
+    """More vowels are better."""
+    counts = [sum(c in "aeiou" for c in text) for text in texts(batch["answer"])]
+    return NodeOutput(fields={"vowels": torch.tensor(counts, dtype=torch.float32)})
+
+
+def add_rewards(worker: Any, batch: TensorDict) -> NodeOutput:
+    """The sum on the last token."""
+    mask = batch["response_mask"]
+    rewards = torch.zeros(mask.shape)
+    last = mask.sum(dim=1).clamp(min=1) - 1
+    rewards[torch.arange(len(mask)), last] = batch["short"] + batch["vowels"]
+    return NodeOutput(fields={"token_level_rewards": rewards})
+
+
+def spread(worker: Any, batch: TensorDict) -> dict[str, float]:
+    """What this pipeline says of its steps."""
+    return worker.means({"foreign/short": batch["short"], "foreign/vowels": batch["vowels"]})
+
+
+def shown(worker: Any, batch: TensorDict) -> list[dict[str, Any]]:
+    """What the report shows."""
+    return [{"answer": texts(batch["answer"])[0], "vowels": float(batch["vowels"][0])}]

@@ -1,0 +1,61 @@
+"""Pipelines other than CTRL's: GRPO on completions, and one of a foreign shape."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from forked_run import run_forked
+from launched_run import Job
+
+pytestmark = pytest.mark.timeout(900)
+
+GRPO = (
+    "dag.custom_pipeline_fn=ctrl_megatron.pipeline:grpo_pipeline",
+    "reward.reward_funcs=[foreign_pipeline:brevity]",
+)
+DAPO = (
+    *("algorithm.filter_groups.enable=true", "data.gen_batch_size=6"),
+    "actor_rollout_ref.rollout.n=4",
+)
+
+
+@pytest.mark.parametrize("extra", [(), DAPO], ids=["grpo", "dapo"])
+def test_completions_are_rewarded_by_a_function_of_ones_own(
+    job: Job, extra: tuple[str, ...]
+) -> None:
+    name = "grpo_dapo" if extra else "grpo"
+    validation = (f"data.val_files={job.data}", "data.val_batch_size=4")
+    run = run_forked(job, name, steps=3, extra=(*GRPO, *extra, *validation))
+    assert run.codes == (0, 0), run.output[-8000:]
+    steps = [record["metrics"] for record in run.metrics()]
+    trained = [step for step in steps if "actor/grad_norm" in step]
+    assert len(trained) == 3 and all(step["actor/grad_norm"] > 0 for step in trained)
+    assert all(0 < step["reward/mean"] < 1 for step in trained)
+    assert not any(key.startswith(("critique/", "revision/")) for key in trained[0])
+    table = json.loads((run.folder / "summary.json").read_text())["table"]
+    assert table[-1]["stage"] == "after RL"
+    assert 0 < table[-1]["reward/foreign_pipeline:brevity"] < 1
+    assert (run.folder / "report.html").is_file()
+
+
+def test_a_pipeline_of_a_foreign_shape_runs_is_reported_saved_and_resumed(job: Job) -> None:
+    own = (
+        "dag.custom_pipeline_fn=foreign_pipeline:build",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+    )
+    runs = {}
+    for name, stops in (("foreign", (4,)), ("foreign_stopped", (2, 4))):
+        for steps in stops:
+            run = run_forked(job, name, steps=steps, extra=own)
+            assert run.codes == (0, 0), run.output[-8000:]
+        runs[name] = [record["metrics"] for record in run.metrics()]
+        assert "vowels" in (run.folder / "report.html").read_text()
+        assert (run.folder / "checkpoints/global_step_4/trainer_state.json").is_file()
+    assert len(runs["foreign"]) == 4
+    assert all(math.isfinite(value) for step in runs["foreign"] for value in step.values())
+    assert runs["foreign"][0]["actor/grad_norm"] > 0
+    for whole, stopped in zip(runs["foreign"], runs["foreign_stopped"], strict=True):
+        for name in ("foreign/short", "foreign/vowels", "actor/loss", "actor/grad_norm"):
+            assert stopped[name] == pytest.approx(whole[name], rel=1e-6), name

@@ -1,0 +1,66 @@
+"""Which groups dynamic sampling keeps, and what it keeps over a checkpoint."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from ctrl_megatron.pipeline.actor_loss import means_over_steps, mini_batches
+from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling, LeftoverGroups
+from ctrl_megatron.pipeline.sampling import Sample
+from ctrl_megatron.types import Completion, VersionSpan
+
+
+def judged(uid: str, reward: float | None) -> Sample:
+    completion = Completion(
+        token_ids=(5, 6),
+        log_probs=(-0.5, -0.25),
+        finish_reason="stop",
+        spans=(VersionSpan("actor@3", 0, 2),),
+    )
+    return Sample(
+        uid=uid,
+        problem_id="p/1",
+        mini_batch=1,
+        prompt=(1, 2, 3),
+        completion=completion,
+        fields={"critique": "text", "valid": True, "reward/critic": reward, "forged": None},
+    )
+
+
+def test_only_groups_with_different_rewards_are_useful() -> None:
+    sampling = DynamicSampling(lambda *_: [], lambda _: {}, reward="reward/critic")
+    rows = [
+        *(judged("mixed", 0.0), judged("equal", 1.0), judged("mixed", 0.5), judged("equal", 1.0)),
+        # What could not be judged says nothing, but stays with its group.
+        *(judged("lost", None), judged("lost", 1.0), judged("mixed", None)),
+    ]
+    (group,) = sampling._with_signal(rows)
+    assert [row.fields["reward/critic"] for row in group] == [0.0, 0.5, None]
+    assert sampling._with_signal([judged("lost", None)]) == []
+
+
+def test_leftover_groups_survive_json() -> None:
+    groups = [[judged("a", 0.0), judged("a", 1.0)], [judged("b", None), judged("b", 0.5)]]
+    leftover = LeftoverGroups()
+    leftover.keep(groups)
+    restored = LeftoverGroups()
+    restored.load_state_dict(json.loads(json.dumps(leftover.state_dict(), allow_nan=False)))
+    assert restored.take() == groups
+    assert restored.take() == []
+
+
+@pytest.mark.parametrize(("merged", "rows"), [(1, [[1, 4], [0, 2], [3]]), (2, [[0, 1, 2, 4], [3]])])
+def test_mini_batches_cover_every_row_once_per_epoch(merged: int, rows: list[list[int]]) -> None:
+    batch = TensorDict({"mini_batch": torch.tensor([1, 0, 1, 2, 0])}, batch_size=[5])
+    batch["row"] = torch.arange(5)
+    pieces = mini_batches(batch, epochs=2, merged=merged)
+    assert [piece["row"].tolist() for piece in pieces] == rows * 2
+
+
+def test_means_over_steps_name_what_has_no_prefix() -> None:
+    steps = [{"lr": 1.0, "actor/kl": 2.0}, {"lr": 3.0, "actor/kl": 4.0}]
+    assert means_over_steps(steps, "actor") == {"actor/lr": 2.0, "actor/kl": 3.0}
