@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.environment import read_provider_keys
+from ctrl_megatron.data.rows import Row
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.parallel.background import BackgroundLoop
@@ -16,17 +16,10 @@ from ctrl_megatron.pipeline.worker import Speaker
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import EngineLink
 from ctrl_megatron.resharding.sources import DirectorySource, WeightSource
-from ctrl_megatron.rewards import (
-    RewardModelForCritic,
-    WeightedReward,
-    make_rewards,
-    reward_parameters,
-)
-from ctrl_megatron.rewards.disk_cache import verdict_cache
-from ctrl_megatron.rewards.providers import CodeProvider, make_provider
+from ctrl_megatron.rewards import RewardSum
+from ctrl_megatron.rewards.build import build_reward_sum
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.sandbox import SandboxClient
-from ctrl_megatron.sandbox.access import read_token
 from ctrl_megatron.sandbox.isolation import LEVELS
 
 
@@ -66,47 +59,20 @@ def engine_weights(
     )
 
 
-def reward_model(config: Config, services: Services, codec: TextCodec) -> RewardModelForCritic:
-    """The reward model over the training and validation rows."""
-    judge = code_judge(config, services.sandbox_endpoint)
-    return RewardModelForCritic(
-        [*config.data.train_files, *config.data.val_files],
-        codec.tokenizer,
-        num_examine=config.reward.num_examine,
-        run_all_cases=config.reward.run_all_cases,
-        max_requests=config.reward.max_requests,
-        run_timeout=config.reward.run_timeout,
-        sandbox=judge,
-        show_progress=False,
-        cache=verdict_cache(config.reward.cache_path),
-        compare_lax=config.reward.compare_lax,
-    )
+def reward_sum(
+    config: Config, services: Services, codec: TextCodec, rows: Sequence[Row]
+) -> RewardSum:
+    """The configured reward functions over the training and validation ``rows``.
 
-
-def further_rewards(config: Config, critic: RewardModelForCritic | None) -> WeightedReward | None:
-    """The configured reward functions besides the critic's, None where there are none.
-
-    They share the critic's judge and its memory of verdicts; without ``critic`` they cannot run
-    programs, but every mistake in their names and options shows. Raises ValueError for those.
+    The critic's runs in any case: its outcomes are metrics of every run.
     """
-    reward = config.reward
-    weights = {name: weight for name, weight in reward.weights.items() if name != "critic"}
-    if not weights:
-        return None
-    ours: dict[str, Any] = {
-        "provider": critic and critic.judge,
-        "cache": critic and critic.cache,
-        "run_timeout": reward.run_timeout,
-        "max_requests": reward.max_requests,
-    }
-    options = {
-        name: {
-            **{key: value for key, value in ours.items() if key in reward_parameters(name)},
-            **reward.reward_options.get(name, {}),
-        }
-        for name in weights
-    }
-    return WeightedReward(make_rewards(list(weights), options), list(weights.values()))
+    return build_reward_sum(
+        config,
+        sandbox_endpoint=services.sandbox_endpoint,
+        rows=rows,
+        tokenizer=codec.tokenizer,
+        measured=("critic",),
+    )
 
 
 def isolation_metrics(worker: Speaker) -> dict[str, float]:
@@ -114,26 +80,9 @@ def isolation_metrics(worker: Speaker) -> dict[str, float]:
     strict; nothing where none of ours judges. Collective."""
 
     async def work() -> list[str]:
-        judge = worker.reward.judge if worker.reward is not None else None
+        judge = worker.rewards.judge if worker.rewards is not None else None
         return list((await judge.ping()).values()) if isinstance(judge, SandboxClient) else []
 
     # From the strictest to none; a service that does not tell its level is not ours.
     levels = [LEVELS[::-1].index(level) for level in worker.ask(work) if level in LEVELS]
     return {"sandbox/isolation": float(min(levels))} if levels else {}
-
-
-def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | CodeProvider:
-    """Who runs the revisions. Raises ValueError naming a missing key, package or option."""
-    attempts, at_once = config.sandbox.attempts, config.sandbox.max_concurrency
-    name = config.reward.provider
-    if name == "local":
-        file = config.sandbox.token_file
-        return SandboxClient(
-            sandbox_endpoint,
-            attempts=attempts,
-            max_concurrency=at_once,
-            token=None if file is None else read_token(file),
-            identity={"provider": name, "isolation": config.sandbox.isolation},
-        )
-    options = {**read_provider_keys(name), **config.reward.provider_options}
-    return make_provider(name, attempts=attempts, max_concurrency=at_once, **options)

@@ -21,11 +21,13 @@ from ctrl_megatron.pipeline.batch import (
 )
 from ctrl_megatron.pipeline.executor import NodeOutput
 from ctrl_megatron.pipeline.greedy_baseline import baselines, greedy_rows, over_rows, per_group
-from ctrl_megatron.pipeline.reward_terms import further_scores, reward_terms
+from ctrl_megatron.pipeline.reward_terms import reward_parts
 from ctrl_megatron.pipeline.rounds import draw_critiques, judge, write_revisions
 from ctrl_megatron.pipeline.worker import DAGWorker, texts
 from ctrl_megatron.prompts import parse_judgment
-from ctrl_megatron.rewards.critic import RewardOutcome
+from ctrl_megatron.rewards import RewardOutcome, weighted_sum
+from ctrl_megatron.rewards.build import reward_functions_of
+from ctrl_megatron.rewards.reward_sum import Rewards
 
 
 def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
@@ -103,16 +105,16 @@ def outcome_fields(outcomes: Sequence[RewardOutcome]) -> dict[str, Any]:
 
     A row whose judging failed has ``judged`` False and a reward of 0 that nobody may read.
     """
-    passed = [sum(o.passed) / len(o.passed) if o.passed else 0.0 for o in outcomes]
-    details = [next((d for d in o.detail if d), "") or o.error for o in outcomes]
+    forged = [None if o.verdict is None else o.verdict.forged for o in outcomes]
     return {
+        "outcome": NonTensorStack(*outcomes),
         "reward": torch.tensor([0.0 if o.reward is None else o.reward for o in outcomes]),
         "judged": torch.tensor([o.reward is not None for o in outcomes]),
-        "pass_rate": torch.tensor(passed),
+        "pass_rate": torch.tensor([o.pass_rate or 0.0 for o in outcomes]),
         "cached": torch.tensor([o.cached for o in outcomes]),
-        "detail": NonTensorStack(*details),
+        "detail": NonTensorStack(*[o.detail for o in outcomes]),
         # -1 where no lax grader was asked.
-        "forged": torch.tensor([-1 if o.forged is None else int(o.forged) for o in outcomes]),
+        "forged": torch.tensor([-1 if f is None else int(f) for f in forged]),
     }
 
 
@@ -143,13 +145,12 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     A row that could not be judged leaves the loss and its group: its mask becomes empty and its uid
     its own.
     """
-    mask, weights = batch["response_mask"], worker.config.reward.weights
+    mask, weights = batch["response_mask"], reward_functions_of(worker.config, ("critic",))
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     rows = torch.arange(len(mask))
-    terms, further = reward_terms(worker, batch), further_scores(worker, batch)
-    critic = weights.get("critic", 0.0) * batch["reward"].float()
-    parts = [weights[name] * part for name, part in further.items() if weights[name]]
-    earned = torch.stack([critic, *parts, *terms.values()]).sum(dim=0)
+    parts = reward_parts(worker, batch)
+    earned = tensor_of(weighted_sum(parts, weights))
+    further = {name: tensor_of(part) for name, part in parts.items() if name != "critic"}
     judged = batch["judged"] & ~earned.isnan()
     scores[rows, mask.sum(dim=1).clamp(min=1) - 1] = earned
     uids = [
@@ -164,9 +165,12 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             "reward/cached_rate": batch["cached"].float(),
             "pass_rate/after": batch["pass_rate"][judged & batch["valid"]],
             "pass_rate/before": torch.tensor([k for k in known if k is not None]),
-            **{f"reward/{name}": values[judged] for name, values in terms.items()},
             **{f"reward/{name}": part[~part.isnan()] for name, part in further.items()},
-            **({"reward/total": earned[judged]} if further else {}),
+            **(
+                {"reward/total": earned[judged]}
+                if set(worker.config.reward.reward_funcs) - {"critic"}
+                else {}
+            ),
             "reward/forgery_rate": batch["forged"][batch["forged"] >= 0].float(),
         }
     )
@@ -178,6 +182,11 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         },
         metrics=metrics,
     )
+
+
+def tensor_of(values: Rewards) -> torch.Tensor:
+    """(B,) float32, NaN for None."""
+    return torch.tensor([float("nan") if value is None else value for value in values])
 
 
 def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:

@@ -51,7 +51,9 @@ def sample_groups(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     if sampled:
         metrics["sampling/useful_rate"] = found / sampled
     lengths = {
-        **critique_lengths([p.row for p in parts], torch.tensor([p.outcome.valid for p in parts])),
+        **critique_lengths(
+            [p.row for p in parts], torch.tensor([p.outcome.judgment is not None for p in parts])
+        ),
         "revision/length": torch.tensor(
             [float(p.revision_tokens) for p in parts if p.revision_tokens is not None]
         ),

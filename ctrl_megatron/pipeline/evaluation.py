@@ -8,7 +8,7 @@ from pathlib import Path
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.pipeline.assembly import engine_layout, engine_weights, reward_model
+from ctrl_megatron.pipeline.assembly import engine_layout, engine_weights, reward_sum
 from ctrl_megatron.pipeline.interrupt import StopFlag
 from ctrl_megatron.pipeline.run import guarded, join, prompt_tables
 from ctrl_megatron.pipeline.services import ServiceStart
@@ -30,12 +30,13 @@ def evaluate(config: Config, critics: Mapping[str, str]) -> dict[str, dict[str, 
         starting = ServiceStart(config, groups, Path(config.trainer.run_dir))
         clean_up.append(starting.stop)
         codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
-        _, validation = prompt_tables(config, codec)
+        train, validation = prompt_tables(config, codec)
         services = starting.wait()
         for service in services.guarded():
             watch.guard(service)
         engine = services.connect() if groups.is_leader else None
-        reward = reward_model(config, services, codec) if groups.is_leader else None
+        rows = [*train.rows, *(validation.rows if validation else ())]
+        rewards = reward_sum(config, services, codec, rows) if groups.is_leader else None
         for number, (stage, directory) in enumerate(critics.items()):
             actor = DirectorySource(directory, engine_layout(config), groups)
             weights = engine_weights(config, groups, actor, engine, background)
@@ -47,7 +48,7 @@ def evaluate(config: Config, critics: Mapping[str, str]) -> dict[str, dict[str, 
                 stop=stop,
                 codec=codec,
                 engine=engine,
-                reward=reward,
+                rewards=rewards,
                 weights=weights,
                 validation=validation,
             )

@@ -17,7 +17,7 @@ from ctrl_megatron.pipeline.executor import NodeOutput
 from ctrl_megatron.pipeline.rounds import assert_spoken_by
 from ctrl_megatron.pipeline.worker import DAGWorker, texts
 from ctrl_megatron.prompts import parse_judgment
-from ctrl_megatron.rewards.critic import RewardOutcome
+from ctrl_megatron.rewards import RewardOutcome
 
 FIELD = "greedy_critique"
 

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from ctrl_megatron.pipeline.batch import CritiqueRow
-from ctrl_megatron.rewards.critic import RewardOutcome
-from ctrl_megatron.types import Completion, VersionSpan
+from ctrl_megatron.rewards import RewardOutcome
+from ctrl_megatron.types import Completion, Verdict, VersionSpan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +73,14 @@ def _judged(state: dict[str, Any]) -> JudgedCritique:
         finish_reason=drawn["finish_reason"],
         spans=tuple(VersionSpan(**span) for span in drawn["spans"]),
     )
-    lists = {"passed": tuple(outcome["passed"]), "detail": tuple(outcome["detail"])}
+    verdict = outcome["verdict"]
+    if verdict is not None:
+        lists = {name: tuple(verdict[name]) for name in ("passed", "detail")}
+        outcome = {**outcome, "verdict": Verdict(**{**verdict, **lists})}
     return JudgedCritique(
         row=CritiqueRow(**{**row, "prompt": tuple(row["prompt"]), "completion": completion}),
         critique=state["critique"],
         revision=state["revision"],
         revision_tokens=state["revision_tokens"],
-        outcome=RewardOutcome(**{**outcome, **lists}),
+        outcome=RewardOutcome(**outcome),
     )

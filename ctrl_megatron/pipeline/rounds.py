@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctrl_megatron.pipeline import speech
 from ctrl_megatron.pipeline.batch import CritiqueRow, share_prompts, versions_of
 from ctrl_megatron.pipeline.worker import DAGWorker
-from ctrl_megatron.rewards.critic import RewardOutcome
+from ctrl_megatron.rewards import RewardItem, RewardOutcome
 from ctrl_megatron.types import Completion
 
 
@@ -69,9 +69,13 @@ async def judge(
     worker: DAGWorker, ids: Sequence[str], critiques: Sequence[str], revisions: Sequence[str]
 ) -> list[RewardOutcome]:
     """What each critique earned (leaders only)."""
-    assert worker.reward is not None
-    _, samples = worker.reward.parse_query(ids)
-    return await worker.reward.judge_all(critiques, revisions, samples)
+    _, rows = worker.reward.parse_query(ids)
+    return await worker.reward.judge(
+        [
+            RewardItem(text=revision, critique=critique, row=row)
+            for critique, revision, row in zip(critiques, revisions, rows, strict=True)
+        ]
+    )
 
 
 def assert_spoken_by(version: str, completions: Sequence[Completion]) -> None:

@@ -19,6 +19,7 @@ from ctrl_megatron.algorithms import (
 from ctrl_megatron.checkpoint.store import CheckpointStore
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import Launch, read_launch
+from ctrl_megatron.data.rows import rows_by_id
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import device_peak, measure_peak_flops
@@ -30,9 +31,8 @@ from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.pipeline.assembly import (
     engine_layout,
     engine_weights,
-    further_rewards,
     isolation_metrics,
-    reward_model,
+    reward_sum,
 )
 from ctrl_megatron.pipeline.builtin import ctrl_pipeline
 from ctrl_megatron.pipeline.executor import Executor
@@ -50,6 +50,7 @@ from ctrl_megatron.pipeline.validation import validate
 from ctrl_megatron.pipeline.worker import DAGWorker
 from ctrl_megatron.resharding.shared_memory import remove_segments
 from ctrl_megatron.resharding.sources import MegatronSource
+from ctrl_megatron.rewards.build import check_reward_functions
 
 
 def join(config: Config, launch: Launch | None = None) -> Groups:
@@ -146,7 +147,7 @@ def train(config: Config) -> bool:
     with guarded(groups, config) as (watch, clean_up):
         graph = task_graph(config)
         check_names(config)
-        further_rewards(config, None)  # a wrong name shows before the models are built
+        check_reward_functions(config)
         background = BackgroundLoop()
         starting = ServiceStart(config, groups, Path(config.trainer.run_dir))
         clean_up.append(starting.stop)
@@ -239,7 +240,10 @@ def _validate(worker: DAGWorker) -> dict[str, float]:
 
 
 def prompt_tables(config: Config, codec: TextCodec) -> tuple[PromptTable, PromptTable | None]:
-    """Training rows and, where there are any, validation rows."""
+    """Training rows and, where there are any, validation rows.
+
+    Raises ValueError naming both places for different rows with one id.
+    """
     data = config.data
 
     def load(files: tuple[str, ...]) -> PromptTable:
@@ -251,7 +255,9 @@ def prompt_tables(config: Config, codec: TextCodec) -> tuple[PromptTable, Prompt
             prompt_key=data.prompt_key,
         )
 
-    return load(data.train_files), load(data.val_files) if data.val_files else None
+    train, validation = load(data.train_files), load(data.val_files) if data.val_files else None
+    rows_by_id([*train.rows, *(validation.rows if validation else ())])
+    return train, validation
 
 
 def _total_steps(config: Config, rows: int) -> int:
@@ -282,7 +288,8 @@ def _worker(
 ) -> DAGWorker:
     control = config.algorithm.kl_ctrl
     engine = services.connect() if groups.is_leader else None
-    reward = reward_model(config, services, codec) if groups.is_leader else None
+    rows = [*train.rows, *(validation.rows if validation else ())]
+    rewards = reward_sum(config, services, codec, rows) if groups.is_leader else None
     actor = MegatronSource(policy, engine_layout(config), groups.engine_hosts)
     return DAGWorker(
         config=config,
@@ -295,8 +302,7 @@ def _worker(
         value=value,
         draw=draw,
         engine=engine,
-        reward=reward,
-        further_rewards=further_rewards(config, reward),
+        rewards=rewards,
         weights=engine_weights(
             config,
             groups,

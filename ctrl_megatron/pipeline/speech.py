@@ -56,7 +56,7 @@ async def revisions(
     worker: Speaker, ids: Sequence[str], critique_texts: Sequence[str]
 ) -> list[Completion]:
     """One revision per (row id, critique) from whatever weights the engine holds (leaders only)."""
-    assert worker.engine is not None and worker.reward is not None
+    assert worker.engine is not None
     if not ids:
         return []
     dialogues, _ = worker.reward.parse_query(ids)

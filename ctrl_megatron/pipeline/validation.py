@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-from ctrl_megatron.eval.critique_revision import Round, summarise
+from ctrl_megatron.eval.critique_revision import CritiqueResult, summarise
 from ctrl_megatron.pipeline import speech
 from ctrl_megatron.pipeline.prompts_table import PromptTable
 from ctrl_megatron.pipeline.worker import Speaker
 from ctrl_megatron.prompts import parse_judgment
-from ctrl_megatron.types import Completion, Verdict
+from ctrl_megatron.types import Completion
 
 
 def validate(worker: Speaker) -> dict[str, float]:
@@ -58,30 +57,14 @@ async def _judge(
     rows: Sequence[int],
     critiques: Sequence[str],
     revisions: Sequence[Completion],
-) -> list[Round]:
-    reward = worker.reward
-    assert reward is not None
-    _, samples = reward.parse_query([table.rows[row].id for row in rows])
-    first = [
-        reward.judge_solution(table.rows[row].solution, s)
-        for row, s in zip(rows, samples, strict=True)
-    ]
-    second = [
-        reward.judge_solution(worker.codec.decode(r.token_ids), s)
-        for r, s in zip(revisions, samples, strict=True)
-    ]
-    verdicts = await asyncio.gather(*first, *second)
-    before, after = verdicts[: len(rows)], verdicts[len(rows) :]
-    return [_round(c, b, a) for c, b, a in zip(critiques, before, after, strict=True)]
-
-
-def _round(critique: str, before: Verdict, after: Verdict) -> Round:
-    judgment = parse_judgment(critique)
-    return Round(
-        valid=judgment is not None,
-        judged_correct=judgment,
-        passed_before=before.accepted,
-        pass_rate_before=before.pass_rate,
-        passed_after=after.accepted,
-        pass_rate_after=after.pass_rate,
+) -> list[CritiqueResult]:
+    chosen = [table.rows[row] for row in rows]
+    texts = [worker.codec.decode(r.token_ids) for r in revisions]
+    outcomes = await worker.reward.judge_solutions(
+        [*(row.solution for row in chosen), *texts], [*chosen, *chosen]
     )
+    before, after = outcomes[: len(rows)], outcomes[len(rows) :]
+    return [
+        CritiqueResult(judgment=parse_judgment(c), before=b.verdict, after=a.verdict)
+        for c, b, a in zip(critiques, before, after, strict=True)
+    ]

@@ -23,7 +23,7 @@ from ctrl_megatron.pipeline.interrupt import StopFlag, StopRequested
 from ctrl_megatron.pipeline.prompts_table import PromptTable
 from ctrl_megatron.pipeline.reserve import SamplingReserve
 from ctrl_megatron.pipeline.weights import EngineWeights
-from ctrl_megatron.rewards import RewardModelForCritic, WeightedReward
+from ctrl_megatron.rewards import RewardModelForCritic, RewardSum
 from ctrl_megatron.rollout.engine import Engine
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Speaker:
     codec: TextCodec
     engine: Engine | None
     """Given on leaders."""
-    reward: RewardModelForCritic | None
+    rewards: RewardSum | None
     """Given on leaders."""
     weights: EngineWeights
     validation: PromptTable | None
@@ -68,12 +68,18 @@ class Speaker:
             raise StopRequested
         return self.groups.from_leader(answer)
 
+    @property
+    def reward(self) -> RewardModelForCritic:
+        """The critic's reward model (leaders only)."""
+        assert self.rewards is not None and self.rewards.critic is not None
+        return self.rewards.critic
+
     def close(self) -> None:
         """Let go of connections and end the background loop."""
         if self.engine is not None:
             self.background.run(self.engine.close())
-        if self.reward is not None:
-            self.background.run(self.reward.close())
+        if self.rewards is not None:
+            self.background.run(self.rewards.close())
         self.background.close()
 
 
@@ -84,8 +90,6 @@ class DAGWorker(Speaker):
     policy: Policy
     reference: Policy | None
     """The frozen KL anchor; None where the objective has no KL."""
-    further_rewards: WeightedReward | None = None
-    """Reward functions besides the critic's; those of leaders can run programs."""
     value: ValueModel | None = None
     """Given where the estimator reads values."""
     reserve: SamplingReserve = field(default_factory=SamplingReserve)

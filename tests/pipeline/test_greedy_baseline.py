@@ -6,7 +6,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.pipeline.greedy_baseline import baselines, greedy_rows, over_rows, per_group
-from ctrl_megatron.rewards.critic import RewardOutcome
+from ctrl_megatron.rewards import RewardOutcome
 
 
 def batch() -> TensorDict:
@@ -31,9 +31,7 @@ def test_a_group_speaks_once_and_all_its_rows_hear() -> None:
 
 
 def test_what_could_not_be_judged_is_no_baseline() -> None:
-    outcomes = [
-        RewardOutcome(reward=reward, valid=True, judged_correct=True) for reward in (0.5, None, 1.0)
-    ]
+    outcomes = [RewardOutcome(reward=reward, judgment=True) for reward in (0.5, None, 1.0)]
     found = baselines(batch(), outcomes)["reward_baselines"]
     assert found[[0, 2, 3]].tolist() == [0.5, 0.5, 1.0]
     assert torch.isnan(found[1])

@@ -10,8 +10,8 @@ from ctrl_megatron.pipeline.batch import CritiqueRow
 from ctrl_megatron.pipeline.dynamic_sampling import _useful_groups
 from ctrl_megatron.pipeline.mini_batches import means_over_steps, mini_batches
 from ctrl_megatron.pipeline.reserve import JudgedCritique, SamplingReserve
-from ctrl_megatron.rewards.critic import RewardOutcome
-from ctrl_megatron.types import Completion, VersionSpan
+from ctrl_megatron.rewards import RewardOutcome
+from ctrl_megatron.types import Completion, Verdict, VersionSpan
 
 
 def judged(uid: str, reward: float | None) -> JudgedCritique:
@@ -26,10 +26,10 @@ def judged(uid: str, reward: float | None) -> JudgedCritique:
     )
     outcome = RewardOutcome(
         reward=reward,
-        valid=True,
-        judged_correct=False,
-        passed=(True, False),
-        detail=("", "E"),
+        judgment=False,
+        verdict=None
+        if reward is None
+        else Verdict(passed=(True, False), total=2, detail=("", "E"), forged=True),
         error="" if reward is not None else "the sandbox is down",
     )
     return JudgedCritique(

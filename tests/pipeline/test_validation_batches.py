@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ctrl_megatron.config import load_config
-from ctrl_megatron.eval.critique_revision import Round
+from ctrl_megatron.eval.critique_revision import CritiqueResult
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.pipeline import validation
-from ctrl_megatron.types import Completion
+from ctrl_megatron.types import Completion, Verdict
 
 
 def completion(token: int) -> Completion:
@@ -54,17 +54,16 @@ def spoken(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.calls.append(len(ids))
         return [completion(int(i)) for i in ids]
 
-    async def judge(worker: Any, table: Any, rows: Any, texts: Any, answers: Any) -> list[Round]:
+    async def judge(
+        worker: Any, table: Any, rows: Any, texts: Any, answers: Any
+    ) -> list[CritiqueResult]:
         tokens = [answer.token_ids[0] for answer in answers]
         worker.judged += zip(rows, texts, tokens, strict=True)
         return [
-            Round(
-                valid=True,
-                judged_correct=True,
-                passed_before=False,
-                pass_rate_before=0.0,
-                passed_after=True,
-                pass_rate_after=1.0,
+            CritiqueResult(
+                judgment=True,
+                before=Verdict(passed=(False,), total=1),
+                after=Verdict(passed=(True,), total=1),
             )
             for _ in rows
         ]

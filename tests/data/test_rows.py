@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.data.attempts import read_rows, row_of, write_rows
-from ctrl_megatron.data.schema import REQUIRED_COLUMNS, Row
+from ctrl_megatron.data.rows import REQUIRED_COLUMNS, Row, read_rows, row_of, write_rows
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.rewards.samples import asserts_of, cases_of, load_samples
 from ctrl_megatron.types import Attempt, Problem
