@@ -117,8 +117,8 @@ def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read parquet file {file}: {error}") from error
         _check_columns(table.column_names, file, prompt_key)
-        records = enumerate(table.to_pylist())
-        rows += [row_from(record, f"{file}: row {number}", prompt_key) for number, record in records]
+        for number, record in enumerate(table.to_pylist()):
+            rows.append(row_from(record, f"{file}: row {number}", prompt_key))
     if not rows:
         raise ValueError(f"no rows in {', '.join(files) or 'an empty list of files'}")
     return list(rows_by_id(rows).values())
@@ -133,11 +133,12 @@ def rows_by_id(rows: Iterable[Row]) -> dict[str, Row]:
     for row in rows:
         first = table.setdefault(row.id, row)
         if first != row:
-            differ = [name for name in _COLUMNS if getattr(first, name) != getattr(row, name)]
+            names = [f.name for f in fields(Row) if f.compare]
+            differ = [name for name in names if getattr(first, name) != getattr(row, name)]
             raise ValueError(
                 f"{row.place or 'a row'}: column 'id' repeats {row.id!r} of "
                 f"{first.place or 'another row'}, but the rows differ in "
-                f"{', '.join(sorted(differ)) or 'further columns'}; give them different ids"
+                f"{', '.join(differ)}; give them different ids"
             )
     return table
 

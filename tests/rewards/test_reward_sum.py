@@ -249,5 +249,5 @@ def test_mistakes_show_without_services(overrides: tuple[str, ...], complaint: s
 
 def test_different_rows_with_one_id_are_refused_at_once() -> None:
     rows = [ROW, function_row(solution="another")]
-    with pytest.raises(ValueError, match=r"rows\.parquet: row 0.*'add/0'.*pass_rate, solution"):
+    with pytest.raises(ValueError, match=r"rows\.parquet: row 0.*'add/0'.*solution, pass_rate"):
         build_reward_sum(config(), sandbox_endpoint="http://x:1", rows=rows, tokenizer=None)
