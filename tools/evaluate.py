@@ -37,8 +37,8 @@ def main() -> int:
     except ValueError as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 2
-    from ctrl_megatron.pipeline.evaluation import evaluate
     from ctrl_megatron.pipeline.recorder import add_stage
+    from ctrl_megatron.pipeline.run import evaluate
 
     for stage, results in evaluate(config, critics).items():
         add_stage(Path(config.trainer.run_dir), stage, results)

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.progress import Progress
 
-from ctrl_megatron.data.attempts import row_of, write_rows
 from ctrl_megatron.data.problems import problem_from, read_problem_records
+from ctrl_megatron.data.rows import row_of, write_rows
 from ctrl_megatron.generation.solutions import judge_attempts
 from ctrl_megatron.prompts import critique_messages, fenced
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from ctrl_megatron.data.problems import check_keys, read_json_lines
 from ctrl_megatron.prompts import fenced
 from ctrl_megatron.types import Attempt, Problem, Verdict
 
@@ -46,38 +45,22 @@ def read_initial_solutions(path: str | PathLike[str]) -> list[JudgedSolution]:
 
     Raises ``ValueError`` naming file, line and key for anything that does not fit.
     """
-    file = fspath(path)
-    found: list[JudgedSolution] = []
-    counts: Counter[tuple[str, str, str]] = Counter()
-    try:
-        with gzip.open(file, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                record = _record(line, f"{file}: line {number}")
-                key = (record["source"], record["task_id"], record["model"])
-                found.append(_judged(record, f"{'/'.join(key)}/{counts[key]}"))
-                counts[key] += 1
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
-    return found
+    solutions: list[JudgedSolution] = []
+    counts: Counter[str] = Counter()
+    for place, record in read_json_lines(Path(path)):
+        _check(record, place)
+        name = f"{record['source']}/{record['task_id']}/{record['model']}"
+        solutions.append(_judged(record, f"{name}/{counts[name]}"))
+        counts[name] += 1
+    return solutions
 
 
-def _record(line: str, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{place} is not a JSON object")
-    for key, kind in _KEYS.items():
-        if key not in record:
-            raise ValueError(f"{place}: key {key!r} missing")
-        if not isinstance(record[key], kind):
-            raise ValueError(f"{place}: key {key!r} has the wrong type: {record[key]!r:.60}")
+def _check(record: Mapping[str, Any], place: str) -> None:
+    check_keys(record, _KEYS, place)
     if len(record["stub"]) != 1:
         raise ValueError(f"{place}: key 'stub' must name one function")
     if not record["tests"] or len(record["tests"]) != len(record["verdicts"]):
         raise ValueError(f"{place}: keys 'tests' and 'verdicts' must be equally long and not empty")
-    return record
 
 
 def _judged(record: Mapping[str, Any], identity: str) -> JudgedSolution:

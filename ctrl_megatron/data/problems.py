@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ctrl_megatron.data.schema import DEFAULT_TIME_LIMIT, decode_tests
+from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, decode_tests
 from ctrl_megatron.types import Problem, PrompterType
 
 _KEYS = {
@@ -69,14 +71,11 @@ def read_problem_records(path: str | PathLike[str]) -> list[dict[str, Any]]:
 def problem_from(record: Mapping[str, Any]) -> Problem:
     """The problem of a checked object. Raises ``ValueError`` for unusable tests."""
     kind = cast(PrompterType, record["prompter_type"])
-    tests = record["tests"]
     return Problem(
         id=record["id"],
         statement=record["statement"],
         prompter_type=kind,
-        selected_uts=decode_tests(
-            kind, tests if kind == "mbppplus" else json.dumps(tests, ensure_ascii=False)
-        ),
+        selected_uts=decode_tests(kind, record["tests"]),
         entry_point=record["entry_point"],
         test_setup=record["test_setup"],
         time_limit=float(record["time_limit"]),
@@ -88,11 +87,14 @@ def problem_from(record: Mapping[str, Any]) -> Problem:
 def read_json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     """``(place, object)`` for every non-empty line; ``place`` is for error messages.
 
-    Raises ``ValueError`` for a file that cannot be read and for a line that is not a JSON object.
+    A file that ends in ``.gz`` is unpacked. Raises ``ValueError`` for a file that cannot be read
+    and for a line that is not a JSON object.
     """
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = file.read_bytes()
+        data = gzip.decompress(data) if file.suffix == ".gz" else data
+        text = data.decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {file}: {error}") from error
     found = []
     # Not splitlines(): JSON strings may hold U+2028 and other separators that are no line ends.
@@ -110,22 +112,19 @@ def read_json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def _check(record: Mapping[str, Any], place: str) -> None:
-    _check_types(record, place)
-    _check_values(record, place)
-
-
-def _check_types(record: Mapping[str, Any], place: str) -> None:
-    if unknown := record.keys() - _KEYS.keys():
-        raise ValueError(f"{place}: unknown key(s) {', '.join(sorted(unknown))}")
-    if missing := _KEYS.keys() - record.keys():
+def check_keys(record: Mapping[str, Any], types: Mapping[str, Any], place: str) -> None:
+    """Raise ``ValueError`` naming a key of ``types`` that is missing or of another type."""
+    if missing := types.keys() - record.keys():
         raise ValueError(f"{place}: key(s) {', '.join(sorted(missing))} missing")
-    for key, kind in _KEYS.items():
+    for key, kind in types.items():
         if not isinstance(record[key], kind) or isinstance(record[key], bool):
             raise ValueError(f"{place}: key {key!r} has the wrong type: {record[key]!r:.60}")
 
 
-def _check_values(record: Mapping[str, Any], place: str) -> None:
+def _check(record: Mapping[str, Any], place: str) -> None:
+    if unknown := record.keys() - _KEYS.keys():
+        raise ValueError(f"{place}: unknown key(s) {', '.join(sorted(unknown))}")
+    check_keys(record, _KEYS, place)
     kind = record["prompter_type"]
     if kind not in get_args(PrompterType):
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ctrl_megatron.data.attempts import Row, read_rows
+from ctrl_megatron.data.rows import Row, read_rows
 from ctrl_megatron.data.tokens import TextCodec
 
 

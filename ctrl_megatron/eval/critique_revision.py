@@ -1,47 +1,56 @@
-"""Scores of one round of critique and revision: pure arithmetic on outcomes."""
+"""Scores of critiques by the revisions that follow them: pure arithmetic on verdicts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ctrl_megatron.types import Verdict
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class CritiqueResult:
     """One held-out attempt, its critique and its revision."""
 
-    valid: bool
-    """The critique contains a judgment."""
-    judged_correct: bool | None
-    passed_before: bool
-    """The first solution passes every test."""
-    pass_rate_before: float
-    passed_after: bool
-    """The revision passes every test."""
-    pass_rate_after: float
+    judgment: bool | None
+    """What the critique says about the first solution; None without a judgment."""
+    before: Verdict | None
+    """On the first solution; None where the judge failed."""
+    after: Verdict | None
+    """On the revision; None where the judge failed."""
 
 
-def summarise(rounds: Sequence[Round]) -> dict[str, float]:
-    """Rates over the rounds; ValueError if there is none.
+def summarise(results: Sequence[CritiqueResult]) -> dict[str, float]:
+    """Rates over the results whose two verdicts are known; none where no result is.
 
-    ``to_right`` and ``to_wrong`` are the shares of all rounds that turned from failing to passing
+    ``to_right`` and ``to_wrong`` are the shares of all results that turned from failing to passing
     and back (the paper's up and down arrows). ``judgment_accuracy`` counts a missing judgment as
-    wrong.
+    wrong. ``rounds`` counts what the rates are over, ``unjudged``, where there are any, the results
+    that were left out. Raises ValueError for no result at all.
     """
-    if not rounds:
-        raise ValueError("no round to summarise")
+    if not results:
+        raise ValueError("no critique to summarise")
+    known = [
+        (result.judgment, result.before, result.after)
+        for result in results
+        if result.before is not None and result.after is not None
+    ]
+    if not known:
+        return {"rounds": 0.0, "unjudged": float(len(results))}
 
     def share(selected: Sequence[bool]) -> float:
-        return sum(selected) / len(rounds)
+        return sum(selected) / len(known)
 
-    return {
-        "valid_critique_rate": share([r.valid for r in rounds]),
-        "judgment_accuracy": share([r.judged_correct == r.passed_before for r in rounds]),
-        "pass_rate_before": sum(r.pass_rate_before for r in rounds) / len(rounds),
-        "revision_pass_rate": sum(r.pass_rate_after for r in rounds) / len(rounds),
-        "solved_before": share([r.passed_before for r in rounds]),
-        "solved_after": share([r.passed_after for r in rounds]),
-        "to_right": share([r.passed_after and not r.passed_before for r in rounds]),
-        "to_wrong": share([r.passed_before and not r.passed_after for r in rounds]),
-        "rounds": float(len(rounds)),
+    rates = {
+        "valid_critique_rate": share([judgment is not None for judgment, _, _ in known]),
+        "judgment_accuracy": share([judgment == b.accepted for judgment, b, _ in known]),
+        "pass_rate_before": sum(b.pass_rate for _, b, _ in known) / len(known),
+        "revision_pass_rate": sum(a.pass_rate for _, _, a in known) / len(known),
+        "solved_before": share([b.accepted for _, b, _ in known]),
+        "solved_after": share([a.accepted for _, _, a in known]),
+        "to_right": share([a.accepted and not b.accepted for _, b, a in known]),
+        "to_wrong": share([b.accepted and not a.accepted for _, b, a in known]),
+        "rounds": float(len(known)),
     }
+    unjudged = len(results) - len(known)
+    return {**rates, "unjudged": float(unjudged)} if unjudged else rates

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-from ctrl_megatron.data.attempts import row_of
+from ctrl_megatron.data.rows import row_of
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.prompts import generation_messages
 from ctrl_megatron.rewards.grading import Judge, grade, grading_job
@@ -43,10 +43,10 @@ async def judge_attempts(
     slots = asyncio.Semaphore(at_once)
 
     async def one(attempt: Attempt) -> tuple[Attempt, Verdict]:
-        sample = asdict(row_of(attempt, []))
+        job = grading_job(attempt.solution, row_of(attempt), run_all_cases=True)
         async with slots:
-            graded = await grade(judge, grading_job(attempt.solution, sample, run_all_cases=True))
+            verdict = await grade(judge, job)
         advance()
-        return replace(attempt, pass_rate=graded.verdict.pass_rate), graded.verdict
+        return replace(attempt, pass_rate=verdict.pass_rate), verdict
 
     return list(await asyncio.gather(*(one(attempt) for attempt in attempts)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ctrl_megatron.algorithms import get_kl_controller
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
@@ -16,7 +18,7 @@ from ctrl_megatron.models.parallel_model import ModelOptions
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import Groups
-from ctrl_megatron.pipeline.interim_rewards import build_reward_sum
+from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.session import Services, Session
 from ctrl_megatron.pipeline.weights import EngineWeights
@@ -24,10 +26,14 @@ from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import EngineLink
 from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
+from ctrl_megatron.rewards import RewardSum
+from ctrl_megatron.rewards.build import build_reward_sum, reward_functions_of
 from ctrl_megatron.rollout.engine import Engine
 
 
-def build_worker(run: Session, services: Services) -> tuple[DAGWorker, ResumableSampler, int]:
+def build_worker(
+    run: Session, services: Services, graph: TaskGraph
+) -> tuple[DAGWorker, ResumableSampler, int]:
     """(the worker that nodes get, the sampler of its rows, training steps of the run). Collective.
 
     Models are loaded while the services start.
@@ -55,7 +61,8 @@ def build_worker(run: Session, services: Services) -> tuple[DAGWorker, Resumable
         draw=sampler.next_batch,
         engine=engine,
         weights=engine_weights(run, actor, engine, may_sleep=family.rollout.free_cache_engine),
-        rewards=build_reward_sum(config, services.sandbox_endpoint, codec, leads=groups.is_leader),
+        rewards=reward_sum(run, services, codec, [train, validation], graph.report.rewards),
+        reward_weights=reward_functions_of(config, graph.report.rewards),
         policy=policy,
         reference=reference,
         value=value,
@@ -71,6 +78,7 @@ def rollout_worker(run: Session, services: Services, critic: str) -> RolloutWork
     """A worker that generates with the critic of an HF directory and trains nothing. Collective."""
     config, groups = run.config, run.groups
     codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
+    table = validation_table(config, codec)
     services.wait()
     engine = services.connect() if groups.is_leader else None
     return RolloutWorker(
@@ -79,10 +87,11 @@ def rollout_worker(run: Session, services: Services, critic: str) -> RolloutWork
         background=run.background,
         stop=run.stop,
         codec=codec,
-        validation=validation_table(config, codec),
+        validation=table,
         engine=engine,
         weights=critic_weights(run, engine, critic),
-        rewards=build_reward_sum(config, services.sandbox_endpoint, codec, leads=groups.is_leader),
+        rewards=reward_sum(run, services, codec, [table], ("critic",)),
+        reward_weights=reward_functions_of(config, ("critic",)),
     )
 
 
@@ -102,6 +111,25 @@ def validation_table(config: Config, codec: TextCodec) -> PromptTable | None:
     """The validation rows, where there are any."""
     files = config.data.val_files
     return prompt_table(config, codec, files) if files else None
+
+
+def reward_sum(
+    run: Session,
+    services: Services,
+    codec: TextCodec,
+    tables: Sequence[PromptTable | None],
+    measured: Sequence[str],
+) -> RewardSum | None:
+    """The reward functions over the rows of ``tables``; None but on leaders."""
+    if not run.groups.is_leader:
+        return None
+    return build_reward_sum(
+        run.config,
+        sandbox_endpoint=services.sandbox_endpoint,
+        rows=[row for table in tables if table is not None for row in table.rows],
+        tokenizer=codec.tokenizer,
+        measured=measured,
+    )
 
 
 def total_steps(config: Config, rows: int) -> int:

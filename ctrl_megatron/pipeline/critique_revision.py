@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tensordict import TensorDict
 
-from ctrl_megatron.eval.critique_revision import Round, summarise
-from ctrl_megatron.pipeline.interim_rewards import (
-    RewardItem,
-    RewardOutcome,
-    Row,
-    Scores,
-    revision_messages,
-)
+from ctrl_megatron.data.rows import Row
+from ctrl_megatron.eval.critique_revision import CritiqueResult, summarise
 from ctrl_megatron.pipeline.sampling import (
     Fields,
     generate,
@@ -23,8 +16,9 @@ from ctrl_megatron.pipeline.sampling import (
     validation_batches,
 )
 from ctrl_megatron.pipeline.worker import RolloutWorker
-from ctrl_megatron.prompts import parse_judgment
-from ctrl_megatron.types import Completion, Verdict
+from ctrl_megatron.prompts import generation_messages, parse_judgment, revision_request, sanitize
+from ctrl_megatron.rewards import RewardItem, RewardOutcome, Scores
+from ctrl_megatron.types import Completion, Message
 
 
 def read_critique(worker: RolloutWorker, completion: Completion) -> Fields:
@@ -32,6 +26,12 @@ def read_critique(worker: RolloutWorker, completion: Completion) -> Fields:
     critique = worker.codec.decode(completion.token_ids)
     judgment = parse_judgment(critique)
     return {"critique": critique, "valid": judgment is not None, "judged_correct": bool(judgment)}
+
+
+def revision_messages(row: Row, critique: str) -> list[Message]:
+    """The dialogue that asks for a revision: problem, the first solution's code, critique."""
+    answer: Message = {"role": "assistant", "content": sanitize(row.solution)}
+    return [*generation_messages(row.attempt().problem), answer, revision_request(critique)]
 
 
 def judgment_of(fields: Fields) -> bool | None:
@@ -95,23 +95,22 @@ def reward_items(
     ]
 
 
-def score_fields(scores: Scores) -> list[Fields]:
-    """Per row ``reward/NAME`` of every reward function and, of the critic's verdict, ``pass_rate``,
-    ``cached``, ``forged`` (a grader that believes exit codes would have accepted) and ``detail``.
+def score_fields(scores: Scores, weights: Mapping[str, float]) -> list[Fields]:
+    """Per row ``reward_fields`` and, of the critic's verdict, ``pass_rate``, ``cached``, ``forged``
+    (a grader that believes exit codes would have accepted the revision) and ``detail``.
     """
-    pairs = zip(reward_fields(scores), scores.outcomes, strict=True)
+    pairs = zip(reward_fields(scores, weights), scores.outcomes, strict=True)
     return [{**rewards, **_verdict_fields(outcome)} for rewards, outcome in pairs]
 
 
 def _verdict_fields(outcome: RewardOutcome | None) -> Fields:
-    if outcome is None:
-        return {"pass_rate": None, "cached": False, "forged": None, "detail": ""}
-    passed = outcome.passed
+    outcome = outcome or RewardOutcome(reward=None)
+    forged = None if outcome.verdict is None else outcome.verdict.forged
     return {
-        "pass_rate": sum(passed) / len(passed) if passed else 0.0,
+        "pass_rate": outcome.pass_rate,
         "cached": outcome.cached,
-        "forged": None if outcome.forged is None else float(outcome.forged),
-        "detail": next((d for d in outcome.detail if d), "") or outcome.error,
+        "forged": None if forged is None else float(forged),
+        "detail": outcome.detail,
     }
 
 
@@ -141,35 +140,21 @@ def validate(worker: RolloutWorker) -> dict[str, float]:
     with worker.timeline.phase("validate_sandbox"):
         rows = [table.rows[row] for batch in batches for row in batch]
         answers = [worker.codec.decode(r.token_ids) for r in revisions]
-        rounds = worker.ask(lambda: _judge_rounds(worker, rows, critiques, answers))
-    everything = [r for part in worker.groups.from_data_ranks(rounds) for r in part]
-    judged = [r for r in everything if r is not None]
-    unjudged = {"unjudged": float(len(everything) - len(judged))}
-    return {**summarise(judged), **unjudged} if judged else unjudged
+        mine = worker.ask(lambda: _judge(worker, rows, critiques, answers))
+    return summarise([r for part in worker.groups.from_data_ranks(mine) for r in part])
 
 
-async def _judge_rounds(
+async def _judge(
     worker: RolloutWorker,
     rows: Sequence[Row],
     critiques: Sequence[Fields],
     revisions: Sequence[str],
-) -> list[Round | None]:
-    judge = worker.rewards.judge_solution
-    first = [judge(row.solution, row) for row in rows]
-    second = [judge(revision, row) for revision, row in zip(revisions, rows, strict=True)]
-    verdicts = await asyncio.gather(*first, *second)
-    before, after = verdicts[: len(rows)], verdicts[len(rows) :]
-    return [_round(*each) for each in zip(critiques, before, after, strict=True)]
-
-
-def _round(critique: Fields, before: Verdict | None, after: Verdict | None) -> Round | None:
-    if before is None or after is None:
-        return None
-    return Round(
-        valid=bool(critique["valid"]),
-        judged_correct=judgment_of(critique),
-        passed_before=before.accepted,
-        pass_rate_before=before.pass_rate,
-        passed_after=after.accepted,
-        pass_rate_after=after.pass_rate,
-    )
+) -> list[CritiqueResult]:
+    assert worker.rewards is not None and worker.rewards.critic is not None
+    programs = [*(row.solution for row in rows), *revisions]
+    outcomes = await worker.rewards.critic.judge_solutions(programs, [*rows, *rows])
+    before, after = outcomes[: len(rows)], outcomes[len(rows) :]
+    return [
+        CritiqueResult(judgment=judgment_of(critique), before=b.verdict, after=a.verdict)
+        for critique, b, a in zip(critiques, before, after, strict=True)
+    ]

@@ -56,7 +56,6 @@ from ctrl_megatron.pipeline.greedy_baseline import (
     judge_greedy_revisions,
     revise_greedy_critiques,
 )
-from ctrl_megatron.pipeline.interim_rewards import weighted_sum
 from ctrl_megatron.pipeline.performance import performance
 from ctrl_megatron.pipeline.sampling import (
     Sample,
@@ -84,6 +83,7 @@ def ctrl_pipeline(config: Config) -> TaskGraph:
         metrics=critique_metrics,
         examples=critique_examples,
         validate=validate if config.data.val_files else None,
+        rewards=("critic",),
     )
     pipeline = Pipeline("ctrl_training_pipeline", "critique, revise, judge, update", report=report)
     if config.algorithm.filter_groups.enable:
@@ -193,7 +193,8 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         texts(batch["revision"]),
         batch["response_mask"].sum(dim=1).tolist(),
     )
-    return NodeOutput(fields=columns(score_fields(await worker.rewards.score(items))))
+    scores = await worker.score(items)
+    return NodeOutput(fields=columns(score_fields(scores, worker.reward_weights)))
 
 
 def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
@@ -206,7 +207,8 @@ def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list
     revisions, lengths = revise_valid(worker, about, critiques, valid)
     sizes = [len(sample.completion.token_ids) for sample in drawn]
     items = reward_items(about, critiques, judged, revisions, sizes)
-    scored = score_fields(worker.ask(lambda: worker.rewards.score(items)))
+    scores = worker.ask(lambda: worker.score(items))
+    scored = score_fields(scores, worker.reward_weights)
     return [
         dataclasses.replace(
             sample,
@@ -261,9 +263,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     A row without a reward (its sandbox failed) leaves the loss and its group: ``judged`` (B,) is
     False, its mask becomes empty and its uid its own.
     """
-    mask, weights = batch["response_mask"], worker.rewards.weights
-    rewards = {name: batch[f"reward/{name}"] for name in weights}
-    total = weighted_sum(rewards, weights)
+    mask, total = batch["response_mask"], batch["score"]
     judged = ~total.isnan()
     if "reward_baselines" in batch:
         judged &= ~batch["reward_baselines"].isnan()
@@ -273,9 +273,9 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         uid if ok else f"{uid}/unjudged/{i}"
         for i, (uid, ok) in enumerate(zip(texts(batch["uid"]), judged.tolist(), strict=True))
     ]
-    first, *others = rewards
-    measured = {"reward/mean": rewards[first][judged], "reward/judged_rate": judged.float()}
-    measured |= {f"reward/{name}": rewards[name][judged] for name in others}
+    first, *others = worker.reward_weights
+    measured = {"reward/mean": batch[f"reward/{first}"], "reward/judged_rate": judged.float()}
+    measured |= {f"reward/{name}": batch[f"reward/{name}"] for name in others}
     if others:
         measured["reward/total"] = total[judged]
     return NodeOutput(

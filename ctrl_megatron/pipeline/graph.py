@@ -250,6 +250,8 @@ class StepReport:
     rank 0."""
     validate: Validate | None = None
     """From the worker to rates over the validation rows. Collective; None: nothing to validate."""
+    rewards: tuple[str, ...] = ()
+    """Reward functions that it reads: they run also where ``reward.reward_funcs`` lacks them."""
 
 
 class TaskGraph:

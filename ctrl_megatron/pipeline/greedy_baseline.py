@@ -60,8 +60,8 @@ async def judge_greedy_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOu
         [texts(batch["greedy_revision"])[head] for head in heads],
         [0] * len(heads),
     )
-    scores = await worker.rewards.score(items)
-    weight = worker.rewards.weights["critic"]
+    scores = await worker.score(items)
+    weight = worker.reward_weights["critic"]
     earned = [None if r is None else weight * r for r in scores.parts["critic"]]
     per_row = columns([{"reward_baselines": earned[group]} for group in _group_of_rows(batch)])
     return NodeOutput(fields=per_row)

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.data.schema import Row
+from ctrl_megatron.data.rows import Row
 from ctrl_megatron.pipeline.ctrl import add_update_nodes
 from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
 from ctrl_megatron.pipeline.executor import NodeOutput
@@ -28,7 +28,6 @@ from ctrl_megatron.pipeline.graph import (
     StepReport,
     TaskGraph,
 )
-from ctrl_megatron.pipeline.interim_rewards import RewardItem
 from ctrl_megatron.pipeline.performance import performance
 from ctrl_megatron.pipeline.sampling import (
     Sample,
@@ -45,6 +44,7 @@ from ctrl_megatron.pipeline.sampling import (
     validation_batches,
 )
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+from ctrl_megatron.rewards import RewardItem
 
 
 def grpo_pipeline(config: Config) -> TaskGraph:
@@ -112,7 +112,8 @@ async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput
         texts(batch["completion"]),
         batch["response_mask"].sum(dim=1).tolist(),
     )
-    return NodeOutput(fields=columns(reward_fields(await worker.rewards.score(items))))
+    scores = await worker.score(items)
+    return NodeOutput(fields=columns(reward_fields(scores, worker.reward_weights)))
 
 
 def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
@@ -123,10 +124,10 @@ def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> lis
         [str(sample.fields["completion"]) for sample in drawn],
         [len(sample.completion.token_ids) for sample in drawn],
     )
-    rewards = reward_fields(worker.ask(lambda: worker.rewards.score(items)))
+    scores = worker.ask(lambda: worker.score(items))
     return [
         dataclasses.replace(sample, fields={**sample.fields, **earned})
-        for sample, earned in zip(drawn, rewards, strict=True)
+        for sample, earned in zip(drawn, reward_fields(scores, worker.reward_weights), strict=True)
     ]
 
 
@@ -161,7 +162,7 @@ def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, 
     completions, versions = texts(batch["completion"]), texts(batch["version"])
     ids, examples = texts(batch["problem_id"]), dict[str, dict[str, Any]]()
     for i, uid in enumerate(texts(batch["uid"])):
-        rewards = {name: known(batch[f"reward/{name}"][i]) for name in worker.rewards.weights}
+        rewards = {name: known(batch[f"reward/{name}"][i]) for name in worker.reward_weights}
         examples.setdefault(
             uid,
             {
@@ -191,7 +192,7 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
             items += completion_items([table.rows[row] for row in batch], answers, sizes)
     worker.weights.rest()
     with worker.timeline.phase("validate_rewards"):
-        mine = worker.ask(lambda: worker.rewards.score(items)).parts
+        mine = worker.ask(lambda: worker.score(items)).parts
     results: dict[str, float] = {"unjudged": 0.0}
     for name in mine:
         rewards = [r for part in worker.groups.from_data_ranks(mine[name]) for r in part]

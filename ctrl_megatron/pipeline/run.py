@@ -13,10 +13,14 @@ from ctrl_megatron.pipeline.build import build_worker, critic_weights, rollout_w
 from ctrl_megatron.pipeline.critique_revision import validate
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
 from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
-from ctrl_megatron.pipeline.interim_rewards import further_rewards as check_reward_functions
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.recorder import Recorder
 from ctrl_megatron.pipeline.session import session
+from ctrl_megatron.pipeline.worker import RolloutWorker
+from ctrl_megatron.rewards.build import check_reward_functions
+from ctrl_megatron.sandbox import SandboxClient
+
+_LEVELS = ("none", "standard", "strict")
 
 
 def train(config: Config) -> bool:
@@ -27,10 +31,10 @@ def train(config: Config) -> bool:
     """
     graph = pipeline_of(config)
     check_names(config)
-    check_reward_functions(config, None)
+    check_reward_functions(config)
     with session(config) as run:
         services = run.start_services()
-        worker, sampler, steps = build_worker(run, services)
+        worker, sampler, steps = build_worker(run, services, graph)
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
         worker.timeline = recorder.timeline()
         loop = TrainingLoop(
@@ -46,7 +50,7 @@ def train(config: Config) -> bool:
             schedule=schedule_of(config, steps),
             # The names under which checkpoints hold them.
             parts={"kl_controller": worker.kl_controller, "reserve": worker.leftover},
-            constants=worker.ask(worker.rewards.isolation),
+            constants=worker.ask(lambda: isolation_level(worker)),
         )
         if worker.train.dropped:
             recorder.say(f"{worker.train.dropped} rows have overlong prompts and are left out")
@@ -122,6 +126,18 @@ def check_names(config: Config) -> None:
                 f"{key}={name}: {error}; correct the name, or register it in the module of "
                 "dag.custom_pipeline_fn"
             ) from None
+
+
+async def isolation_level(worker: RolloutWorker) -> dict[str, float]:
+    """``sandbox/isolation``: the lowest level among the run's services, 0 none, 1 standard, 2
+    strict; nothing where none of ours judges (leaders only).
+    """
+    judge = None if worker.rewards is None else worker.rewards.judge
+    if not isinstance(judge, SandboxClient):
+        return {}
+    # A service that does not tell its level is not ours.
+    reached = [_LEVELS.index(level) for level in (await judge.ping()).values() if level in _LEVELS]
+    return {"sandbox/isolation": float(min(reached))} if reached else {}
 
 
 def schedule_of(config: Config, steps: int) -> Schedule:

@@ -15,10 +15,10 @@ from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.data.balance import partition_groups
 from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.rewards import Scores, weighted_sum
 from ctrl_megatron.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from ctrl_megatron.pipeline.interim_rewards import Scores
     from ctrl_megatron.pipeline.weights import Role
     from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 
@@ -222,11 +222,13 @@ def length_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, torch.Te
     }
 
 
-def reward_fields(scores: Scores) -> list[Fields]:
-    """Per row ``reward/NAME`` of every reward function; None where nothing is known."""
+def reward_fields(scores: Scores, weights: Mapping[str, float]) -> list[Fields]:
+    """Per row ``score`` (the weighted sum) and ``reward/NAME`` of every reward function; None where
+    nothing is known.
+    """
     return [
-        {f"reward/{name}": part[row] for name, part in scores.parts.items()}
-        for row in range(len(scores.outcomes))
+        {"score": total, **{f"reward/{name}": part[row] for name, part in scores.parts.items()}}
+        for row, total in enumerate(weighted_sum(scores.parts, weights))
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,9 +21,9 @@ from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import Groups
 from ctrl_megatron.pipeline.dynamic_sampling import LeftoverGroups
-from ctrl_megatron.pipeline.interim_rewards import RewardSum
 from ctrl_megatron.pipeline.stop import StopFlag, StopRequested
 from ctrl_megatron.pipeline.weights import EngineWeights
+from ctrl_megatron.rewards import RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.engine import Engine
 
 T = TypeVar("T")
@@ -43,8 +43,10 @@ class RolloutWorker:
     """Given on leaders."""
     weights: EngineWeights
     """Which model the engine holds, and when it sleeps."""
-    rewards: RewardSum
-    """Every reward function of the run; those of leaders can run programs."""
+    rewards: RewardSum | None
+    """Every reward function of the run; given on leaders."""
+    reward_weights: Mapping[str, float]
+    """Reward function -> weight; the first is the one that ``reward/mean`` speaks of."""
     validation: PromptTable | None
     timeline: Timeline = field(default_factory=Timeline)
     step: int = 0
@@ -69,6 +71,11 @@ class RolloutWorker:
             raise StopRequested
         return self.groups.from_leader(answer)
 
+    async def score(self, items: Sequence[RewardItem]) -> Scores:
+        """What every reward function says of the items (leaders only)."""
+        assert self.rewards is not None
+        return await self.rewards.score(items)
+
     def make_room(self) -> None:
         """Called before the engine generates: free what it may need of the device."""
 
@@ -76,7 +83,8 @@ class RolloutWorker:
         """Let go of connections and end the background loop."""
         if self.engine is not None:
             self.background.run(self.engine.close())
-        self.background.run(self.rewards.close())
+        if self.rewards is not None:
+            self.background.run(self.rewards.close())
         self.background.close()
 
 

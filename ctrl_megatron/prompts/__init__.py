@@ -1,12 +1,14 @@
 """Everything the models are told and everything read back from their text."""
 
 from ctrl_megatron.prompts.code_block import desanitize, extract_code, fenced, sanitize
-from ctrl_megatron.prompts.judgment import JUDGED_CORRECT, JUDGED_INCORRECT, parse_judgment
 from ctrl_megatron.prompts.messages import (
+    JUDGED_CORRECT,
+    JUDGED_INCORRECT,
     REVISION_SENTENCE,
     critique_messages,
     generation_messages,
     hint_messages,
+    parse_judgment,
     revision_request,
 )
 

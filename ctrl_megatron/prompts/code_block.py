@@ -1,11 +1,13 @@
-"""Fenced code in and out of text, with the exact semantics of CTRL's ``sanitize`` and
-``desanitize``.
+"""Fenced code in and out of text: CTRL's ``sanitize`` and ``desanitize``, and ``extract_code``, the
+one way from a raw answer to its program.
 """
 
 from __future__ import annotations
 
 FENCE = "```"
 _TAG = "python"
+_TAGS = {"cpp": ("cpp", "c++", "cc", "cxx"), "bash": ("bash", "sh", "shell")}
+"""Tags of a language's blocks, where there are others than its name."""
 
 
 def sanitize(text: str) -> str:
@@ -25,14 +27,26 @@ def desanitize(text: str) -> str:
     return text if code is None else code
 
 
-def extract_code(text: str) -> str:
-    """The program an answer hands in: its first fenced block, open or closed, else all of it."""
-    return desanitize(sanitize(text))
+def extract_code(text: str, language: str = "python") -> str:
+    """The program an answer hands in.
+
+    Python: its first fenced block, open or closed, else all of it (CTRL's rule). Another language:
+    its first block with that language's tag, else its first block, else all of it; an open block
+    counts where no block is closed.
+    """
+    if language == _TAG:
+        return desanitize(sanitize(text))
+    blocks = _blocks(text)
+    tags = _TAGS.get(language, (language,))
+    chosen = next((code for tag, code in blocks if tag.lower() in tags), None)
+    if chosen is None:
+        chosen = blocks[0][1] if blocks else text
+    return chosen
 
 
-def fenced(code: str) -> str:
+def fenced(code: str, language: str = _TAG) -> str:
     """``code`` as the canonical fenced block."""
-    return f"{FENCE}{_TAG}\n{code}\n{FENCE}"
+    return f"{FENCE}{language}\n{code}\n{FENCE}"
 
 
 def _first_block(text: str, *, must_close: bool) -> str | None:
@@ -48,3 +62,21 @@ def _first_block(text: str, *, must_close: bool) -> str | None:
     if end < 0 and must_close:
         return None
     return (text[start:] if end < 0 else text[start:end]).strip()
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """(tag, code) of every block between fences on lines of their own."""
+    blocks: list[tuple[str, str]] = []
+    tag, lines = None, []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        mark = line.strip()
+        if tag is None and mark.startswith(FENCE) and "`" not in mark[len(FENCE) :]:
+            tag, lines = (mark[len(FENCE) :].split() or [""])[0], []
+        elif tag is not None and mark == FENCE:
+            blocks.append((tag, "\n".join(lines)))
+            tag = None
+        elif tag is not None:
+            lines.append(line)
+    if tag is not None and not blocks:
+        blocks.append((tag, "\n".join(lines)))
+    return blocks

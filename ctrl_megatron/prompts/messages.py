@@ -1,4 +1,5 @@
-"""The conversations: first answer, critique, critique with an execution hint, revision.
+"""The conversations: first answer, critique, critique with an execution hint, revision; and the
+line in which a critic commits itself.
 
 The wording is short because the smallest critic has 135M parameters and sees a few hundred prompt
 tokens. No text ever contains a complete judgment line, so that echoing the prompt is not a
@@ -14,6 +15,9 @@ from ctrl_megatron.types import Message, Problem, PrompterType
 
 REVISION_SENTENCE = "Please finalize your answer accordingly using the same format."
 """Ends every request for a revision; CTRL's wording."""
+
+JUDGED_CORRECT = "Overall judgment: Correct"
+JUDGED_INCORRECT = "Overall judgment: Incorrect"
 
 _CRITIQUE_TASK = (
     "Review the answer to this programming problem. Say what is right or wrong and how to "
@@ -68,6 +72,18 @@ def revision_request(critique: str) -> Message:
     if opening >= 0 and closing >= 0:
         critique = critique[opening + len(_FORMAT_OPEN) : closing]
     return _user(f"{critique.strip()}\n\n{REVISION_SENTENCE}")
+
+
+def parse_judgment(critique: str) -> bool | None:
+    """What a critique says about the answer: True correct, False incorrect, None where it does not
+    say.
+
+    The two judgment strings count anywhere and case-sensitively, as in CTRL; anything else (a bold
+    label, another case) is no judgment. Where a critique contains both, the last one holds.
+    """
+    correct = critique.rfind(JUDGED_CORRECT)
+    incorrect = critique.rfind(JUDGED_INCORRECT)
+    return None if correct == incorrect else correct > incorrect
 
 
 def _subject(problem: Problem, solution: str) -> tuple[str, str]:

@@ -1,19 +1,24 @@
 """Rewards: of critiques, from the execution of the revisions that they lead to, and of programs."""
 
 from ctrl_megatron.prompts import desanitize, sanitize
-from ctrl_megatron.rewards.critic import MAX_REQUESTS, RewardModelForCritic, RewardOutcome
-from ctrl_megatron.rewards.disk_cache import CacheFileError, verdict_cache
-from ctrl_megatron.rewards.items import RewardFunction, RewardItem
-from ctrl_megatron.rewards.normalize import count_normalized_duplicates, normalize_code
+from ctrl_megatron.rewards.cache import CacheFileError, verdict_cache
+from ctrl_megatron.rewards.critic import RewardModelForCritic
+from ctrl_megatron.rewards.grading import MAX_REQUESTS, RUN_TIMEOUT
+from ctrl_megatron.rewards.normalize import normalize_code
 from ctrl_megatron.rewards.registry import (
     get_reward,
     make_reward,
-    make_rewards,
     register_reward,
     reward_parameters,
 )
-from ctrl_megatron.rewards.samples import RUN_TIMEOUT, Sample
-from ctrl_megatron.rewards.weighted import WeightedReward, WeightedRewards, reward_metrics
+from ctrl_megatron.rewards.reward_sum import (
+    RewardFunction,
+    RewardItem,
+    RewardOutcome,
+    RewardSum,
+    Scores,
+    weighted_sum,
+)
 
 __all__ = [
     "MAX_REQUESTS",
@@ -23,18 +28,15 @@ __all__ = [
     "RewardItem",
     "RewardModelForCritic",
     "RewardOutcome",
-    "Sample",
-    "WeightedReward",
-    "WeightedRewards",
-    "count_normalized_duplicates",
+    "RewardSum",
+    "Scores",
     "desanitize",
     "get_reward",
     "make_reward",
-    "make_rewards",
     "normalize_code",
     "register_reward",
-    "reward_metrics",
     "reward_parameters",
     "sanitize",
     "verdict_cache",
+    "weighted_sum",
 ]

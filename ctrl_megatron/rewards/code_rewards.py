@@ -1,71 +1,63 @@
-"""Rewards that run an answer's program: ``code``, ``binary_code`` and ``ioi_code``."""
+"""Rewards of an answer that hands in a program: ``code_format``, ``code`` and ``binary_code``."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+import logging
+import warnings
+from collections.abc import Sequence
+from functools import partial
 
-from ctrl_megatron.rewards.cache import ResultCache
-from ctrl_megatron.rewards.cached_judge import CachedJudge
-from ctrl_megatron.rewards.code_format import WELL_FORMED, code_format_score
-from ctrl_megatron.rewards.disk_cache import verdict_cache
-from ctrl_megatron.rewards.grading import Graded, GradingJob, Judge, grading_job
-from ctrl_megatron.rewards.ioi import ioi_job, ioi_score, subtasks_of
-from ctrl_megatron.rewards.items import RewardItem, samples_of
-from ctrl_megatron.rewards.samples import RUN_TIMEOUT, Sample
+from ctrl_megatron.data.rows import Row
+from ctrl_megatron.rewards.cache import ResultCache, verdict_cache
+from ctrl_megatron.rewards.grading import (
+    MAX_REQUESTS,
+    RUN_TIMEOUT,
+    CachedJudge,
+    GradingJob,
+    Judge,
+    grading_job,
+)
+from ctrl_megatron.rewards.reward_sum import RewardItem, Rewards, gathered, rows_of
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.types import Verdict
 
-Value = TypeVar("Value")
-
-MAX_REQUESTS = 256
-
-
-@dataclass(slots=True)
-class FaultCounters:
-    """What went wrong on the judge's side."""
-
-    faults: int = 0
-    """Items that could not be judged; their reward is None."""
-    last: str = ""
-    """The latest fault's text."""
+_log = logging.getLogger(__name__)
+_FENCE = "```"
+_OPENING = "```python\n"
+WELL_FORMED, UNPARSABLE, MALFORMED = 1.0, 0.5, 0.0
 
 
-class _Judging:
-    """Judges a batch by one job per item; a fault of the judge is None, never 0."""
+def code_format_score(text: str, *, final_newline: bool = True) -> float:
+    """1.0 for one well-formed block, 0.5 if its code does not parse, 0.0 otherwise.
 
-    def __init__(
-        self,
-        provider: Judge,
-        cache: ResultCache[Graded] | None = None,
-        max_requests: int = MAX_REQUESTS,
-    ) -> None:
-        self._judge = CachedJudge(provider, verdict_cache() if cache is None else cache)
-        self._max_requests = max_requests
-        self.counters = FaultCounters()
+    Well-formed: any text without a fence, an opening fence with the tag ``python`` at a line's end,
+    code, a closing fence on a line of its own, one line break, the end. With ``final_newline``
+    false the text may also end right behind the closing fence. Source: DiffuCoder
+    (arXiv 2506.20639), ``code_format_reward``, which asks no line of its own for the opening fence.
+    """
+    if text.count(_FENCE) != 2 or text.count("`" * 4):
+        return MALFORMED
+    before, _, rest = text.partition(_OPENING)
+    if not rest or _FENCE in before:
+        return MALFORMED
+    endings = ("\n```\n",) if final_newline else ("\n```\n", "\n```")
+    ending = next((e for e in endings if rest.endswith(e)), None)
+    if ending is None:
+        return MALFORMED
+    return WELL_FORMED if _parses(rest.removesuffix(ending)) else UNPARSABLE
 
-    async def verdicts(self, jobs: Sequence[GradingJob | None]) -> list[Verdict | None]:
-        """The verdict of every job; None for no job and for a fault.
 
-        Anything but a fault ends the batch and is raised.
-        """
-        semaphore = asyncio.Semaphore(self._max_requests)
-        return await gathered([lambda job=job: self._verdict(job, semaphore) for job in jobs])
+class CodeFormatReward:
+    """``code_format_score`` of every text."""
 
-    async def _verdict(
-        self, job: GradingJob | None, semaphore: asyncio.Semaphore
-    ) -> Verdict | None:
-        if job is None:
-            return None
-        try:
-            graded, _ = await self._judge.grade(job, semaphore)
-        except SandboxError as error:
-            self.counters.faults += 1
-            self.counters.last = str(error) or type(error).__name__
-            return None
-        return graded.verdict
+    def __init__(self, *, final_newline: bool = True) -> None:
+        self._final_newline = final_newline
+
+    async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
+        """See ``RewardFunction``."""
+        return [code_format_score(i.text, final_newline=self._final_newline) for i in items]
 
 
 class CodeReward:
@@ -85,33 +77,28 @@ class CodeReward:
         require_format: bool = False,
         run_timeout: float = RUN_TIMEOUT,
         max_requests: int = MAX_REQUESTS,
-        cache: ResultCache[Graded] | None = None,
+        cache: ResultCache[Verdict] | None = None,
     ) -> None:
-        self._judging = _Judging(provider, cache, max_requests)
+        self._judge = CachedJudge(provider, verdict_cache() if cache is None else cache)
         self._require_format = require_format
-        self._run_timeout = run_timeout
+        self._run_timeout, self._max_requests = run_timeout, max_requests
 
-    @property
-    def counters(self) -> FaultCounters:
-        """Faults so far."""
-        return self._judging.counters
-
-    async def __call__(self, items: Sequence[RewardItem]) -> list[float | None]:
-        """See ``RewardFunction``. Raises ``ValueError`` for a sample that cannot be judged."""
-        samples = samples_of(self.name, items)
+    async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
+        """See ``RewardFunction``. Raises ``ValueError`` for a row that cannot be judged."""
+        rows = rows_of(self.name, items)
         runs = [not self._require_format or _well_formed(item.text) for item in items]
         jobs = [
-            self._job(item.text, sample) if run else None
-            for item, sample, run in zip(items, samples, runs, strict=True)
+            self._job(item.text, row) if run else None
+            for item, row, run in zip(items, rows, runs, strict=True)
         ]
-        verdicts = await self._judging.verdicts(jobs)
+        verdicts = await verdicts_of(self.name, self._judge, jobs, self._max_requests)
         return [
             (None if verdict is None else self._score(verdict.pass_rate)) if run else 0.0
             for verdict, run in zip(verdicts, runs, strict=True)
         ]
 
-    def _job(self, text: str, sample: Sample) -> GradingJob:
-        return grading_job(text, sample, run_all_cases=True, run_timeout=self._run_timeout)
+    def _job(self, text: str, row: Row) -> GradingJob:
+        return grading_job(text, row, run_all_cases=True, run_timeout=self._run_timeout)
 
     def _score(self, pass_rate: float) -> float:
         return pass_rate
@@ -127,66 +114,41 @@ class BinaryCodeReward(CodeReward):
         return float(pass_rate > self.threshold)
 
 
-class IoiCodeReward:
-    """``ioi_code``: the points of an olympiad problem, by subtasks.
-
-    The sample has stdin/stdout cases in ``selected_uts`` and ``subtasks`` (see
-    ``ctrl_megatron/rewards/ioi.py``). ``language`` holds where the sample has none. With
-    ``normalise`` the points are divided by the problem's full points.
+async def verdicts_of(
+    name: str, judge: CachedJudge, jobs: Sequence[GradingJob | None], max_requests: int
+) -> list[Verdict | None]:
+    """The verdict of every job, ``max_requests`` under way at most; None for no job and for a fault
+    of the judge, which is logged under the reward's ``name``. Anything else ends the batch.
     """
+    semaphore, faults = asyncio.Semaphore(max_requests), []
 
-    name = "ioi_code"
-
-    def __init__(
-        self,
-        *,
-        provider: Judge,
-        language: str = "cpp",
-        normalise: bool = False,
-        run_timeout: float = RUN_TIMEOUT,
-        max_requests: int = MAX_REQUESTS,
-        cache: ResultCache[Graded] | None = None,
-    ) -> None:
-        self._judging = _Judging(provider, cache, max_requests)
-        self._language, self._normalise = language, normalise
-        self._run_timeout = run_timeout
-
-    @property
-    def counters(self) -> FaultCounters:
-        """Faults so far."""
-        return self._judging.counters
-
-    async def __call__(self, items: Sequence[RewardItem]) -> list[float | None]:
-        """See ``RewardFunction``. Raises ``ValueError`` for a sample that cannot be judged."""
-        samples = samples_of(self.name, items)
-        jobs = [
-            ioi_job(item.text, sample, self._language, self._run_timeout)
-            for item, sample in zip(items, samples, strict=True)
-        ]
-        verdicts = await self._judging.verdicts(jobs)
-        return [self._points(*pair) for pair in zip(verdicts, samples, strict=True)]
-
-    def _points(self, verdict: Verdict | None, sample: Sample) -> float | None:
-        if verdict is None:
+    async def verdict(job: GradingJob | None) -> Verdict | None:
+        if job is None:
             return None
-        subtasks = subtasks_of(sample, verdict.total)
-        # A verdict that never came is a failure.
-        missing = [0.0] * (verdict.total - len(verdict.passed))
-        points = ioi_score(subtasks, [*map(float, verdict.passed), *missing])
-        return points / sum(s.points for s in subtasks) if self._normalise else points
+        try:
+            return (await judge.grade(job, semaphore))[0]
+        except SandboxError as error:
+            faults.append(str(error) or type(error).__name__)
+            return None
 
-
-async def gathered(calls: Sequence[Callable[[], Awaitable[Value]]]) -> list[Value]:
-    """All results in order; the first exception cancels the rest and is raised."""
-    tasks = [asyncio.ensure_future(call()) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    verdicts = await gathered([partial(verdict, job) for job in jobs])
+    if faults:
+        _log.warning(
+            "reward %s: %d of %d answers were not judged: %s",
+            *(name, len(faults), len(jobs), faults[-1]),
+        )
+    return verdicts
 
 
 def _well_formed(text: str) -> bool:
     return code_format_score(text, final_newline=False) == WELL_FORMED
+
+
+def _parses(code: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the program's style, not ours
+            ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True

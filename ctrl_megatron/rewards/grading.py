@@ -1,19 +1,15 @@
-"""One revision and one sample to one request, and the sandbox's answer to one verdict."""
+"""From an answer and a row to one request, from the judge's answer to one verdict."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, Row
 from ctrl_megatron.prompts import extract_code, fenced
-from ctrl_megatron.rewards.cache import fingerprint
-from ctrl_megatron.rewards.samples import (
-    RUN_TIMEOUT,
-    Sample,
-    asserts_of,
-    cases_of,
-    time_limit_of,
-)
+from ctrl_megatron.rewards.cache import ResultCache, fingerprint
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.wire import (
     CommandRunStatus,
@@ -26,28 +22,20 @@ from ctrl_megatron.types import Verdict
 
 GRADER_VERSION = "2"
 """Part of every cache key; raise it when equal requests may get other verdicts than before."""
+RUN_TIMEOUT = int(DEFAULT_TIME_LIMIT)
+"""Seconds that one test may take where the row does not say."""
+MAX_REQUESTS = 256
+"""Requests that one batch of rewards keeps under way, by default."""
 TIMED_OUT = "TimeLimitExceeded"
 """``Verdict.detail`` of a test that ran out of time."""
 
 
 class Judge(Protocol):
-    """What grading needs of a sandbox client."""
+    """What grading needs of a sandbox client or a provider."""
 
-    async def submit(self, request: SubmitRequest) -> EvalResult:
+    async def submit(self, request: SubmitRequest, /) -> EvalResult:
         """Judge a completion; raise ``SandboxError`` when the service fails."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Graded:
-    """A verdict and whether it may change when the same program runs again."""
-
-    verdict: Verdict
-    timed_out: bool
-    """True when a test ran out of time, which a busy machine can cause."""
-    forged: bool | None = None
-    """A grader that believes exit codes would have accepted what was refused; None: not compared.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,35 +53,83 @@ class GradingJob:
 
 def grading_job(
     text: str,
-    sample: Sample,
+    row: Row,
     *,
     run_all_cases: bool,
     run_timeout: float = RUN_TIMEOUT,
     compare_lax: bool = False,
 ) -> GradingJob:
-    """How to judge the program in ``text`` on the tests of ``sample``.
+    """How to judge the Python program in ``text`` on the tests of ``row``.
 
-    A test may take ``run_timeout`` seconds where the sample does not say. ``compare_lax`` has our
-    service also ask a lax grader, without an effect on the verdict.
-
-    The program is extracted here and sent fenced, so that the service has nothing to guess. Raises
-    ``ValueError`` for an unknown ``prompter_type`` and for a sample without tests.
+    A test may take ``run_timeout`` seconds where the row does not say. ``compare_lax`` has our
+    service also ask a lax grader, without an effect on the verdict. Raises ``ValueError`` for a
+    LiveCodeBench row without its columns.
     """
-    dataset_type, data, total = _tests_of(sample)
+    extra = {"run_all_cases": run_all_cases, **({"lax": "compare"} if compare_lax else {})}
+    if row.prompter_type == "mbppplus":
+        kind, total = "MBPPDataset", len(row.selected_uts)
+        data: dict[str, Any] = {
+            "test_list": list(row.selected_uts),
+            "test_setup_code": row.test_setup,
+            "entry_point": row.entry_point,
+        }
+    elif row.prompter_type == "code_contests":
+        kind, data = "CommonOJDataset", {"test": cases_of(row)}
+        total = len(data["test"])
+    else:
+        kind, total = "LiveCodeBenchDataset", 1
+        if missing := [name for name in ("content", "labels", "test") if name not in row.extra]:
+            raise ValueError(
+                f"{row.place} row {row.id!r}: livecodebench needs column(s) {', '.join(missing)}"
+            )
+        data = {"id": row.id, **{name: row.extra[name] for name in ("content", "labels", "test")}}
+    return make_job(
+        text,
+        row,
+        dataset=row.prompter_type,
+        kind=kind,
+        data=data,
+        total=total,
+        extra=extra,
+        run_timeout=run_timeout,
+    )
+
+
+def make_job(
+    text: str,
+    row: Row,
+    *,
+    dataset: str,
+    kind: str,
+    data: dict[str, Any],
+    total: int,
+    extra: dict[str, Any],
+    run_timeout: float,
+    language: str = "python",
+) -> GradingJob:
+    """The job of the program in ``text``, which is extracted here and sent fenced, so that the
+    judge has nothing to guess.
+    """
     config = TestConfig(
-        dataset_type=dataset_type,
-        language="python",
-        run_timeout=time_limit_of(sample, run_timeout),
+        dataset_type=kind,
+        language=language,
+        run_timeout=float(run_timeout) if row.time_limit is None else row.time_limit,
         provided_data=data,
-        extra={"run_all_cases": run_all_cases, **({"lax": "compare"} if compare_lax else {})},
+        extra=extra,
     )
-    request = SubmitRequest(
-        dataset=sample["prompter_type"], id=0, completion=fenced(extract_code(text)), config=config
-    )
+    completion = fenced(extract_code(text, language.lower()), language)
+    request = SubmitRequest(dataset=dataset, id=0, completion=completion, config=config)
     return GradingJob(request=request, total=total)
 
 
-async def grade(judge: Judge, job: GradingJob) -> Graded:
+def cases_of(row: Row) -> list[dict[str, Any]]:
+    """The tests of a stdin/stdout problem, each ``{"input": {"stdin"}, "output": {"stdout"}}``."""
+    if not isinstance(row.selected_uts, str):
+        raise ValueError(f"{row.place} row {row.id!r}: selected_uts has no stdin/stdout cases")
+    return json.loads(row.selected_uts)
+
+
+async def grade(judge: Judge, job: GradingJob) -> Verdict:
     """Have ``job`` judged; ``SandboxError`` if the service fails or answers for other tests."""
     result = await judge.submit(job.request)
     cases = result.tests
@@ -105,44 +141,42 @@ async def grade(judge: Judge, job: GradingJob) -> Graded:
             f"the sandbox answered with {len(cases)} verdict(s), accepted={result.accepted}, "
             f"for {job.total} test(s) of a {job.request.dataset} sample"
         )
-    verdict = Verdict(
+    return Verdict(
         passed=tuple(case.passed for case in cases),
         total=job.total,
         detail=tuple(map(_why, cases)),
-    )
-    return Graded(
-        verdict=verdict,
         timed_out=any(map(_timed_out, cases)),
         forged=(result.extra or {}).get("forged"),
     )
 
 
-def _tests_of(sample: Sample) -> tuple[str, dict[str, Any], int]:
-    """``dataset_type``, ``provided_data`` and number of tests of a sample."""
-    kind = sample["prompter_type"]
-    if kind == "mbppplus":
-        asserts = asserts_of(sample)
-        data = {
-            "test_list": asserts,
-            "test_setup_code": sample.get("test_setup") or "",
-            "entry_point": sample.get("entry_point") or "",
-        }
-        return "MBPPDataset", data, len(asserts)
-    if kind == "code_contests":
-        cases = cases_of(sample)
-        return "CommonOJDataset", {"test": cases}, len(cases)
-    if kind == "livecodebench":
-        missing = [name for name in ("content", "labels", "test") if sample.get(name) is None]
-        if missing:
-            raise ValueError(
-                f"sample {sample['id']!r}: livecodebench needs column(s) {', '.join(missing)}"
-            )
-        data = {name: sample[name] for name in ("id", "content", "labels", "test")}
-        return "LiveCodeBenchDataset", data, 1
-    raise ValueError(
-        f"sample {sample['id']!r}: unknown prompter_type {kind!r}; "
-        "use one of mbppplus, code_contests, livecodebench"
-    )
+class CachedJudge:
+    """``judge`` behind ``cache``: equal programs on equal tests are judged once.
+
+    The key is the job's (exact program, tests, time limit, mode, grader version) and ``identity``:
+    whatever else may change a verdict, such as the judge's memory limit. It defaults to the judge's
+    own ``identity``, where it has one.
+    """
+
+    def __init__(self, judge: Judge, cache: ResultCache[Verdict], *, identity: Any = None) -> None:
+        self._judge = judge
+        self._cache = cache
+        self._identity = getattr(judge, "identity", None) if identity is None else identity
+
+    def key(self, job: GradingJob) -> str:
+        """The cache's key of ``job``."""
+        return job.key if self._identity is None else fingerprint(job.key, self._identity)
+
+    async def grade(self, job: GradingJob, semaphore: asyncio.Semaphore) -> tuple[Verdict, bool]:
+        """The verdict, and whether it came without a run; ``semaphore`` bounds runs. Raises
+        ``SandboxError``.
+        """
+
+        async def run() -> Verdict:
+            async with semaphore:
+                return await grade(self._judge, job)
+
+        return await self._cache.get(self.key(job), run)
 
 
 def _timed_out(case: EvalTestCase) -> bool:
@@ -160,6 +194,6 @@ def _why(case: EvalTestCase) -> str:
     last_line = (
         (run.stderr or "").strip().rpartition("\n")[2] if run is not None and crashed else ""
     )
-    told = str((case.test_info or {}).get("reason") or case.exec_info.message or "")
-    parts = (told, last_line) if last_line not in told else (told,)
+    reason = str((case.test_info or {}).get("reason") or case.exec_info.message or "")
+    parts = (reason, last_line) if last_line not in reason else (reason,)
     return ": ".join(filter(None, parts))[:500] or str(case.exec_info.status)

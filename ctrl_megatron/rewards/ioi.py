@@ -1,7 +1,7 @@
-"""Olympiad problems: points per subtask, each worth its weakest test.
+"""``ioi_code``: olympiad problems, points per subtask, each worth its weakest test.
 
-A sample's ``subtasks`` is a list (or its JSON) of ``{"points": 20, "tests": [0, 1, 2]}``, where
-``tests`` counts the sample's stdin/stdout cases from 0. A test may belong to several subtasks.
+A row's column ``subtasks`` is a list (or its JSON) of ``{"points": 20, "tests": [0, 1, 2]}``, where
+``tests`` counts the row's stdin/stdout cases from 0. A test may belong to several subtasks.
 """
 
 from __future__ import annotations
@@ -11,14 +11,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ctrl_megatron.prompts.code_block import FENCE
-from ctrl_megatron.rewards.grading import GradingJob
-from ctrl_megatron.rewards.samples import Sample, cases_of, time_limit_of
-from ctrl_megatron.sandbox.wire import SubmitRequest, TestConfig
+from ctrl_megatron.data.rows import Row
+from ctrl_megatron.rewards.cache import ResultCache, verdict_cache
+from ctrl_megatron.rewards.code_rewards import verdicts_of
+from ctrl_megatron.rewards.grading import (
+    MAX_REQUESTS,
+    RUN_TIMEOUT,
+    CachedJudge,
+    GradingJob,
+    Judge,
+    cases_of,
+    make_job,
+)
+from ctrl_megatron.rewards.reward_sum import RewardItem, Rewards, rows_of
+from ctrl_megatron.types import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subtask:
+class IoiSubtask:
     """A group of tests that earns its points together."""
 
     points: float
@@ -27,62 +37,91 @@ class Subtask:
     """Numbers of its tests, from 0; not empty."""
 
 
-def ioi_score(subtasks: Sequence[Subtask], test_scores: Sequence[float]) -> float:
+class IoiCodeReward:
+    """``ioi_code``: the points of an olympiad problem, by subtasks.
+
+    The row has stdin/stdout cases in ``selected_uts`` and a column ``subtasks``; ``language`` holds
+    where the row has no column of that name. With ``normalise`` the points are divided by the
+    problem's full points.
+    """
+
+    name = "ioi_code"
+
+    def __init__(
+        self,
+        *,
+        provider: Judge,
+        language: str = "cpp",
+        normalise: bool = False,
+        run_timeout: float = RUN_TIMEOUT,
+        max_requests: int = MAX_REQUESTS,
+        cache: ResultCache[Verdict] | None = None,
+    ) -> None:
+        self._judge = CachedJudge(provider, verdict_cache() if cache is None else cache)
+        self._language, self._normalise = language, normalise
+        self._run_timeout, self._max_requests = run_timeout, max_requests
+
+    async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
+        """See ``RewardFunction``. Raises ``ValueError`` for a row that cannot be judged."""
+        rows = rows_of(self.name, items)
+        jobs = [self._job(item.text, row) for item, row in zip(items, rows, strict=True)]
+        verdicts = await verdicts_of(self.name, self._judge, jobs, self._max_requests)
+        return [self._points(*pair) for pair in zip(verdicts, rows, strict=True)]
+
+    def _job(self, text: str, row: Row) -> GradingJob:
+        cases = cases_of(row)
+        subtasks_of(row, len(cases))  # before anything runs
+        return make_job(
+            text,
+            row,
+            dataset="ioi",
+            kind="CommonOJDataset",
+            data={"test": cases},
+            total=len(cases),
+            extra={"run_all_cases": True},
+            run_timeout=self._run_timeout,
+            language=row.extra.get("language") or self._language,
+        )
+
+    def _points(self, verdict: Verdict | None, row: Row) -> float | None:
+        if verdict is None:
+            return None
+        subtasks = subtasks_of(row, verdict.total)
+        # A verdict that never came is a failure.
+        missing = [0.0] * (verdict.total - len(verdict.passed))
+        points = ioi_score(subtasks, [*map(float, verdict.passed), *missing])
+        return points / sum(s.points for s in subtasks) if self._normalise else points
+
+
+def ioi_score(subtasks: Sequence[IoiSubtask], test_scores: Sequence[float]) -> float:
     """The sum over subtasks of points times the smallest score of the subtask's tests.
 
-    ``test_scores`` lie in [0, 1], one per test of the problem. Raises ``ValueError`` for a subtask
-    with a test that has no score.
+    ``test_scores`` lie in [0, 1], one per test of the problem.
     """
-    total = 0.0
-    for number, subtask in enumerate(subtasks):
-        if not subtask.tests or max(subtask.tests) >= len(test_scores) or min(subtask.tests) < 0:
-            raise ValueError(
-                f"subtask {number} has tests {list(subtask.tests)}, but {len(test_scores)} tests "
-                "were scored"
-            )
-        total += subtask.points * min(test_scores[test] for test in subtask.tests)
-    return total
+    return sum(s.points * min(test_scores[test] for test in s.tests) for s in subtasks)
 
 
-def subtasks_of(sample: Sample, tests: int) -> list[Subtask]:
-    """The sample's subtasks over its ``tests`` tests. Raises ``ValueError`` naming the sample."""
-    name, given = sample["id"], sample.get("subtasks")
+def subtasks_of(row: Row, tests: int) -> list[IoiSubtask]:
+    """The row's subtasks over its ``tests`` tests. Raises ``ValueError`` naming the row."""
+    place, given = f"{row.place} row {row.id!r}", row.extra.get("subtasks")
     try:
         entries = json.loads(given) if isinstance(given, str) else given
         subtasks = [
-            Subtask(points=float(e["points"]), tests=tuple(int(t) for t in e["tests"]))
+            IoiSubtask(points=float(e["points"]), tests=tuple(int(t) for t in e["tests"]))
             for e in entries or ()
         ]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"sample {name!r}: subtasks must be a list of {{points, tests}}: {error!r}"
+            f"{place}: subtasks must be a list of {{points, tests}}: {error!r}"
         ) from error
     if not subtasks:
-        raise ValueError(f"sample {name!r}: ioi_code needs the column subtasks, and it is empty")
+        raise ValueError(f"{place}: ioi_code needs the column subtasks, and it is empty")
     for subtask in subtasks:
         if not math.isfinite(subtask.points) or subtask.points <= 0:
-            raise ValueError(f"sample {name!r}: a subtask's points must be positive")
+            raise ValueError(f"{place}: a subtask's points must be positive")
         if not subtask.tests or not all(0 <= test < tests for test in subtask.tests):
             raise ValueError(
-                f"sample {name!r}: a subtask names tests {list(subtask.tests)}; the sample has "
-                f"tests 0 to {tests - 1}"
+                f"{place}: a subtask names tests {list(subtask.tests)}; the row has tests 0 to "
+                f"{tests - 1}"
             )
     return subtasks
-
-
-def ioi_job(text: str, sample: Sample, language: str, run_timeout: float) -> GradingJob:
-    """How to judge an answer on every test. Raises ``ValueError`` for a sample that cannot be."""
-    cases = cases_of(sample)
-    subtasks_of(sample, len(cases))  # before anything runs
-    language = sample.get("language") or language
-    config = TestConfig(
-        dataset_type="CommonOJDataset",
-        language=language,
-        run_timeout=time_limit_of(sample, run_timeout),
-        provided_data={"test": cases},
-        extra={"run_all_cases": True},
-    )
-    # The judge extracts the program; an answer without a fence is one block.
-    completion = text if FENCE in text else f"{FENCE}{language}\n{text}\n{FENCE}"
-    request = SubmitRequest(dataset="ioi", id=0, completion=completion, config=config)
-    return GradingJob(request=request, total=len(cases))

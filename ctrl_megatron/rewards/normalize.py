@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Iterable
 
 
 def normalize_code(code_str: str) -> str:
@@ -26,12 +25,6 @@ def normalize_code(code_str: str) -> str:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         # ValueError: NUL bytes, numbers too long to print. The last two: absurd nesting.
         return code_str
-
-
-def count_normalized_duplicates(codes: Iterable[str]) -> int:
-    """How many of ``codes`` repeat the normal form of an earlier one."""
-    normal = [normalize_code(code) for code in codes]
-    return len(normal) - len(set(normal))
 
 
 class _Renamer(ast.NodeTransformer):

@@ -1,4 +1,6 @@
-"""Reward functions by name: ``critic`` is the paper's; a project may register or import its own."""
+"""Reward functions by name: those of the package, those a project registers, and any function by
+its import path.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from ctrl_megatron.rewards.code_format import CodeFormatReward
-from ctrl_megatron.rewards.code_rewards import BinaryCodeReward, CodeReward, IoiCodeReward
+from ctrl_megatron.rewards.code_rewards import BinaryCodeReward, CodeFormatReward, CodeReward
 from ctrl_megatron.rewards.critic import RewardModelForCritic
-from ctrl_megatron.rewards.items import RewardFunction, RewardItem
-from ctrl_megatron.rewards.overlong import SoftOverlongPunishment
+from ctrl_megatron.rewards.ioi import IoiCodeReward
+from ctrl_megatron.rewards.reward_sum import RewardFunction, RewardItem, Rewards
+from ctrl_megatron.rewards.shaping import JudgmentReward, SoftOverlongPunishment, TransitionReward
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
@@ -67,21 +69,6 @@ def make_reward(name: str, **options: Any) -> RewardFunction:
     return factory(**options)
 
 
-def make_rewards(
-    names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None
-) -> dict[str, RewardFunction]:
-    """Several reward functions by name, for ``WeightedReward``; ``options`` by name.
-
-    Raises ``ValueError`` for a name given twice and for options of a function that is not there.
-    """
-    options = options or {}
-    if len(set(names)) < len(names):
-        raise ValueError(f"reward_funcs names a function twice: {', '.join(names)}")
-    if unknown := set(options) - set(names):
-        raise ValueError(f"options for {', '.join(sorted(unknown))}, which reward_funcs lacks")
-    return {name: make_reward(name, **options.get(name, {})) for name in names}
-
-
 class CustomReward:
     """A function of the user's, by import path."""
 
@@ -90,7 +77,7 @@ class CustomReward:
         self._function = _imported(path)
         self._options = dict(options)
 
-    async def __call__(self, items: Sequence[RewardItem]) -> list[float | None]:
+    async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         """See ``RewardFunction``. Raises ``ValueError`` for an answer that is not one reward per
         item.
         """
@@ -137,3 +124,5 @@ register_reward("binary_code")(BinaryCodeReward)
 register_reward("code_format")(CodeFormatReward)
 register_reward("ioi_code")(IoiCodeReward)
 register_reward("soft_overlong_punishment")(SoftOverlongPunishment)
+register_reward("judgment")(JudgmentReward)
+register_reward("transition")(TransitionReward)

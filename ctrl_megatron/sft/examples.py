@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ctrl_megatron.data.rows import write_parquet
 from ctrl_megatron.types import Message
 
 
@@ -23,15 +22,11 @@ class SftExample:
 def write_examples(path: Path, examples: Iterable[SftExample]) -> None:
     """Write the file whole; ValueError if there is nothing to write."""
     import pyarrow
-    import pyarrow.parquet as parquet
 
     records = [{**asdict(e), "prompt": list(e.prompt)} for e in examples]
     if not records:
         raise ValueError(f"{path}: there are no examples to write")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    parquet.write_table(pyarrow.Table.from_pylist(records), work)
-    os.replace(work, path)
+    write_parquet(path, pyarrow.Table.from_pylist(records))
 
 
 def read_examples(files: Sequence[str]) -> list[SftExample]:

@@ -73,7 +73,7 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
     from ctrl_megatron.pipeline.models import build_policy
     from ctrl_megatron.pipeline.run import join, prompt_tables
     from ctrl_megatron.pipeline.worker import DAGWorker
-    from ctrl_megatron.rewards import RewardModelForCritic
+    from ctrl_megatron.rewards import RewardModelForCritic, RewardSum
     from ctrl_megatron.sandbox import SandboxClient
 
     groups, path = join(config), config.actor_rollout_ref.model.path
@@ -93,7 +93,7 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
         stop=StopFlag(),
         codec=codec,
         engine=None,
-        reward=reward,
+        rewards=RewardSum({"critic": reward}, judge=judge),
         weights=unused,
         policy=policy,
         reference=reference,

@@ -10,8 +10,8 @@ import torch
 from in_process import in_process
 from tiny_run import REPOSITORY
 
-from ctrl_megatron.data.attempts import row_of, write_rows
 from ctrl_megatron.data.problems import problem_from, read_problem_records
+from ctrl_megatron.data.rows import row_of, write_rows
 from ctrl_megatron.types import Attempt
 
 # A busy machine may be several times slower than an idle one.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ctrl_megatron.data.attempts import row_of, write_rows
+from ctrl_megatron.data.rows import row_of, write_rows
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.types import Attempt, Problem
 

@@ -27,28 +27,23 @@ def batch() -> TensorDict:
     return made
 
 
-class Rewards:
-    """Knows what three greedy critiques earn; nothing of the second."""
-
-    def __init__(self) -> None:
-        self.weights = {"critic": 0.5}
-        self.items: list[Any] = []
-
-    async def score(self, items: list[Any]) -> Any:
-        self.items = items
-        return SimpleNamespace(parts={"critic": [0.5, None, 1.0]})
-
-
 def test_a_group_is_judged_once_and_all_its_rows_get_the_baseline() -> None:
     assert group_heads(batch()) == [0, 1, 3]
-    rewards = Rewards()
+    seen: list[Any] = []
+
+    async def score(items: list[Any]) -> Any:
+        seen.extend(items)
+        return SimpleNamespace(parts={"critic": [0.5, None, 1.0]})
+
     worker: Any = SimpleNamespace(
-        train=SimpleNamespace(row=lambda name: f"row {name}"), rewards=rewards
+        train=SimpleNamespace(row=lambda name: f"row {name}"),
+        score=score,
+        reward_weights={"critic": 0.5},
     )
     output = asyncio.run(judge_greedy_revisions(worker, batch()))
-    assert [item.critique for item in rewards.items] == ["to b", "to a", "to c"]
-    assert [item.text for item in rewards.items] == ["of b", "of a", "of c"]
-    assert [item.judgment for item in rewards.items] == [True, None, False]
+    assert [item.critique for item in seen] == ["to b", "to a", "to c"]
+    assert [item.text for item in seen] == ["of b", "of a", "of c"]
+    assert [item.judgment for item in seen] == [True, None, False]
     baselines = output.fields["reward_baselines"]
     assert baselines[[0, 2, 3]].tolist() == [0.25, 0.25, 0.5]
     # What could not be judged is no baseline.

@@ -39,14 +39,18 @@ class Rank:
         )
         self.codec = SimpleNamespace(decode=lambda t: f"{t[0]}. {JUDGMENT}", eos_token_ids=(0,))
         self.weights = SimpleNamespace(rest=lambda: self.calls.append("rest"))
-        self.rewards = SimpleNamespace(judge_solution=self._judge)
+        self.rewards = SimpleNamespace(critic=SimpleNamespace(judge_solutions=self._judge))
         self._lost = lost
 
-    async def _judge(self, text: str, row: Any) -> Verdict | None:
+    async def _judge(self, texts: list[str], rows: list[Any]) -> list[Any]:
+        return [self._outcome(*pair) for pair in zip(texts, rows, strict=True)]
+
+    def _outcome(self, text: str, row: Any) -> Any:
         if text.startswith("first"):
-            return Verdict(passed=(False,), total=1)
+            return SimpleNamespace(verdict=Verdict(passed=(False,), total=1))
         self.judged.append(int(text.partition(".")[0]))
-        return None if self._lost == int(row.id) else Verdict(passed=(True,), total=1)
+        lost = self._lost == int(row.id)
+        return SimpleNamespace(verdict=None if lost else Verdict(passed=(True,), total=1))
 
     def ask(self, work: Any) -> Any:
         return asyncio.run(work())
@@ -83,9 +87,10 @@ def test_every_row_is_asked_for_once_in_batches(
     judged = []
     for rank, sizes in enumerate(batches):
         worker = Rank(rows, size, rank, ranks, lost=None)
-        critique_revision.validate(worker)  # type: ignore[arg-type]
-        asked = [(role, size) for role in ("actor", "proxy") for size in sizes]
-        assert worker.calls == [*asked, "rest"]
+        if sum(sizes):
+            critique_revision.validate(worker)  # type: ignore[arg-type]
+            asked = [(role, size) for role in ("actor", "proxy") for size in sizes]
+            assert worker.calls == [*asked, "rest"]
         judged += worker.judged
     assert sorted(judged) == list(range(rows))
 
@@ -95,4 +100,4 @@ def test_a_row_that_the_sandbox_lost_is_counted_and_left_out() -> None:
     assert (rates["rounds"], rates["unjudged"], rates["solved_after"]) == (3.0, 1.0, 1.0)
     assert rates["judgment_accuracy"] == 1.0
     nothing = critique_revision.validate(Rank(1, 4, 0, 1, lost=0))  # type: ignore[arg-type]
-    assert nothing == {"unjudged": 1.0}
+    assert nothing == {"rounds": 0.0, "unjudged": 1.0}

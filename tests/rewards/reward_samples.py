@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
+from ctrl_megatron.data.rows import Row, row_from
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.wire import EvalResult, RunCodeRequest, RunCodeResponse, SubmitRequest
 
@@ -21,7 +22,15 @@ STDIO = (
 )
 
 
-def function_row(name: str = "add/0", **fields: Any) -> dict[str, Any]:
+def function_row(name: str = "add/0", **fields: Any) -> Row:
+    return row_from(function_record(name, **fields), "rows.parquet: row 0", None)
+
+
+def stdio_row(name: str = "sum/0", **fields: Any) -> Row:
+    return row_from(stdio_record(name, **fields), "rows.parquet: row 0", None)
+
+
+def function_record(name: str = "add/0", **fields: Any) -> dict[str, Any]:
     row = {
         "id": name,
         "problem_id": name.split("/")[0],
@@ -36,9 +45,9 @@ def function_row(name: str = "add/0", **fields: Any) -> dict[str, Any]:
     return {**row, **fields}
 
 
-def stdio_row(name: str = "sum/0", **fields: Any) -> dict[str, Any]:
+def stdio_record(name: str = "sum/0", **fields: Any) -> dict[str, Any]:
     row = {
-        **function_row(name),
+        **function_record(name),
         "prompter_type": "code_contests",
         "selected_uts": STDIO,
         "entry_point": "",

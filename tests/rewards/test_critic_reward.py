@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,27 @@ import pytest
 from reward_samples import (
     CORRECT,
     INCORRECT,
+    STDIO,
     ScriptedSandbox,
     block,
+    function_record,
     function_row,
     stdio_row,
     write,
 )
 
-from ctrl_megatron.rewards import MAX_REQUESTS, RUN_TIMEOUT, RewardModelForCritic, normalize_code
-from ctrl_megatron.rewards.registry import get_reward, register_reward
+from ctrl_megatron.data.rows import Row
+from ctrl_megatron.rewards import (
+    MAX_REQUESTS,
+    RUN_TIMEOUT,
+    RewardItem,
+    RewardModelForCritic,
+    RewardOutcome,
+    normalize_code,
+)
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.wire import SubmitRequest
+from ctrl_megatron.types import Verdict
 
 Make = Callable[..., tuple[RewardModelForCritic, ScriptedSandbox]]
 
@@ -40,7 +51,7 @@ def by_marker(request: SubmitRequest) -> list[bool | None]:
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     def build(**options: Any) -> tuple[RewardModelForCritic, ScriptedSandbox]:
-        path = write(tmp_path / "rows.parquet", function_row(), function_row("add/1"))
+        path = write(tmp_path / "rows.parquet", function_record(), function_record("add/1"))
         sandbox = ScriptedSandbox(by_marker)
         model = RewardModelForCritic(path, None, sandbox=sandbox, show_progress=False, **options)
         return model, sandbox
@@ -48,13 +59,22 @@ def make(tmp_path: Path) -> Make:
     return build
 
 
+async def judge(
+    model: RewardModelForCritic, critiques: list[str], texts: list[str], rows: list[Row]
+) -> list[RewardOutcome]:
+    return await model.judge(
+        [
+            RewardItem(text=text, critique=critique, row=row)
+            for critique, text, row in zip(critiques, texts, rows, strict=True)
+        ]
+    )
+
+
 def semaphore() -> asyncio.Semaphore:
     return asyncio.Semaphore(4)
 
 
-def reward(
-    model: RewardModelForCritic, critique: str, revision: str, sample: dict[str, Any]
-) -> float:
+def reward(model: RewardModelForCritic, critique: str, revision: str, sample: Row) -> float:
     return asyncio.run(model.reward_revision(critique, revision, sample, semaphore()))
 
 
@@ -68,13 +88,8 @@ def test_constants() -> None:
 def test_without_judgment_the_reward_is_zero_and_nothing_runs(make: Make, critique: str) -> None:
     model, sandbox = make()
     assert reward(model, critique, block("# +++"), function_row()) == 0.0
-    (outcome,) = asyncio.run(model.judge_all([critique], [block("# +++")], [function_row()]))
-    assert (outcome.reward, outcome.valid, outcome.judged_correct, outcome.passed) == (
-        0.0,
-        False,
-        None,
-        (),
-    )
+    (outcome,) = asyncio.run(judge(model, [critique], [block("# +++")], [function_row()]))
+    assert outcome == RewardOutcome(reward=0.0)
     assert sandbox.requests == []
 
 
@@ -101,7 +116,7 @@ def test_function_problem_request(make: Make) -> None:
     assert request.config.run_timeout == 2.0
     assert request.config.extra == {"run_all_cases": True}
     assert request.config.provided_data == {
-        "test_list": function_row()["selected_uts"],
+        "test_list": function_record()["selected_uts"],
         "test_setup_code": "import math",
         "entry_point": "add",
     }
@@ -123,29 +138,34 @@ def test_stdio_request(make: Make) -> None:
 
 def test_livecodebench_request(make: Make) -> None:
     model, sandbox = make()
-    sample = function_row(prompter_type="livecodebench", content="c", labels="{}", test="[]")
+    sample = function_row(
+        prompter_type="livecodebench", selected_uts=STDIO, content="c", labels="{}", test="[]"
+    )
     assert reward(model, CORRECT, block("# +"), sample) == 1.0
     config = sandbox.requests[0].config
     assert config.dataset_type == "LiveCodeBenchDataset"
     assert config.provided_data == {"id": "add/0", "content": "c", "labels": "{}", "test": "[]"}
-    del sample["labels"]
-    with pytest.raises(ValueError, match=r"add/0.*labels"):
-        reward(model, CORRECT, block("# +"), sample)
+    with pytest.raises(ValueError, match=r"rows.parquet.*add/0.*labels"):
+        reward(model, CORRECT, block("# +"), replace(sample, extra={"content": "c", "test": "[]"}))
 
 
-def test_bad_samples_are_errors_of_the_user_not_zeros(make: Make) -> None:
+def test_rows_may_be_given_instead_of_files() -> None:
+    rows = [function_row(), stdio_row(), function_row()]
+    model = RewardModelForCritic(rows, None)
+    assert list(model.table.values()) == rows[:2]
+    with pytest.raises(ValueError, match="differ in solution"):
+        RewardModelForCritic([*rows, function_row(solution="another")], None)
+
+
+def test_an_item_without_a_row_is_named(make: Make) -> None:
     model, _ = make()
-    with pytest.raises(ValueError, match=r"add/0.*'apps'"):
-        asyncio.run(model.judge_all([CORRECT], ["x"], [function_row(prompter_type="apps")]))
-    with pytest.raises(ValueError, match=r"add/0.*non-empty"):
-        asyncio.run(model.judge_all([CORRECT], ["x"], [function_row(selected_uts=[])]))
-    with pytest.raises(ValueError):
-        asyncio.run(model.judge_all([CORRECT, CORRECT], ["x"], [function_row()]))
+    with pytest.raises(ValueError, match=r"'critic'.*item 0"):
+        asyncio.run(model.judge([RewardItem(text="x", critique=CORRECT)]))
 
 
 def test_no_sandbox_is_said_at_the_first_run(tmp_path: Path) -> None:
     model = RewardModelForCritic(
-        write(tmp_path / "a.parquet", function_row()), None, show_progress=False
+        write(tmp_path / "a.parquet", function_record()), None, show_progress=False
     )
     assert reward(model, "no judgment", "x", function_row()) == 0.0
     with pytest.raises(ValueError, match="sandbox="):
@@ -171,7 +191,7 @@ def test_the_bound_and_the_seconds_per_test_can_be_chosen(make: Make) -> None:
     revisions = [block(f"# +\nx = {number}") for number in range(10)]
     with pytest.raises(SandboxError):
         asyncio.run(model.get_reward_all([CORRECT] * 10, revisions[:1], rows))
-    outcomes = asyncio.run(model.judge_all([CORRECT] * 10, revisions, rows))
+    outcomes = asyncio.run(judge(model, [CORRECT] * 10, revisions, rows))
     assert sandbox.most_under_way == 3
     assert len(outcomes) == 10
     assert {r.config.run_timeout for r in sandbox.requests} == {4.5, 2.0}
@@ -184,7 +204,7 @@ def test_the_public_methods_build_on_each_other() -> None:
 
     class Half(RewardModelForCritic):
         async def get_sandbox_response(
-            self, revision: str, sample: dict[str, Any], semaphore: asyncio.Semaphore
+            self, revision: str, sample: Row, semaphore: asyncio.Semaphore
         ) -> float:
             assert revision == block("x = 1")
             return 0.5
@@ -230,11 +250,11 @@ class TestCache:
     def test_equal_requests_of_a_batch_run_once(self, make: Make) -> None:
         model, sandbox = make()
         texts = [block("# ++-"), "prose " + block("# ++-"), "```\n# ++-", block("# ++-")]
-        outcomes = asyncio.run(model.judge_all([CORRECT] * 4, texts, [function_row()] * 4))
+        outcomes = asyncio.run(judge(model, [CORRECT] * 4, texts, [function_row()] * 4))
         assert len(sandbox.requests) == 1
         assert [outcome.cached for outcome in outcomes] == [False, True, True, True]
         assert {outcome.reward for outcome in outcomes} == {2 / 3}
-        asyncio.run(model.judge_all([CORRECT], texts[:1], [function_row("add/1")]))
+        asyncio.run(judge(model, [CORRECT], texts[:1], [function_row("add/1")]))
         counters = model.cache_counters
         assert (counters.runs, counters.joined, counters.hits) == (1, 3, 1)
 
@@ -276,10 +296,11 @@ class TestCache:
         model, sandbox = make()
         for _ in range(2):
             outcomes = asyncio.run(
-                model.judge_all([CORRECT] * 2, [block("# +?+")] * 2, [function_row()] * 2)
+                judge(model, [CORRECT] * 2, [block("# +?+")] * 2, [function_row()] * 2)
             )
             assert [outcome.cached for outcome in outcomes] == [False, True]
-            assert outcomes[0].detail == ("", "TimeLimitExceeded", "")
+            assert outcomes[0].detail == "TimeLimitExceeded"
+            assert outcomes[0].verdict is not None and outcomes[0].verdict.timed_out
         assert len(sandbox.requests) == 2
 
 
@@ -288,20 +309,23 @@ class TestFaults:
         model, sandbox = make()
         sandbox.faults_left = 1
         revisions = [block("# +++"), block("# ++-")]
-        first, second = asyncio.run(
-            model.judge_all([INCORRECT] * 2, revisions, [function_row()] * 2)
+        first, second = asyncio.run(judge(model, [INCORRECT] * 2, revisions, [function_row()] * 2))
+        assert (first.reward, first.judgment, first.verdict, first.pass_rate) == (
+            None,
+            False,
+            None,
+            None,
         )
-        assert (first.reward, first.valid, first.judged_correct) == (None, True, False)
-        assert first.error == "the service is gone"
+        assert first.error == first.detail == "the service is gone"
         assert (second.reward, second.error) == (pytest.approx(2 / 3), "")
-        (again,) = asyncio.run(model.judge_all([INCORRECT], revisions[:1], [function_row()]))
+        (again,) = asyncio.run(judge(model, [INCORRECT], revisions[:1], [function_row()]))
         assert (again.reward, again.cached) == (1.0, False)
 
     def test_equal_revisions_share_the_fault(self, make: Make) -> None:
         model, sandbox = make()
         sandbox.faults_left = 1
         outcomes = asyncio.run(
-            model.judge_all([CORRECT] * 3, [block("# +++")] * 3, [function_row()] * 3)
+            judge(model, [CORRECT] * 3, [block("# +++")] * 3, [function_row()] * 3)
         )
         assert [outcome.reward for outcome in outcomes] == [None] * 3
         assert len(sandbox.requests) == 1
@@ -316,36 +340,40 @@ class TestFaults:
         with pytest.raises(SandboxError):
             asyncio.run(model.judge_solution(block("# +++"), function_row()))
 
+    def test_solutions_are_judged_on_every_test_and_a_fault_is_an_outcome(self, make: Make) -> None:
+        model, sandbox = make(run_all_cases=False)
+        sandbox.faults_left = 1
+        texts = [block("# +++"), block("# -++")]
+        lost, judged = asyncio.run(model.judge_solutions(texts, [function_row()] * 2))
+        assert (lost.verdict, lost.reward, lost.error) == (None, None, "the service is gone")
+        assert judged.verdict is not None and judged.verdict.passed == (False, True, True)
+        with pytest.raises(ValueError):
+            asyncio.run(model.judge_solutions(texts, [function_row()]))
+
     @pytest.mark.parametrize("marks", ["", "++", "++++", "----"])
     def test_an_answer_for_other_tests_is_a_fault_not_a_reward(
         self, make: Make, marks: str
     ) -> None:
         model, _ = make()
-        (outcome,) = asyncio.run(
-            model.judge_all([CORRECT], [block(f"# {marks}\n")], [function_row()])
-        )
+        (outcome,) = asyncio.run(judge(model, [CORRECT], [block(f"# {marks}\n")], [function_row()]))
         assert outcome.reward is None
         assert "for 3 test(s)" in outcome.error
 
 
-def test_judge_all_tells_what_happened(make: Make) -> None:
+def test_an_outcome_tells_what_happened(make: Make) -> None:
     model, _ = make()
-    (outcome,) = asyncio.run(model.judge_all([INCORRECT], [block("# +-+")], [function_row()]))
-    assert outcome.passed == (True, False, True)
-    assert outcome.detail == ("", "ValueError: no", "")
-    assert outcome.judged_correct is False
-    assert not outcome.cached
+    (outcome,) = asyncio.run(judge(model, [INCORRECT], [block("# +-+")], [function_row()]))
+    verdict = Verdict(passed=(True, False, True), total=3, detail=("", "ValueError: no", ""))
+    assert outcome == RewardOutcome(reward=2 / 3, judgment=False, verdict=verdict)
+    assert (outcome.detail, outcome.pass_rate) == ("ValueError: no", 2 / 3)
 
 
 def test_binary_mode_keeps_the_number_of_tests(make: Make) -> None:
     model, _ = make(run_all_cases=False)
-    (outcome,) = asyncio.run(model.judge_all([CORRECT], [block("# +-+")], [function_row()]))
-    assert (outcome.reward, outcome.passed) == (0.0, (True, False))
-
-
-def test_registry() -> None:
-    assert get_reward("critic") is RewardModelForCritic
-    with pytest.raises(ValueError, match=r"'critics'.*'critic'"):
-        get_reward("critics")
-    with pytest.raises(ValueError, match="already registered"):
-        register_reward("critic")(RewardModelForCritic)
+    (outcome,) = asyncio.run(judge(model, [CORRECT], [block("# +-+")], [function_row()]))
+    assert outcome.verdict is not None
+    assert (outcome.reward, outcome.verdict.passed, outcome.pass_rate) == (
+        0.0,
+        (True, False),
+        1 / 3,
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_samples import function_row, stdio_row, write
+from reward_samples import function_record, stdio_record, write
 
 from ctrl_megatron.prompts import REVISION_SENTENCE
 from ctrl_megatron.rewards import RewardModelForCritic
@@ -26,8 +26,8 @@ class LetterTokenizer:
 
 def mixed(tmp_path: Path) -> RewardModelForCritic:
     files = [
-        write(tmp_path / "a.parquet", function_row("add/0")),
-        write(tmp_path / "b.parquet", stdio_row("sum/0")),
+        write(tmp_path / "a.parquet", function_record("add/0")),
+        write(tmp_path / "b.parquet", stdio_record("sum/0")),
     ]
     return RewardModelForCritic(files, LetterTokenizer())
 
@@ -73,11 +73,11 @@ def test_parse_response_prints_as_many_as_asked(
 
 
 def test_parse_query_gives_the_dialogue_with_the_raw_answer(tmp_path: Path) -> None:
-    dialogues, samples = mixed(tmp_path).parse_query(["sum/0", "add/0"])
-    assert [sample["id"] for sample in samples] == ["sum/0", "add/0"]
+    dialogues, rows = mixed(tmp_path).parse_query(["sum/0", "add/0"])
+    assert [row.id for row in rows] == ["sum/0", "add/0"]
     assert [message["role"] for message in dialogues[1]] == ["user", "assistant"]
     assert "Add two numbers." in dialogues[1][0]["content"]
-    assert dialogues[1][1]["content"] == function_row()["solution"]
+    assert dialogues[1][1]["content"] == function_record()["solution"]
     assert "standard input" in dialogues[0][0]["content"]
 
 

@@ -13,19 +13,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reward_samples import CORRECT, ScriptedSandbox, block, function_row, write
+from reward_samples import CORRECT, ScriptedSandbox, block, function_record, function_row, write
 
 from ctrl_megatron.rewards import RewardModelForCritic
-from ctrl_megatron.rewards.cache import ResultCache
-from ctrl_megatron.rewards.cached_judge import CachedJudge
-from ctrl_megatron.rewards.disk_cache import (
+from ctrl_megatron.rewards.cache import (
     CacheFileError,
+    ResultCache,
     SqliteStore,
-    decode_graded,
-    encode_graded,
+    decode_verdict,
+    encode_verdict,
     verdict_cache,
 )
-from ctrl_megatron.rewards.grading import Graded, grading_job
+from ctrl_megatron.rewards.grading import CachedJudge, grading_job
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.types import Verdict
 
@@ -34,17 +33,15 @@ def store(path: Path, capacity: int = 100) -> SqliteStore[str]:
     return SqliteStore(path, encode=str, decode=str, capacity=capacity)
 
 
-def verdict(passed: tuple[bool, ...] = (True, False), *, timed_out: bool = False) -> Graded:
+def verdict(passed: tuple[bool, ...] = (True, False), *, timed_out: bool = False) -> Verdict:
     detail = tuple("" if p else "wrong" for p in passed)
-    return Graded(
-        verdict=Verdict(passed=passed, total=len(passed), detail=detail), timed_out=timed_out
-    )
+    return Verdict(passed=passed, total=len(passed), detail=detail, timed_out=timed_out)
 
 
 def test_results_outlive_the_process_that_found_them(tmp_path: Path) -> None:
     path, runs = tmp_path / "cache.db", 0
 
-    async def run() -> Graded:
+    async def run() -> Verdict:
         nonlocal runs
         runs += 1
         return verdict()
@@ -58,10 +55,10 @@ def test_results_outlive_the_process_that_found_them(tmp_path: Path) -> None:
 
 def test_equal_runs_under_way_are_shared_in_front_of_the_file(tmp_path: Path) -> None:
     async def main() -> None:
-        cache: ResultCache[Graded] = verdict_cache(tmp_path / "cache.db")
+        cache: ResultCache[Verdict] = verdict_cache(tmp_path / "cache.db")
         runs = 0
 
-        async def run() -> Graded:
+        async def run() -> Verdict:
             nonlocal runs
             runs += 1
             await asyncio.sleep(0.01)
@@ -79,10 +76,10 @@ def test_equal_runs_under_way_are_shared_in_front_of_the_file(tmp_path: Path) ->
 def test_faults_and_time_outs_are_not_remembered(tmp_path: Path) -> None:
     cache = verdict_cache(tmp_path / "cache.db")
 
-    async def fault() -> Graded:
+    async def fault() -> Verdict:
         raise SandboxError("gone")
 
-    async def slow() -> Graded:
+    async def slow() -> Verdict:
         return verdict(timed_out=True)
 
     with pytest.raises(SandboxError):
@@ -116,12 +113,14 @@ def test_a_verdict_survives_its_text(
     cases: list[tuple[bool, str]], unseen: int, timed_out: bool, forged: bool | None
 ) -> None:
     passed, detail = tuple(p for p, _ in cases), tuple(d for _, d in cases)
-    graded = Graded(
-        verdict=Verdict(passed=passed, total=len(passed) + unseen, detail=detail),
+    verdict = Verdict(
+        passed=passed,
+        total=len(passed) + unseen,
+        detail=detail,
         timed_out=timed_out,
         forged=forged,
     )
-    assert decode_graded(encode_graded(graded)) == graded
+    assert decode_verdict(encode_verdict(verdict)) == verdict
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_a_verdict_survives_its_text(
 )
 def test_a_text_that_is_no_verdict_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        decode_graded(text)
+        decode_verdict(text)
 
 
 def make_foreign(path: Path) -> None:
@@ -216,10 +215,10 @@ def test_a_missing_folder_and_an_empty_file(tmp_path: Path) -> None:
 
 def test_a_file_that_breaks_later_is_an_error_for_those_who_wait(tmp_path: Path) -> None:
     path = tmp_path / "cache.db"
-    kept = SqliteStore(path, encode=encode_graded, decode=decode_graded, busy_seconds=0.05)
-    cache = ResultCache(keep=lambda graded: True, store=kept)
+    kept = SqliteStore(path, encode=encode_verdict, decode=decode_verdict, busy_seconds=0.05)
+    cache = ResultCache(keep=lambda verdict: True, store=kept)
 
-    async def run() -> Graded:
+    async def run() -> Verdict:
         return verdict()
 
     asyncio.run(cache.get("k", run))
@@ -240,7 +239,7 @@ def test_a_file_that_breaks_later_is_an_error_for_those_who_wait(tmp_path: Path)
 RACE = """
 import os, sys, time, traceback
 from pathlib import Path
-from ctrl_megatron.rewards.disk_cache import SqliteStore
+from ctrl_megatron.rewards.cache import SqliteStore
 
 def work(path, me):
     store = SqliteStore(path, encode=str, decode=str, capacity=1000)
@@ -289,7 +288,7 @@ def _judge_once(path: str, file: str, results: Any) -> None:
 
 
 def test_a_second_run_of_a_critic_asks_nobody(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.parquet", function_row())
+    file = write(tmp_path / "rows.parquet", function_record())
     context = multiprocessing.get_context("spawn")
     seen = []
     for _ in range(2):

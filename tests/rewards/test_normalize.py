@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.rewards import count_normalized_duplicates, normalize_code
+from ctrl_megatron.rewards import normalize_code
 
 FORMS = {
     "assigned name": ("x = 1; return x", "v_0 = 1\nreturn v_0"),
@@ -100,8 +100,3 @@ def test_idempotent_and_blind_to_layout(code: str) -> None:
     form = normalize_code(code)
     assert normalize_code(form) == form
     assert normalize_code(code.replace(" = ", "  =  ").replace("'", '"') + "\n\n# end") == form
-
-
-def test_duplicates_are_counted_beyond_the_first() -> None:
-    assert count_normalized_duplicates([]) == 0
-    assert count_normalized_duplicates(["x = 1", "y = 1", "y = 2", "z  = 1"]) == 2

@@ -20,14 +20,13 @@ from provider_fakes import (
     serving,
     stdio_request,
 )
-from reward_samples import block, function_row, write
+from reward_samples import block, function_row, stdio_row
 
-from ctrl_megatron.rewards import RewardModelForCritic
+from ctrl_megatron.rewards import RewardItem, RewardModelForCritic
 from ctrl_megatron.rewards.grading import TIMED_OUT, grade, grading_job
 from ctrl_megatron.rewards.providers import (
     PROVIDERS,
     CodeProvider,
-    LocalProvider,
     ProviderError,
     ProviderSetupError,
     make_provider,
@@ -131,10 +130,10 @@ def test_a_program_that_never_ends(name: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with provider(name, tmp_path) as made:
             row = function_row(time_limit=0.2, selected_uts=["assert f(1) == 2"])
-            graded = await grade(made, grading_job(block(loop), row, run_all_cases=True))
-            assert graded.timed_out and graded.verdict.detail == (TIMED_OUT,)
-            row |= {"prompter_type": "code_contests"}
-            row["selected_uts"] = [{"input": {"stdin": ""}, "output": {"stdout": "1"}}]
+            verdict = await grade(made, grading_job(block(loop), row, run_all_cases=True))
+            assert verdict.timed_out and verdict.detail == (TIMED_OUT,)
+            cases = [{"input": {"stdin": ""}, "output": {"stdout": "1"}}]
+            row = stdio_row(time_limit=0.2, selected_uts=cases)
             job = grading_job(block("while True: pass"), row, run_all_cases=True)
             assert (await grade(made, job)).timed_out
 
@@ -148,11 +147,12 @@ def test_a_critic_is_rewarded_through_any_provider(name: str, tmp_path: Path) ->
 
     async def main() -> None:
         async with provider(name, tmp_path) as made:
-            file = write(tmp_path / "rows.parquet", row)
-            model = RewardModelForCritic(file, None, sandbox=made, show_progress=False)
-            critiques = ["Overall judgment: Correct"] * 2
-            outcomes = await model.judge_all(critiques, list(map(block, answers)), [row, row])
-            assert [o.reward for o in outcomes] == [1.0, pytest.approx(1 / 3)]
+            model = RewardModelForCritic([row], None, sandbox=made, show_progress=False)
+            items = [
+                RewardItem(text=block(answer), critique="Overall judgment: Correct", row=row)
+                for answer in answers
+            ]
+            assert await model(items) == [1.0, pytest.approx(1 / 3)]
 
     asyncio.run(main())
 
@@ -432,7 +432,6 @@ def test_our_own_sandbox(tmp_path: Path) -> None:
 
     async def main(endpoint: str) -> None:
         local = make_provider("local", endpoint=endpoint, limits={"memory_mb": 1024})
-        assert isinstance(local, LocalProvider)
         assert (await run(local)).accepted
         assert local.identity == {"provider": "local", "limits": {"memory_mb": 1024}}
         await local.close()

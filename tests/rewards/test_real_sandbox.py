@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from reward_samples import CORRECT, INCORRECT, block, function_row, stdio_row, write
+from reward_samples import CORRECT, INCORRECT, block, function_row, stdio_row
 
-from ctrl_megatron.rewards import RewardModelForCritic
-from ctrl_megatron.rewards.samples import problem_of
+from ctrl_megatron.data.rows import Row
+from ctrl_megatron.rewards import RewardItem, RewardModelForCritic
 from ctrl_megatron.sandbox.client import SandboxClient
 from ctrl_megatron.sandbox.embedded import EmbeddedSandbox
 from ctrl_megatron.sft.diagnosis import diagnose
-from ctrl_megatron.types import Attempt
 
 ADD = "def add(a, b):\n    return a + b"
 FUNCTION = {
@@ -40,6 +39,13 @@ STDIO = {
 }
 
 
+def items_of(critiques: list[str], revisions: list[str], rows: list[Row]) -> list[RewardItem]:
+    return [
+        RewardItem(text=revision, critique=critique, row=row)
+        for critique, revision, row in zip(critiques, revisions, rows, strict=True)
+    ]
+
+
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[EmbeddedSandbox]:
     with EmbeddedSandbox.start(workers=2) as service:
@@ -50,23 +56,23 @@ def test_pass_rates_of_a_mixed_batch(sandbox: EmbeddedSandbox, tmp_path: Path) -
     function, stdio = function_row(time_limit=1.0), stdio_row(time_limit=5.0)
     batch = [(*case, function) for case in FUNCTION.values()]
     batch += [(*case, stdio) for case in STDIO.values()]
-    revisions, expected, samples = (list(column) for column in zip(*batch, strict=True))
+    revisions, expected, rows = (list(column) for column in zip(*batch, strict=True))
     critiques = [CORRECT, INCORRECT] * len(batch)
 
     async def main() -> None:
         async with SandboxClient(sandbox.endpoint) as client:
-            file = write(tmp_path / "rows.parquet", function)
+            file = [function]
             model = RewardModelForCritic(file, None, sandbox=client, show_progress=False)
-            rewards = await model.get_reward_all(critiques, revisions, samples)
+            rewards = await model.get_reward_all(critiques, revisions, rows)
             assert rewards == [pytest.approx(value) for value in expected]
-            assert await model.get_reward_all(["no judgment"], revisions, samples) == [0.0]
+            assert await model.get_reward_all(["no judgment"], revisions, rows) == [0.0]
             before = client.counters.requests
-            outcomes = await model.judge_all(critiques[: len(batch)], revisions, samples)
-            assert [outcome.reward for outcome in outcomes] == rewards
+            items = items_of(critiques[: len(batch)], revisions, rows)
+            assert await model(items) == rewards
             # Everything is remembered but the time-out.
             assert client.counters.requests == before + 1
             binary = RewardModelForCritic(file, None, 0, False, sandbox=client, show_progress=False)
-            assert await binary.get_reward_all(critiques, revisions, samples) == [
+            assert await binary.get_reward_all(critiques, revisions, rows) == [
                 float(value == 1.0) for value in expected
             ]
 
@@ -86,17 +92,14 @@ def test_verdicts_carry_what_synthesis_needs(sandbox: EmbeddedSandbox, tmp_path:
 
     async def main() -> None:
         async with SandboxClient(sandbox.endpoint) as client:
-            file = write(tmp_path / "rows.parquet", function_row())
+            file = [function_row()]
             model = RewardModelForCritic(file, None, sandbox=client, show_progress=False)
             for name, fault in faults.items():
-                sample = function_row(solution=FUNCTION[name][0], time_limit=1.0)
-                verdict = await model.judge_solution(sample["solution"], sample)
-                attempt = Attempt(id="a", problem=problem_of(sample), solution=sample["solution"])
-                assert diagnose(attempt, verdict).fault == fault, (name, verdict)
-            sample = stdio_row(solution=STDIO["raises"][0])
-            verdict = await model.judge_solution(sample["solution"], sample)
-            attempt = Attempt(id="a", problem=problem_of(sample), solution=sample["solution"])
-            diagnosis = diagnose(attempt, verdict)
+                row = function_row(solution=FUNCTION[name][0], time_limit=1.0)
+                verdict = await model.judge_solution(row.solution, row)
+                assert diagnose(row.attempt(), verdict).fault == fault, (name, verdict)
+            row = stdio_row(solution=STDIO["raises"][0])
+            diagnosis = diagnose(row.attempt(), await model.judge_solution(row.solution, row))
             assert (diagnosis.fault, diagnosis.exception) == ("exception", "ValueError")
 
     asyncio.run(main())
@@ -105,9 +108,9 @@ def test_verdicts_carry_what_synthesis_needs(sandbox: EmbeddedSandbox, tmp_path:
 def test_a_stopped_service_masks_the_sample(tmp_path: Path) -> None:
     async def main(endpoint: str) -> None:
         async with SandboxClient(endpoint, attempts=2, backoff=0.01) as client:
-            file = write(tmp_path / "rows.parquet", function_row())
+            file = [function_row()]
             model = RewardModelForCritic(file, None, sandbox=client, show_progress=False)
-            (outcome,) = await model.judge_all([CORRECT], [block(ADD)], [function_row()])
+            (outcome,) = await model.judge(items_of([CORRECT], [block(ADD)], [function_row()]))
             assert outcome.reward is None
             assert outcome.error
 
@@ -123,15 +126,15 @@ def test_a_lax_grader_is_asked_without_a_say(sandbox: EmbeddedSandbox, tmp_path:
 
     async def main() -> None:
         async with SandboxClient(sandbox.endpoint) as client:
-            file = write(tmp_path / "rows.parquet", function)
+            file = [function]
             model = RewardModelForCritic(
                 file, None, sandbox=client, show_progress=False, compare_lax=True
             )
-            rows = [CORRECT] * 4, revisions, [function] * 4
-            outcomes = await model.judge_all(*rows)
-            assert [outcome.forged for outcome in outcomes] == list(wanted.values())
+            items = items_of([CORRECT] * 4, revisions, [function] * 4)
+            outcomes = await model.judge(items)
+            assert [o.verdict and o.verdict.forged for o in outcomes] == list(wanted.values())
             assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 0.0, 0.0]
             plain = RewardModelForCritic(file, None, sandbox=client, show_progress=False)
-            assert {o.forged for o in await plain.judge_all(*rows)} == {None}
+            assert {o.verdict and o.verdict.forged for o in await plain.judge(items)} == {None}
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Reward functions, their registry, weighted sums and metrics, over a scripted judge."""
+"""Reward functions and their registry, over a scripted judge."""
 
 from __future__ import annotations
 
@@ -11,16 +11,27 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reward_samples import CORRECT, STDIO, ScriptedSandbox, block, function_row, write
+from reward_samples import (
+    CORRECT,
+    ScriptedSandbox,
+    block,
+    function_record,
+    function_row,
+    stdio_row,
+    write,
+)
 
-from ctrl_megatron.rewards import RewardModelForCritic
-from ctrl_megatron.rewards.code_format import code_format_score
-from ctrl_megatron.rewards.disk_cache import verdict_cache
-from ctrl_megatron.rewards.ioi import Subtask, ioi_score, subtasks_of
-from ctrl_megatron.rewards.items import RewardItem
-from ctrl_megatron.rewards.overlong import soft_overlong_punishment
-from ctrl_megatron.rewards.registry import get_reward, make_reward, make_rewards
-from ctrl_megatron.rewards.weighted import WeightedReward, reward_metrics, weighted_sum
+from ctrl_megatron.data.rows import Row
+from ctrl_megatron.rewards import (
+    RewardItem,
+    RewardModelForCritic,
+    get_reward,
+    make_reward,
+    register_reward,
+)
+from ctrl_megatron.rewards.cache import verdict_cache
+from ctrl_megatron.rewards.code_rewards import code_format_score
+from ctrl_megatron.rewards.ioi import IoiSubtask, ioi_score, subtasks_of
 from ctrl_megatron.sandbox.wire import SubmitRequest
 
 ROW = function_row()
@@ -32,7 +43,7 @@ def rewards(function: Any, *items: RewardItem) -> list[float | None]:
 
 
 def item(text: str = block("pass"), **fields: Any) -> RewardItem:
-    return RewardItem(**{"text": text, "sample": ROW, **fields})
+    return RewardItem(**{"text": text, "row": ROW, **fields})
 
 
 def by_code(**passes: list[bool]) -> Callable[[SubmitRequest], list[bool | None]]:
@@ -57,7 +68,8 @@ def by_code(**passes: list[bool]) -> Callable[[SubmitRequest], list[bool | None]
         (f"{WELL}\n", 0.0),
         ("```\nx = 1\n```\n", 0.0),
         ("```cpp\nint x;\n```\n", 0.0),
-        ("words ```python\nx = 1\n```\n", 0.0),
+        ("words ```python\nx = 1\n```\n", 1.0),
+        ("words ```python\nx =\n```\n", 0.5),
         ("```python x = 1\n```\n", 0.0),
         ("```python\nx = 1```\n", 0.0),
         ("````python\nx = 1\n````\n", 0.0),
@@ -68,14 +80,14 @@ def by_code(**passes: list[bool]) -> Callable[[SubmitRequest], list[bool | None]
 )
 def test_code_format(text: str, score: float) -> None:
     assert code_format_score(text) == score
-    assert rewards(make_reward("code_format"), item(text, sample=None)) == [score]
+    assert rewards(make_reward("code_format"), item(text, row=None)) == [score]
 
 
 def test_the_final_newline_is_required_unless_it_is_not() -> None:
     assert code_format_score(WELL.rstrip()) == 0.0
     assert code_format_score(WELL.rstrip(), final_newline=False) == 1.0
     assert code_format_score(WELL, final_newline=False) == 1.0
-    bare = item(WELL.rstrip(), sample=None)
+    bare = item(WELL.rstrip(), row=None)
     assert rewards(make_reward("code_format", final_newline=False), bare) == [1.0]
 
 
@@ -94,19 +106,17 @@ def test_code_is_the_pass_rate_and_binary_code_wants_all() -> None:
 def test_binary_code_passes_above_its_threshold() -> None:
     row = function_row(selected_uts=[f"assert f({n}) == 1" for n in range(200)])
     judge = ScriptedSandbox(by_code(one=[True] * 199 + [False], two=[True] * 198 + [False] * 2))
-    items = [item(block(word), sample=row) for word in ("one", "two")]
+    items = [item(block(word), row=row) for word in ("one", "two")]
     assert rewards(make_reward("binary_code", provider=judge), *items) == [1.0, 0.0]  # 0.995, 0.99
 
 
-def test_a_fault_of_the_provider_is_none_never_zero() -> None:
+def test_a_fault_of_the_provider_is_none_never_zero(caplog: pytest.LogCaptureFixture) -> None:
     judge = ScriptedSandbox(lambda request: [True] * 3)
-    judge.faults_left = 1
     for name in ("code", "binary_code"):
         judge.faults_left = 1
         function = make_reward(name, provider=judge)
         assert rewards(function, item(), item(block("x = 2"))) == [None, 1.0]
-        assert function.counters.faults == 1  # type: ignore[attr-defined]
-        assert "gone" in function.counters.last  # type: ignore[attr-defined]
+        assert f"{name}: 1 of 2 answers were not judged: the service is gone" in caplog.text
         # Not remembered either.
         assert rewards(function, item()) == [1.0]
 
@@ -130,44 +140,29 @@ def test_code_may_require_the_format() -> None:
 
 def test_functions_that_share_a_cache_run_a_program_once() -> None:
     judge, cache = ScriptedSandbox(lambda request: [True, True, False]), verdict_cache()
-    options = {"provider": judge, "cache": cache}
-    functions = make_rewards(["code", "binary_code"], {"code": options, "binary_code": options})
-    scores = asyncio.run(WeightedReward(functions).score([item()]))
-    assert scores.total == [pytest.approx(2 / 3)]
+    for name, reward in (("code", pytest.approx(2 / 3)), ("binary_code", 0.0)):
+        assert rewards(make_reward(name, provider=judge, cache=cache), item()) == [reward]
     assert len(judge.requests) == 1
 
 
-@pytest.mark.parametrize(
-    ("length", "penalty"),
-    [(0, 0.0), (12, 0.0), (13, -0.25), (14, -0.5), (15, -0.75), (16, -1.0), (99, -1.0)],
-)
-def test_soft_overlong_punishment(length: int, penalty: float) -> None:
-    assert soft_overlong_punishment(length, max_length=16, cache_length=4) == penalty
-    function = make_reward("soft_overlong_punishment", max_length=16, cache_length=4)
-    assert rewards(function, item(length=length)) == [penalty]
-
-
-def test_soft_overlong_punishment_names_what_it_lacks() -> None:
-    with pytest.raises(ValueError, match="cache_length"):
-        make_reward("soft_overlong_punishment", max_length=4, cache_length=5)
-    function = make_reward("soft_overlong_punishment", max_length=4, cache_length=2)
-    with pytest.raises(ValueError, match="length"):
-        rewards(function, item())
-
-
-def ioi_row(**fields: Any) -> dict[str, Any]:
+def ioi_row(**fields: Any) -> Row:
     subtasks = [{"points": 10, "tests": [0]}, {"points": 30.5, "tests": [0, 1]}]
-    return function_row(selected_uts=STDIO, **{"subtasks": subtasks, **fields})
+    return stdio_row(**{"subtasks": subtasks, **fields})
 
 
 def test_a_subtask_is_worth_its_weakest_test() -> None:
     judge = ScriptedSandbox(
         by_code(both=[True, True], first=[True, False], last=[False, True], none=[False, False])
     )
-    items = [item(block(w), sample=ioi_row()) for w in ("both", "first", "last", "none")]
+    items = [item(block(w), row=ioi_row()) for w in ("both", "first", "last", "none")]
     function = make_reward("ioi_code", provider=judge)
     assert rewards(function, *items) == [40.5, 10.0, 0.0, 0.0]
     assert {r.config.language for r in judge.requests} == {"cpp"}
+    program = "Python:\n```python\npass\n```\nC++:\n```cpp\n// both\n```\nDone."
+    assert rewards(function, item(program, row=ioi_row())) == [40.5]
+    assert judge.requests[-1].completion == "```cpp\n// both\n```"
+    assert rewards(function, item("// both: no fence", row=ioi_row(language="bash"))) == [40.5]
+    assert judge.requests[-1].completion == "```bash\n// both: no fence\n```"
     share = make_reward("ioi_code", provider=judge, normalise=True)
     assert rewards(share, items[1]) == [pytest.approx(10 / 40.5)]
 
@@ -186,7 +181,7 @@ def test_ioi_score_against_a_plain_loop(
         for test in tests:
             worst = scores[test] if scores[test] < worst else worst
         total += points * worst
-    subtasks = [Subtask(points=points, tests=tuple(tests)) for points, tests in groups]
+    subtasks = [IoiSubtask(points=points, tests=tuple(tests)) for points, tests in groups]
     assert ioi_score(subtasks, scores) == pytest.approx(total, rel=1e-12)
 
 
@@ -206,18 +201,16 @@ def test_wrong_subtasks_name_the_sample(subtasks: Any, told: str) -> None:
     row = ioi_row(subtasks=subtasks)
     with pytest.raises(ValueError, match=told) as caught:
         subtasks_of(row, 2)
-    assert row["id"] in str(caught.value)
+    assert row.id in str(caught.value)
     judge = ScriptedSandbox(lambda request: [True])
     with pytest.raises(ValueError, match=told):
-        rewards(make_reward("ioi_code", provider=judge), item(sample=row))
+        rewards(make_reward("ioi_code", provider=judge), item(row=row))
     assert not judge.requests
-    with pytest.raises(ValueError, match="subtask 0"):
-        ioi_score([Subtask(points=1.0, tests=(3,))], [1.0])
 
 
 def test_the_critic_is_a_reward_function(tmp_path: Path) -> None:
     judge = ScriptedSandbox(lambda request: [True, True, False])
-    file = write(tmp_path / "rows.parquet", ROW)
+    file = write(tmp_path / "rows.parquet", function_record())
     function = make_reward("critic", file=file, tokenizer=None, sandbox=judge, show_progress=False)
     assert isinstance(function, RewardModelForCritic)
     items = [item(critique=CORRECT), item(critique="no judgment")]
@@ -264,81 +257,14 @@ def test_names_and_options_that_do_not_exist() -> None:
         make_reward("code_format", colour="red")
     with pytest.raises(ValueError, match="provider"):
         make_reward("code")
-    with pytest.raises(ValueError, match="twice"):
-        make_rewards(["code_format", "code_format"])
-    with pytest.raises(ValueError, match="code_fromat"):
-        make_rewards(["code_format"], {"code_fromat": {}})
     with pytest.raises(ValueError, match="item 1"):
         judge = ScriptedSandbox(lambda request: [True] * 3)
-        rewards(make_reward("code", provider=judge), item(), item(sample=None))
+        rewards(make_reward("code", provider=judge), item(), item(row=None))
 
 
-maybe = st.none() | st.floats(-10, 10)
-
-
-@given(st.lists(st.tuples(maybe, maybe), max_size=8), st.floats(-3, 3), st.floats(-3, 3))
-def test_a_weighted_sum_against_a_plain_loop(
-    rows: list[tuple[float | None, float | None]], left: float, right: float
-) -> None:
-    parts = {"a": [a for a, _ in rows], "b": [b for _, b in rows]}
-    expected: list[float | None] = []
-    for a, b in rows:
-        unknown = (a is None and left != 0) or (b is None and right != 0)
-        expected.append(None if unknown else left * (a or 0.0) + right * (b or 0.0))
-    got = weighted_sum(parts, {"a": left, "b": right})
-    assert [g is None for g in got] == [e is None for e in expected]
-    for g, e in zip(got, expected, strict=True):
-        assert e is None or g == pytest.approx(e, rel=1e-12, abs=1e-12)
-
-
-def test_weights_parts_and_metrics() -> None:
-    functions = make_rewards([f"{__name__}:halves", "code_format"])
-    weighted = WeightedReward(functions, [2.0, 0.5])
-    items = [item(WELL), item("x"), item("")]
-    scores = asyncio.run(weighted.score(items))
-    assert scores.total == [1.5, 1.0, None]
-    assert rewards(weighted, *items) == scores.total
-    name = f"{__name__}:halves"
-    assert reward_metrics(scores) == {
-        f"reward/{name}/mean": 0.5,
-        f"reward/{name}/unjudged": 1.0,
-        "reward/code_format/mean": pytest.approx(1 / 3),
-        "reward/code_format/unjudged": 0.0,
-    }
-    unweighted = asyncio.run(WeightedReward(functions, [0.0, 1.0]).score(items))
-    assert unweighted.total == [1.0, 0.0, 0.0]
-    assert unweighted.parts[name] == [0.5, 0.5, None]
-    nothing = asyncio.run(weighted.score([item("")]))
-    assert f"reward/{name}/mean" not in reward_metrics(nothing)
-
-
-def test_weights_that_do_not_fit_are_refused() -> None:
-    functions = make_rewards(["code_format"])
-    for weights, told in (
-        ([1.0, 2.0], "2 entries"),
-        ([math.nan], "finite"),
-        ([math.inf], "finite"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            WeightedReward(functions, weights)
-    with pytest.raises(ValueError, match="empty"):
-        WeightedReward({})
-
-
-def test_a_function_that_fails_ends_the_sum_and_cancels_the_others() -> None:
-    ended: list[str] = []
-
-    async def slow(items: Sequence[RewardItem]) -> list[float | None]:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append("slow")
-        return []
-
-    async def failing(items: Sequence[RewardItem]) -> list[float | None]:
-        await asyncio.sleep(0)
-        raise KeyError("broken")
-
-    with pytest.raises(KeyError, match="broken"):
-        rewards(WeightedReward({"slow": slow, "failing": failing}), item())
-    assert ended == ["slow"]
+def test_registry() -> None:
+    assert get_reward("critic") is RewardModelForCritic
+    with pytest.raises(ValueError, match=r"'critics'.*'critic'"):
+        get_reward("critics")
+    with pytest.raises(ValueError, match="already registered"):
+        register_reward("critic")(RewardModelForCritic)

@@ -1,22 +1,90 @@
 """Where programs run against tests: our sandbox, or somebody else's, behind one interface."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from ctrl_megatron.rewards.providers.cloud import E2BBackend, MorphBackend
 from ctrl_megatron.rewards.providers.contract import (
     CodeProvider,
     ProviderCounters,
     ProviderError,
     ProviderSetupError,
 )
-from ctrl_megatron.rewards.providers.factory import PROVIDERS, make_provider
-from ctrl_megatron.rewards.providers.local import LocalProvider
+from ctrl_megatron.rewards.providers.piston import PistonBackend
+from ctrl_megatron.rewards.providers.sandbox_fusion import SandboxFusionBackend
 from ctrl_megatron.rewards.providers.scripts import ScriptProvider
+from ctrl_megatron.sandbox.client import SandboxClient
+
+_BACKENDS: dict[str, Callable[..., Any]] = {
+    "sandbox_fusion": SandboxFusionBackend,
+    "e2b": E2BBackend,
+    "morph": MorphBackend,
+    "piston": PistonBackend,
+}
+_PROVIDER_OPTIONS = ("attempts", "backoff", "max_concurrency")
+PROVIDERS = ("local", *_BACKENDS)
+"""Names that ``make_provider`` takes."""
 
 __all__ = [
     "PROVIDERS",
     "CodeProvider",
-    "LocalProvider",
     "ProviderCounters",
     "ProviderError",
     "ProviderSetupError",
     "ScriptProvider",
+    "local_provider",
     "make_provider",
 ]
+
+
+def make_provider(name: str, **options: Any) -> CodeProvider:
+    """The provider called ``name``.
+
+    ``attempts``, ``backoff`` (seconds) and ``max_concurrency`` work for all; the other options are
+    those of ``local_provider``, ``SandboxFusionBackend``, ``E2BBackend``, ``MorphBackend``,
+    ``PistonBackend``. Keys are options too: environment variables are read elsewhere. Raises
+    ``ProviderSetupError`` for an unknown name or option, a missing key or package.
+    """
+    if name == "local":
+        return _made(name, local_provider, options)
+    if name not in _BACKENDS:
+        near = get_close_matches(name, PROVIDERS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ";"
+        raise ProviderSetupError(f"unknown provider {name!r}{hint} known: {', '.join(PROVIDERS)}")
+    shared = {key: options.pop(key) for key in _PROVIDER_OPTIONS if key in options}
+    if name == "sandbox_fusion":
+        # Its client retries each request by itself and has its own limit of requests on the wire.
+        options |= {key: shared[key] for key in ("attempts", "backoff") if key in shared}
+        shared = {"attempts": 1, "max_concurrency": shared.get("max_concurrency", 256)}
+    return ScriptProvider(_made(name, _BACKENDS[name], options), **shared)
+
+
+def local_provider(
+    *,
+    endpoint: str | Sequence[str] | None = None,
+    limits: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> SandboxClient:
+    """A client of our own sandbox service, whose judge runs outside the reach of the program.
+
+    ``endpoint`` names the service (one or several URLs); ``limits`` are the service's, as plain
+    values, for cache keys, which leave out the endpoint: it is another one in every run. Every data
+    set kind that the service knows works.
+    """
+    if endpoint is None:
+        raise ProviderSetupError(
+            "the provider local needs endpoint (sandbox.endpoint, or that of the sandbox which the "
+            "run starts)"
+        )
+    identity = {"provider": "local", "limits": dict(limits or {})}
+    return SandboxClient(endpoint, identity=identity, **options)
+
+
+def _made(name: str, kind: Callable[..., Any], options: dict[str, Any]) -> Any:
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise ProviderSetupError(f"provider {name}: {error}") from error

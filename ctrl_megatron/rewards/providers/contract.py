@@ -1,8 +1,8 @@
-"""What every provider of code execution offers, and the errors it may end in."""
+"""What every provider of code execution offers, what it may need, and the errors it may end in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,15 +45,12 @@ class CodeProvider(Protocol):
     """Runs a program against tests. It has the face of a sandbox client, so every place that takes
     a judge takes a provider."""
 
-    name: str
-    """The name under which ``make_provider`` knows it."""
-
     @property
-    def identity(self) -> Mapping[str, Any]:
+    def identity(self) -> Any:
         """Plain values that tell apart providers whose verdicts may differ; part of cache keys."""
         ...
 
-    async def submit(self, request: SubmitRequest) -> EvalResult:
+    async def submit(self, request: SubmitRequest, /) -> EvalResult:
         """One verdict per test of ``request``.
 
         Without ``extra.run_all_cases`` the list ends at the first failure. Raises ``ProviderError``
@@ -65,3 +62,23 @@ class CodeProvider(Protocol):
     async def close(self) -> None:
         """Let go of connections; a later call opens new ones."""
         ...
+
+
+def load_client(provider: str, module: str, package: str) -> Any:
+    """A cloud's client library. Raises ``ProviderSetupError`` that says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ProviderSetupError(
+            f"the provider {provider} needs the package {package}, which cannot be imported "
+            f"({error}); pip install 'ctrl_megatron[{provider}]'"
+        ) from error
+
+
+def require_key(provider: str, key: str | None, variable: str) -> str:
+    """The key. Raises ``ProviderSetupError`` naming the environment variable."""
+    if not key or not key.strip():
+        raise ProviderSetupError(
+            f"the provider {provider} needs an API key: set the environment variable {variable}"
+        )
+    return key.strip()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from tenacity import (
     wait_random,
 )
 
+from ctrl_megatron.prompts import extract_code
 from ctrl_megatron.rewards.providers.asserts import (
     AssertsJob,
     CaseVerdict,
@@ -31,7 +31,6 @@ from ctrl_megatron.rewards.providers.contract import (
     ProviderError,
     ProviderSetupError,
 )
-from ctrl_megatron.sandbox.extraction import extract_python
 from ctrl_megatron.sandbox.stdio import difference
 from ctrl_megatron.sandbox.wire import (
     CommandRunResult,
@@ -45,7 +44,6 @@ from ctrl_megatron.sandbox.wire import (
 
 DEFAULT_SECONDS = 10.0
 _FUNCTION_KINDS = ("MBPPDataset", "HumanEvalDataset")
-_BLOCK = re.compile(r"```[^\n`]*\n(.*?)\n?```", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,9 +203,8 @@ def _read(request: SubmitRequest, backend: ScriptBackend) -> _Plan:
             f"provider {backend.name} cannot judge {kind} in {language}; "
             f"it knows {', '.join(backend.languages)}"
         )
-    python = language == "python"
     return _Plan(
-        code=extract_python(request.completion).code if python else _block(request.completion),
+        code=extract_code(request.completion, language),
         language=language,
         function=function,
         setup=data.get("test_setup_code") or "",
@@ -215,11 +212,6 @@ def _read(request: SubmitRequest, backend: ScriptBackend) -> _Plan:
         seconds=config.run_timeout or DEFAULT_SECONDS,
         run_all=bool(config.extra.get("run_all_cases", False)),
     )
-
-
-def _block(completion: str) -> str:
-    found = _BLOCK.search(completion)
-    return found.group(1) if found else completion
 
 
 def _function_tests(data: Mapping[str, Any]) -> tuple[SplitTest, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.data.attempts import read_rows, row_of, write_rows
-from ctrl_megatron.data.schema import REQUIRED_COLUMNS, Row
+from ctrl_megatron.data.rows import (
+    REQUIRED_COLUMNS,
+    Row,
+    decode_tests,
+    read_rows,
+    row_of,
+    rows_by_id,
+    write_rows,
+)
 from ctrl_megatron.prompts import critique_messages
-from ctrl_megatron.rewards.samples import asserts_of, cases_of, load_samples
 from ctrl_megatron.types import Attempt, Problem
 
 CASES = json.dumps([{"input": {"stdin": "1\n"}, "output": {"stdout": "2\n"}}])
@@ -52,7 +59,10 @@ def record(**changes: Any) -> dict[str, Any]:
 
 
 def write_raw(path: Path, *records: dict[str, Any]) -> Path:
-    parquet.write_table(pa.Table.from_pylist(list(records)), path)
+    # pyarrow takes the columns of the first record only.
+    columns = dict.fromkeys(name for one in records for name in one)
+    whole = [{**dict.fromkeys(columns), **one} for one in records]
+    parquet.write_table(pa.Table.from_pylist(whole), path)
     return path
 
 
@@ -116,12 +126,30 @@ def test_files_are_read_in_order_and_a_prompt_of_ones_own_is_kept(tmp_path: Path
     assert list(rows[0].prompt) == prompt
 
 
-def test_the_reward_room_reads_the_same_tests(tmp_path: Path) -> None:
-    file = tmp_path / "rows.parquet"
-    write_rows(file, map(row_of, ATTEMPTS))
-    samples = load_samples(file)
-    assert asserts_of(samples["t/double/0"]) == list(FUNCTION.selected_uts)
-    assert cases_of(samples["t/next/0"]) == json.loads(CASES)
+def test_who_asks_for_no_critiques_needs_no_prompt(tmp_path: Path) -> None:
+    plain = {k: v for k, v in record().items() if k != "prompt"}
+    (row,) = read_rows(write_raw(tmp_path / "a.parquet", plain), prompt_key=None)
+    assert row.prompt == ()
+
+
+def test_further_columns_travel_with_the_row_and_survive_a_file(tmp_path: Path) -> None:
+    subtasks = [{"points": 1.0, "tests": [0, 1]}]
+    first = write_raw(
+        tmp_path / "a.parquet", record(labels="x", note=None), record(id="b", subtasks=subtasks)
+    )
+    rows = read_rows(first)
+    assert [row.extra for row in rows] == [{"labels": "x"}, {"subtasks": subtasks}]
+    write_rows(tmp_path / "b.parquet", rows)
+    assert read_rows(tmp_path / "b.parquet") == rows
+
+
+def test_tests_in_their_spellings() -> None:
+    cases, (only,) = json.loads(CASES), ("assert f()",)
+    for spelling in (only, [only], json.dumps([only]), [json.dumps([only])]):
+        assert decode_tests("mbppplus", spelling) == (only,)
+    assert decode_tests("mbppplus", json.dumps([only, only])) == (only, only)
+    for spelling in (CASES, [CASES], cases):
+        assert json.loads(str(decode_tests("code_contests", spelling))) == cases
 
 
 def test_files_of_others_load(tmp_path: Path) -> None:
@@ -134,13 +162,14 @@ def test_files_of_others_load(tmp_path: Path) -> None:
     )
     rows = read_rows([functions, programs])
     assert [row.selected_uts for row in rows] == [("assert f()",), CASES, CASES]
-    assert [row.time_limit for row in rows] == [10.0] * 3
+    assert [row.time_limit for row in rows] == [None] * 3
+    assert rows[0].attempt().problem.time_limit == 10.0
     assert [row.problem_id for row in rows] == ["a", "b", "c"]
     assert [row.pass_rate for row in rows] == [None] * 3
     assert rows[0].attempt().problem.id == "a"
 
 
-@pytest.mark.parametrize("column", REQUIRED_COLUMNS)
+@pytest.mark.parametrize("column", [*REQUIRED_COLUMNS, "prompt"])
 def test_a_missing_column_is_named(tmp_path: Path, column: str) -> None:
     plain = record()
     del plain[column]
@@ -164,8 +193,8 @@ BAD_CELLS: dict[str, list[tuple[Any, str]]] = {
     "selected_uts": [
         ([], "non-empty list"),
         (["assert 1", " "], "empty"),
-        ('["assert f()"]', "JSON"),
-        (['["assert f()"]'], "JSON"),
+        ("[]", "non-empty"),
+        ("[1]", "not text"),
     ],
     "time_limit": [(0.0, "positive"), (float("inf"), "positive"), ("5", "number")],
     "difficulty": [(5, "0 to 4"), (1.5, "whole")],
@@ -185,7 +214,7 @@ def test_a_bad_cell_is_named(tmp_path: Path, column: str, value: Any, complaint:
     assert f"{file}: row 0: column {column!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize("tests", ["[]", "{}", "not json", ["1", "2"], []])
+@pytest.mark.parametrize("tests", ["[]", "{}", "[{}]", "not json", ["1", "2"], [], ""])
 def test_bad_cases_are_named(tmp_path: Path, tests: Any) -> None:
     row = record(prompter_type="code_contests", selected_uts=tests)
     file = write_raw(tmp_path / "rows.parquet", row)
@@ -193,11 +222,29 @@ def test_bad_cases_are_named(tmp_path: Path, tests: Any) -> None:
         read_rows(file)
 
 
-def test_an_id_that_occurs_twice_is_named(tmp_path: Path) -> None:
-    first = write_raw(tmp_path / "1.parquet", record())
-    second = write_raw(tmp_path / "2.parquet", record(id="b"), record())
-    with pytest.raises(ValueError, match=r"2\.parquet: row 1: column 'id' repeats 'a' of .*1\."):
+def test_a_row_that_occurs_twice_is_one_row(tmp_path: Path) -> None:
+    """As where the same file is given for training and for validation."""
+    one = write_raw(tmp_path / "1.parquet", record(time_limit=math.nan), record(id="b", score=1.0))
+    two = write_raw(tmp_path / "2.parquet", record(id="c"), record(id="b", score=1.0))
+    assert [row.id for row in read_rows([one, one, two])] == ["a", "b", "c"]
+    table = rows_by_id([*read_rows(one), *read_rows(two)])
+    assert list(table) == ["a", "b", "c"] and table["b"].place.endswith("1.parquet: row 1")
+
+
+@pytest.mark.parametrize(
+    ("change", "columns"),
+    [({"solution": "t"}, "solution"), ({"score": 2.0}, "extra"), ({"pass_rate": 1.0}, "pass_rate")],
+)
+def test_different_rows_with_one_id_are_named(
+    tmp_path: Path, change: dict[str, Any], columns: str
+) -> None:
+    first = write_raw(tmp_path / "1.parquet", record(score=1.0))
+    second = write_raw(tmp_path / "2.parquet", record(id="b"), record(score=1.0) | change)
+    told = rf"2\.parquet: row 1: column 'id' repeats 'a' of .*1\.parquet: row 0.* in {columns};"
+    with pytest.raises(ValueError, match=told):
         read_rows([first, second])
+    with pytest.raises(ValueError, match=told):
+        rows_by_id([*read_rows(first), *read_rows(second)])
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

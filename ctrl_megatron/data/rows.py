@@ -1,0 +1,341 @@
+"""The rows of training and validation files: one record, one schema, one reader, one writer.
+
+A row is a problem, a first solution of it and the conversation that asks for its critique. Column
+``selected_uts`` holds both kinds of tests in one type, a list of strings: one assert per entry for
+function problems; exactly one entry, the JSON text of all cases, for problems judged on stdin and
+stdout. :func:`decode_tests` also takes the spellings that other people's files use.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from ctrl_megatron.prompts import critique_messages
+from ctrl_megatron.types import Attempt, Message, Problem, PrompterType
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+REQUIRED_COLUMNS = ("id", "problem", "solution", "prompter_type", "selected_uts")
+"""Besides the column of the prompt, which only those need who ask for critiques."""
+DEFAULT_TIME_LIMIT = 10.0
+"""Seconds per test where neither the row nor the reader's options say."""
+_ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One attempt and the conversation that asks for its critique."""
+
+    id: str
+    """Unique over all files of a run."""
+    prompt: tuple[Message, ...] = ()
+    """The messages that the critic answers; empty where nobody asked for them."""
+    problem: str
+    """The problem's statement."""
+    solution: str
+    """The raw text of the first solution."""
+    prompter_type: PrompterType
+    selected_uts: tuple[str, ...] | str
+    """Asserts (function problems), or a JSON list of cases."""
+    time_limit: float | None = None
+    """Seconds of wall clock per test; None where the file does not say."""
+    problem_id: str
+    """Names the problem; several rows may share it."""
+    entry_point: str = ""
+    test_setup: str = ""
+    difficulty: int = 0
+    pass_rate: float | None = None
+    """Share of tests that ``solution`` passes; None where it was never judged."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The file's further columns, for reward functions that know them; without nulls."""
+    place: str = field(default="", compare=False, repr=False)
+    """File and number of the row, for messages."""
+
+    def attempt(self) -> Attempt:
+        """The attempt that the row was made from, but for ``reference``, which is empty."""
+        problem = Problem(
+            id=self.problem_id,
+            statement=self.problem,
+            prompter_type=self.prompter_type,
+            selected_uts=self.selected_uts,
+            entry_point=self.entry_point,
+            test_setup=self.test_setup,
+            time_limit=DEFAULT_TIME_LIMIT if self.time_limit is None else self.time_limit,
+            difficulty=self.difficulty,
+        )
+        return Attempt(
+            id=self.id, problem=problem, solution=self.solution, pass_rate=self.pass_rate
+        )
+
+
+_COLUMNS = {f.name for f in fields(Row)} - {"extra", "place"}
+
+
+def row_of(attempt: Attempt, prompt: Sequence[Message] | None = None) -> Row:
+    """The row of ``attempt``; without a ``prompt``, the one that asks for its critique."""
+    problem = attempt.problem
+    if prompt is None:
+        prompt = critique_messages(problem, attempt.solution)
+    return Row(
+        id=attempt.id,
+        prompt=tuple(prompt),
+        problem=problem.statement,
+        solution=attempt.solution,
+        prompter_type=problem.prompter_type,
+        selected_uts=problem.selected_uts,
+        time_limit=problem.time_limit,
+        problem_id=problem.id,
+        entry_point=problem.entry_point,
+        test_setup=problem.test_setup,
+        difficulty=problem.difficulty,
+        pass_rate=attempt.pass_rate,
+    )
+
+
+def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
+    """The rows of one or several parquet files, in order; column ``prompt_key`` is the prompt.
+
+    None reads no prompts. A row that occurs twice is one row. Raises ``ValueError`` naming file,
+    row and column for anything that does not fit the schema, for different rows with one ``id``
+    and for files without any row.
+    """
+    import pyarrow.parquet as parquet
+
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    files = [str(os.fspath(path)) for path in given]
+    rows: list[Row] = []
+    for file in files:
+        try:
+            table = parquet.read_table(file)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read parquet file {file}: {error}") from error
+        _check_columns(table.column_names, file, prompt_key)
+        for number, record in enumerate(table.to_pylist()):
+            rows.append(row_from(record, f"{file}: row {number}", prompt_key))
+    if not rows:
+        raise ValueError(f"no rows in {', '.join(files) or 'an empty list of files'}")
+    return list(rows_by_id(rows).values())
+
+
+def rows_by_id(rows: Iterable[Row]) -> dict[str, Row]:
+    """Every row under its id, in order; equal rows with one id are one row.
+
+    Raises ``ValueError`` naming both places for different rows with one id.
+    """
+    table: dict[str, Row] = {}
+    for row in rows:
+        first = table.setdefault(row.id, row)
+        if first != row:
+            names = [f.name for f in fields(Row) if f.compare]
+            differ = [name for name in names if getattr(first, name) != getattr(row, name)]
+            raise ValueError(
+                f"{row.place or 'a row'}: column 'id' repeats {row.id!r} of "
+                f"{first.place or 'another row'}, but the rows differ in "
+                f"{', '.join(differ)}; give them different ids"
+            )
+    return table
+
+
+def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
+    """Write a parquet file that appears complete or not at all.
+
+    Raises ``ValueError`` for rows that :func:`read_rows` would refuse, naming the row and the
+    column.
+    """
+    import pyarrow as pa
+
+    records = [_record_of(row) for row in rows]
+    rows_by_id(row_from(record, f"{path}: row {n}", "prompt") for n, record in enumerate(records))
+    text = pa.string()
+    types = {
+        "prompt": pa.list_(pa.struct([("role", text), ("content", text)])),
+        "selected_uts": pa.list_(text),
+        "time_limit": pa.float64(),
+        "difficulty": pa.int64(),
+        "pass_rate": pa.float64(),
+    }
+    names = [f.name for f in fields(Row) if f.name in _COLUMNS]
+    schema = pa.schema([(name, types.get(name, text)) for name in names])
+    table = pa.Table.from_pylist(records, schema=schema)
+    for name in dict.fromkeys(name for record in records for name in record if name not in names):
+        table = table.append_column(name, pa.array([record.get(name) for record in records]))
+    write_parquet(path, table)
+
+
+def write_parquet(path: str | os.PathLike[str], table: Any) -> None:
+    """Write a pyarrow table to a file that appears complete or not at all."""
+    import pyarrow.parquet as parquet
+
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        parquet.write_table(table, draft)
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
+    """The tests of a problem from what a file holds.
+
+    A function problem: a list of asserts, the JSON text of one, or a string that is one test
+    program. Otherwise: a JSON list of cases, as a string, as a list of one string, or as a list of
+    objects. Raises ``ValueError`` saying what is wrong.
+    """
+    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str):
+        value = value[0]
+    if kind == "mbppplus":
+        return _decode_asserts(value)
+    if isinstance(value, (list, tuple)) and value and all(isinstance(c, dict) for c in value):
+        value = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, str):
+        raise ValueError("must be the JSON text of a list of cases (a string, or a list of one)")
+    try:
+        cases = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    # Without a test, every program would pass.
+    if not isinstance(cases, list) or not cases or not all(cases):
+        raise ValueError("must be a non-empty JSON list of cases")
+    return value
+
+
+def _decode_asserts(value: object) -> tuple[str, ...]:
+    tests = value
+    if isinstance(value, str):
+        # A JSON list is a valid Python expression: run as a test, it would pass for every program.
+        listed = _json_list(value)
+        tests = [value] if listed is None else listed
+    if not isinstance(tests, (list, tuple)) or not tests:
+        raise ValueError("must be a non-empty list of asserts")
+    if not all(isinstance(test, str) and test.strip() for test in tests):
+        raise ValueError("has an entry that is empty or not text")
+    return tuple(tests)
+
+
+def _json_list(text: str) -> list[Any] | None:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return value if isinstance(value, list) else None
+
+
+def _record_of(row: Row) -> dict[str, Any]:
+    record = {**row.extra, **{name: getattr(row, name) for name in _COLUMNS}}
+    tests = row.selected_uts
+    record["selected_uts"] = [tests] if isinstance(tests, str) else list(tests)
+    record["prompt"] = list(row.prompt)
+    return record
+
+
+def _check_columns(present: Sequence[str], file: str, prompt_key: str | None) -> None:
+    wanted = (*REQUIRED_COLUMNS, *(() if prompt_key is None else (prompt_key,)))
+    missing = [name for name in wanted if name not in present]
+    if missing:
+        raise ValueError(
+            f"{file}: column(s) {', '.join(missing)} missing; it has {', '.join(present) or 'none'}"
+        )
+
+
+def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> Row:
+    """Check one raw record. Raises ``ValueError`` naming ``place`` and the column."""
+    cell = _Cells(record, place)
+    identity, kind = cell.text("id"), cell.text("prompter_type")
+    if kind not in get_args(PrompterType):
+        raise cell.error("prompter_type", f"is {kind!r}, use {', '.join(get_args(PrompterType))}")
+    try:
+        tests = decode_tests(cast(PrompterType, kind), record["selected_uts"])
+    except ValueError as error:
+        raise cell.error("selected_uts", str(error)) from error
+    known = {*_COLUMNS, prompt_key}
+    return Row(
+        id=identity,
+        prompt=() if prompt_key is None else cell.messages(prompt_key),
+        problem=cell.text("problem"),
+        solution=cell.text("solution", may_be_empty=True),
+        prompter_type=cast(PrompterType, kind),
+        selected_uts=tests,
+        time_limit=cell.number("time_limit", 0, math.inf, "positive seconds", open_ends=True),
+        problem_id=cell.text("problem_id", default=identity),
+        entry_point=cell.text("entry_point", default="", may_be_empty=True),
+        test_setup=cell.text("test_setup", default="", may_be_empty=True),
+        difficulty=cell.difficulty(),
+        pass_rate=cell.number("pass_rate", 0, 1, "between 0 and 1"),
+        extra={
+            name: value
+            for name, value in record.items()
+            if name not in known
+            and not name.startswith("__index_level_")  # pandas' row numbers
+            and value is not None
+            and value == value  # NaN is a null too
+        },
+        place=place,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """Typed access to one record; every error names the place."""
+
+    record: Mapping[str, Any]
+    place: str
+
+    def error(self, column: str, complaint: str) -> ValueError:
+        return ValueError(f"{self.place}: column {column!r} {complaint}")
+
+    def text(self, column: str, *, default: str | None = None, may_be_empty: bool = False) -> str:
+        value = self.record.get(column)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise self.error(column, f"must be text, is {_shown(value)}")
+        if not may_be_empty and not value.strip():
+            raise self.error(column, "is empty")
+        return value
+
+    def messages(self, column: str) -> tuple[Message, ...]:
+        value = self.record.get(column)
+        if not isinstance(value, (list, tuple)) or not value:
+            raise self.error(column, f"must be a non-empty list of messages, is {_shown(value)}")
+        for message in value:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise self.error(column, "must hold messages with the keys role and content")
+            if message["role"] not in _ROLES:
+                raise self.error(
+                    column, f"has the role {message['role']!r}, use {', '.join(_ROLES)}"
+                )
+            if not isinstance(message["content"], str) or not message["content"].strip():
+                raise self.error(column, "has a message without content")
+        return tuple({"role": m["role"], "content": m["content"]} for m in value)
+
+    def number(
+        self, column: str, least: float, most: float, range_: str, *, open_ends: bool = False
+    ) -> float | None:
+        """None for a missing, null or NaN cell."""
+        value = self.record.get(column)
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.error(column, f"must be a number, is {_shown(value)}")
+        if not least <= value <= most or (open_ends and value in (least, most)):
+            raise self.error(column, f"must be {range_}, is {value}")
+        return float(value)
+
+    def difficulty(self) -> int:
+        value = self.number("difficulty", 0, 4, "a whole number from 0 to 4") or 0.0
+        if value != int(value):
+            raise self.error("difficulty", f"must be a whole number from 0 to 4, is {value}")
+        return int(value)
+
+
+def _shown(value: object) -> str:
+    return "missing or null" if value is None else f"{str(value)[:60]!r}"

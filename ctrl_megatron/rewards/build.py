@@ -1,0 +1,140 @@
+"""From the configuration to the reward functions of a run and their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.config.environment import read_provider_keys
+from ctrl_megatron.data.rows import Row
+from ctrl_megatron.rewards.cache import ResultCache, verdict_cache
+from ctrl_megatron.rewards.critic import RewardModelForCritic
+from ctrl_megatron.rewards.grading import Judge
+from ctrl_megatron.rewards.providers import CodeProvider, make_provider
+from ctrl_megatron.rewards.registry import make_reward, reward_parameters
+from ctrl_megatron.rewards.reward_sum import RewardFunction, RewardSum
+from ctrl_megatron.sandbox import SandboxClient
+from ctrl_megatron.sandbox.access import read_token
+from ctrl_megatron.types import Verdict
+
+
+def reward_functions_of(config: Config, measured: Sequence[str] = ()) -> dict[str, float]:
+    """Every reward function that the configuration asks for, with its weight.
+
+    In the order of the sum: ``critic``, the others of ``reward.reward_funcs``, ``overlong``
+    (``reward.overlong_buffer``), ``judgment`` (``reward.judgment_weight``), ``transition``
+    (``reward.transition``).
+
+    ``measured`` names functions that run in any case, with weight 0 where nothing asks for them; so
+    does ``critic`` where ``transition`` reads it. Raises ``ValueError`` for a function that is
+    asked for in two ways.
+    """
+    reward = config.reward
+    terms: dict[str, float] = {}
+    if reward.overlong_buffer.enable:
+        terms["overlong"] = reward.overlong_buffer.penalty_factor
+    if reward.judgment_weight:
+        terms["judgment"] = reward.judgment_weight
+    if reward.transition.is_on:
+        terms["transition"] = 1.0
+    if twice := sorted(reward.weights.keys() & terms.keys()):
+        raise ValueError(
+            f"reward.reward_funcs names {twice[0]!r}, which keys of its own turn on as well; leave "
+            "one of them out"
+        )
+    asked = {**reward.weights, **terms}
+    needed = (*measured, *(("critic",) if "transition" in asked else ()))
+    weights = {**dict.fromkeys(needed, 0.0), **asked}
+    return dict(sorted(weights.items(), key=lambda item: item[0] != "critic"))
+
+
+def build_reward_sum(
+    config: Config,
+    *,
+    sandbox_endpoint: str,
+    rows: Sequence[Row],
+    tokenizer: Any,
+    measured: Sequence[str] = (),
+) -> RewardSum:
+    """The configured functions, which share one judge and one memory of verdicts.
+
+    ``rows`` are those that ``critic`` may be asked about: of training and validation together.
+    ``measured``: see ``reward_functions_of``. Raises ``ValueError`` for different rows with one id
+    and for a wrong name, option, import path, key, package or cache file.
+    """
+    judge, cache = code_judge(config, sandbox_endpoint), verdict_cache(config.reward.cache_path)
+    weights = reward_functions_of(config, measured)
+    functions = _functions(config, weights, judge, cache)
+    if "critic" in weights:
+        functions["critic"] = RewardModelForCritic(
+            rows,
+            tokenizer,
+            run_all_cases=config.reward.run_all_cases,
+            max_requests=config.reward.max_requests,
+            run_timeout=config.reward.run_timeout,
+            sandbox=judge,
+            show_progress=False,
+            cache=cache,
+            compare_lax=config.reward.compare_lax,
+        )
+    return RewardSum({name: functions[name] for name in weights}, weights, judge=judge)
+
+
+def check_reward_functions(config: Config) -> None:
+    """Raise ``ValueError`` for a wrong name, option or import path; needs no service."""
+    _functions(config, reward_functions_of(config), None, None)
+
+
+def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | CodeProvider:
+    """Who runs the programs. Raises ``ValueError`` naming a missing key, package or option."""
+    attempts, at_once = config.sandbox.attempts, config.sandbox.max_concurrency
+    name = config.reward.provider
+    if name == "local":
+        file = config.sandbox.token_file
+        return SandboxClient(
+            sandbox_endpoint,
+            attempts=attempts,
+            max_concurrency=at_once,
+            token=None if file is None else read_token(file),
+            identity={"provider": name, "isolation": config.sandbox.isolation},
+        )
+    options = {**read_provider_keys(name), **config.reward.provider_options}
+    return make_provider(name, attempts=attempts, max_concurrency=at_once, **options)
+
+
+def _functions(
+    config: Config,
+    names: Iterable[str],
+    judge: Judge | None,
+    cache: ResultCache[Verdict] | None,
+) -> dict[str, RewardFunction]:
+    """The functions but ``critic``. Without a judge they cannot run programs, but every mistake in
+    their names and options shows.
+    """
+    reward = config.reward
+    shared: dict[str, Any] = {
+        "provider": judge,
+        "cache": cache,
+        "run_timeout": reward.run_timeout,
+        "max_requests": reward.max_requests,
+    }
+    own: dict[str, tuple[str, dict[str, Any]]] = {}
+    if reward.overlong_buffer.enable:
+        lengths = {
+            "max_length": config.data.max_response_length,
+            "cache_length": reward.overlong_buffer.len,
+        }
+        own["overlong"] = ("soft_overlong_punishment", lengths)
+    if reward.transition.is_on:
+        own["transition"] = ("transition", asdict(reward.transition))
+    functions: dict[str, RewardFunction] = {}
+    for name in names:
+        if name != "critic":
+            registered, options = own.get(name, (name, {}))
+            known = reward_parameters(registered)
+            given = {key: value for key, value in shared.items() if key in known}
+            options = {**given, **options, **reward.reward_options.get(name, {})}
+            functions[name] = make_reward(registered, **options)
+    return functions

@@ -1,0 +1,61 @@
+"""Rates over critiques and the revisions that follow them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctrl_megatron.eval.critique_revision import CritiqueResult, summarise
+from ctrl_megatron.types import Verdict
+
+
+def verdict(quarters: int) -> Verdict:
+    return Verdict(passed=tuple(n < quarters for n in range(4)), total=4)
+
+
+verdicts = st.integers(0, 4).map(verdict)
+judgments = st.sampled_from([None, True, False])
+results = st.builds(CritiqueResult, judgment=judgments, before=verdicts, after=verdicts)
+
+
+def one(judgment: bool | None, before: int, after: int) -> CritiqueResult:
+    return CritiqueResult(judgment=judgment, before=verdict(before), after=verdict(after))
+
+
+def test_a_table_worked_out_by_hand() -> None:
+    found = summarise([one(False, 2, 4), one(True, 4, 0), one(None, 0, 0)])
+    third = pytest.approx(1 / 3)
+    assert found["valid_critique_rate"] == pytest.approx(2 / 3)
+    assert found["judgment_accuracy"] == pytest.approx(2 / 3)  # no judgment counts as wrong
+    assert found["pass_rate_before"] == pytest.approx(0.5)
+    assert found["revision_pass_rate"] == third
+    assert found["solved_before"] == found["solved_after"] == third
+    assert found["to_right"] == found["to_wrong"] == third
+    assert found["rounds"] == 3.0
+
+
+@given(st.lists(results, min_size=1))
+def test_turns_explain_the_difference_of_solved_problems(played: list[CritiqueResult]) -> None:
+    found = summarise(played)
+    turned = found["to_right"] - found["to_wrong"]
+    assert found["solved_after"] - found["solved_before"] == pytest.approx(turned)
+    assert all(0 <= value <= 1 for name, value in found.items() if name != "rounds")
+    assert found["judgment_accuracy"] <= found["valid_critique_rate"]
+
+
+def test_what_could_not_be_judged_is_left_out_and_counted() -> None:
+    known = [one(False, 2, 4), one(True, 4, 0)]
+    lost = [
+        CritiqueResult(judgment=True, before=None, after=verdict(4)),
+        CritiqueResult(judgment=True, before=verdict(4), after=None),
+    ]
+    assert summarise([*known, *lost]) == {**summarise(known), "unjudged": 2.0}
+    assert "unjudged" not in summarise(known)
+    with pytest.raises(ValueError, match="none of 2"):
+        summarise(lost)
+
+
+def test_nothing_to_summarise_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no critique"):
+        summarise([])

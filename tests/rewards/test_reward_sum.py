@@ -1,0 +1,253 @@
+"""The one sum of rewards, what the configuration makes of it, and the sum's last digit."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reward_samples import CORRECT, INCORRECT, ScriptedSandbox, block, function_row
+
+from ctrl_megatron.config import Config, load_config
+from ctrl_megatron.rewards import (
+    RewardItem,
+    RewardModelForCritic,
+    RewardOutcome,
+    RewardSum,
+    make_reward,
+    weighted_sum,
+)
+from ctrl_megatron.rewards.build import (
+    build_reward_sum,
+    check_reward_functions,
+    reward_functions_of,
+)
+
+ROW = function_row(pass_rate=0.5)
+maybe = st.none() | st.floats(-10, 10, width=32)
+
+
+@given(st.lists(st.tuples(maybe, maybe), max_size=8), st.floats(-3, 3), st.floats(-3, 3))
+def test_a_sum_against_a_plain_loop(
+    rows: list[tuple[float | None, float | None]], left: float, right: float
+) -> None:
+    parts = {"a": [a for a, _ in rows], "b": [b for _, b in rows]}
+    expected: list[float | None] = []
+    for a, b in rows:
+        unknown = (a is None and left != 0) or (b is None and right != 0)
+        expected.append(None if unknown else left * (a or 0.0) + right * (b or 0.0))
+    got = weighted_sum(parts, {"a": left, "b": right})
+    assert [g is None for g in got] == [e is None for e in expected]
+    for g, e in zip(got, expected, strict=True):
+        assert e is None or g == pytest.approx(e, rel=1e-5, abs=1e-5)
+
+
+@given(st.data())
+def test_a_sum_is_that_of_float32_tensors_to_the_last_bit(data: st.DataObject) -> None:
+    torch = pytest.importorskip("torch")
+    # Beyond four terms, torch adds in an order of its own.
+    names = "abcd"[: data.draw(st.integers(1, 4))]
+    number = st.floats(-1e3, 1e3)
+    rows = data.draw(st.integers(1, 20))
+    parts: dict[str, Any] = {
+        name: data.draw(st.lists(number, min_size=rows, max_size=rows)) for name in names
+    }
+    weights = {name: data.draw(st.floats(-3, 3)) for name in names}
+    terms = [weights[name] * torch.tensor(parts[name]) for name in names]
+    expected = torch.stack(terms).sum(dim=0)
+    assert torch.equal(torch.tensor(weighted_sum(parts, weights)), expected)
+
+
+async def slow(items: Sequence[RewardItem]) -> list[float | None]:
+    await asyncio.sleep(60)
+    return []
+
+
+async def failing(items: Sequence[RewardItem]) -> list[float | None]:
+    raise KeyError("broken")
+
+
+async def short(items: Sequence[RewardItem]) -> list[float | None]:
+    return []
+
+
+def of_length(items: Sequence[RewardItem], *, scale: float = 1.0) -> list[float]:
+    return [scale * len(item.text) for item in items]
+
+
+async def of_outcome(items: Sequence[RewardItem]) -> list[float | None]:
+    return [None if i.outcome is None else i.outcome.reward for i in items]
+
+
+def item(text: str, critique: str = CORRECT, **fields: Any) -> RewardItem:
+    return RewardItem(**{"text": text, "critique": critique, "row": ROW, **fields})
+
+
+def test_the_critic_runs_first_and_the_others_see_its_outcomes() -> None:
+    judge = ScriptedSandbox(lambda request: [True, True, "good" in request.completion])
+    critic = RewardModelForCritic([ROW], None, sandbox=judge, show_progress=False)
+    functions = {
+        "transition": make_reward("transition", wrong_to_right=4.0, wrong_to_wrong=-4.0),
+        "critic": critic,
+        "judgment": make_reward("judgment"),
+        "seen": of_outcome,
+    }
+    total = RewardSum(functions, {"critic": 2.0, "judgment": 0.5, "transition": 1.0, "seen": 0.0})
+    known = RewardOutcome(reward=0.25, judgment=True)
+    items = [
+        item(block("good")),
+        item(block("bad"), INCORRECT),
+        item("x", "no judgment"),
+        item("y", outcome=known),
+    ]
+    scores = asyncio.run(total.score(items))
+    assert scores.parts == {
+        "transition": [4.0, -4.0, 0.0, None],
+        "critic": [1.0, 2 / 3, 0.0, 0.25],
+        "judgment": [0.0, 1.0, 0.0, 0.0],
+        "seen": [1.0, 2 / 3, 0.0, 0.25],
+    }
+    assert list(scores.parts) == list(functions)
+    assert scores.outcomes[3] is known and len(judge.requests) == 2
+    assert total.total(scores) == [6.0, pytest.approx(4 / 3 + 0.5 - 4), 0.0, None]
+    assert pickle.loads(pickle.dumps(scores)) == scores
+
+
+def test_a_judgment_is_parsed_once_and_travels() -> None:
+    assert item("", INCORRECT).judgment is False
+    assert item("", "none").judgment is None
+    assert RewardItem(text="").judgment is None
+    assert item("", CORRECT, judgment=False).judgment is False
+
+
+def test_without_a_critic_there_are_no_outcomes() -> None:
+    judge = ScriptedSandbox(lambda request: [True, True, False])
+    total = RewardSum({"code": make_reward("code", provider=judge)})
+    scores = asyncio.run(total.score([RewardItem(text=block("x = 1"), row=ROW)]))
+    assert (scores.parts, scores.outcomes) == ({"code": [2 / 3]}, [None])
+    assert total.critic is None
+    assert asyncio.run(total.score([])).parts == {"code": []}
+
+
+def test_wrong_sums_are_refused() -> None:
+    functions = {"code_format": make_reward("code_format")}
+    with pytest.raises(ValueError, match="no reward function"):
+        RewardSum({})
+    with pytest.raises(ValueError, match=r"differ in code$"):
+        RewardSum(functions, {"code_format": 1.0, "code": 1.0})
+    with pytest.raises(ValueError, match="finite"):
+        RewardSum(functions, {"code_format": math.nan})
+    with pytest.raises(ValueError, match=r"'short' gave 0 rewards for 1"):
+        asyncio.run(RewardSum({"short": short}).score([item("")]))
+    with pytest.raises(KeyError, match="broken"):
+        asyncio.run(RewardSum({"slow": slow, "failing": failing}).score([item("")]))
+
+
+def test_the_judge_is_closed_with_the_sum() -> None:
+    class Judge(ScriptedSandbox):
+        closed = 0
+
+        async def close(self) -> None:
+            self.closed += 1
+
+    judge = Judge(lambda request: [])
+    asyncio.run(RewardSum({"f": of_outcome}, judge=judge).close())
+    asyncio.run(RewardSum({"f": of_outcome}).close())
+    assert judge.closed == 1
+
+
+def config(*overrides: str) -> Config:
+    return load_config(None, list(overrides), "none")
+
+
+TERMS = (
+    *("reward.overlong_buffer.enable=true", "reward.overlong_buffer.penalty_factor=0.5"),
+    *("reward.judgment_weight=0.2", "reward.transition.right_to_wrong=-1.0"),
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "measured", "weights"),
+    [
+        ((), (), {"critic": 1.0}),
+        (
+            ("reward.reward_funcs=[code,critic]", "reward.reward_weights=[3,2]", *TERMS),
+            (),
+            {"critic": 2.0, "code": 3.0, "overlong": 0.5, "judgment": 0.2, "transition": 1.0},
+        ),
+        (("reward.reward_funcs=[code]",), (), {"code": 1.0}),
+        (("reward.reward_funcs=[code]",), ("critic",), {"critic": 0.0, "code": 1.0}),
+        (
+            ("reward.reward_funcs=[code]", TERMS[-1]),
+            (),
+            {"critic": 0.0, "code": 1.0, "transition": 1.0},
+        ),
+    ],
+)
+def test_functions_of_a_configuration(
+    overrides: tuple[str, ...], measured: tuple[str, ...], weights: dict[str, float]
+) -> None:
+    found = reward_functions_of(config(*overrides), measured)
+    assert list(found.items()) == list(weights.items())
+
+
+def test_a_sum_from_the_configuration_shares_judge_and_cache() -> None:
+    built = build_reward_sum(
+        config("reward.reward_funcs=[critic,code,binary_code]", *TERMS),
+        sandbox_endpoint="http://127.0.0.1:9",
+        rows=[ROW],
+        tokenizer=None,
+    )
+    assert list(built.functions) == list(built.weights)
+    judge = ScriptedSandbox(lambda request: [True] * 3)
+    vars(built.judge)["submit"] = judge.submit
+    items = [item(block("x = 1"), INCORRECT, length=1)]
+    parts = asyncio.run(built.score(items)).parts
+    assert parts == {
+        "critic": [1.0],
+        "code": [1.0],
+        "binary_code": [1.0],
+        "overlong": [0.0],
+        "judgment": [1.0],
+        "transition": [0.0],
+    }
+    assert len(judge.requests) == 1
+
+
+def test_a_function_of_the_users_by_import_path() -> None:
+    path = f"{__name__}:of_length"
+    chosen = config(
+        f"reward.reward_funcs=['{path}']", f"reward.reward_options={{'{path}': {{scale: 2.0}}}}"
+    )
+    check_reward_functions(chosen)
+    built = build_reward_sum(chosen, sandbox_endpoint="http://127.0.0.1:9", rows=[], tokenizer=None)
+    assert asyncio.run(built.score([RewardItem(text="abc")])).parts == {path: [6.0]}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (("reward.reward_funcs=[critic,cod]",), "did you mean 'code'"),
+        (("reward.reward_funcs=[overlong]",), "unknown reward 'overlong'"),
+        (("reward.reward_funcs=['nowhere:f']",), "nowhere:f"),
+        (
+            ("reward.reward_funcs=[code_format]", "reward.reward_options.code_format.colour=red"),
+            "colour",
+        ),
+        (("reward.reward_funcs=[critic,judgment]", TERMS[2]), "'judgment'"),
+    ],
+)
+def test_mistakes_show_without_services(overrides: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        check_reward_functions(config(*overrides))
+
+
+def test_different_rows_with_one_id_are_refused_at_once() -> None:
+    rows = [ROW, function_row(solution="another")]
+    with pytest.raises(ValueError, match=r"rows\.parquet: row 0.*'add/0'.*solution, pass_rate"):
+        build_reward_sum(config(), sandbox_endpoint="http://x:1", rows=rows, tokenizer=None)
