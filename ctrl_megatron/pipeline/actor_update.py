@@ -7,6 +7,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.algorithms import (
     agg_loss,
+    check_shapes,
     covariance_sums,
     get_policy_loss_terms,
     kl_penalty,
@@ -90,6 +91,9 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     actor, done = worker.config.actor_rollout_ref.actor, []
     loss = ActorLoss(actor, response_limit=worker.config.data.max_response_length)
     fields = tensors_of(batch)
+    # Once for all calls of the loss, which would broadcast.
+    names = ("old_log_probs", "advantages", "loss_mask", "rollout_is_weights", "ref_log_prob")
+    check_shapes(response_mask=fields["response_mask"], **{k: fields.get(k) for k in names})
     for rows in mini_batches(batch["mini_batch"], epochs=actor.ppo_epochs):
         mine = {name: value[rows] for name, value in fields.items()}
         mine |= selected_tokens(worker, mine, draw=len(done))
