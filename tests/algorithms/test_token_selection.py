@@ -137,7 +137,7 @@ def test_how_many_tokens() -> None:
     values = torch.arange(10.0)
 
     def largest(covariances: torch.Tensor, ratio: float) -> list[int]:
-        config = SimpleNamespace(kl_cov_ratio=ratio, ppo_kl_coef=1.0)
+        config: Any = SimpleNamespace(kl_cov_ratio=ratio)
         return select_kl_cov(covariances, config).nonzero().squeeze(-1).tolist()
 
     assert largest(values, 0.3) == [7, 8, 9]
