@@ -54,8 +54,7 @@ of Python's logging the trainer processes print, Megatron-Core's among them. `CT
 `MASTER_PORT`) sets the port of the rendezvous where `srun` starts the ranks without torchrun;
 otherwise it follows from the job's number. A code provider (`reward.provider`) takes its key or
 address from the variable that its users know: `E2B_API_KEY`, `MORPH_API_KEY`, `PISTON_ENDPOINT`,
-`PISTON_API_KEY`, `SANDBOX_FUSION_ENDPOINT`. The trainers set PyTorch's `THP_MEM_ALLOC_ENABLE=1`
-(huge pages for tensors of 2 MiB and more in a CPU's memory) where it is not set.
+`PISTON_API_KEY`, `SANDBOX_FUSION_ENDPOINT`.
 """
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ctrl_megatron.algorithms.masked import masked
-from ctrl_megatron.algorithms.shapes import check_shapes
+from ctrl_megatron.algorithms.masked import check_shapes, masked
 
 LOSS_AGG_MODES = (
     "token-mean",

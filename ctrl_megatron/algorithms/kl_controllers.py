@@ -3,27 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 _LARGEST_ERROR = 0.2
-
-
-class KLController(Protocol):
-    """What ``apply_kl_penalty`` and a checkpoint need of a controller."""
-
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Learn the mean KL of ``n_steps`` sequences."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
-        ...
 
 
 class FixedKLController:
@@ -83,9 +65,12 @@ class AdaptiveKLController:
         self.value = _checked_coefficient("the saved KL coefficient", float(state["value"]))
 
 
+KLController = FixedKLController | AdaptiveKLController
+
+
 def get_kl_controller(
     type: str, kl_coef: float, target_kl: float | None = None, horizon: int | None = None
-) -> FixedKLController | AdaptiveKLController:
+) -> KLController:
     """The controller of a configuration's ``kl_ctrl`` group; ``type`` is ``fixed`` or ``adaptive``.
 
     Raises ValueError for another type, and for ``adaptive`` without target or horizon.

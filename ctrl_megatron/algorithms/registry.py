@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 E = TypeVar("E")
-_LOOSE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Registry(Generic[E]):
@@ -46,27 +44,6 @@ class Registry(Generic[E]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))
-
-
-def named_inputs(function: Callable[..., Any]) -> frozenset[str]:
-    """The argument names of ``function``, without what ``**options`` would take."""
-    return frozenset(p.name for p in _parameters(function) if p.kind not in _LOOSE)
-
-
-def required_inputs(function: Callable[..., Any]) -> frozenset[str]:
-    """The argument names of ``function`` that have no default."""
-    return frozenset(
-        p.name for p in _parameters(function) if p.default is p.empty and p.kind not in _LOOSE
-    )
-
-
-def takes_anything(function: Callable[..., Any]) -> bool:
-    """Whether ``function`` has ``**options``."""
-    return any(p.kind is p.VAR_KEYWORD for p in _parameters(function))
-
-
-def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
-    return inspect.signature(function).parameters.values()
 
 
 def key_of(name: str | Enum) -> str:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ctrl_megatron.algorithms.masked import masked, row_counts, row_sums
-from ctrl_megatron.algorithms.shapes import check_shapes
+from ctrl_megatron.algorithms.masked import check_shapes, masked, row_sums
 
 ROLLOUT_IS = ("none", "token", "sequence")
 ROLLOUT_RS = ("none", "token", "sequence", "geometric")
@@ -21,7 +20,7 @@ _LOG_RATIO_BOUND = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutCorrection:
+class CorrectedRollout:
     """What the policy loss takes."""
 
     weights: torch.Tensor | None
@@ -41,7 +40,7 @@ def correct_rollout(
     rollout_rs: str = "none",
     rollout_rs_threshold: float = 2.0,
     rollout_rs_threshold_lower: float | None = None,
-) -> RolloutCorrection:
+) -> CorrectedRollout:
     """Importance weights and rejection by the ratios of trainer and engine; inputs (B, R).
 
     ``rollout_is``: weights min(ratio, ``rollout_is_threshold``), of the token or of its whole row
@@ -76,7 +75,7 @@ def correct_rollout(
             )
         ratio = _ratio(log_ratio, response_mask, rollout_rs)
         kept = kept & (ratio >= lower) & (ratio <= upper)
-    return RolloutCorrection(weights=weights, response_mask=kept)
+    return CorrectedRollout(weights=weights, response_mask=kept)
 
 
 class MismatchSums(NamedTuple):
@@ -94,7 +93,7 @@ def mismatch_sums(
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     response_mask: torch.Tensor,
-    correction: RolloutCorrection | None = None,
+    correction: CorrectedRollout | None = None,
     rollout_is_threshold: float | None = None,
 ) -> MismatchSums:
     """Sums over the tokens under the mask of (B, R) log-probs.
@@ -158,7 +157,7 @@ def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tens
         return log_ratio.exp()
     rows = log_ratio.sum(dim=-1, keepdim=True)
     if kind == "geometric":
-        rows = rows / row_counts(mask).unsqueeze(-1).clamp(min=1)
+        rows = rows / mask.bool().sum(dim=-1, keepdim=True).clamp(min=1)
     return rows.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp()
 
 

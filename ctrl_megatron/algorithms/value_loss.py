@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ctrl_megatron.algorithms.aggregation import agg_loss
-from ctrl_megatron.algorithms.masked import masked, moment_sums
-from ctrl_megatron.algorithms.shapes import check_shapes
+from ctrl_megatron.algorithms.masked import check_shapes, masked, moment_sums
 
 # A variance below this share of the mean square is rounding.
 _ROUNDING = 1e-12
@@ -47,26 +45,6 @@ def value_loss_terms(
     return ValueLossTerms(
         loss=0.5 * torch.maximum(plain, clipped),
         clipped=(clipped > plain).to(vpreds.dtype),
-    )
-
-
-def compute_value_loss(
-    vpreds: torch.Tensor,
-    returns: torch.Tensor,
-    values: torch.Tensor,
-    response_mask: torch.Tensor,
-    cliprange_value: float,
-    loss_agg_mode: str = "token-mean",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``value_loss_terms`` of a whole batch: (vf_loss, vf_clipfrac), two scalars.
-
-    The loss by ``loss_agg_mode``, the share as a mean over tokens, without gradient. Pieces of a
-    batch are for ``value_loss_terms`` and ``agg_loss`` with global denominators.
-    """
-    terms = value_loss_terms(vpreds, returns, values, response_mask, cliprange_value)
-    return (
-        agg_loss(terms.loss, response_mask, loss_agg_mode),
-        agg_loss(terms.clipped, response_mask, "token-mean"),
     )
 
 

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.algorithms import (
     agg_loss,
+    check_shapes,
     covariance_sums,
     get_policy_loss_terms,
     kl_penalty,
@@ -32,6 +33,14 @@ class ActorLoss:
     def __init__(self, actor: Actor, *, response_limit: int) -> None:
         self._actor, self._response_limit = actor, response_limit
         self._terms = get_policy_loss_terms(actor.policy_loss)
+
+    @staticmethod
+    def check(batch: TensorDict) -> None:
+        """ValueError for a field of another shape, which the loss would broadcast."""
+        names = ("old_log_probs", "advantages", "loss_mask", "rollout_is_weights", "ref_log_prob")
+        check_shapes(
+            response_mask=batch["response_mask"], **{name: batch.get(name) for name in names}
+        )
 
     def __call__(
         self,

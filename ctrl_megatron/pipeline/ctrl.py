@@ -372,6 +372,7 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         return NodeOutput()
     actor, steps = worker.config.actor_rollout_ref.actor, []
     loss = ActorLoss(actor, response_limit=worker.config.data.max_response_length)
+    loss.check(batch)
     for rows in mini_batches(batch, epochs=actor.ppo_epochs):
         rows |= select_tokens(worker, rows, draw=len(steps))
         steps.append(worker.policy.step(rows, loss, worker.temperature))

@@ -43,3 +43,8 @@ def pieces(rows: int, sizes: list[int]) -> list[slice]:
         found.append(slice(start, start + sizes[turn % len(sizes)]))
         start, turn = found[-1].stop, turn + 1
     return found
+
+
+def leaves_as_it_is(_sums: torch.Tensor) -> torch.Tensor:
+    """A ``reduce`` of moments with mean 0 and a variance that make whitening the identity."""
+    return torch.tensor([2.0, 0.0, 1 - 1e-8], dtype=torch.float64)

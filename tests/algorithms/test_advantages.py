@@ -9,19 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged_batches import normal, ragged_mask, seeds, spoil, tokens
+from ragged_batches import leaves_as_it_is, normal, ragged_mask, seeds, spoil, tokens
 
 from ctrl_megatron.algorithms import (
     compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
-    gae_advantages,
     get_adv_estimator,
-    group_numbers,
-    masked_mean,
-    masked_var,
-    masked_whiten,
     register_adv_est,
 )
+from ctrl_megatron.algorithms.advantages.groups import group_numbers
+from ctrl_megatron.algorithms.masked import moment_sums
 
 
 def random_groups(generator: torch.Generator, rows: int) -> list[str]:
@@ -37,12 +34,12 @@ def grpo_oracle(
     result = [[0.0] * width for _ in range(rows)]
     for i in range(rows):
         mates = [score[j] for j in range(rows) if index[j] == index[i] and mask[j].any()]
-        mean, std = 0.0, 1.0
-        if len(mates) > 1:
-            mean = sum(mates) / len(mates)
-            std = math.sqrt(sum((m - mean) ** 2 for m in mates) / (len(mates) - 1))
+        if len(mates) < 2:
+            continue
+        mean = sum(mates) / len(mates)
         advantage = score[i] - mean
         if by_std:
+            std = math.sqrt(sum((m - mean) ** 2 for m in mates) / (len(mates) - 1))
             advantage /= std + epsilon
         for t in tokens(mask, i):
             result[i][t] = advantage
@@ -108,21 +105,13 @@ def test_grpo_takes_any_kind_of_group_id() -> None:
     assert group_numbers(["b", "a", "b"], 3).tolist() == [0, 1, 0]
 
 
-def test_grpo_of_a_group_of_one_keeps_its_score() -> None:
-    rewards, mask = torch.tensor([[0.0, 2.0]]), torch.tensor([[True, True]])
-    normed, _ = compute_grpo_outcome_advantage(rewards, mask, ["only"])
-    plain, _ = compute_grpo_outcome_advantage(
-        rewards, mask, ["only"], norm_adv_by_std_in_grpo=False
-    )
-    torch.testing.assert_close(normed, torch.full((1, 2), 2.0 / (1 + 1e-6)))
-    assert plain.tolist() == [[2.0, 2.0]]
-
-
-def test_equal_rewards_give_no_advantage_whatever_their_binary_form() -> None:
-    rewards = torch.full((7, 1), 0.1)
-    advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(7, 1), ["g"] * 7)
+@pytest.mark.parametrize("count", [2, 7, 8])
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
+def test_equal_float32_rewards_give_exactly_no_advantage(reward: float, count: int) -> None:
+    rewards = torch.full((count, 1), reward)
+    advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(count, 1), ["g"] * count)
     assert advantages.dtype == torch.float32
-    assert float(advantages.abs().max()) < 1e-9
+    assert torch.equal(advantages, torch.zeros(count, 1))
 
 
 def test_a_row_without_tokens_is_not_a_member_of_its_group() -> None:
@@ -170,7 +159,7 @@ def test_gae_equals_plain_python(seed: int, discount: tuple[float, float]) -> No
     rewards, values = normal(generator, 4, 6), normal(generator, 4, 6)
     want, want_returns = gae_oracle(rewards, values, mask, *discount)
     dirty = spoil(rewards, mask), spoil(values, mask), mask.float()
-    advantages, returns = gae_advantages(*dirty, *discount)
+    advantages, returns = compute_gae_advantage_return(*dirty, *discount, leaves_as_it_is)
     torch.testing.assert_close(advantages, want, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(returns, want_returns, rtol=1e-6, atol=1e-9)
     whitened, returns = compute_gae_advantage_return(*dirty, *discount)
@@ -191,16 +180,11 @@ def test_gae_of_pieces_with_the_moments_of_the_whole() -> None:
     mask = ragged_mask(generator, 6, 5)
     rewards, values = normal(generator, 6, 5), normal(generator, 6, 5)
     whole, _ = compute_gae_advantage_return(rewards, values, mask, 0.9, 0.8)
-    halves = [
-        gae_advantages(rewards[s], values[s], mask[s], 0.9, 0.8)[0]
-        for s in (slice(0, 2), slice(2, 6))
-    ]
-    raw = torch.cat(halves)
-    mean = masked_mean(raw, mask)
-    var = masked_var(raw, mask, mean)
+    raw, _ = compute_gae_advantage_return(rewards, values, mask, 0.9, 0.8, leaves_as_it_is)
+    total = moment_sums(raw, mask)
     parts = [
-        masked_whiten(h, mask[s], mean=mean, var=var)
-        for h, s in zip(halves, (slice(0, 2), slice(2, 6)), strict=True)
+        compute_gae_advantage_return(rewards[s], values[s], mask[s], 0.9, 0.8, lambda _: total)[0]
+        for s in (slice(0, 2), slice(2, 6))
     ]
     torch.testing.assert_close(torch.cat(parts), whole)
 

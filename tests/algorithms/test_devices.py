@@ -13,21 +13,19 @@ from ctrl_megatron.algorithms import (
     KL_ESTIMATORS,
     LOSS_AGG_MODES,
     POLICY_LOSS_REGISTRY,
-    advantage_stages,
     agg_loss,
     compute_value_loss,
     correct_rollout,
     covariance_sums,
-    estimator_inputs,
+    estimate_advantages,
     explained_variance_sums,
     get_policy_loss,
     kl_penalty,
     mismatch_sums,
     penalise,
-    token_covariances,
     token_selection,
-    whiten_with,
 )
+from ctrl_megatron.algorithms.policy_losses.covariance import token_covariances
 
 DEVICES = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -41,9 +39,7 @@ def test_everything_stays_on_its_device(device: str) -> None:
         *(agg_loss(a, mask, mode) for mode in LOSS_AGG_MODES),
         *compute_value_loss(a, a, a, mask, 0.2),
         explained_variance_sums(a, a, mask),
-        token_covariances(a, a, mask),
-        covariance_sums(a, a, mask),
-        whiten_with(a, mask, 0.5, 2.0),
+        token_covariances(a, a, mask, covariance_sums(a, a, mask)),
         *mismatch_sums(a, a, mask, correct_rollout(a, a, mask, rollout_is="token"), 2.0),
         correct_rollout(a, a, mask, rollout_rs="geometric").response_mask,
     ]
@@ -58,14 +54,12 @@ def test_estimators_stay_on_their_device(name: str, device: str) -> None:
         **{"token_level_rewards": a, "response_mask": mask, "values": a},
         **{"index": ["x", "x", "y", "y"], "reward_baselines": a[:, 0], "gamma": 1.0, "lam": 0.9},
     }
-    given = {k: v for k, v in given.items() if k in estimator_inputs(name)}
-    stages = advantage_stages(name)
-    found = [*stages.raw(**given)]
-    if stages.scale is not None:
-        found.append(stages.scale.sums(found[0], **given))
-        if not stages.whitened:  # whitening reads the count, to refuse fewer than two tokens
-            found.append(stages.scale.apply(found[0], found[2], **given))
-    assert {x.device.type for x in found} == {device}
+    # Whitening reads the count, to refuse fewer than two tokens.
+    sums: list[torch.Tensor] = []
+    found = estimate_advantages(
+        name, given, lambda own: sums.append(own) or torch.tensor([5.0, 2.0, 8.0][: len(own)])
+    )
+    assert {x.device.type for x in (*found, *sums)} == {device}
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -16,15 +16,12 @@ from ragged_batches import normal, pieces, ragged_mask, seeds, spoil, tokens
 
 from ctrl_megatron.algorithms import (
     ADV_ESTIMATOR_REGISTRY,
-    advantage_stages,
+    Reduce,
     compute_grpo_passk_outcome_advantage,
     estimate_advantages,
     estimator_inputs,
     get_adv_estimator,
-    masked_mean,
-    masked_var,
     register_adv_est,
-    whiten_with,
 )
 
 Rows = list[list[float]]
@@ -87,12 +84,12 @@ def whitened(data: dict[str, Any], raw: Rows) -> Rows:
 
 
 def by_group(data: dict[str, Any], rule: Callable[[float, list[float]], float]) -> Rows:
-    """A row's advantage from its score and the scores of its group; alone it keeps its score."""
+    """A row's advantage from its score and the scores of its group; alone it has none."""
     score = scores_of(data)
     found = dict.fromkeys(range(len(data["index"])), 0.0)
     for i in score:
         group = [score[j] for j in mates_of(data, score, i)]
-        found[i] = rule(score[i], group) if len(group) > 1 else score[i]
+        found[i] = rule(score[i], group) if len(group) > 1 else 0.0
     return spread(data, found)
 
 
@@ -130,7 +127,7 @@ def opo(data: dict[str, Any]) -> Rows:
     for i in score:
         mates = mates_of(data, score, i)
         weighted = sum(length[j] * score[j] for j in mates) / sum(length[j] for j in mates)
-        found[i] = score[i] - (weighted if len(mates) > 1 else 0.0)
+        found[i] = score[i] - weighted if len(mates) > 1 else 0.0
     return spread(data, found)
 
 
@@ -161,22 +158,7 @@ def passk(data: dict[str, Any], by_std: bool) -> Rows:
             return 0.0
         return (best - second) / (stdev(group) + 1e-6 if by_std else 1.0)
 
-    found = by_group(data, lead)
-    if by_std:
-        score = scores_of(data)
-        for i in score:
-            if len(mates_of(data, score, i)) == 1:
-                found[i] = [a / (1 + 1e-6) for a in found[i]]
-    return found
-
-
-def alone_over_std(data: dict[str, Any], rows: Rows) -> Rows:
-    """A group of one has std 1, to which epsilon is added."""
-    score = scores_of(data)
-    return [
-        [a / (1 + 1e-6) for a in row] if i in score and len(mates_of(data, score, i)) == 1 else row
-        for i, row in enumerate(rows)
-    ]
+    return by_group(data, lead)
 
 
 CASES: list[tuple[str, dict[str, Any], Oracle]] = [
@@ -187,7 +169,7 @@ CASES: list[tuple[str, dict[str, Any], Oracle]] = [
     ("opo", {}, opo),
     ("gpg", {}, gpg),
     ("gpg", {"f_norm": 2.5}, lambda d: gpg(d, 2.5)),
-    ("cpgd", {}, lambda d: alone_over_std(d, cpgd(d, "STD_weight"))),
+    ("cpgd", {}, lambda d: cpgd(d, "STD_weight")),
     (
         "cpgd",
         {"weight_factor_in_cpgd": "clip_filter_like_weight"},
@@ -342,34 +324,16 @@ def test_pieces_with_added_sums_give_the_whole(seed: int, case: tuple, sizes: li
     whole = estimate_advantages(name, data)
     torch.testing.assert_close(whole, call(name, data, options))
     shares: list[torch.Tensor] = []
-    stages = advantage_stages(name)
     for cut in cuts:
         estimate_advantages(name, rows_of(data, cut), lambda s: shares.append(s) or s + 2)
-    assert len(shares) == (0 if stages.scale is None else len(cuts))
+    scaled = "gae" in name or "reinforce" in name or name == "gpg"
+    scaled |= options.get("weight_factor_in_cpgd") == "clip_filter_like_weight"
+    assert len(shares) == (len(cuts) if scaled else 0)
     total = sum(shares, torch.zeros(1, dtype=torch.float64))
     found = [estimate_advantages(name, rows_of(data, cut), lambda _: total) for cut in cuts]
     for k in range(2):
         joined = torch.cat([piece[k] for piece in found])
         torch.testing.assert_close(joined, whole[k], rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("name", sorted(ADV_ESTIMATOR_REGISTRY))
-def test_whitening_by_hand_gives_the_estimator(name: str) -> None:
-    data = batch(5)
-    stages = advantage_stages(name)
-    known = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
-    assert stages.whitened == (name in known)
-    if not stages.whitened:
-        return
-    inputs = {k: v for k, v in data.items() if k in estimator_inputs(name)}
-    raw, returns = stages.raw(**inputs)
-    mask = data["response_mask"]
-    mean_, var = masked_mean(raw, mask), masked_var(raw, mask)
-    want, want_returns = get_adv_estimator(name)(**inputs)
-    torch.testing.assert_close(whiten_with(raw, mask, mean_, var), want)
-    torch.testing.assert_close(returns, want_returns)
-    assert abs(float(want[mask].mean())) < 1e-9
-    assert float(want[mask].var()) == pytest.approx(1.0, rel=1e-4)
 
 
 def test_whitening_survives_a_large_offset() -> None:
@@ -382,23 +346,40 @@ def test_whitening_survives_a_large_offset() -> None:
     torch.testing.assert_close(got[data["response_mask"]], want, rtol=1e-5, atol=1e-5)
 
 
-def test_groups_of_one_and_groups_without_spread() -> None:
+def test_a_row_alone_with_unjudged_mates_learns_nothing() -> None:
+    """Unjudged rows come with an empty mask and an id of their own: one is left of the group."""
     data = {
-        "token_level_rewards": torch.tensor([[2.0], [0.1], [0.1], [0.1], [0.1], [0.1], [0.1]]),
-        "response_mask": torch.ones(7, 1),
-        "index": ["only", *["flat"] * 6],
+        "token_level_rewards": torch.tensor([[2.0], [9.0], [9.0], [0.1], [0.1], [1.1]]),
+        "response_mask": torch.tensor([[1], [0], [0], [1], [1], [1]]),
+        "index": ["left", "left", "unjudged", "whole", "whole", "whole"],
     }
-    for name in ("rloo", "opo", "cpgd", "grpo_passk"):
-        advantages, _ = call(name, data, {})
-        torch.testing.assert_close(advantages[0], torch.tensor([2.0]), rtol=1e-5, atol=0)
-        assert float(advantages[1:].abs().max()) < 1e-8
-    # One of seven rows has an advantage: it counts for all seven.
+    for name in GROUP_RELATIVE:
+        advantages, returns = call(name, data, {})
+        assert advantages[:3].tolist() == returns[:3].tolist() == [[0.0]] * 3, name
+        assert float(advantages[5]) > 0, name
+    _, returns = call("reinforce_plus_plus_baseline", data, {})
+    assert returns[:3].tolist() == [[0.0]] * 3
+    # One of the four rows is judged by its group: it is not one of those that gpg scales up.
     advantages, returns = call("gpg", data, {})
-    assert advantages[:, 0].tolist() == [14.0, *[0.0] * 6]
-    assert returns[:, 0].tolist() == [2.0, *[0.0] * 6]
-    # Two groups, none with two different scores, which counts as one: the weight is 2.
+    torch.testing.assert_close(advantages, returns * 4 / 3)
+
+
+def test_groups_without_spread() -> None:
+    data = {
+        "token_level_rewards": torch.tensor([[2.0], [1.0], [0.1], [0.1], [0.1], [0.1], [0.1]]),
+        "response_mask": torch.ones(7, 1),
+        "index": ["two", "two", *["flat"] * 5],
+    }
+    for name in GROUP_RELATIVE:
+        advantages, _ = call(name, data, {})
+        assert torch.equal(advantages[2:], torch.zeros(5, 1)), name
+    # Two of seven rows have an advantage: they count for all seven.
+    advantages, returns = call("gpg", data, {})
+    assert advantages[:2, 0].tolist() == [1.75, -1.75]
+    assert returns[:2, 0].tolist() == [0.5, -0.5]
+    # One of two groups has two different scores.
     advantages, _ = call("cpgd", data, {"weight_factor_in_cpgd": "clip_filter_like_weight"})
-    assert advantages[0].tolist() == [4.0]
+    assert advantages[:2, 0].tolist() == [1.0, -1.0]
 
 
 def test_a_batch_without_any_advantage_stays_zero() -> None:
@@ -476,7 +457,7 @@ def test_what_an_estimator_reads() -> None:
 
 
 @pytest.mark.parametrize("loose", [False, True])
-def test_an_estimator_of_ones_own_needs_no_stages(loose: bool) -> None:
+def test_an_estimator_of_ones_own_needs_nothing_else(loose: bool) -> None:
     def plain(
         token_level_rewards: torch.Tensor, response_mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -493,7 +474,28 @@ def test_an_estimator_of_ones_own_needs_no_stages(loose: bool) -> None:
         data = batch(8)
         advantages, _ = estimate_advantages("test_plain_reward", data)
         assert torch.equal(advantages, data["token_level_rewards"] * data["response_mask"])
-        assert not advantage_stages("test_plain_reward").whitened
         assert estimator_inputs("test_plain_reward") == {"token_level_rewards", "response_mask"}
     finally:
         del ADV_ESTIMATOR_REGISTRY._entries["test_plain_reward"]
+
+
+def test_an_estimator_of_ones_own_may_reduce_and_must_keep_the_shape() -> None:
+    def shares(
+        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, reduce: Reduce
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = reduce(token_level_rewards.sum().double().unsqueeze(0))
+        return token_level_rewards / total, token_level_rewards.sum(dim=-1)
+
+    register_adv_est("test_shares")(shares)
+    try:
+        given = {"token_level_rewards": torch.ones(2, 3), "response_mask": torch.ones(2, 3)}
+        assert estimator_inputs("test_shares") == given.keys()
+        with pytest.raises(
+            ValueError, match=r"'test_shares' gives returns of shape \(2,\); expected \(2, 3\)"
+        ):
+            estimate_advantages("test_shares", given)
+        given = {"token_level_rewards": torch.ones(3), "response_mask": torch.ones(())}
+        with pytest.raises(ValueError, match="gives advantages of shape"):
+            estimate_advantages("test_shares", given, lambda s: 2 * s)
+    finally:
+        del ADV_ESTIMATOR_REGISTRY._entries["test_shares"]

@@ -156,29 +156,11 @@ def test_a_tensordict_works_and_the_controller_moves_after_use() -> None:
     assert torch.all(kl[~data["response_mask"]] == 0)
 
 
-def test_data_parallel_ranks_learn_the_global_kl() -> None:
-    data = reward_batch(8)
-    whole = AdaptiveKLController(0.1, target_kl=1.0, horizon=50)
-    _, metrics = apply_kl_penalty(dict(data), whole, "abs")
-    for rows in (slice(0, 1), slice(1, 4)):
-        control = AdaptiveKLController(0.1, target_kl=1.0, horizon=50)
-        share = {name: value[rows] for name, value in data.items()}
-        share, reported = apply_kl_penalty(
-            share, control, "abs", current_kl=metrics["actor/reward_kl_penalty"], n_steps=4
-        )
-        assert control.value == whole.value
-        assert reported == metrics
-    with pytest.raises(ValueError, match="together"):
-        apply_kl_penalty(data, whole, current_kl=0.1)
-
-
-def test_no_token_is_an_error_unless_the_global_kl_is_known() -> None:
+def test_no_token_is_an_error() -> None:
     data = reward_batch(9)
     data["response_mask"] = torch.zeros_like(data["response_mask"])
     with pytest.raises(ValueError, match="selects no element"):
         apply_kl_penalty(data, FixedKLController(0.1))
-    apply_kl_penalty(data, FixedKLController(0.1), current_kl=0.3, n_steps=8)
-    torch.testing.assert_close(data["token_level_rewards"], data["token_level_scores"])
 
 
 def test_kl_in_the_reward_changes_the_group_statistics() -> None:

@@ -154,8 +154,11 @@ def formula(name: str, data: dict[str, Any], new: torch.Tensor) -> torch.Tensor:
         )
         chosen = [bool(data["selected"][i, t]) for t in places]
         values = FORMULAS[name](old, [float(new[i, t]) for t in places], held, gain, chosen)
-        for t, value in zip(places, values, strict=True):
-            found[i, t] = value * float(data["rollout_is_weights"][i, t])
+        weights = [float(data["rollout_is_weights"][i, t]) for t in places]
+        if name == "geo_mean":
+            weights = [math.prod(weights) ** (1 / len(weights))] * len(weights)
+        for t, value, weight in zip(places, values, weights, strict=True):
+            found[i, t] = value * weight
     return found
 
 
@@ -375,7 +378,8 @@ def test_the_shares_say_what_was_clipped() -> None:
         "kl_cov": [0] * 5,
     }
     for name, expected in want.items():
-        terms = get_policy_loss_terms(name)(**data, config=CONFIG)
+        chosen = {"selected": torch.zeros(1, 5)} if name in SELECTING else {}
+        terms = get_policy_loss_terms(name)(**data, config=CONFIG, **chosen)
         assert terms.clipped[0].tolist() == expected, name
     chosen = torch.tensor([[False, False, True, False, False]])
     terms = get_policy_loss_terms("clip_cov")(**data, config=CONFIG, selected=chosen)
@@ -414,7 +418,7 @@ def test_options_are_what_the_losses_read() -> None:
         # None sends the range to clip_ratio, a number does not ask for it.
         for low in (None, 0.2):
             CONFIG.clip_ratio_low = low
-            get_policy_loss_terms(name)(**data, config=watched)
+            get_policy_loss(name)(**data, config=watched)
         CONFIG.clip_ratio_low = LOW
         assert watched.read == policy_loss_options(name), name
 

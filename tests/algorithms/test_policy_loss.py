@@ -17,12 +17,12 @@ from ctrl_megatron.algorithms import (
     get_policy_loss,
     get_policy_loss_terms,
     policy_loss_options,
-    policy_loss_terms,
     register_policy_loss,
     register_policy_loss_terms,
     token_selection,
 )
 from ctrl_megatron.algorithms.policy_losses import registry
+from ctrl_megatron.algorithms.policy_losses.vanilla import vanilla_terms
 
 
 def clip(
@@ -123,9 +123,7 @@ def test_every_term_is_zero_off_the_mask(seed: int, config: SimpleNamespace) -> 
     mask = fields.pop("response_mask")
     dirty = {name: spoil(value, mask) for name, value in fields.items()}
     weights = spoil(torch.ones_like(dirty["log_prob"]), mask)
-    terms = policy_loss_terms(
-        **dirty, response_mask=mask, config=config, rollout_is_weights=weights
-    )
+    terms = vanilla_terms(**dirty, response_mask=mask, config=config, rollout_is_weights=weights)
     for values in (terms.loss, terms.clipped, terms.approx_kl, terms.clipped_lower):
         assert torch.isfinite(values).all()
         assert torch.all(values[~mask] == 0)
@@ -145,7 +143,7 @@ def test_micro_batches_add_up_in_loss_and_gradient(
     part_input = whole_input.detach().clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for rows in pieces(7, [size]):
-        terms = policy_loss_terms(
+        terms = vanilla_terms(
             **{k: v[rows] for k, v in fields.items()}, log_prob=part_input[rows], config=config
         )
         part = agg_loss(
@@ -165,7 +163,7 @@ def test_micro_batches_add_up_in_loss_and_gradient(
 def test_bounds_of_the_clipped_loss(seed: int, config: SimpleNamespace) -> None:
     fields = batch(seed)
     fields["log_prob"] = fields["log_prob"] + 4 * (fields["log_prob"] - fields["old_log_prob"])
-    loss = policy_loss_terms(**fields, config=config).loss
+    loss = vanilla_terms(**fields, config=config).loss
     gain = torch.where(fields["response_mask"], fields["advantages"], 0.0)
     # A negative advantage costs at most c times its size, a positive one earns at most 1 + high.
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
@@ -259,7 +257,7 @@ def test_wrong_options_are_named() -> None:
 
 def test_registry() -> None:
     assert get_policy_loss("vanilla") is compute_policy_loss_vanilla
-    assert get_policy_loss_terms("vanilla") is policy_loss_terms
+    assert get_policy_loss_terms("vanilla") is vanilla_terms
     with pytest.raises(ValueError, match=r"unknown policy loss 'ppo'; known: cispo, .*vanilla"):
         get_policy_loss("ppo")
     with pytest.raises(ValueError, match="'vanilla' is registered already"):
@@ -277,8 +275,8 @@ def test_a_loss_without_terms_is_told_the_remedy() -> None:
         for ask in (get_policy_loss_terms, policy_loss_options, token_selection):
             with pytest.raises(ValueError, match=told):
                 ask("test_whole_only")
-        register_policy_loss_terms("test_whole_only")(policy_loss_terms)
-        assert get_policy_loss_terms("test_whole_only") is policy_loss_terms
+        register_policy_loss_terms("test_whole_only")(vanilla_terms)
+        assert get_policy_loss_terms("test_whole_only") is vanilla_terms
     finally:
         del POLICY_LOSS_REGISTRY._entries["test_whole_only"]
         registry._TERMS._entries.pop("test_whole_only", None)

@@ -17,6 +17,7 @@ from ctrl_megatron.algorithms import (
     apply_kl_penalty,
     compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
+    compute_policy_loss,
     compute_policy_loss_cpgd,
     compute_policy_loss_gpg,
     compute_policy_loss_gspo,
@@ -45,6 +46,9 @@ def test_every_argument_may_be_given_by_its_documented_name() -> None:
             config=config,
             rollout_is_weights=None,
         )
+    compute_policy_loss(
+        old_log_prob=ONES, log_prob=ONES, advantages=ONES, response_mask=ONES, cliprange=0.2
+    )
     compute_value_loss(
         vpreds=ONES,
         returns=ONES,
@@ -66,6 +70,18 @@ def test_every_argument_may_be_given_by_its_documented_name() -> None:
     agg_loss(loss_mat=ONES, loss_mask=ONES, loss_agg_mode="token-mean")
     estimate = kl_penalty(logprob=ONES, ref_logprob=2 * ONES, kl_penalty="abs")
     assert torch.equal(estimate, ONES)
+
+
+def test_the_clipped_loss_with_its_options_as_arguments() -> None:
+    generator = torch.Generator().manual_seed(1)
+    old, new, gain = (torch.randn(4, 5, generator=generator) for _ in range(3))
+    config = SimpleNamespace(
+        clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.3, clip_ratio_c=1.5
+    )
+    mask = torch.arange(5) < torch.tensor([[5], [3], [0], [1]])
+    want = compute_policy_loss_vanilla(old, new, gain, mask, "seq-mean-token-mean", config)
+    got = compute_policy_loss(old, new, gain, mask, 0.2, None, 0.3, 1.5, "seq-mean-token-mean")
+    assert [float(x) for x in got] == [float(x) for x in want]
 
 
 def test_the_kl_estimator_is_a_function_and_an_argument() -> None:

@@ -13,7 +13,6 @@ import torch
 from ctrl_megatron.algorithms import (
     ADV_ESTIMATOR_REGISTRY,
     KL_ESTIMATORS,
-    PolicyLossTerms,
     agg_loss,
     compute_value_loss,
     correct_rollout,
@@ -22,13 +21,10 @@ from ctrl_megatron.algorithms import (
     explained_variance_sums,
     get_adv_estimator,
     get_policy_loss,
-    get_policy_loss_terms,
     kl_penalty,
     mismatch_sums,
     penalise,
     policy_loss_names,
-    register_policy_loss_terms,
-    token_covariances,
 )
 
 # As many rows as columns: (4,) beside (4, 4) broadcasts.
@@ -74,8 +70,6 @@ def test_estimators_refuse_other_shapes(name: str, argument: str, shape: tuple[i
         **{"index": [0, 0, 1, 1], "reward_baselines": torch.rand(SIDE), "gamma": 1.0, "lam": 1.0},
     }
     given = {k: v for k, v in given.items() if k in estimator_inputs(name)}
-    if name == "remax" and shape == ():
-        return  # the baselines are counted before
     refused(get_adv_estimator(name), argument, shape, "response_mask", **given)
 
 
@@ -92,12 +86,7 @@ def test_policy_losses_refuse_other_shapes(
     given = {tensor: matrix() for tensor in tensors}
     if argument == "selected" and not name.endswith("_cov"):
         return
-    for function in (get_policy_loss(name), get_policy_loss_terms(name)):
-        refused(function, argument, shape, "response_mask", **given, config=CONFIG)
-    if argument in tensors:
-        given[argument] = torch.ones(shape)
-        with pytest.raises(ValueError, match="has shape"):
-            get_policy_loss_terms(name)(*given.values(), CONFIG)
+    refused(get_policy_loss(name), argument, shape, "response_mask", **given, config=CONFIG)
 
 
 OTHERS: dict[str, tuple[Call, str, tuple[str, ...]]] = {
@@ -120,7 +109,6 @@ OTHERS: dict[str, tuple[Call, str, tuple[str, ...]]] = {
     "correction": (correct_rollout, "response_mask", ("old_log_probs", "rollout_log_probs")),
     "mismatch": (mismatch_sums, "response_mask", ("old_log_probs", "rollout_log_probs")),
     "covariance sums": (covariance_sums, "response_mask", ("log_prob", "advantages")),
-    "covariances": (token_covariances, "response_mask", ("log_prob", "advantages")),
 }
 
 
@@ -143,36 +131,3 @@ def test_kl_estimates_take_any_shape_that_all_share(name: str) -> None:
         kl_penalty(torch.rand(3, 3), torch.rand(3), name)
     with pytest.raises(ValueError, match=r"response_mask has shape \(3, 1\); expected \(3, 3\)"):
         kl_penalty(torch.rand(3, 3), torch.rand(3, 3), name, torch.ones(3, 1))
-
-
-def test_a_loss_of_ones_own_is_checked_too_and_may_be_registered_again() -> None:
-    def own(
-        old_log_prob: torch.Tensor,
-        log_prob: torch.Tensor,
-        advantages: torch.Tensor,
-        response_mask: torch.Tensor,
-        config: object,
-        **options: Any,
-    ) -> PolicyLossTerms:
-        del old_log_prob, response_mask, config, options
-        zeros = torch.zeros_like(log_prob)
-        return PolicyLossTerms(
-            loss=-advantages * log_prob, clipped=zeros, approx_kl=zeros, clipped_lower=zeros
-        )
-
-    # Decorated twice it is one function, which may go by two names.
-    kept = register_policy_loss_terms("test_own_shapes")(own)
-    assert register_policy_loss_terms("test_own_shapes")(kept) is kept
-    assert kept.__name__ == "own"
-    try:
-        terms = get_policy_loss_terms("test_own_shapes")
-        given = {"old_log_prob": matrix(), "log_prob": matrix(), "response_mask": matrix()}
-        assert terms(**given, advantages=matrix(), config=None).loss.shape == (SIDE, SIDE)
-        with pytest.raises(ValueError, match=r"advantages has shape \(4,\)"):
-            terms(**given, advantages=torch.rand(SIDE), config=None)
-        with pytest.raises(TypeError, match="advantages"):
-            terms(**given, config=None)
-    finally:
-        from ctrl_megatron.algorithms.policy_losses import registry
-
-        del registry._TERMS._entries["test_own_shapes"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from ctrl_megatron.algorithms import (
     covariance_sums,
     get_policy_loss_terms,
     over_tokens,
+    token_selection,
+)
+from ctrl_megatron.algorithms.policy_losses.covariance import (
     select_clip_cov,
     select_kl_cov,
     token_covariances,
-    token_selection,
 )
 
 CONFIG = SimpleNamespace(
@@ -54,6 +57,21 @@ def covariance_oracle(data: dict[str, torch.Tensor]) -> dict[tuple[int, int], fl
     }
 
 
+def selected_by(
+    name: str, data: dict[str, torch.Tensor], generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """(B, R) bool: the choice among all tokens of ``data``."""
+    selection, mask = token_selection(name), data["response_mask"]
+    assert selection is not None
+    sums = covariance_sums(data["log_prob"], data["advantages"], mask)
+    covariances = selection.covariances(**data, config=CONFIG, sums=sums)[mask]
+    return over_tokens(selection.choose(covariances, CONFIG, generator), mask)
+
+
+def clip_cov_config(ratio: float, lowest: float, highest: float) -> Any:
+    return SimpleNamespace(clip_cov_ratio=ratio, clip_cov_lb=lowest, clip_cov_ub=highest)
+
+
 @given(seeds)
 def test_covariances_equal_plain_python(seed: int) -> None:
     data = batch(seed)
@@ -62,7 +80,8 @@ def test_covariances_equal_plain_python(seed: int) -> None:
     for place, value in covariance_oracle(data).items():
         want[place] = value
     dirty = (spoil(data["log_prob"], mask), spoil(data["advantages"], mask), mask)
-    torch.testing.assert_close(token_covariances(*dirty), want, rtol=1e-6, atol=1e-9)
+    got = token_covariances(*dirty, covariance_sums(*dirty))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
     covariance = float(want.sum() / mask.sum())
     logs, gains = data["log_prob"][mask], data["advantages"][mask]
     by_torch = float(torch.cov(torch.stack([logs, gains]), correction=0)[0, 1])
@@ -75,12 +94,8 @@ def test_kl_cov_takes_the_largest(seed: int) -> None:
     found = covariance_oracle(data)
     count = max(1, int(CONFIG.kl_cov_ratio * len(found)))
     best = sorted(found, key=found.__getitem__, reverse=True)[:count]
-    terms = get_policy_loss_terms("kl_cov")(**data, config=CONFIG)
-    without = get_policy_loss_terms("kl_cov")(
-        **data, config=CONFIG, selected=torch.zeros_like(data["response_mask"])
-    )
-    touched = (terms.loss != without.loss).nonzero().tolist()
-    assert {tuple(p) for p in touched} == set(best)
+    chosen = selected_by("kl_cov", data)
+    assert {tuple(p) for p in chosen.nonzero().tolist()} == set(best)
 
 
 @given(seeds)
@@ -96,18 +111,18 @@ def test_clip_cov_draws_between_the_bounds(seed: int) -> None:
             candidates.add((i, t))
     count = min(len(candidates), max(1, int(CONFIG.clip_cov_ratio * len(found))))
     generator = torch.Generator().manual_seed(seed)
-    terms = get_policy_loss_terms("clip_cov")(**data, config=CONFIG, generator=generator)
-    chosen = {tuple(p) for p in ((terms.loss == 0) & data["response_mask"]).nonzero().tolist()}
+    picked = selected_by("clip_cov", data, generator)
+    chosen = {tuple(p) for p in picked.nonzero().tolist()}
     assert len(chosen) == count
     assert chosen <= candidates
 
 
 def test_the_draw_is_uniform_and_follows_the_generator() -> None:
     covariances = torch.tensor([2.0, 0.5, 3.0, 9.0, 4.0, float("-inf"), 2.0, 1.0])
-    counts = torch.zeros(8)
+    counts, config = torch.zeros(8), clip_cov_config(0.25, 1.0, 5.0)
     for seed in range(400):
         a, b = (
-            select_clip_cov(covariances, 0.25, 1.0, 5.0, torch.Generator().manual_seed(seed))
+            select_clip_cov(covariances, config, torch.Generator().manual_seed(seed))
             for _ in range(2)
         )
         assert torch.equal(a, b)
@@ -120,15 +135,19 @@ def test_the_draw_is_uniform_and_follows_the_generator() -> None:
 
 def test_how_many_tokens() -> None:
     values = torch.arange(10.0)
-    assert select_kl_cov(values, 0.3).nonzero().squeeze(-1).tolist() == [7, 8, 9]
-    assert int(select_kl_cov(values, 0.0002).sum()) == 1
-    assert int(select_kl_cov(values, 0.0).sum()) == 0
-    assert int(select_kl_cov(values[:0], 0.5).sum()) == 0
-    assert select_kl_cov(torch.ones(4), 0.5).tolist() == [True, True, False, False]
+
+    def largest(covariances: torch.Tensor, ratio: float) -> list[int]:
+        config: Any = SimpleNamespace(kl_cov_ratio=ratio)
+        return select_kl_cov(covariances, config).nonzero().squeeze(-1).tolist()
+
+    assert largest(values, 0.3) == [7, 8, 9]
+    assert largest(values, 0.0002) == [9]
+    assert largest(values, 0.0) == largest(values[:0], 0.5) == []
+    assert largest(torch.ones(4), 0.5) == [0, 1]
     with pytest.raises(ValueError, match=r"kl_cov_ratio must lie in \[0, 1\], got 1.5"):
-        select_kl_cov(values, 1.5)
+        largest(values, 1.5)
     with pytest.raises(ValueError, match=r"clip_cov_lb=2.0 is above clip_cov_ub=1.0"):
-        select_clip_cov(values, 0.1, 2.0, 1.0, None)
+        select_clip_cov(values, clip_cov_config(0.1, 2.0, 1.0), None)
 
 
 @given(seeds, st.sampled_from(["clip_cov", "kl_cov"]), st.integers(1, 5))
@@ -151,9 +170,10 @@ def test_pieces_select_like_the_whole(seed: int, name: str, size: int) -> None:
         [over_tokens(p, s["response_mask"]) for p, s in zip(parts, shares, strict=True)]
     )
     assert not bool((selected & ~mask).any())
-    options = {"generator": torch.Generator().manual_seed(seed)} if name == "clip_cov" else {}
+    of_whole = selected_by(name, data, torch.Generator().manual_seed(seed))
+    assert torch.equal(selected, of_whole)
     terms = get_policy_loss_terms(name)
-    whole = terms(**data, config=CONFIG, **options).loss
+    whole = terms(**data, config=CONFIG, selected=of_whole).loss
     joined = torch.cat(
         [
             terms(**s, config=CONFIG, selected=selected[rows]).loss

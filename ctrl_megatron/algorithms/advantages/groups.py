@@ -1,26 +1,70 @@
-"""Rows that answer the same prompt form a group; statistics of such groups."""
+"""Rows that answer the same prompt form a group; what a row looks like beside its group."""
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
+
+from ctrl_megatron.algorithms.masked import check_shapes, masked, row_sums
 
 GroupIndex = Iterable[Hashable] | torch.Tensor
 """(B,) ids, equal for rows of a group: a list, a numpy array (of objects too), a tensor."""
 
 
-class GroupStatistics(NamedTuple):
-    """Per row, (B,) each: what the row's group looks like."""
+class GroupedScores:
+    """One score per row of (B, R) token rewards, and statistics of the row's group: (B,) float64.
 
-    count: torch.Tensor
-    mean: torch.Tensor
-    std: torch.Tensor
-    """Unbiased. NaN where the group has fewer than two rows."""
+    A score is the sum of the row's token rewards under the mask. In float64, so that equal rewards
+    have a spread of 0 and not of a rounding blown up by a division. A row without tokens has no
+    score and is in no statistics. ``index`` (B,) holds the ids of the groups. Raises ValueError for
+    shapes that differ and if there is not one hashable id per row.
+    """
+
+    def __init__(
+        self, token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: GroupIndex
+    ) -> None:
+        check_shapes(response_mask=response_mask, token_level_rewards=token_level_rewards)
+        self._mask, self._dtype = response_mask, floating_dtype(token_level_rewards)
+        self._groups = group_numbers(index, len(response_mask)).to(response_mask.device)
+        self.scores = row_sums(token_level_rewards, response_mask)
+        self.counted = response_mask.bool().any(dim=-1)
+        """Rows that have tokens, (B,) bool."""
+        self.count = self.sum(torch.ones_like(self.scores))
+        """Counted rows of the group."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Of ``values`` (B,) over the counted rows of the group."""
+        own = torch.where(self.counted, values, 0.0)
+        return torch.zeros_like(values).index_add_(0, self._groups, own)[self._groups]
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Of ``values`` (B,) over the counted rows of the group; -inf if there is none."""
+        return _group_max(torch.where(self.counted, values, -torch.inf), self._groups)
+
+    def mean(self) -> torch.Tensor:
+        """Of the group's scores."""
+        return self.sum(self.scores) / self.count
+
+    def std(self) -> torch.Tensor:
+        """Of the group's scores, unbiased; NaN in a group of one."""
+        # Two passes: the sum of squares less the squared sum would cancel where rewards are alike.
+        return (self.sum((self.scores - self.mean()).square()) / (self.count - 1)).sqrt()
+
+    def over_tokens(self, advantages: torch.Tensor) -> torch.Tensor:
+        """(B, R): a row's advantage (B,) on each of its tokens, 0 off the mask, in the rewards'
+        dtype.
+
+        A row alone in its group has nothing to be compared with: its advantage is 0.
+        """
+        rows = torch.where(self.count > 1, advantages, 0.0).to(self._dtype)
+        return masked(rows.unsqueeze(-1).expand(self._mask.shape), self._mask)
+
+
+def floating_dtype(rewards: torch.Tensor) -> torch.dtype:
+    """The dtype of advantages: that of the rewards, float32 where they are integers."""
+    return rewards.dtype if rewards.dtype.is_floating_point else torch.float32
 
 
 def group_numbers(index: GroupIndex, rows: int) -> torch.Tensor:
@@ -32,75 +76,32 @@ def group_numbers(index: GroupIndex, rows: int) -> torch.Tensor:
     ids: list[Any] = index.tolist() if hasattr(index, "tolist") else list(index)  # type: ignore[union-attr]
     if len(ids) != rows:
         raise ValueError(f"{len(ids)} group ids for {rows} rows")
-    # A tensor hashes by identity, so equal 0-dim tensors would be different groups.
-    keys = ids
-    if any(issubclass(kind, torch.Tensor) for kind in set(map(type, ids))):
-        keys = [group.item() if isinstance(group, torch.Tensor) else group for group in ids]
-    numbers = defaultdict(itertools.count().__next__)
-    try:
-        # By way of numpy: torch.tensor takes longer for a list than all the rest.
-        return torch.from_numpy(np.fromiter(map(numbers.__getitem__, keys), np.int64, rows))
-    except TypeError as error:
-        row, key = next(item for item in enumerate(keys) if not _hashable(item[1]))
-        raise ValueError(f"the group id of row {row} is {error}: {key!r}") from error
+    numbers: dict[Hashable, int] = {}
+    found = []
+    for row, group in enumerate(ids):
+        # A tensor hashes by identity, so equal 0-dim tensors would be different groups.
+        key = group.item() if isinstance(group, torch.Tensor) else group
+        try:
+            found.append(numbers.setdefault(key, len(numbers)))
+        except TypeError as error:
+            raise ValueError(f"the group id of row {row} is {error}: {key!r}") from error
+    return torch.tensor(found, dtype=torch.int64)
 
 
-def _hashable(key: Any) -> bool:
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
+@torch.no_grad()
+def groups_with_signal(scores: torch.Tensor, groups: GroupIndex) -> torch.Tensor:
+    """(B,) bool: rows whose group has at least two different scores.
 
-
-def group_sums(values: torch.Tensor, groups: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Per row, (B,): the sum of ``values`` (B,) over the counted rows of its group."""
-    sums = torch.zeros_like(values)
-    return sums.index_add_(0, groups, torch.where(counted, values, 0))[groups]
-
-
-def group_statistics(
-    scores: torch.Tensor, groups: torch.Tensor, counted: torch.Tensor
-) -> GroupStatistics:
-    """Statistics of ``scores`` (B,) by ``groups`` (B,), over rows where ``counted`` (B,) is on.
-
-    Group numbers are below B, as ``group_numbers`` gives them.
+    ``scores`` (B,); ``groups`` (B,) hashable ids. A group whose scores are all equal has group-
+    relative advantages of 0, and a group of one has nothing to differ from. Source: DAPO, arXiv
+    2503.14476, section 3.2. Raises ValueError if there is not one id per row or a score is NaN.
     """
-    count = group_sums(torch.ones_like(scores), groups, counted)
-    mean = group_sums(scores, groups, counted) / count
-    # Two passes: the sum of squares less the squared sum would cancel where rewards are alike.
-    variance = group_sums((scores - mean).square(), groups, counted) / (count - 1)
-    return GroupStatistics(count=count, mean=mean, std=variance.sqrt())
+    if bool(scores.isnan().any()):
+        row = int(scores.isnan().nonzero()[0])
+        raise ValueError(f"the score of row {row} is NaN; mask failed rows out before filtering")
+    numbers = group_numbers(groups, len(scores)).to(scores.device)
+    return _group_max(scores, numbers) > -_group_max(-scores, numbers)
 
 
-def centred(scores: torch.Tensor, group: GroupStatistics) -> torch.Tensor:
-    """Scores less the mean of their group, (B,); a group of one has no baseline, so it keeps its
-    score."""
-    return scores - torch.where(group.count <= 1, 0.0, group.mean)
-
-
-def group_extremes(
-    scores: torch.Tensor, groups: torch.Tensor, counted: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row, (B,) each: the lowest and the highest score among the counted rows of its group.
-
-    (inf, -inf) where the group has no counted row.
-    """
-
-    def extreme(reduce: str, start: float) -> torch.Tensor:
-        found = torch.full_like(scores, start)
-        kept = torch.where(counted, scores, start)
-        return found.scatter_reduce_(0, groups, kept, reduce, include_self=True)[groups]
-
-    return extreme("amin", float("inf")), extreme("amax", float("-inf"))
-
-
-def without_spread(
-    scores: torch.Tensor, groups: torch.Tensor, counted: torch.Tensor
-) -> torch.Tensor:
-    """Per row, (B,) bool: whether the counted rows of its group all have the same score.
-
-    Also true for a group of one and for a group without a counted row.
-    """
-    lowest, highest = group_extremes(scores, groups, counted)
-    return lowest >= highest
+def _group_max(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(values, -torch.inf).scatter_reduce_(0, groups, values, "amax")[groups]

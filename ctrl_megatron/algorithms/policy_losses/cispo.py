@@ -9,10 +9,9 @@ from ctrl_megatron.algorithms.policy_losses.ratios import (
     RANGE_OPTIONS,
     RangeConfig,
     bounded_exp,
-    clip_sides,
+    clip_range,
     terms_of,
     weighted,
-    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
@@ -36,14 +35,10 @@ def cispo_terms(
     bounded to +-20. Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5. A ``low`` of at least
     1 leaves the lower side open, as in the paper. Raises ValueError for a negative clip ratio.
     """
-    low, high = clip_sides(config)
+    low, high = clip_range(config)
     log_ratio = masked(log_prob - old_log_prob, response_mask)
     gains, own = masked(advantages, response_mask), masked(log_prob, response_mask)
     ratio = bounded_exp(log_ratio).detach()
     held = ratio.clamp(1 - low, 1 + high)
     loss = weighted(-held * gains * own, rollout_is_weights, response_mask)
     return terms_of(loss, log_ratio, held != ratio)
-
-
-compute_policy_loss_cispo = whole_batch_loss("cispo", cispo_terms, options=RANGE_OPTIONS)
-"""``cispo_terms`` of a whole batch; see ``whole_batch_loss``."""

@@ -1,18 +1,53 @@
-"""How much a token moves the entropy: the covariance of its log-prob and its advantage.
+"""A few tokens of high covariance make the entropy collapse: clip_cov and kl_cov hold them back.
 
-The selections look at all tokens of a mini-batch at once. Who holds a piece of it adds
-``covariance_sums`` over the pieces, gathers ``token_covariances`` under the mask, selects among the
-gathered, and gives each piece its part as ``selected``.
+How much a token moves the entropy is the covariance of its log-prob and its advantage. Both losses
+look at all tokens of a mini-batch at once: who holds a piece of it adds ``covariance_sums`` over
+the pieces, gathers the ``covariances`` of the loss's ``TokenSelection`` under the mask, lets it
+``choose`` among the gathered, and gives each piece its part as ``selected``. Source of everything
+here: arXiv 2505.22617, section 4.2.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 
-from ctrl_megatron.algorithms.masked import masked, row_counts, row_sums
-from ctrl_megatron.algorithms.shapes import check_shapes
+from ctrl_megatron.algorithms.masked import check_shapes, masked, row_sums
+from ctrl_megatron.algorithms.policy_losses.ratios import (
+    RANGE_OPTIONS,
+    RangeConfig,
+    bounded_exp,
+    clip_range,
+    terms_of,
+    weighted,
+)
+from ctrl_megatron.algorithms.policy_losses.registry import (
+    PolicyLossTerms,
+    TokenSelection,
+    register_policy_loss_terms,
+)
+
+
+class ClipCovConfig(RangeConfig, Protocol):
+    """What clip_cov reads of a configuration."""
+
+    @property
+    def clip_cov_ratio(self) -> float: ...
+    @property
+    def clip_cov_lb(self) -> float: ...
+    @property
+    def clip_cov_ub(self) -> float: ...
+
+
+class KlCovConfig(Protocol):
+    """What kl_cov reads of a configuration."""
+
+    @property
+    def kl_cov_ratio(self) -> float: ...
+    @property
+    def ppo_kl_coef(self) -> float: ...
 
 
 def covariance_sums(
@@ -23,9 +58,8 @@ def covariance_sums(
     Inputs (B, R). Raises ValueError for shapes that differ.
     """
     check_shapes(response_mask=response_mask, log_prob=log_prob, advantages=advantages)
-    tokens = row_counts(response_mask).sum().to(torch.float64)
     total = [row_sums(values, response_mask).sum() for values in (log_prob, advantages)]
-    return torch.stack([tokens, *total])
+    return torch.stack([response_mask.bool().sum().double(), *total])
 
 
 @torch.no_grad()
@@ -33,22 +67,27 @@ def token_covariances(
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    sums: torch.Tensor | None = None,
+    sums: torch.Tensor,
 ) -> torch.Tensor:
     """(log_prob - mean) (advantage - mean) of each token: (B, R) float64, 0 off the mask.
 
-    The means are those of ``sums``, the ``covariance_sums`` of the whole mini-batch; None for those
-    of these rows. Source: arXiv 2505.22617, section 4.2. Raises ValueError for shapes that differ.
+    The means are those of ``sums``, the ``covariance_sums`` of the whole mini-batch. Raises
+    ValueError for shapes that differ.
     """
     check_shapes(response_mask=response_mask, log_prob=log_prob, advantages=advantages)
-    if sums is None:
-        sums = covariance_sums(log_prob, advantages, response_mask)
     mean_log_prob, mean_advantage = sums[1:] / sums[0].clamp(min=1)
     product = (log_prob.double() - mean_log_prob) * (advantages.double() - mean_advantage)
     return masked(product, response_mask)
 
 
-def how_many(ratio: float, tokens: int, key: str) -> int:
+def over_tokens(selected: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """(B, R) bool of the (N,) choice among the tokens under the mask, in row order."""
+    spread = torch.zeros_like(response_mask, dtype=torch.bool)
+    spread[response_mask.bool()] = selected
+    return spread
+
+
+def _how_many(ratio: float, tokens: int, key: str) -> int:
     """floor(``ratio`` * ``tokens``), but at least one token unless the ratio or the batch is 0.
 
     Raises ValueError naming ``key`` for a ratio outside [0, 1].
@@ -58,50 +97,129 @@ def how_many(ratio: float, tokens: int, key: str) -> int:
     return min(tokens, max(1, math.floor(ratio * tokens))) if ratio else 0
 
 
-def select_clip_cov(
-    covariances: torch.Tensor,
-    clip_cov_ratio: float,
-    clip_cov_lb: float,
-    clip_cov_ub: float,
-    generator: torch.Generator | None,
+@torch.no_grad()
+def _clip_cov_covariances(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: ClipCovConfig,
+    sums: torch.Tensor,
 ) -> torch.Tensor:
-    """(N,) bool: floor(ratio N) tokens drawn from those with lb <= covariance <= ub.
+    """``token_covariances``, but -inf where PPO's clip has taken the gradient already."""
+    low, high = clip_range(config)
+    ratio = bounded_exp(masked(log_prob - old_log_prob, response_mask))
+    gains = masked(advantages, response_mask)
+    outside = ((gains > 0) & (ratio > 1 + high)) | ((gains < 0) & (ratio < 1 - low))
+    covariances = token_covariances(log_prob, advantages, response_mask, sums)
+    return covariances.masked_fill(outside, -torch.inf)
 
-    All of them where there are fewer. ``covariances`` (N,) are those of all tokens of the
-    mini-batch; -inf takes a token out of the draw. ``generator`` (a CPU generator; None for torch's
-    own) must be in the same state on every rank that draws. Raises ValueError for a ratio outside
-    [0, 1] or bounds that hold nothing.
+
+def select_clip_cov(
+    covariances: torch.Tensor, config: ClipCovConfig, generator: torch.Generator | None
+) -> torch.Tensor:
+    """(N,) bool: floor(``clip_cov_ratio`` N) tokens drawn from those with a covariance in
+    [``clip_cov_lb``, ``clip_cov_ub``], all of them where there are fewer.
+
+    ``covariances`` (N,) are those of all tokens of the mini-batch; -inf takes a token out of the
+    draw. ``generator`` (a CPU generator; None for torch's own) must be in the same state on every
+    rank that draws. Raises ValueError for a ratio outside [0, 1] or bounds that hold nothing.
     """
-    if not clip_cov_lb <= clip_cov_ub:
-        raise ValueError(f"clip_cov_lb={clip_cov_lb} is above clip_cov_ub={clip_cov_ub}")
-    inside = (covariances >= clip_cov_lb) & (covariances <= clip_cov_ub)
+    lowest, highest = config.clip_cov_lb, config.clip_cov_ub
+    if not lowest <= highest:
+        raise ValueError(f"clip_cov_lb={lowest} is above clip_cov_ub={highest}")
+    inside = (covariances >= lowest) & (covariances <= highest)
     candidates = inside.nonzero().squeeze(-1)
-    count = how_many(clip_cov_ratio, len(covariances), "clip_cov_ratio")
+    count = _how_many(config.clip_cov_ratio, len(covariances), "clip_cov_ratio")
     drawn = torch.randperm(len(candidates), generator=generator)[:count]
     selected = torch.zeros_like(inside)
     selected[candidates[drawn.to(candidates.device)]] = True
     return selected
 
 
-def select_kl_cov(covariances: torch.Tensor, kl_cov_ratio: float) -> torch.Tensor:
-    """(N,) bool: the floor(ratio N) tokens with the largest covariances.
+@register_policy_loss_terms(
+    "clip_cov",
+    options=(*RANGE_OPTIONS, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+    selection=TokenSelection(covariances=_clip_cov_covariances, choose=select_clip_cov),
+)
+def clip_cov_terms(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: ClipCovConfig,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    selected: torch.Tensor,
+) -> PolicyLossTerms:
+    """PPO's clipped loss per token, 0 without gradient where ``selected`` (B, R) bool is on.
 
-    ``covariances`` (N,) are those of all tokens of the mini-batch. Raises ValueError for a ratio
-    outside [0, 1].
+    With r = exp(log_prob - old_log_prob): max(-A r, -A clip(r, 1 - low, 1 + high)), no dual clip.
+    All tensors (B, R); nothing off the mask reaches a value or a gradient. ``clipped`` marks the
+    selected tokens and those that PPO's clip won. Raises ValueError for a negative clip ratio.
     """
-    count = how_many(kl_cov_ratio, len(covariances), "kl_cov_ratio")
-    if count == 0:
-        return torch.zeros_like(covariances, dtype=torch.bool)
-    least = covariances.topk(count).values[-1]
-    selected = covariances > least
+    low, high = clip_range(config)
+    selected = selected.bool() & response_mask.bool()
+    log_ratio = masked(log_prob - old_log_prob, response_mask)
+    gains = masked(advantages, response_mask)
+    ratio = bounded_exp(log_ratio)
+    plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
+    loss = weighted(torch.maximum(plain, clipped), rollout_is_weights, response_mask)
+    return terms_of(masked(loss, ~selected), log_ratio, (clipped > plain) | selected)
+
+
+def _kl_cov_covariances(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: KlCovConfig,
+    sums: torch.Tensor,
+) -> torch.Tensor:
+    del old_log_prob, config
+    return token_covariances(log_prob, advantages, response_mask, sums)
+
+
+def select_kl_cov(
+    covariances: torch.Tensor, config: KlCovConfig, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """(N,) bool: the floor(``kl_cov_ratio`` N) tokens with the largest covariances.
+
+    ``covariances`` (N,) are those of all tokens of the mini-batch; nothing is drawn. Raises
+    ValueError for a ratio outside [0, 1].
+    """
+    del generator
+    count = _how_many(config.kl_cov_ratio, len(covariances), "kl_cov_ratio")
     # Of equal covariances the first ones, so that every rank takes the same tokens.
-    ties = (covariances == least).nonzero().squeeze(-1)
-    selected[ties[: count - int(selected.sum())]] = True
+    order = covariances.argsort(descending=True, stable=True)
+    selected = torch.zeros_like(covariances, dtype=torch.bool)
+    selected[order[:count]] = True
     return selected
 
 
-def over_tokens(selected: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """(B, R) bool of the (N,) choice among the tokens under the mask, in row order."""
-    spread = torch.zeros_like(response_mask, dtype=torch.bool)
-    spread[response_mask.bool()] = selected
-    return spread
+@register_policy_loss_terms(
+    "kl_cov",
+    options=("kl_cov_ratio", "ppo_kl_coef"),
+    selection=TokenSelection(covariances=_kl_cov_covariances, choose=select_kl_cov),
+)
+def kl_cov_terms(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: KlCovConfig,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    selected: torch.Tensor,
+) -> PolicyLossTerms:
+    """Per token, with l = log_prob - old_log_prob: -A exp(l), plus ``ppo_kl_coef`` |l| where
+    ``selected`` (B, R) bool is on. Nothing is clipped.
+
+    All tensors (B, R); nothing off the mask reaches a value or a gradient. The log-ratio is bounded
+    to +-20 inside exp. |l| for the KL as in the authors' code.
+    """
+    log_ratio = masked(log_prob - old_log_prob, response_mask)
+    gains = masked(advantages, response_mask)
+    penalty = config.ppo_kl_coef * masked(log_ratio.abs(), selected)
+    loss = -gains * bounded_exp(log_ratio) + penalty
+    return terms_of(weighted(loss, rollout_is_weights, response_mask), log_ratio)

@@ -10,10 +10,9 @@ from ctrl_megatron.algorithms.masked import masked
 from ctrl_megatron.algorithms.policy_losses.ratios import (
     RANGE_OPTIONS,
     RangeConfig,
-    clip_sides,
+    clip_range,
     terms_of,
     weighted,
-    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
@@ -38,7 +37,7 @@ def cpgd_terms(
     leaves the lower side open. The drift penalty of the paper is the KL term of the trainer's loss.
     Source: CPGD, arXiv 2505.12504. Raises ValueError for a negative clip ratio.
     """
-    low, high = clip_sides(config)
+    low, high = clip_range(config)
     floor = math.log(1 - low) if low < 1 else -math.inf
     log_ratio = masked(log_prob - old_log_prob, response_mask)
     gains = masked(advantages, response_mask)
@@ -48,7 +47,3 @@ def cpgd_terms(
     clipped = (bounded != log_ratio) & (gains != 0)
     loss = weighted(-gains * bounded, rollout_is_weights, response_mask)
     return terms_of(loss, log_ratio, clipped)
-
-
-compute_policy_loss_cpgd = whole_batch_loss("cpgd", cpgd_terms, options=RANGE_OPTIONS)
-"""``cpgd_terms`` of a whole batch; see ``whole_batch_loss``."""

@@ -9,11 +9,9 @@ from ctrl_megatron.algorithms.policy_losses.ratios import (
     LOG_RATIO_BOUND,
     RANGE_OPTIONS,
     RangeConfig,
-    clip_sides,
+    clip_range,
     row_means,
     terms_of,
-    weighted,
-    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
@@ -33,12 +31,13 @@ def geo_mean_terms(
     """On every token of row i: -A_i exp(mean over the row of l'), A_i the row's mean advantage.
 
     l' is l = log_prob - old_log_prob bounded from above by ``high`` where A > 0 and from below by
-    -``low`` where A < 0: the range is one of log-ratios. All tensors (B, R) with whole rows;
-    nothing off the mask reaches a value or a gradient. ``seq-mean-token-mean`` gives the paper's
-    mean over sequences. ``clipped`` marks tokens at their bound. Source: GMPO, arXiv 2507.20673,
-    whose range is 0.4 on both sides. Raises ValueError for a negative clip ratio.
+    -``low`` where A < 0: the range is one of log-ratios. ``rollout_is_weights`` count by the row's
+    geometric mean, as the ratios that they correct do. All tensors (B, R) with whole rows; nothing
+    off the mask reaches a value or a gradient. ``seq-mean-token-mean`` gives the paper's mean over
+    sequences. ``clipped`` marks tokens at their bound. Source: GMPO, arXiv 2507.20673, whose range
+    is 0.4 on both sides. Raises ValueError for a negative clip ratio.
     """
-    low, high = clip_sides(config)
+    low, high = clip_range(config)
     log_ratio = masked(log_prob - old_log_prob, response_mask)
     gains = masked(advantages, response_mask)
     held = torch.where(
@@ -49,11 +48,7 @@ def geo_mean_terms(
     # One token that the other side leaves open must not overflow the mean of its row.
     exponent = row_means(held.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), response_mask)
     rows = -row_means(gains, response_mask) * exponent.exp()
-    loss = weighted(masked(rows, response_mask), rollout_is_weights, response_mask)
-    return terms_of(loss, log_ratio, held != log_ratio)
-
-
-compute_policy_loss_geo_mean = whole_batch_loss(
-    "geo_mean", geo_mean_terms, options=RANGE_OPTIONS, loss_agg_mode="seq-mean-token-mean"
-)
-"""``geo_mean_terms`` of a whole batch; see ``whole_batch_loss``."""
+    if rollout_is_weights is not None:
+        log_weights = masked(rollout_is_weights.log(), response_mask)
+        rows = rows * row_means(log_weights, response_mask).exp()
+    return terms_of(masked(rows, response_mask), log_ratio, held != log_ratio)

@@ -8,7 +8,6 @@ from ctrl_megatron.algorithms.masked import masked
 from ctrl_megatron.algorithms.policy_losses.ratios import (
     terms_of,
     weighted,
-    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
@@ -35,7 +34,3 @@ def gpg_terms(
     log_ratio = masked(log_prob - old_log_prob, response_mask).detach()
     gains, own = masked(advantages, response_mask), masked(log_prob, response_mask)
     return terms_of(weighted(-gains * own, rollout_is_weights, response_mask), log_ratio)
-
-
-compute_policy_loss_gpg = whole_batch_loss("gpg", gpg_terms)
-"""``gpg_terms`` of a whole batch; see ``whole_batch_loss``."""

@@ -8,11 +8,10 @@ from ctrl_megatron.algorithms.masked import masked
 from ctrl_megatron.algorithms.policy_losses.ratios import (
     RANGE_OPTIONS,
     RangeConfig,
-    clip_sides,
+    clip_range,
     row_means,
     terms_of,
     weighted,
-    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
@@ -40,7 +39,7 @@ def gspo_terms(
     ``clipped`` is alike on all tokens of a row with one advantage; there is no dual clip. Source:
     GSPO, arXiv 2507.18071, equations 5, 7 and 14. Raises ValueError for a negative clip ratio.
     """
-    low, high = clip_sides(config)
+    low, high = clip_range(config)
     log_ratio = masked(log_prob - old_log_prob, response_mask)
     gains = masked(advantages, response_mask)
     own = masked(log_prob, response_mask)
@@ -49,9 +48,3 @@ def gspo_terms(
     plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
     loss = torch.maximum(plain, clipped)
     return terms_of(weighted(loss, rollout_is_weights, response_mask), log_ratio, clipped > plain)
-
-
-compute_policy_loss_gspo = whole_batch_loss(
-    "gspo", gspo_terms, options=RANGE_OPTIONS, loss_agg_mode="seq-mean-token-mean"
-)
-"""``gspo_terms`` of a whole batch; see ``whole_batch_loss``."""

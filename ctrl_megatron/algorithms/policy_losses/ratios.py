@@ -1,20 +1,13 @@
-"""What the losses share: the log-ratio, the clip range, the step from terms to scalars."""
+"""What the losses share: the clip range, bounded ratios, means of rows, the terms they return."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from ctrl_megatron.algorithms.aggregation import agg_loss
-from ctrl_megatron.algorithms.masked import masked, row_counts
-from ctrl_megatron.algorithms.policy_losses.registry import (
-    PolicyLossFn,
-    PolicyLossTerms,
-    PolicyLossTermsFn,
-    register_policy_loss,
-)
+from ctrl_megatron.algorithms.masked import masked
+from ctrl_megatron.algorithms.policy_losses.registry import PolicyLossTerms
 
 # Ratios beyond exp(20) say nothing more; without the bound one stale token could give inf * 0.
 LOG_RATIO_BOUND = 20.0
@@ -32,7 +25,7 @@ class RangeConfig(Protocol):
     def clip_ratio_high(self) -> float | None: ...
 
 
-def clip_sides(config: RangeConfig) -> tuple[float, float]:
+def clip_range(config: RangeConfig) -> tuple[float, float]:
     """(low, high): a side that is None takes ``clip_ratio``, 0.0 is kept.
 
     Raises ValueError for a negative side.
@@ -52,7 +45,7 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 def row_means(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """(B, 1) mean of each row of (B, R) values that are 0 off the mask; 0 for a row without
     tokens."""
-    tokens = row_counts(response_mask).unsqueeze(-1).clamp(min=1)
+    tokens = response_mask.bool().sum(dim=-1, keepdim=True).clamp(min=1)
     return values.sum(dim=-1, keepdim=True) / tokens
 
 
@@ -72,65 +65,11 @@ def terms_of(
     clipped_lower: torch.Tensor | None = None,
 ) -> PolicyLossTerms:
     """Terms of (B, R) parts that are 0 off the mask; a share that a loss does not have is 0."""
-
-    def share(where: torch.Tensor | None) -> torch.Tensor:
-        return torch.zeros_like(log_ratio) if where is None else where.to(log_ratio.dtype)
-
-    with torch.no_grad():
-        return PolicyLossTerms(
-            loss=loss,
-            clipped=share(clipped),
-            approx_kl=-log_ratio.detach(),
-            clipped_lower=share(clipped_lower),
-        )
-
-
-def whole_batch_loss(
-    name: str,
-    terms: PolicyLossTermsFn,
-    *,
-    options: Sequence[str] = (),
-    loss_agg_mode: str = "token-mean",
-) -> PolicyLossFn:
-    """Register and return ``compute_policy_loss_<name>``, the loss of a whole batch.
-
-    It takes ``old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
-    rollout_is_weights`` and what else ``terms`` takes by name, and returns four scalars
-    (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower): the loss by ``loss_agg_mode`` (whose default
-    is the one given here), the others as means over tokens, without gradient. Pieces of a batch are
-    for ``terms`` and ``agg_loss`` with global denominators. It raises ValueError naming the
-    ``options`` of ``config`` where these are read and it is None.
-    """
-    default_mode = loss_agg_mode
-
-    def compute(
-        old_log_prob: torch.Tensor,
-        log_prob: torch.Tensor,
-        advantages: torch.Tensor,
-        response_mask: torch.Tensor,
-        loss_agg_mode: str = default_mode,
-        config: Any = None,
-        rollout_is_weights: torch.Tensor | None = None,
-        **selection: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        if config is None and options:
-            names = f"{', '.join(options[:-1])} and {options[-1]}"
-            raise ValueError(f"{compute.__name__} needs config: an object with {names}")
-        found = terms(
-            old_log_prob,
-            log_prob,
-            advantages,
-            response_mask,
-            config,
-            rollout_is_weights,
-            **selection,
-        )
-        return (
-            agg_loss(found.loss, response_mask, loss_agg_mode),
-            agg_loss(found.clipped, response_mask, "token-mean"),
-            agg_loss(found.approx_kl, response_mask, "token-mean"),
-            agg_loss(found.clipped_lower, response_mask, "token-mean"),
-        )
-
-    compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{name}"
-    return register_policy_loss(name)(compute)
+    log_ratio = log_ratio.detach()
+    none = torch.zeros_like(log_ratio)
+    return PolicyLossTerms(
+        loss=loss,
+        clipped=none if clipped is None else clipped.to(log_ratio.dtype),
+        approx_kl=-log_ratio,
+        clipped_lower=none if clipped_lower is None else clipped_lower.to(log_ratio.dtype),
+    )

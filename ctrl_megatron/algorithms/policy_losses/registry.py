@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 
 from ctrl_megatron.algorithms.registry import Registry, key_of
-from ctrl_megatron.algorithms.shapes import check_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +19,7 @@ class PolicyLossTerms:
     loss: torch.Tensor
     """What is minimised; the only one with a gradient."""
     clipped: torch.Tensor
-    """1 where the clipped side of the surrogate won."""
+    """1 where a bound of the loss holds the token."""
     approx_kl: torch.Tensor
     """old - new log-prob: the k1 estimate of KL(old || new)."""
     clipped_lower: torch.Tensor
@@ -30,7 +28,8 @@ class PolicyLossTerms:
 
 PolicyLossTermsFn = Callable[..., PolicyLossTerms]
 """(old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights=None) -> terms;
-with a ``TokenSelection`` also selected=None."""
+with a ``TokenSelection`` also selected=None. All tensors have the mask's shape (B, R), which the
+caller checks (``check_shapes``)."""
 PolicyLossFn = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 """As above with loss_agg_mode -> (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."""
 
@@ -47,36 +46,16 @@ class TokenSelection:
 
 
 @dataclass(frozen=True, slots=True)
-class _Terms:
+class _TermsEntry:
     function: PolicyLossTermsFn
     options: frozenset[str]
     selection: TokenSelection | None
 
 
 POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("policy loss")
-_TERMS: Registry[_Terms] = Registry("policy loss with per-token terms")
+_TERMS: Registry[_TermsEntry] = Registry("policy loss with per-token terms")
 register_policy_loss = POLICY_LOSS_REGISTRY.register
 get_policy_loss = POLICY_LOSS_REGISTRY.get
-_SHAPED = ("response_mask", "old_log_prob", "log_prob", "advantages")
-_MAYBE_SHAPED = ("rollout_is_weights", "selected")
-_ORDER = ("old_log_prob", "log_prob", "advantages", "response_mask", "config", *_MAYBE_SHAPED)
-_CHECKED = "_checks_shapes"
-
-
-def _checked(function: PolicyLossTermsFn) -> PolicyLossTermsFn:
-    """``function`` with a check that all its tensors have the shape of the mask."""
-    if hasattr(function, _CHECKED):
-        return function
-
-    @functools.wraps(function)
-    def terms(*args: Any, **kwargs: Any) -> PolicyLossTerms:
-        given = dict(zip(_ORDER, args, strict=False)) | kwargs
-        if given.keys() >= set(_SHAPED):  # else the call itself names what is missing
-            check_shapes(**{name: given.get(name) for name in (*_SHAPED, *_MAYBE_SHAPED)})
-        return function(*args, **kwargs)
-
-    setattr(terms, _CHECKED, True)
-    return terms
 
 
 def register_policy_loss_terms(
@@ -84,15 +63,13 @@ def register_policy_loss_terms(
 ) -> Callable[[PolicyLossTermsFn], PolicyLossTermsFn]:
     """Decorator that files a terms function under ``name``; ValueError if another one has it.
 
-    What it files and returns raises ValueError for tensors that differ in shape from the mask.
-    ``options`` are the attributes that it reads of ``config``: a configuration that sets others is
-    refused. A loss with a ``selection`` takes the argument ``selected``, (B, R) bool.
+    ``options`` are the attributes that it reads of ``config``. A loss with a ``selection`` takes
+    the argument ``selected``, (B, R) bool.
     """
 
     def keep(function: PolicyLossTermsFn) -> PolicyLossTermsFn:
-        checked = _checked(function)
-        _TERMS.add(name, _Terms(checked, frozenset(options), selection))
-        return checked
+        _TERMS.add(name, _TermsEntry(function, frozenset(options), selection))
+        return function
 
     return keep
 
@@ -112,7 +89,12 @@ def token_selection(name: str | Enum) -> TokenSelection | None:
     return _terms(name).selection
 
 
-def _terms(name: str | Enum) -> _Terms:
+def policy_loss_names() -> tuple[str, ...]:
+    """The names of the losses with per-token terms, sorted."""
+    return tuple(_TERMS)
+
+
+def _terms(name: str | Enum) -> _TermsEntry:
     if name not in _TERMS and name in POLICY_LOSS_REGISTRY:
         raise ValueError(
             f"the policy loss {key_of(name)!r} is registered by register_policy_loss: it gives "
@@ -121,8 +103,3 @@ def _terms(name: str | Enum) -> _Terms:
             "with register_policy_loss_terms"
         )
     return _TERMS.get(name)
-
-
-def policy_loss_names() -> tuple[str, ...]:
-    """The names of the losses with per-token terms, sorted."""
-    return tuple(_TERMS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -11,10 +11,9 @@ from ctrl_megatron.algorithms.policy_losses.ratios import (
     RANGE_OPTIONS,
     RangeConfig,
     bounded_exp,
-    clip_sides,
+    clip_range,
     terms_of,
     weighted,
-    whole_batch_loss,
 )
 from ctrl_megatron.algorithms.policy_losses.registry import (
     PolicyLossTerms,
@@ -31,27 +30,8 @@ class ClipConfig(RangeConfig, Protocol):
     def clip_ratio_c(self) -> float: ...
 
 
-class ClipRange(NamedTuple):
-    """The ratio is held in [1 - low, 1 + high]; a negative advantage counts at most c times."""
-
-    low: float
-    high: float
-    c: float
-
-
-def clip_range(config: ClipConfig) -> ClipRange:
-    """The range a configuration asks for: a side that is None takes ``clip_ratio``, 0.0 is kept.
-
-    Raises ValueError for a negative side or ``clip_ratio_c`` of at most 1.
-    """
-    low, high = clip_sides(config)
-    if not config.clip_ratio_c > 1:
-        raise ValueError(f"clip_ratio_c must be greater than 1, got {config.clip_ratio_c}")
-    return ClipRange(low, high, config.clip_ratio_c)
-
-
 @register_policy_loss_terms("vanilla", options=_OPTIONS)
-def policy_loss_terms(
+def vanilla_terms(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
@@ -64,9 +44,12 @@ def policy_loss_terms(
     For A < 0 the loss is at most -A c (dual clip). All tensors (B, R), float32 or float64;
     ``rollout_is_weights`` multiplies the loss. Nothing off the mask reaches a value or a gradient.
     The log-ratio is bounded to +-20. Sources: PPO arXiv 1707.06347 equation 7; dual clip arXiv
-    1912.09729 equation 5; asymmetric range DAPO arXiv 2503.14476 section 3.1.
+    1912.09729 equation 5; asymmetric range DAPO arXiv 2503.14476 section 3.1. Raises ValueError for
+    a negative clip ratio and for a ``clip_ratio_c`` of at most 1.
     """
-    low, high, c = clip_range(config)
+    (low, high), c = clip_range(config), config.clip_ratio_c
+    if not c > 1:
+        raise ValueError(f"clip_ratio_c must be greater than 1, got {c}")
     log_ratio = masked(log_prob - old_log_prob, response_mask)
     gains = masked(advantages, response_mask)
     ratio = bounded_exp(log_ratio)
@@ -80,7 +63,3 @@ def policy_loss_terms(
         clipped > plain,
         (surrogate > bound) & (gains < 0),
     )
-
-
-compute_policy_loss_vanilla = whole_batch_loss("vanilla", policy_loss_terms, options=_OPTIONS)
-"""``policy_loss_terms`` of a whole batch; see ``whole_batch_loss``."""

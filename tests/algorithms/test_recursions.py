@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ragged_batches import ragged_mask
+from ragged_batches import leaves_as_it_is, ragged_mask
 
 from ctrl_megatron.algorithms import (
+    compute_gae_advantage_return,
+    compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
-    discounted_returns,
-    gae_advantages,
 )
-from ctrl_megatron.algorithms.advantages import scans
 
 ROWS, WIDTH = 5, 2048
 GAMMA, LAM = 0.999, 0.99
@@ -55,20 +54,17 @@ def close(found: Pair, want: Pair, dtype: torch.dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("block", [1, 40 * ROWS, 2**18])
-def test_long_rows_are_rounded_once(
-    dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scans, "_BLOCK", block)
+def test_long_rows_are_rounded_once(dtype: torch.dtype) -> None:
     rewards, values, mask = inputs(dtype)
     nothing = torch.zeros_like(values)
     close(
-        gae_advantages(rewards, values, mask, GAMMA, LAM),
+        compute_gae_advantage_return(rewards, values, mask, GAMMA, LAM, leaves_as_it_is),
         oracle(rewards, values, mask, GAMMA, LAM),
         dtype,
     )
     sums, _ = oracle(rewards, nothing, mask, GAMMA, 1.0)
-    close(discounted_returns(rewards, mask, GAMMA), (sums, sums), dtype)
+    found = compute_reinforce_plus_plus_outcome_advantage(rewards, mask, GAMMA, leaves_as_it_is)
+    close(found, (sums, sums), dtype)
     sums, _ = oracle(rewards, nothing, mask, 1.0, 1.0)
     baselines = torch.linspace(-1.0, 1.0, ROWS).to(dtype)
     less = torch.where(mask, sums - baselines.double()[:, None], 0.0)
@@ -79,7 +75,7 @@ def test_long_rows_are_rounded_once(
 def test_a_small_penalty_per_token_adds_up_in_bfloat16() -> None:
     rewards = torch.full((1, WIDTH), -1e-3, dtype=torch.bfloat16)
     rewards[0, -1] = 1.0
-    returns, _ = discounted_returns(rewards, torch.ones(1, WIDTH), 1.0)
+    _, returns = compute_reinforce_plus_plus_outcome_advantage(rewards, torch.ones(1, WIDTH), 1.0)
     # 1 - 2047 * 0.00099945: the penalty as bfloat16 knows it.
     assert float(returns[0, 0]) == pytest.approx(1 - 2047 * float(rewards[0, 0]) * -1, rel=4e-3)
     assert float(returns[0, 0]) < -1
@@ -87,7 +83,7 @@ def test_a_small_penalty_per_token_adds_up_in_bfloat16() -> None:
 
 def test_the_rewards_decide_the_dtype() -> None:
     rewards, values, mask = inputs(torch.float32)
-    found = gae_advantages(rewards.bfloat16(), values, mask, GAMMA, LAM)
+    found = compute_gae_advantage_return(rewards.bfloat16(), values, mask, GAMMA, LAM)
     assert [x.dtype for x in found] == [torch.bfloat16] * 2
-    found = gae_advantages(torch.ones_like(mask).long(), values, mask, GAMMA, LAM)
+    found = compute_gae_advantage_return(torch.ones_like(mask).long(), values, mask, GAMMA, LAM)
     assert [x.dtype for x in found] == [torch.float32] * 2

@@ -1,4 +1,4 @@
-"""Per-token estimates of KL(policy || reference) from tokens that the policy drew."""
+"""KL(policy || reference) of tokens that the policy drew: its estimates, and as a reward."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from collections.abc import Callable
 
 import torch
 
-from ctrl_megatron.algorithms.masked import masked
-from ctrl_megatron.algorithms.shapes import check_shapes
+from ctrl_megatron.algorithms.masked import check_shapes, masked
 
 # Beyond exp(20) nothing is learnt, and inf * 0 in the backward pass would be NaN.
 _LOG_RATIO_BOUND = 20.0
 _K3_BOUND = 10.0
 
-Estimate = Callable[[torch.Tensor], torch.Tensor]
+
+def _k1(gap: torch.Tensor) -> torch.Tensor:
+    return gap
+
+
+def _k2(gap: torch.Tensor) -> torch.Tensor:
+    return 0.5 * gap.square()
 
 
 def _k3(gap: torch.Tensor) -> torch.Tensor:
@@ -21,23 +26,7 @@ def _k3(gap: torch.Tensor) -> torch.Tensor:
     return (back.exp() - back - 1).clamp(max=_K3_BOUND)
 
 
-def _k2(gap: torch.Tensor) -> torch.Tensor:
-    return 0.5 * gap.square()
-
-
-def _k1(gap: torch.Tensor) -> torch.Tensor:
-    return gap
-
-
-def _with_gradient_of_k2(estimate: Estimate) -> Estimate:
-    def straight_through(gap: torch.Tensor) -> torch.Tensor:
-        slope = _k2(gap)
-        return slope - slope.detach() + estimate(gap).detach()
-
-    return straight_through
-
-
-_PLAIN: dict[str, Estimate] = {
+_ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "kl": _k1,
     "k1": _k1,
     "abs": torch.abs,
@@ -46,11 +35,7 @@ _PLAIN: dict[str, Estimate] = {
     "low_var_kl": _k3,
     "k3": _k3,
 }
-KL_ESTIMATORS: dict[str, Estimate] = {
-    **_PLAIN,
-    **{f"{name}+": _with_gradient_of_k2(estimate) for name, estimate in _PLAIN.items()},
-}
-"""Name -> function of log p - log q."""
+KL_ESTIMATORS = (*_ESTIMATES, *(f"{name}+" for name in _ESTIMATES))
 
 
 def kl_penalty(
@@ -80,4 +65,35 @@ def kl_penalty(
     gap = logprob - ref_logprob
     if response_mask is not None:
         gap = masked(gap, response_mask)
-    return KL_ESTIMATORS[kl_penalty](gap)
+    estimate = _ESTIMATES[kl_penalty.removesuffix("+")](gap)
+    if not kl_penalty.endswith("+"):
+        return estimate
+    slope = _k2(gap)
+    return slope - slope.detach() + estimate.detach()
+
+
+_estimate = kl_penalty  # The name is that of an argument below.
+
+
+def penalise(
+    token_level_scores: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    ref_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    beta: float,
+    kl_penalty: str = "kl",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(``token_level_scores`` - beta * KL, KL): both (B, R), the KL 0 off the mask.
+
+    Inputs (B, R). Off the mask the scores stay as they are. Raises ValueError for shapes that
+    differ.
+    """
+    check_shapes(
+        response_mask=response_mask,
+        token_level_scores=token_level_scores,
+        old_log_probs=old_log_probs,
+        ref_log_prob=ref_log_prob,
+    )
+    kl = _estimate(old_log_probs, ref_log_prob, kl_penalty, response_mask)
+    return token_level_scores - beta * kl, kl
