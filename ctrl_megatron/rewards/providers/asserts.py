@@ -202,14 +202,14 @@ def _verdict(test: SplitTest, message: dict[str, Any] | None, stopped: bool) -> 
     if message is None:
         reason = "time limit exceeded" if stopped else "the program stopped the harness"
         return CaseVerdict(passed=False, reason=reason, timed_out=stopped)
-    told = str(message.get("error") or "")[:400]
+    error = str(message.get("error") or "")[:400]
     if message.get("timeout") is True:
-        return CaseVerdict(passed=False, reason=told, timed_out=True)
+        return CaseVerdict(passed=False, reason=error, timed_out=True)
     if not test.compared:
         passed = message.get("passed") is True
-        return CaseVerdict(passed=passed, reason="" if passed else told or "failed")
+        return CaseVerdict(passed=passed, reason="" if passed else error or "failed")
     if "value" not in message:
-        return CaseVerdict(passed=False, reason=told or "no value")
+        return CaseVerdict(passed=False, reason=error or "no value")
     return _compare(test, message["value"])
 
 

@@ -259,18 +259,18 @@ async def _judge_function(
                 f"the verdicts do not fit into the provider's output limit of {result.cut_at} "
                 "characters; raise it"
             )
-        verdicts += _heard(job, result)
+        verdicts += _verdicts_in(job, result)
         if not verdicts[-1].passed and not plan.run_all:
             break
     return verdicts
 
 
-def _heard(job: AssertsJob, result: ScriptResult) -> list[CaseVerdict]:
+def _verdicts_in(job: AssertsJob, result: ScriptResult) -> list[CaseVerdict]:
     try:
         return job.verdicts(result.stdout, timed_out=result.timed_out)
     except ProviderError as error:
-        told = result.stderr.strip().rpartition("\n")[2][:300]
-        raise ProviderError(f"{error}; exit status {result.exit_code}: {told}") from error
+        last = result.stderr.strip().rpartition("\n")[2][:300]
+        raise ProviderError(f"{error}; exit status {result.exit_code}: {last}") from error
 
 
 async def _judge_stdio(session: ScriptSession, plan: _Plan) -> list[CaseVerdict]:
