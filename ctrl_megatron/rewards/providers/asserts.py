@@ -13,7 +13,7 @@ import ast
 import json
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +97,8 @@ class AssertsJob:
     seconds: float
     """Wall clock per test."""
     run_all: bool
-    nonce: str
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
     """32 hexadecimal digits of this run."""
-
-    @classmethod
-    def make(
-        cls, code: str, setup: str, tests: tuple[SplitTest, ...], *, seconds: float, run_all: bool
-    ) -> AssertsJob:
-        """A job with a fresh nonce."""
-        return cls(
-            code=code,
-            setup=setup,
-            tests=tests,
-            seconds=seconds,
-            run_all=run_all,
-            nonce=secrets.token_hex(16),
-        )
 
     @property
     def job_seconds(self) -> float:

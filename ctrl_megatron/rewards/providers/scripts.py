@@ -249,8 +249,12 @@ async def _judge_function(
     verdicts: list[CaseVerdict] = []
     for start in range(0, len(tests), size):
         chosen = tuple(tests[start : start + size])
-        job = AssertsJob.make(
-            plan.code, plan.setup, chosen, seconds=plan.seconds, run_all=plan.run_all
+        job = AssertsJob(
+            code=plan.code,
+            setup=plan.setup,
+            tests=chosen,
+            seconds=plan.seconds,
+            run_all=plan.run_all,
         )
         script = Script(source=harness_source(), stdin=job.stdin(), seconds=job.run_seconds)
         result = await session.run(script)
