@@ -144,7 +144,8 @@ class Reward:
     num_examine: int = 0
     """Critiques per step that are printed."""
     max_requests: int = 256
-    """Revisions that are judged at the same time."""
+    """Programs that one engine leader has judged at the same time; a run has a leader per model
+    copy."""
     run_timeout: float = 10.0
     """Seconds per test where the row has no time limit."""
     provider: Literal["local", "sandbox_fusion", "e2b", "morph", "piston"] = "local"

@@ -9,6 +9,7 @@ from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor import Optim
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
+from ctrl_megatron.data.rows import rows_by_id
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.models.build import BuildOptions
@@ -40,8 +41,7 @@ def build_worker(
     """
     config, groups = run.config, run.groups
     codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
-    train = prompt_table(config, codec, config.data.train_files)
-    validation = validation_table(config, codec)
+    train, validation = prompt_tables(config, codec)
     sampler = ResumableSampler(len(train.rows), seed=config.data.seed, shuffle=config.data.shuffle)
     steps = total_steps(config, len(train.rows))
     policy, reference = build_policies(config, groups, steps)
@@ -105,6 +105,17 @@ def prompt_table(config: Config, codec: TextCodec, files: tuple[str, ...]) -> Pr
         filter_overlong=data.filter_overlong_prompts,
         prompt_key=data.prompt_key,
     )
+
+
+def prompt_tables(config: Config, codec: TextCodec) -> tuple[PromptTable, PromptTable | None]:
+    """The training rows and, where there are any, the validation rows.
+
+    One file may serve both. Raises ValueError for different rows with one id.
+    """
+    train = prompt_table(config, codec, config.data.train_files)
+    validation = validation_table(config, codec)
+    rows_by_id([*train.rows, *(validation.rows if validation else ())])
+    return train, validation
 
 
 def validation_table(config: Config, codec: TextCodec) -> PromptTable | None:

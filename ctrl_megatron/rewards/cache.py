@@ -19,6 +19,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from pydantic import ConfigDict, TypeAdapter
+
 from ctrl_megatron.types import Verdict
 
 Result = TypeVar("Result")
@@ -33,6 +35,11 @@ _TABLE = """CREATE TABLE results (
     key TEXT NOT NULL UNIQUE,
     value TEXT NOT NULL
 )"""
+_STORED = TypeAdapter(
+    tuple[int, tuple[bool, ...], tuple[str, ...], bool, bool | None],
+    config=ConfigDict(strict=True),
+)
+"""The text of a verdict: what ``encode_verdict`` writes."""
 
 
 def verdict_cache(
@@ -56,28 +63,10 @@ def encode_verdict(verdict: Verdict) -> str:
 
 def decode_verdict(text: str) -> Verdict:
     """What ``encode_verdict`` wrote. Raises ``ValueError`` for anything else."""
-    fields = json.loads(text)
-    if not isinstance(fields, list) or len(fields) != 5:
+    total, passed, detail, timed_out, forged = _STORED.validate_json(text)
+    if not 0 < len(passed) <= total:
         raise ValueError(f"not a verdict: {text[:100]!r}")
-    total, passed, detail, timed_out, forged = fields
-    lists = isinstance(passed, list) and isinstance(detail, list)
-    if (
-        not lists
-        or type(total) is not int
-        or type(timed_out) is not bool
-        or type(forged) not in (bool, type(None))
-        or not all(type(p) is bool for p in passed)
-        or not all(isinstance(d, str) for d in detail)
-        or not 0 < len(passed) <= total
-    ):
-        raise ValueError(f"not a verdict: {text[:100]!r}")
-    return Verdict(
-        total=total,
-        passed=tuple(passed),
-        detail=tuple(detail),
-        timed_out=timed_out,
-        forged=forged,
-    )
+    return Verdict(total=total, passed=passed, detail=detail, timed_out=timed_out, forged=forged)
 
 
 def fingerprint(*parts: Any) -> str:
@@ -218,7 +207,7 @@ class ResultCache(Generic[Result]):
         if flight is not None and flight.task is task:
             del self._flights[key]
         if not task.cancelled():
-            task.exception()  # known to those who wait; nobody else has to be told
+            task.exception()  # known to those who wait; nobody else needs it
 
     def _enter_loop(self) -> None:
         loop = asyncio.get_running_loop()

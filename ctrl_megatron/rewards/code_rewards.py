@@ -91,53 +91,47 @@ class CodeReward:
             self._job(item.text, row) if run else None
             for item, row, run in zip(items, rows, runs, strict=True)
         ]
-        verdicts = await verdicts_of(self.name, self._judge, jobs, self._max_requests)
+        verdicts = await self._verdicts(jobs)
         return [
-            (None if verdict is None else self._score(verdict.pass_rate)) if run else 0.0
-            for verdict, run in zip(verdicts, runs, strict=True)
+            (None if verdict is None else self._score(verdict, row)) if run else 0.0
+            for verdict, row, run in zip(verdicts, rows, runs, strict=True)
         ]
+
+    async def _verdicts(self, jobs: Sequence[GradingJob | None]) -> list[Verdict | None]:
+        """The verdict of every job; None for no job and for a fault, which is logged. Anything else
+        ends the batch and is raised.
+        """
+        semaphore, faults = asyncio.Semaphore(self._max_requests), []
+
+        async def verdict(job: GradingJob | None) -> Verdict | None:
+            if job is None:
+                return None
+            try:
+                return (await self._judge.grade(job, semaphore))[0]
+            except SandboxError as error:
+                faults.append(str(error) or type(error).__name__)
+                return None
+
+        verdicts = await gathered([partial(verdict, job) for job in jobs])
+        if faults:
+            counts = f"{len(faults)} of {len(jobs)}"
+            _log.warning("%s: %s answers were not judged: %s", self.name, counts, faults[-1])
+        return verdicts
 
     def _job(self, text: str, row: Row) -> GradingJob:
         return grading_job(text, row, run_all_cases=True, run_timeout=self._run_timeout)
 
-    def _score(self, pass_rate: float) -> float:
-        return pass_rate
+    def _score(self, verdict: Verdict, row: Row) -> float:
+        return verdict.pass_rate
 
 
 class BinaryCodeReward(CodeReward):
     """``binary_code``: 1 where ``code`` is above 0.99, else 0; None stays None."""
 
     name = "binary_code"
-    threshold = 0.99
 
-    def _score(self, pass_rate: float) -> float:
-        return float(pass_rate > self.threshold)
-
-
-async def verdicts_of(
-    name: str, judge: CachedJudge, jobs: Sequence[GradingJob | None], max_requests: int
-) -> list[Verdict | None]:
-    """The verdict of every job, ``max_requests`` under way at most; None for no job and for a fault
-    of the judge, which is logged under the reward's ``name``. Anything else ends the batch.
-    """
-    semaphore, faults = asyncio.Semaphore(max_requests), []
-
-    async def verdict(job: GradingJob | None) -> Verdict | None:
-        if job is None:
-            return None
-        try:
-            return (await judge.grade(job, semaphore))[0]
-        except SandboxError as error:
-            faults.append(str(error) or type(error).__name__)
-            return None
-
-    verdicts = await gathered([partial(verdict, job) for job in jobs])
-    if faults:
-        _log.warning(
-            "reward %s: %d of %d answers were not judged: %s",
-            *(name, len(faults), len(jobs), faults[-1]),
-        )
-    return verdicts
+    def _score(self, verdict: Verdict, row: Row) -> float:
+        return float(verdict.pass_rate > 0.99)
 
 
 def _well_formed(text: str) -> bool:

@@ -154,8 +154,13 @@ class RewardModelForCritic:
         without a row, and for a row that cannot be judged.
         """
         semaphore = asyncio.Semaphore(self.max_requests)
-        pairs = zip(items, rows_of("critic", items), strict=True)
-        return await self._gather([partial(self._judge_item, *pair, semaphore) for pair in pairs])
+        rows = rows_of("critic", items)
+        return await self._gather(
+            [
+                partial(self._outcome, i.text, row, semaphore, i.judgment)
+                for i, row in zip(items, rows, strict=True)
+            ]
+        )
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         """The reward function ``critic``: None where the sandbox failed."""
@@ -172,34 +177,23 @@ class RewardModelForCritic:
         semaphore = asyncio.Semaphore(self.max_requests)
         return await self._gather(
             [
-                partial(self._outcome, text, row, True, semaphore)
+                partial(self._outcome, text, row, semaphore, None, solution=True)
                 for text, row in zip(texts, rows, strict=True)
             ]
-        )
-
-    async def judge_solution(self, solution_text: str, sample: Row) -> Verdict:
-        """The verdict of every test on an answer, whatever the mode. Raises ``SandboxError``."""
-        verdict, _ = await self._grade(solution_text, sample, True, asyncio.Semaphore(1))
-        return verdict
-
-    async def _judge_item(
-        self, item: RewardItem, row: Row, semaphore: asyncio.Semaphore
-    ) -> RewardOutcome:
-        if item.judgment is None:
-            return RewardOutcome(reward=0.0)
-        return await self._outcome(
-            item.text, row, self.run_all_cases, semaphore, judgment=item.judgment
         )
 
     async def _outcome(
         self,
         text: str,
         row: Row,
-        run_all_cases: bool,
         semaphore: asyncio.Semaphore,
+        judgment: bool | None,
         *,
-        judgment: bool | None = None,
+        solution: bool = False,
     ) -> RewardOutcome:
+        if judgment is None and not solution:
+            return RewardOutcome(reward=0.0)
+        run_all_cases = solution or self.run_all_cases
         try:
             verdict, cached = await self._grade(text, row, run_all_cases, semaphore)
         except SandboxError as error:

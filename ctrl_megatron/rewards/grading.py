@@ -58,74 +58,53 @@ def grading_job(
     run_all_cases: bool,
     run_timeout: float = RUN_TIMEOUT,
     compare_lax: bool = False,
-) -> GradingJob:
-    """How to judge the Python program in ``text`` on the tests of ``row``.
-
-    A test may take ``run_timeout`` seconds where the row does not say. ``compare_lax`` has our
-    service also ask a lax grader, without an effect on the verdict. Raises ``ValueError`` for a
-    LiveCodeBench row without its columns.
-    """
-    extra = {"run_all_cases": run_all_cases, **({"lax": "compare"} if compare_lax else {})}
-    if row.prompter_type == "mbppplus":
-        kind, total = "MBPPDataset", len(row.selected_uts)
-        data: dict[str, Any] = {
-            "test_list": list(row.selected_uts),
-            "test_setup_code": row.test_setup,
-            "entry_point": row.entry_point,
-        }
-    elif row.prompter_type == "code_contests":
-        kind, data = "CommonOJDataset", {"test": cases_of(row)}
-        total = len(data["test"])
-    else:
-        kind, total = "LiveCodeBenchDataset", 1
-        if missing := [name for name in ("content", "labels", "test") if name not in row.extra]:
-            raise ValueError(
-                f"{row.place} row {row.id!r}: livecodebench needs column(s) {', '.join(missing)}"
-            )
-        data = {"id": row.id, **{name: row.extra[name] for name in ("content", "labels", "test")}}
-    return make_job(
-        text,
-        row,
-        dataset=row.prompter_type,
-        kind=kind,
-        data=data,
-        total=total,
-        extra=extra,
-        run_timeout=run_timeout,
-    )
-
-
-def make_job(
-    text: str,
-    row: Row,
-    *,
-    dataset: str,
-    kind: str,
-    data: dict[str, Any],
-    total: int,
-    extra: dict[str, Any],
-    run_timeout: float,
     language: str = "python",
 ) -> GradingJob:
-    """The job of the program in ``text``, which is extracted here and sent fenced, so that the
-    judge has nothing to guess.
+    """How to judge the program in ``text`` on the tests of ``row``.
+
+    A test may take ``run_timeout`` seconds where the row does not say. ``compare_lax`` has our
+    service also ask a lax grader, without an effect on the verdict. The program is extracted here
+    and sent fenced, so that the judge has nothing to guess. Raises ``ValueError`` for a
+    LiveCodeBench row without its columns.
     """
+    kind, data, total = _tests_of(row)
     config = TestConfig(
         dataset_type=kind,
         language=language,
         run_timeout=float(run_timeout) if row.time_limit is None else row.time_limit,
         provided_data=data,
-        extra=extra,
+        extra={"run_all_cases": run_all_cases, **({"lax": "compare"} if compare_lax else {})},
     )
     completion = fenced(extract_code(text, language.lower()), language)
-    request = SubmitRequest(dataset=dataset, id=0, completion=completion, config=config)
+    request = SubmitRequest(dataset=row.prompter_type, id=0, completion=completion, config=config)
     return GradingJob(request=request, total=total)
+
+
+def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
+    """``dataset_type``, ``provided_data`` and number of tests of a row."""
+    if row.prompter_type == "mbppplus":
+        data = {
+            "test_list": list(row.selected_uts),
+            "test_setup_code": row.test_setup,
+            "entry_point": row.entry_point,
+        }
+        return "MBPPDataset", data, len(row.selected_uts)
+    if row.prompter_type == "code_contests":
+        cases = cases_of(row)
+        return "CommonOJDataset", {"test": cases}, len(cases)
+    names = ("content", "labels", "test")
+    if missing := [name for name in names if name not in row.extra]:
+        raise ValueError(
+            f"{row.place}: livecodebench needs column(s) {', '.join(missing)} for {row.id!r}"
+        )
+    data = {"id": row.id, **{name: row.extra[name] for name in names}}
+    return "LiveCodeBenchDataset", data, 1
 
 
 def cases_of(row: Row) -> list[dict[str, Any]]:
     """The tests of a stdin/stdout problem, each ``{"input": {"stdin"}, "output": {"stdout"}}``."""
     if not isinstance(row.selected_uts, str):
-        raise ValueError(f"{row.place} row {row.id!r}: selected_uts has no stdin/stdout cases")
+        raise ValueError(f"{row.place}: selected_uts of {row.id!r} has no stdin/stdout cases")
     return json.loads(row.selected_uts)
 
 

@@ -12,18 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.rewards.cache import ResultCache, verdict_cache
-from ctrl_megatron.rewards.code_rewards import verdicts_of
+from ctrl_megatron.rewards.cache import ResultCache
+from ctrl_megatron.rewards.code_rewards import CodeReward
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
-    CachedJudge,
     GradingJob,
     Judge,
     cases_of,
-    make_job,
+    grading_job,
 )
-from ctrl_megatron.rewards.reward_sum import RewardItem, Rewards, rows_of
 from ctrl_megatron.types import Verdict
 
 
@@ -37,7 +35,7 @@ class IoiSubtask:
     """Numbers of its tests, from 0; not empty."""
 
 
-class IoiCodeReward:
+class IoiCodeReward(CodeReward):
     """``ioi_code``: the points of an olympiad problem, by subtasks.
 
     The row has stdin/stdout cases in ``selected_uts`` and a column ``subtasks``; ``language`` holds
@@ -57,35 +55,22 @@ class IoiCodeReward:
         max_requests: int = MAX_REQUESTS,
         cache: ResultCache[Verdict] | None = None,
     ) -> None:
-        self._judge = CachedJudge(provider, verdict_cache() if cache is None else cache)
+        super().__init__(
+            provider=provider, run_timeout=run_timeout, max_requests=max_requests, cache=cache
+        )
         self._language, self._normalise = language, normalise
-        self._run_timeout, self._max_requests = run_timeout, max_requests
-
-    async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        """See ``RewardFunction``. Raises ``ValueError`` for a row that cannot be judged."""
-        rows = rows_of(self.name, items)
-        jobs = [self._job(item.text, row) for item, row in zip(items, rows, strict=True)]
-        verdicts = await verdicts_of(self.name, self._judge, jobs, self._max_requests)
-        return [self._points(*pair) for pair in zip(verdicts, rows, strict=True)]
 
     def _job(self, text: str, row: Row) -> GradingJob:
-        cases = cases_of(row)
-        subtasks_of(row, len(cases))  # before anything runs
-        return make_job(
+        subtasks_of(row, len(cases_of(row)))  # before anything runs
+        return grading_job(
             text,
             row,
-            dataset="ioi",
-            kind="CommonOJDataset",
-            data={"test": cases},
-            total=len(cases),
-            extra={"run_all_cases": True},
+            run_all_cases=True,
             run_timeout=self._run_timeout,
             language=row.extra.get("language") or self._language,
         )
 
-    def _points(self, verdict: Verdict | None, row: Row) -> float | None:
-        if verdict is None:
-            return None
+    def _score(self, verdict: Verdict, row: Row) -> float:
         subtasks = subtasks_of(row, verdict.total)
         # A verdict that never came is a failure.
         missing = [0.0] * (verdict.total - len(verdict.passed))
@@ -103,7 +88,7 @@ def ioi_score(subtasks: Sequence[IoiSubtask], test_scores: Sequence[float]) -> f
 
 def subtasks_of(row: Row, tests: int) -> list[IoiSubtask]:
     """The row's subtasks over its ``tests`` tests. Raises ``ValueError`` naming the row."""
-    place, given = f"{row.place} row {row.id!r}", row.extra.get("subtasks")
+    place, given = f"{row.place}: {row.id!r}", row.extra.get("subtasks")
     try:
         entries = json.loads(given) if isinstance(given, str) else given
         subtasks = [

@@ -145,7 +145,7 @@ def test_livecodebench_request(make: Make) -> None:
     config = sandbox.requests[0].config
     assert config.dataset_type == "LiveCodeBenchDataset"
     assert config.provided_data == {"id": "add/0", "content": "c", "labels": "{}", "test": "[]"}
-    with pytest.raises(ValueError, match=r"rows.parquet.*add/0.*labels"):
+    with pytest.raises(ValueError, match=r"rows\.parquet: row 0.*labels for 'add/0'"):
         reward(model, CORRECT, block("# +"), replace(sample, extra={"content": "c", "test": "[]"}))
 
 
@@ -288,8 +288,8 @@ class TestCache:
     def test_the_mode_is_in_the_key(self, make: Make) -> None:
         model, sandbox = make(run_all_cases=False)
         assert reward(model, CORRECT, block("# -++"), function_row()) == 0.0
-        verdict = asyncio.run(model.judge_solution(block("# -++"), function_row()))
-        assert verdict.pass_rate == pytest.approx(2 / 3)
+        (outcome,) = asyncio.run(model.judge_solutions([block("# -++")], [function_row()]))
+        assert outcome.pass_rate == pytest.approx(2 / 3)
         assert len(sandbox.requests) == 2
 
     def test_a_time_out_is_judged_again_later(self, make: Make) -> None:
@@ -330,15 +330,13 @@ class TestFaults:
         assert [outcome.reward for outcome in outcomes] == [None] * 3
         assert len(sandbox.requests) == 1
 
-    def test_get_reward_all_and_judge_solution_raise(self, make: Make) -> None:
+    def test_get_reward_all_raises(self, make: Make) -> None:
         model, sandbox = make()
-        sandbox.faults_left = 2
+        sandbox.faults_left = 1
         with pytest.raises(SandboxError, match="the service is gone"):
             asyncio.run(
                 model.get_reward_all([CORRECT] * 2, [block("# +++")] * 2, [function_row()] * 2)
             )
-        with pytest.raises(SandboxError):
-            asyncio.run(model.judge_solution(block("# +++"), function_row()))
 
     def test_solutions_are_judged_on_every_test_and_a_fault_is_an_outcome(self, make: Make) -> None:
         model, sandbox = make(run_all_cases=False)

@@ -69,7 +69,7 @@ def judged(code: str, tests: list[str], **options: Any) -> list[bool]:
 def test_an_expected_literal_stays_here(test: str, source: str, expected: Any) -> None:
     split = split_test(test)
     assert split.compared and (split.source, split.expected) == (source, expected)
-    job = AssertsJob.make("", "", (split,), seconds=1.0, run_all=True)
+    job = AssertsJob(code="", setup="", tests=(split,), seconds=1.0, run_all=True)
     sent = json.loads(job.stdin())["tests"]
     assert sent == [{"kind": "value", "source": source}]
 
@@ -115,11 +115,11 @@ values = st.recursive(
 
 @given(values, values)
 def test_a_value_passes_if_and_only_if_it_equals_the_expected_one(value: Any, other: Any) -> None:
-    job = AssertsJob.make("", "", (split_of(other),), seconds=1.0, run_all=True)
+    job = AssertsJob(code="", setup="", tests=(split_of(other),), seconds=1.0, run_all=True)
     lines = [{"ready": 1}, {"index": 0, "value": json.dumps(encode(value))}, {"end": 1}]
     stdout = "\n".join(f"{job.nonce} {json.dumps(line)}" for line in lines)
     assert job.verdicts(stdout)[0].passed == (value == other)
-    again = AssertsJob.make("", "", (split_of(value),), seconds=1.0, run_all=True)
+    again = AssertsJob(code="", setup="", tests=(split_of(value),), seconds=1.0, run_all=True)
     stdout = stdout.replace(job.nonce, again.nonce)
     assert again.verdicts(stdout)[0].passed
 
@@ -130,7 +130,9 @@ def split_of(expected: Any) -> SplitTest:
 
 @given(st.text(), st.lists(st.text(), max_size=5))
 def test_whatever_a_machine_writes_is_no_pass(junk: str, lines: list[str]) -> None:
-    job = AssertsJob.make("", "", (split_of(1), split_test("assert f()")), seconds=1, run_all=True)
+    job = AssertsJob(
+        code="", setup="", tests=(split_of(1), split_test("assert f()")), seconds=1, run_all=True
+    )
     stdout = "\n".join([f'{job.nonce} {{"ready": 2}}', junk, *(f"{job.nonce} {x}" for x in lines)])
     assert [verdict.passed for verdict in job.verdicts(stdout)] == [False, False]
     with pytest.raises(ProviderError, match="did not start"):

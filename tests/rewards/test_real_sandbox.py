@@ -96,10 +96,14 @@ def test_verdicts_carry_what_synthesis_needs(sandbox: EmbeddedSandbox, tmp_path:
             model = RewardModelForCritic(file, None, sandbox=client, show_progress=False)
             for name, fault in faults.items():
                 row = function_row(solution=FUNCTION[name][0], time_limit=1.0)
-                verdict = await model.judge_solution(row.solution, row)
+                (outcome,) = await model.judge_solutions([row.solution], [row])
+                verdict = outcome.verdict
+                assert verdict is not None
                 assert diagnose(row.attempt(), verdict).fault == fault, (name, verdict)
             row = stdio_row(solution=STDIO["raises"][0])
-            diagnosis = diagnose(row.attempt(), await model.judge_solution(row.solution, row))
+            (outcome,) = await model.judge_solutions([row.solution], [row])
+            assert outcome.verdict is not None
+            diagnosis = diagnose(row.attempt(), outcome.verdict)
             assert (diagnosis.fault, diagnosis.exception) == ("exception", "ValueError")
 
     asyncio.run(main())

@@ -13,7 +13,7 @@ import ast
 import json
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +97,8 @@ class AssertsJob:
     seconds: float
     """Wall clock per test."""
     run_all: bool
-    nonce: str
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
     """32 hexadecimal digits of this run."""
-
-    @classmethod
-    def make(
-        cls, code: str, setup: str, tests: tuple[SplitTest, ...], *, seconds: float, run_all: bool
-    ) -> AssertsJob:
-        """A job with a fresh nonce."""
-        return cls(
-            code=code,
-            setup=setup,
-            tests=tests,
-            seconds=seconds,
-            run_all=run_all,
-            nonce=secrets.token_hex(16),
-        )
 
     @property
     def job_seconds(self) -> float:
@@ -202,14 +188,14 @@ def _verdict(test: SplitTest, message: dict[str, Any] | None, stopped: bool) -> 
     if message is None:
         reason = "time limit exceeded" if stopped else "the program stopped the harness"
         return CaseVerdict(passed=False, reason=reason, timed_out=stopped)
-    told = str(message.get("error") or "")[:400]
+    error = str(message.get("error") or "")[:400]
     if message.get("timeout") is True:
-        return CaseVerdict(passed=False, reason=told, timed_out=True)
+        return CaseVerdict(passed=False, reason=error, timed_out=True)
     if not test.compared:
         passed = message.get("passed") is True
-        return CaseVerdict(passed=passed, reason="" if passed else told or "failed")
+        return CaseVerdict(passed=passed, reason="" if passed else error or "failed")
     if "value" not in message:
-        return CaseVerdict(passed=False, reason=told or "no value")
+        return CaseVerdict(passed=False, reason=error or "no value")
     return _compare(test, message["value"])
 
 

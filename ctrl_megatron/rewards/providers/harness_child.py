@@ -2,7 +2,7 @@
 
 Sent as text behind the text of ``ctrl_megatron/sandbox/jail/codec.py``, whose ``encode`` it uses.
 Standard library only. The report goes to a pipe of its own and carries the nonce it was given: what
-the program prints, and how it exits, says nothing.
+the program prints, and how it exits, counts for nothing.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ STARTUP_SECONDS = 1.0
 
 def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
-    say(job, {"ready": len(job["tests"])})
+    write(job, {"ready": len(job["tests"])})
     deadline = time.monotonic() + job["job_seconds"]
     timeouts = given = 0
     for index, test in enumerate(job["tests"]):
@@ -36,18 +36,18 @@ def main() -> None:
             except OSError as error:
                 # Before anything of the program ran, this is a fault of the machine.
                 if index == 0:
-                    say(job, {"fault": f"{type(error).__name__}: {error}"})
+                    write(job, {"fault": f"{type(error).__name__}: {error}"})
                     return
                 report = {"passed": False, "error": f"the machine refused a process: {error}"}
         timeouts += bool(report.get("timeout"))
-        say(job, {**report, "index": index})
+        write(job, {**report, "index": index})
         given += 1
         if report.get("passed") is False and not job["run_all"]:
             break
-    say(job, {"end": given})
+    write(job, {"end": given})
 
 
-def say(job: dict[str, Any], message: dict[str, Any]) -> None:
+def write(job: dict[str, Any], message: dict[str, Any]) -> None:
     print(job["nonce"], json.dumps(message), flush=True)
 
 
@@ -84,7 +84,7 @@ def run_test(job: dict[str, Any], test: dict[str, Any], seconds: float) -> dict[
         return {"passed": False, "timeout": True, "error": "time limit exceeded"}
     if len(data) > job["limit"]:
         return {"passed": False, "error": "the value is much larger than the expected one"}
-    return understood(data, nonce, status)
+    return parsed(data, nonce, status)
 
 
 def read_report(
@@ -106,7 +106,7 @@ def read_report(
     return data, True
 
 
-def understood(data: bytes, nonce: str, status: int) -> dict[str, Any]:
+def parsed(data: bytes, nonce: str, status: int) -> dict[str, Any]:
     try:
         report = json.loads(data)
     except ValueError:

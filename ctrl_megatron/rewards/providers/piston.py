@@ -126,18 +126,18 @@ def _object(text: str) -> dict[str, Any]:
 
 def _refusal(status: int, text: str) -> Exception:
     try:
-        told = str(json.loads(text)["message"])[:500]
+        reason = str(json.loads(text)["message"])[:500]
     except (ValueError, KeyError, TypeError):
-        told = text[:500]
+        reason = text[:500]
     if status in (401, 403):
-        return ProviderSetupError(f"Piston refused the key (PISTON_API_KEY): {told}")
+        return ProviderSetupError(f"Piston refused the key (PISTON_API_KEY): {reason}")
     if 400 <= status < 500 and status not in (408, 429):
         return ProviderSetupError(
-            f"Piston refused the request: {told}; install the runtime it names with Piston's "
+            f"Piston refused the request: {reason}; install the runtime it names with Piston's "
             "package manager, or raise its PISTON_RUN_TIMEOUT, PISTON_RUN_CPU_TIME or "
             "PISTON_RUN_MEMORY_LIMIT"
         )
-    return ProviderError(f"status {status}: {told}")
+    return ProviderError(f"status {status}: {reason}")
 
 
 def _result(answer: dict[str, Any], output_limit: int) -> ScriptResult:

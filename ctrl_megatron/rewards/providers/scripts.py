@@ -249,8 +249,12 @@ async def _judge_function(
     verdicts: list[CaseVerdict] = []
     for start in range(0, len(tests), size):
         chosen = tuple(tests[start : start + size])
-        job = AssertsJob.make(
-            plan.code, plan.setup, chosen, seconds=plan.seconds, run_all=plan.run_all
+        job = AssertsJob(
+            code=plan.code,
+            setup=plan.setup,
+            tests=chosen,
+            seconds=plan.seconds,
+            run_all=plan.run_all,
         )
         script = Script(source=harness_source(), stdin=job.stdin(), seconds=job.run_seconds)
         result = await session.run(script)
@@ -259,18 +263,18 @@ async def _judge_function(
                 f"the verdicts do not fit into the provider's output limit of {result.cut_at} "
                 "characters; raise it"
             )
-        verdicts += _heard(job, result)
+        verdicts += _verdicts_in(job, result)
         if not verdicts[-1].passed and not plan.run_all:
             break
     return verdicts
 
 
-def _heard(job: AssertsJob, result: ScriptResult) -> list[CaseVerdict]:
+def _verdicts_in(job: AssertsJob, result: ScriptResult) -> list[CaseVerdict]:
     try:
         return job.verdicts(result.stdout, timed_out=result.timed_out)
     except ProviderError as error:
-        told = result.stderr.strip().rpartition("\n")[2][:300]
-        raise ProviderError(f"{error}; exit status {result.exit_code}: {told}") from error
+        last = result.stderr.strip().rpartition("\n")[2][:300]
+        raise ProviderError(f"{error}; exit status {result.exit_code}: {last}") from error
 
 
 async def _judge_stdio(session: ScriptSession, plan: _Plan) -> list[CaseVerdict]:
