@@ -13,8 +13,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ctrl_megatron.models.families import check_tensor_size
 from ctrl_megatron.models.hf_config import ModelShape, Rope
-from ctrl_megatron.models.layer_spec import block_spec, has_transformer_engine
-from ctrl_megatron.models.value_head import ValueHead
+from ctrl_megatron.models.layer_spec import (
+    ValueOutputLayer,
+    block_spec,
+    has_transformer_engine,
+)
 from ctrl_megatron.parallel.groups import Groups
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -153,7 +156,7 @@ def build_chunks(shape: ModelShape, groups: Groups, options: BuildOptions) -> li
         )
         model.rotary_pos_emb.inv_freq = rope_frequencies(shape.rope, shape.head_dim)
         if model.post_process and shape.value_head:
-            model.output_layer = ValueHead(config)  # type: ignore[assignment]
+            model.output_layer = ValueOutputLayer(config)  # type: ignore[assignment]
         elif model.post_process:
             model.output_layer.forward = _pass_through  # type: ignore[method-assign]
         chunks.append(model.to(groups.device))

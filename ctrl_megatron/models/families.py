@@ -1,7 +1,7 @@
 """One declarative table per Hugging Face family, read in both directions.
 
-A row names a Megatron parameter, the HF tensors it is made of, and how they are laid out in it.
-``pieces`` turns a row into rectangles "these rows and columns of that HF tensor lie here in this
+A rule names a Megatron parameter, the HF tensors it is made of, and how they are laid out in it.
+``pieces`` turns a rule into rectangles "these rows and columns of that HF tensor lie here in this
 rank's shard": import copies them one way, export and resharding the other.
 """
 
@@ -19,8 +19,8 @@ Kind = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
 Part = Literal["embedding", "layer", "final_norm", "output"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+@dataclass(frozen=True, slots=True)
+class ParamRule:
     """One Megatron parameter. ``{i}`` is the layer: local in Megatron names, global in HF names."""
 
     part: Part
@@ -64,95 +64,76 @@ class ShardParam:
     """The dimension that is cut over tensor ranks; None for a parameter every rank holds whole."""
 
 
-_ATTENTION = "decoder.layers.{i}.self_attention."
-_HF = "model.layers.{i}."
 VALUE_HEAD = "score"
 """What transformers' token classification models call their head."""
 
 
-def _layer_rows(shape: ModelShape) -> Iterator[Row]:
-    projections = tuple(f"{_HF}self_attn.{p}_proj.weight" for p in "qkv")
-    yield Row(
-        part="layer",
-        megatron="decoder.layers.{i}.input_layernorm.weight",
-        te=_ATTENTION + "linear_qkv.layer_norm_weight",
-        hf=(_HF + "input_layernorm.weight",),
-        kind="replicated",
-    )
-    yield Row(part="layer", megatron=_ATTENTION + "linear_qkv.weight", hf=projections, kind="qkv")
-    if shape.qkv_bias:
-        biases = tuple(f"{_HF}self_attn.{p}_proj.bias" for p in "qkv")
-        yield Row(part="layer", megatron=_ATTENTION + "linear_qkv.bias", hf=biases, kind="qkv")
-    if shape.qk_norm:
-        for p in "qk":
-            yield Row(
-                part="layer",
-                megatron=f"{_ATTENTION}{p}_layernorm.weight",
-                hf=(f"{_HF}self_attn.{p}_norm.weight",),
-                kind="replicated",
-            )
-    yield Row(
-        part="layer",
-        megatron=_ATTENTION + "linear_proj.weight",
-        hf=(_HF + "self_attn.o_proj.weight",),
-        kind="row",
-    )
-    yield Row(
-        part="layer",
-        megatron="decoder.layers.{i}.pre_mlp_layernorm.weight",
-        te="decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight",
-        hf=(_HF + "post_attention_layernorm.weight",),
-        kind="replicated",
-    )
-    yield Row(
-        part="layer",
-        megatron="decoder.layers.{i}.mlp.linear_fc1.weight",
-        hf=(_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
-        kind="gate_up",
-    )
-    yield Row(
-        part="layer",
-        megatron="decoder.layers.{i}.mlp.linear_fc2.weight",
-        hf=(_HF + "mlp.down_proj.weight",),
-        kind="row",
-    )
-
-
-def _output_rows(shape: ModelShape, embedding: tuple[str, ...]) -> list[Row]:
-    if shape.value_head:
-        return [
-            Row(
-                part="output",
-                megatron=f"output_layer.{leaf}",
-                hf=(f"{VALUE_HEAD}.{leaf}",),
-                kind="replicated",
-            )
-            for leaf in ("weight", "bias")
-        ]
-    vocabulary = embedding if shape.tied_embeddings else ("lm_head.weight",)
-    return [Row(part="output", megatron="output_layer.weight", hf=vocabulary, kind="vocab")]
-
-
-def table(shape: ModelShape) -> tuple[Row, ...]:
-    """The rows of the model's family (Llama, Qwen2 and Qwen3 differ in biases and QK norms)."""
+def table(shape: ModelShape) -> tuple[ParamRule, ...]:
+    """The rules of the model's family (Llama, Qwen2 and Qwen3 differ in biases and QK norms)."""
+    attention, fc1 = "decoder.layers.{i}.self_attention.", "decoder.layers.{i}.mlp.linear_fc1."
+    hf, projections = "model.layers.{i}.", ("q_proj", "k_proj", "v_proj")
     embedding = ("model.embed_tokens.weight",)
-    rows = [
-        Row(
-            part="embedding",
-            megatron="embedding.word_embeddings.weight",
-            hf=embedding,
-            kind="vocab",
+
+    def qkv(leaf: str) -> ParamRule:
+        names = tuple(f"{hf}self_attn.{projection}.{leaf}" for projection in projections)
+        return ParamRule("layer", f"{attention}linear_qkv.{leaf}", names, "qkv")
+
+    rules = [
+        ParamRule("embedding", "embedding.word_embeddings.weight", embedding, "vocab"),
+        ParamRule(
+            "layer",
+            "decoder.layers.{i}.input_layernorm.weight",
+            (hf + "input_layernorm.weight",),
+            "replicated",
+            te=attention + "linear_qkv.layer_norm_weight",
         ),
-        *_layer_rows(shape),
-        Row(
-            part="final_norm",
-            megatron="decoder.final_layernorm.weight",
-            hf=("model.norm.weight",),
-            kind="replicated",
+        qkv("weight"),
+        *([qkv("bias")] if shape.qkv_bias else []),
+        *(
+            ParamRule(
+                "layer",
+                f"{attention}{x}_layernorm.weight",
+                (f"{hf}self_attn.{x}_norm.weight",),
+                "replicated",
+            )
+            for x in ("qk" if shape.qk_norm else "")
         ),
-        *_output_rows(shape, embedding),
+        ParamRule(
+            "layer", attention + "linear_proj.weight", (hf + "self_attn.o_proj.weight",), "row"
+        ),
+        ParamRule(
+            "layer",
+            "decoder.layers.{i}.pre_mlp_layernorm.weight",
+            (hf + "post_attention_layernorm.weight",),
+            "replicated",
+            te=fc1 + "layer_norm_weight",
+        ),
+        ParamRule(
+            "layer",
+            fc1 + "weight",
+            (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"),
+            "gate_up",
+        ),
+        ParamRule(
+            "layer",
+            "decoder.layers.{i}.mlp.linear_fc2.weight",
+            (hf + "mlp.down_proj.weight",),
+            "row",
+        ),
+        ParamRule(
+            "final_norm", "decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"
+        ),
     ]
-    return tuple(rows)
+    if shape.value_head:
+        return (
+            *rules,
+            *(
+                ParamRule("output", f"output_layer.{leaf}", (f"{VALUE_HEAD}.{leaf}",), "replicated")
+                for leaf in ("weight", "bias")
+            ),
+        )
+    vocabulary = embedding if shape.tied_embeddings else ("lm_head.weight",)
+    return (*rules, ParamRule("output", "output_layer.weight", vocabulary, "vocab"))
 
 
 def hf_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
@@ -174,17 +155,12 @@ def hf_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
 
 def hf_names(shape: ModelShape) -> tuple[str, ...]:
     """Every HF tensor of the model once, in checkpoint order."""
-    rows = table(shape)
-    before = [n for r in rows if r.part == "embedding" for n in r.hf]
-    layers = [
-        n.format(i=i)
-        for i in range(shape.num_layers)
-        for r in rows
-        if r.part == "layer"
-        for n in r.hf
-    ]
-    after = [n for r in rows if r.part in ("final_norm", "output") for n in r.hf]
-    return tuple(dict.fromkeys(before + layers + after))
+    names: dict[str, list[str]] = {"embedding": [], "layer": [], "final_norm": [], "output": []}
+    for rule in table(shape):
+        names[rule.part] += rule.hf
+    layers = [name.format(i=i) for i in range(shape.num_layers) for name in names["layer"]]
+    ordered = [*names["embedding"], *layers, *names["final_norm"], *names["output"]]
+    return tuple(dict.fromkeys(ordered))
 
 
 def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
@@ -202,31 +178,31 @@ def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
             )
 
 
-def pieces(row: Row, shape: ModelShape, *, layer: int, tp: int, tensor: int) -> ShardParam:
-    """``row`` of global ``layer`` as tensor rank ``tp`` of ``tensor`` holds it (unfilled name)."""
-    names = tuple(n.format(i=layer) for n in row.hf)
+def pieces(rule: ParamRule, shape: ModelShape, *, layer: int, tp: int, tensor: int) -> ShardParam:
+    """``rule`` of global ``layer`` as tensor rank ``tp`` of ``tensor`` holds it (unfilled name)."""
+    names = tuple(n.format(i=layer) for n in rule.hf)
     full = hf_shape(names[0], shape)
     tail = full[1:]
-    if row.kind == "replicated":
+    if rule.kind == "replicated":
         zeros = (0,) * len(full)
         found, local = [Piece(hf=names[0], hf_start=zeros, start=zeros, extent=full)], full
-    elif row.kind == "row":
+    elif rule.kind == "row":
         columns = full[1] // tensor
         extent = (full[0], columns)
         found = [Piece(hf=names[0], hf_start=(0, tp * columns), start=(0, 0), extent=extent)]
         local = extent
-    elif row.kind == "vocab":
+    elif rule.kind == "vocab":
         first, real, share = vocab_range(full[0], tp, tensor)
         local = (share, *tail)
         found = [_rows(names[0], first, 0, real, tail)] if real else []
-    elif row.kind == "gate_up":
+    elif rule.kind == "gate_up":
         share = full[0] // tensor
         found = [_rows(n, tp * share, k * share, share, tail) for k, n in enumerate(names)]
         local = (2 * share, *tail)
     else:
         found, local = _query_groups(names, shape, tp, tensor, tail)
-    split = {"replicated": None, "row": 1}.get(row.kind, 0)
-    return ShardParam(name=row.megatron, shape=local, pieces=tuple(found), split_dim=split)
+    split = {"replicated": None, "row": 1}.get(rule.kind, 0)
+    return ShardParam(name=rule.megatron, shape=local, pieces=tuple(found), split_dim=split)
 
 
 def _rows(name: str, hf_row: int, row: int, count: int, tail: tuple[int, ...]) -> Piece:
@@ -263,12 +239,12 @@ def shard_params(
         "final_norm": last,
         "output": last and not (shape.tied_embeddings and first),
     }
-    for row in table(shape):
-        if row.part == "layer":
+    for rule in table(shape):
+        if rule.part == "layer":
             layers = list(enumerate(layout.layers(shape.num_layers, pp=pp, chunk=chunk)))
         else:
-            layers = [(0, 0)] if held[row.part] else []
-        name = (row.te or row.megatron) if te_names else row.megatron
+            layers = [(0, 0)] if held[rule.part] else []
+        name = (rule.te or rule.megatron) if te_names else rule.megatron
         for local, layer in layers:
-            param = pieces(row, shape, layer=layer, tp=tp, tensor=layout.tensor)
+            param = pieces(rule, shape, layer=layer, tp=tp, tensor=layout.tensor)
             yield replace(param, name=name.format(i=local))

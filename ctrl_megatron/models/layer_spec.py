@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -91,6 +92,27 @@ class PackedCausalAttention(torch.nn.Module):
             )
             outputs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outputs).flatten(1)
+
+
+class ValueOutputLayer(MegatronModule):
+    """From a hidden state to one number, in the place of a language model's vocabulary projection.
+
+    Every tensor rank holds it whole. Under sequence parallelism each of them sees other tokens, so
+    weight and bias are marked for Megatron to sum their gradients over the tensor ranks; without
+    the mark the ranks' heads would drift apart.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        dtype = config.params_dtype
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+        for param in (self.weight, self.bias):
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """hidden (..., H) in any float dtype -> ((..., 1) float32, None), as Megatron's layers."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float()), None
 
 
 def has_transformer_engine() -> bool:
