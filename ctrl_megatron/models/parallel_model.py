@@ -28,7 +28,7 @@ from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.micro_batch import Fields, split_into_micro_batches
 from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class ParallelModel:
     Weights are uninitialised until ``checkpoint.hf.load_hf`` or a checkpoint fills them.
     """
 
-    def __init__(self, shape: ModelShape, groups: Groups, options: ModelOptions) -> None:
+    def __init__(self, shape: ModelShape, groups: ProcessGroups, options: ModelOptions) -> None:
         self.shape, self.groups, self.options = shape, groups, options
         self.models = build_chunks(shape, groups, options.build)
         self.config = self.models[0].config

@@ -12,7 +12,7 @@ from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
 from ctrl_megatron.models.parallel_model import ModelOptions, ParallelModel
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 
 
 class ValueLossFn(Protocol):
@@ -33,7 +33,7 @@ class ValueModel(ParallelModel):
     model predicts 0 everywhere at first.
     """
 
-    def __init__(self, shape: ModelShape, groups: Groups, options: ModelOptions) -> None:
+    def __init__(self, shape: ModelShape, groups: ProcessGroups, options: ModelOptions) -> None:
         if not shape.value_head:
             raise ValueError("a value model needs a shape with a value head; see value_shape()")
         super().__init__(shape, groups, options)

@@ -9,12 +9,11 @@ from ctrl_megatron.config.environment import read_provider_keys
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.services import Services
-from ctrl_megatron.pipeline.weights import EngineWeights
 from ctrl_megatron.pipeline.worker import Speaker
+from ctrl_megatron.resharding.engine_weights import EngineLink, EngineWeights
 from ctrl_megatron.resharding.plan import EngineLayout
-from ctrl_megatron.resharding.push import EngineLink
 from ctrl_megatron.resharding.sources import DirectorySource, WeightSource
 from ctrl_megatron.rewards import (
     RewardModelForCritic,
@@ -40,7 +39,7 @@ def engine_layout(config: Config) -> EngineLayout:
 
 def engine_weights(
     config: Config,
-    groups: Groups,
+    groups: ProcessGroups,
     actor: WeightSource,
     engine: Engine | None,
     background: BackgroundLoop,

@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.data.balance import partition_groups
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.types import Completion
 
 
@@ -102,7 +102,9 @@ def tensors_of(batch: TensorDict, rows: torch.Tensor | None = None) -> dict[str,
     return {name: value for name, value in chosen.items() if isinstance(value, torch.Tensor)}
 
 
-def share_prompts(num_prompts: int, mini_batch: int, groups: Groups) -> list[tuple[int, int]]:
+def share_prompts(
+    num_prompts: int, mini_batch: int, groups: ProcessGroups
+) -> list[tuple[int, int]]:
     """(prompt index, its mini-batch) for this rank: an equal part of every mini-batch."""
     part = mini_batch // groups.layout.data
     first = groups.place.dp * part
@@ -124,14 +126,14 @@ class Grouped(Protocol):
     def num_tokens(self) -> int: ...
 
 
-def level_over_data_ranks(rows: list[CritiqueRow], groups: Groups) -> list[CritiqueRow]:
+def level_over_data_ranks(rows: list[CritiqueRow], groups: ProcessGroups) -> list[CritiqueRow]:
     """This rank's rows when all ranks' rows are dealt anew by ``deal``. Collective."""
     if groups.layout.data == 1:
         return rows
     return deal([row for part in groups.from_data_ranks(rows) for row in part], groups)
 
 
-def deal(everything: Sequence[AnyRow], groups: Groups) -> list[AnyRow]:
+def deal(everything: Sequence[AnyRow], groups: ProcessGroups) -> list[AnyRow]:
     """This rank's share of the global rows, so that data-parallel ranks hold about equal tokens.
 
     Groups stay whole and inside their mini-batch, and every rank gets equally many of them: group

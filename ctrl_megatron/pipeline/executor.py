@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.interrupt import StopFlag, StopRequested
 from ctrl_megatron.pipeline.node import Node, NodePlace, NodeType
 from ctrl_megatron.pipeline.task_graph import TaskGraph
@@ -29,7 +29,7 @@ class NodeOutput:
 class Worker(Protocol):
     """What the executor needs of the object that nodes get as their first argument."""
 
-    groups: Groups
+    groups: ProcessGroups
     background: BackgroundLoop
     timeline: Timeline
     stop: StopFlag

@@ -11,7 +11,7 @@ from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import ModelOptions
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 
 
 def model_options(
@@ -33,7 +33,12 @@ def model_options(
 
 
 def build_policy(
-    config: Config, groups: Groups, *, path: str, optimizer: OptimizerOptions | None, budget: int
+    config: Config,
+    groups: ProcessGroups,
+    *,
+    path: str,
+    optimizer: OptimizerOptions | None,
+    budget: int,
 ) -> Policy:
     """A policy with the weights of the HF directory ``path``."""
     options = model_options(config, optimizer=optimizer, budget=budget)
@@ -77,7 +82,9 @@ def _optimizer_options(
     )
 
 
-def build_policies(config: Config, groups: Groups, total: int) -> tuple[Policy, Policy | None]:
+def build_policies(
+    config: Config, groups: ProcessGroups, total: int
+) -> tuple[Policy, Policy | None]:
     """The actor for ``total`` training steps, and the reference where the objective has a KL."""
     family = config.actor_rollout_ref
     policy = build_policy(
@@ -97,7 +104,7 @@ def build_policies(config: Config, groups: Groups, total: int) -> tuple[Policy, 
     return policy, reference
 
 
-def build_value_model(config: Config, groups: Groups, total: int) -> ValueModel | None:
+def build_value_model(config: Config, groups: ProcessGroups, total: int) -> ValueModel | None:
     """The value model for ``total`` training steps; None where nothing reads its values."""
     if not config.needs_values:
         return None

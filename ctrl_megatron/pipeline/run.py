@@ -25,7 +25,7 @@ from ctrl_megatron.metrics import device_peak, measure_peak_flops
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.groups import Groups, initialize, shutdown
+from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.pipeline.assembly import (
     engine_layout,
@@ -48,11 +48,11 @@ from ctrl_megatron.pipeline.step_metrics import examples_of, performance
 from ctrl_megatron.pipeline.task_graph import TaskGraph
 from ctrl_megatron.pipeline.validation import validate
 from ctrl_megatron.pipeline.worker import DAGWorker
-from ctrl_megatron.resharding.shared_memory import remove_segments
 from ctrl_megatron.resharding.sources import MegatronSource
+from ctrl_megatron.rollout.weight_chunks import remove_segments
 
 
-def join(config: Config, launch: Launch | None = None) -> Groups:
+def join(config: Config, launch: Launch | None = None) -> ProcessGroups:
     """Meet the other ranks that the launcher started, in the configured layout."""
     launch, megatron = launch or read_launch(), config.actor_rollout_ref.actor.megatron
     layout = layout_for(
@@ -72,7 +72,7 @@ def join(config: Config, launch: Launch | None = None) -> Groups:
 
 @contextmanager
 def guarded(
-    groups: Groups, config: Config
+    groups: ProcessGroups, config: Config
 ) -> Iterator[tuple[FailureWatch, list[Callable[[], None]]]]:
     """A run's body: a failure on any rank ends all ranks, printing the first cause.
 
@@ -267,7 +267,7 @@ def _total_steps(config: Config, rows: int) -> int:
 
 def _worker(
     config: Config,
-    groups: Groups,
+    groups: ProcessGroups,
     background: BackgroundLoop,
     stop: StopFlag,
     codec: TextCodec,
@@ -313,7 +313,7 @@ def _worker(
     )
 
 
-def device_peak_of(config: Config, groups: Groups) -> float:
+def device_peak_of(config: Config, groups: ProcessGroups) -> float:
     """Peak flop/s of one device; a CPU is measured by every rank at once, as it will be used.
 
     Warns where a CPU lacks instructions for the configured type.

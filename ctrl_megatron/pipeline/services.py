@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import Engine, EngineAddress, EngineSpec
 from ctrl_megatron.rollout.launch import EngineProcess
@@ -89,7 +89,7 @@ def engine_spec(config: Config, log: Path) -> EngineSpec:
 class ServiceStart:
     """Starts what is not already running elsewhere; the engine comes up while models are loaded."""
 
-    def __init__(self, config: Config, groups: Groups, run_dir: Path) -> None:
+    def __init__(self, config: Config, groups: ProcessGroups, run_dir: Path) -> None:
         self._config, self._groups = config, groups
         self._sandbox: EmbeddedSandbox | None = None
         self._services: Services | None = None

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.metrics import hidden_seconds, mfu, model_flops, seconds_by_name
 from ctrl_megatron.models.hf_config import ModelShape
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.worker import DAGWorker, texts
 
 _TRAINER_PHASES = ("old_log_prob", "ref_log_prob", "values", "critic_update", "actor_update")
@@ -33,7 +33,7 @@ def flops_of(shape: ModelShape, lengths: list[int], *, responses: int, backward:
     )
 
 
-def sequence_lengths(batch: TensorDict, groups: Groups) -> tuple[list[int], int]:
+def sequence_lengths(batch: TensorDict, groups: ProcessGroups) -> tuple[list[int], int]:
     """Tokens of every row of the global batch, and its number of response tokens. Collective."""
     mine = batch["attention_mask"].sum(dim=1).tolist(), int(batch["response_mask"].sum())
     lengths, responses = zip(*groups.from_data_ranks(mine), strict=True)

@@ -18,11 +18,11 @@ from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.interrupt import StopFlag, StopRequested
 from ctrl_megatron.pipeline.prompts_table import PromptTable
 from ctrl_megatron.pipeline.reserve import SamplingReserve
-from ctrl_megatron.pipeline.weights import EngineWeights
+from ctrl_megatron.resharding.engine_weights import EngineWeights
 from ctrl_megatron.rewards import RewardModelForCritic, WeightedReward
 from ctrl_megatron.rollout.engine import Engine
 
@@ -35,7 +35,7 @@ class Speaker:
     """What it takes to let critic and proxy speak and to judge what they say."""
 
     config: Config
-    groups: Groups
+    groups: ProcessGroups
     background: BackgroundLoop
     stop: StopFlag
     codec: TextCodec

@@ -13,7 +13,7 @@ from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.batch import pad_rows, tensors_of
 from ctrl_megatron.pipeline.builder import Pipeline
 from ctrl_megatron.pipeline.executor import NodeOutput
@@ -28,7 +28,7 @@ Tokens = tuple[int, ...]
 class SftWorker:
     """What one rank holds during fine-tuning."""
 
-    groups: Groups
+    groups: ProcessGroups
     background: BackgroundLoop
     stop: StopFlag
     policy: Policy
