@@ -38,13 +38,13 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
     A value model may start from a language model, whose vocabulary head it leaves; its own head is
     then zero. Raises ValueError if the directory's config.json or tensors do not fit the model.
     """
-    found = read_model_shape(directory)
-    starts = model.shape.value_head and not found.value_head
-    if (value_shape(found) if starts else found) != model.shape:
-        raise ValueError(f"{directory} holds another model than the one to fill: {found}")
+    given = read_model_shape(directory)
+    starts = model.shape.value_head and not given.value_head
+    if (value_shape(given) if starts else given) != model.shape:
+        raise ValueError(f"{directory} holds another model than the one to fill: {given}")
     tensors = SafetensorsDirectory(directory)
-    tensors.check(found)
-    there = set(hf_names(found))
+    tensors.check(given)
+    there = set(hf_names(given))
     with torch.no_grad():
         for param, weight in model.shards():
             if tuple(weight.shape) != param.shape:

@@ -185,24 +185,24 @@ def pieces(rule: ParamRule, shape: ModelShape, *, layer: int, tp: int, tensor: i
     tail = full[1:]
     if rule.kind == "replicated":
         zeros = (0,) * len(full)
-        found, local = [Piece(hf=names[0], hf_start=zeros, start=zeros, extent=full)], full
+        placed, local = [Piece(hf=names[0], hf_start=zeros, start=zeros, extent=full)], full
     elif rule.kind == "row":
         columns = full[1] // tensor
         extent = (full[0], columns)
-        found = [Piece(hf=names[0], hf_start=(0, tp * columns), start=(0, 0), extent=extent)]
+        placed = [Piece(hf=names[0], hf_start=(0, tp * columns), start=(0, 0), extent=extent)]
         local = extent
     elif rule.kind == "vocab":
         first, real, share = vocab_range(full[0], tp, tensor)
         local = (share, *tail)
-        found = [_rows(names[0], first, 0, real, tail)] if real else []
+        placed = [_rows(names[0], first, 0, real, tail)] if real else []
     elif rule.kind == "gate_up":
         share = full[0] // tensor
-        found = [_rows(n, tp * share, k * share, share, tail) for k, n in enumerate(names)]
+        placed = [_rows(n, tp * share, k * share, share, tail) for k, n in enumerate(names)]
         local = (2 * share, *tail)
     else:
-        found, local = _query_groups(names, shape, tp, tensor, tail)
+        placed, local = _query_groups(names, shape, tp, tensor, tail)
     split = {"replicated": None, "row": 1}.get(rule.kind, 0)
-    return ShardParam(name=rule.megatron, shape=local, pieces=tuple(found), split_dim=split)
+    return ShardParam(name=rule.megatron, shape=local, pieces=tuple(placed), split_dim=split)
 
 
 def _rows(name: str, hf_row: int, row: int, count: int, tail: tuple[int, ...]) -> Piece:
@@ -216,12 +216,12 @@ def _query_groups(
     """Megatron interleaves query groups: queries of group 0, k 0, v 0, queries of group 1, ..."""
     groups = shape.num_query_groups // tensor
     queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
-    found, row = [], 0
+    placed, row = [], 0
     for group in range(tp * groups, (tp + 1) * groups):
         for name, count in zip(names, (queries, shape.head_dim, shape.head_dim), strict=True):
-            found.append(_rows(name, group * count, row, count, tail))
+            placed.append(_rows(name, group * count, row, count, tail))
             row += count
-    return found, (row, *tail)
+    return placed, (row, *tail)
 
 
 def shard_params(

@@ -67,9 +67,9 @@ class SafetensorsDirectory:
                 f"unexpected {unexpected[:5]} ({len(missing)} and {len(unexpected)} in all)"
             )
         for name, expected in wanted.items():
-            if (found := self._shape(name)) != expected:
+            if (actual := self._shape(name)) != expected:
                 raise ValueError(
-                    f"{self.directory}: {name} has shape {found}, config.json implies {expected}"
+                    f"{self.directory}: {name} has shape {actual}, config.json implies {expected}"
                 )
 
     def read(self, name: str) -> torch.Tensor:

@@ -105,19 +105,19 @@ class ByteSpan:
 
 def byte_spans(places: Iterable[TensorPlace]) -> tuple[ByteSpan, ...]:
     """What has to be sent of one bucket, neighbours that go the same way together. Pure."""
-    found: list[ByteSpan] = []
+    spans: list[ByteSpan] = []
     growing: dict[Route, int] = {}
     for place in places:
         stop = place.offset + spec_bytes(place.spec)
         grown: dict[Route, int] = {}
         for route in place.routes:
-            index = growing.get(route, len(found))
-            if index == len(found):
-                found.append(ByteSpan(route=route, start=place.offset, stop=stop))
-            found[index] = ByteSpan(route=route, start=found[index].start, stop=stop)
+            index = growing.get(route, len(spans))
+            if index == len(spans):
+                spans.append(ByteSpan(route=route, start=place.offset, stop=stop))
+            spans[index] = ByteSpan(route=route, start=spans[index].start, stop=stop)
             grown[route] = index
         growing = grown
-    return tuple(found)
+    return tuple(spans)
 
 
 def _exchange(places: Iterable[TensorPlace], memory: torch.Tensor, groups: ProcessGroups) -> None:
@@ -127,12 +127,12 @@ def _exchange(places: Iterable[TensorPlace], memory: torch.Tensor, groups: Proce
     """
     running = []
     for tag, span in enumerate(byte_spans(places)):
-        part, (giver, taker) = memory[span.start : span.stop], span.route
-        if giver == groups.here:
-            to = groups.hosts.first_rank(taker)
+        part, (sender, receiver) = memory[span.start : span.stop], span.route
+        if sender == groups.here:
+            to = groups.hosts.first_rank(receiver)
             running.append(dist.isend(part, to, group=groups.host, tag=tag))
-        elif taker == groups.here:
-            source = groups.hosts.first_rank(giver)
+        elif receiver == groups.here:
+            source = groups.hosts.first_rank(sender)
             running.append(dist.irecv(part, source, group=groups.host, tag=tag))
     for work in running:
         assert work is not None

@@ -103,7 +103,7 @@ def plan(
         TensorSpec(name=name, dtype=engine.dtype, shape=hf_shape(name, shape))
         for name in hf_names(shape)
     ]
-    found: dict[str, list[tuple[int, int, int, str, Piece]]] = {spec.name: [] for spec in specs}
+    pieces_of: dict[str, list[tuple[int, int, int, str, Piece]]] = {spec.name: [] for spec in specs}
     for pp, chunk in train.stages():
         for tp in range(train.tensor):
             for param in shard_params(shape, train, tp=tp, pp=pp, chunk=chunk, te_names=te_names):
@@ -113,11 +113,11 @@ def plan(
                     # Weights that every tensor rank holds whole are sent once.
                     if piece.extent == hf_shape(piece.hf, shape) and tp > 0:
                         continue
-                    found[piece.hf].append((tp, pp, chunk, param.name, piece))
+                    pieces_of[piece.hf].append((tp, pp, chunk, param.name, piece))
     load = [0] * train.data
     transfers = []
     for place in place_in_buckets(specs, engine.bucket_bytes):
-        pieces = found[place.spec.name]
+        pieces = pieces_of[place.spec.name]
         (stage,) = {pp for _, pp, *_ in pieces}
         ranks = (train.rank(tp=0, pp=stage, dp=dp) for dp in range(train.data))
         holders = [spread.of_rank[rank] for rank in ranks]
@@ -141,8 +141,8 @@ def _replicas(
     writers: dict[int, int] = {}
     routes = []
     for reader in readers:
-        near = [dp for dp, host in enumerate(holders) if host == reader]
-        replica = min(near or range(len(holders)), key=load.__getitem__)
+        local = [dp for dp, host in enumerate(holders) if host == reader]
+        replica = min(local or range(len(holders)), key=load.__getitem__)
         load[replica] += size
         host = holders[replica]
         writers.setdefault(host, replica)

@@ -81,13 +81,17 @@ class DirectorySource:
         self.places = place_in_buckets(specs, layout.bucket_bytes)
         self._tensors = SafetensorsDirectory(directory)
         self._tensors.check(shape)
-        near = [rank for rank, host in enumerate(groups.hosts.of_rank) if host == groups.here]
+        local_ranks = [
+            rank for rank, host in enumerate(groups.hosts.of_rank) if host == groups.here
+        ]
         needed = self.places if groups.here in groups.engine_hosts else ()
-        self._mine = {s.spec.name for s in needed[near.index(groups.rank) :: len(near)]}
+        self._my_names = {
+            s.spec.name for s in needed[local_ranks.index(groups.rank) :: len(local_ranks)]
+        }
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
         for place in self.places:
-            if place.bucket == bucket and place.spec.name in self._mine:
+            if place.bucket == bucket and place.spec.name in self._my_names:
                 tensor_at(memory, place.spec, place.offset).copy_(
                     self._tensors.read(place.spec.name)
                 )

@@ -49,10 +49,10 @@ class HfEngine:
         self._state = WeightState(read_manifest(spec.model_path, spec.dtype), spec.initial_version)
         self._model: Any = load_model(spec)
         self._weights = dict(self._model.named_parameters())
-        strange = [s.name for s in self._state.manifest if s.name not in self._weights]
-        if strange:
+        renamed = [s.name for s in self._state.manifest if s.name not in self._weights]
+        if renamed:
             raise ValueError(
-                f"engine 'hf' cannot update {spec.model_path}: transformers renames {strange[:5]}"
+                f"engine 'hf' cannot update {spec.model_path}: transformers renames {renamed[:5]}"
             )
         self._control, self._one_call = PauseControl(), asyncio.Lock()
         self._resume_after = True
