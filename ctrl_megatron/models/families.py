@@ -70,70 +70,48 @@ VALUE_HEAD = "score"
 
 def table(shape: ModelShape) -> tuple[ParamRule, ...]:
     """The rules of the model's family (Llama, Qwen2 and Qwen3 differ in biases and QK norms)."""
-    attention, fc1 = "decoder.layers.{i}.self_attention.", "decoder.layers.{i}.mlp.linear_fc1."
-    hf, projections = "model.layers.{i}.", ("q_proj", "k_proj", "v_proj")
-    embedding = ("model.embed_tokens.weight",)
 
-    def qkv(leaf: str) -> ParamRule:
-        names = tuple(f"{hf}self_attn.{projection}.{leaf}" for projection in projections)
-        return ParamRule("layer", f"{attention}linear_qkv.{leaf}", names, "qkv")
-
-    rules = [
-        ParamRule("embedding", "embedding.word_embeddings.weight", embedding, "vocab"),
-        ParamRule(
+    def layer(
+        megatron: str, kind: Kind, *hf: str, leaf: str = "weight", te: str | None = None
+    ) -> ParamRule:
+        return ParamRule(
             "layer",
-            "decoder.layers.{i}.input_layernorm.weight",
-            (hf + "input_layernorm.weight",),
-            "replicated",
-            te=attention + "linear_qkv.layer_norm_weight",
-        ),
-        qkv("weight"),
-        *([qkv("bias")] if shape.qkv_bias else []),
+            f"decoder.layers.{{i}}.{megatron}.{leaf}",
+            tuple(f"model.layers.{{i}}.{name}.{leaf}" for name in hf),
+            kind,
+            te=te and f"decoder.layers.{{i}}.{te}.layer_norm_weight",
+        )
+
+    qkv, fc1 = "self_attention.linear_qkv", "mlp.linear_fc1"
+    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    embedding = ("model.embed_tokens.weight",)
+    if shape.value_head:
+        output = [
+            ParamRule("output", f"output_layer.{leaf}", (f"{VALUE_HEAD}.{leaf}",), "replicated")
+            for leaf in ("weight", "bias")
+        ]
+    else:
+        vocabulary = embedding if shape.tied_embeddings else ("lm_head.weight",)
+        output = [ParamRule("output", "output_layer.weight", vocabulary, "vocab")]
+    norm = ParamRule(
+        "final_norm", "decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"
+    )
+    return (
+        ParamRule("embedding", "embedding.word_embeddings.weight", embedding, "vocab"),
+        layer("input_layernorm", "replicated", "input_layernorm", te=qkv),
+        layer(qkv, "qkv", *projections),
+        *([layer(qkv, "qkv", *projections, leaf="bias")] if shape.qkv_bias else []),
         *(
-            ParamRule(
-                "layer",
-                f"{attention}{x}_layernorm.weight",
-                (f"{hf}self_attn.{x}_norm.weight",),
-                "replicated",
-            )
+            layer(f"self_attention.{x}_layernorm", "replicated", f"self_attn.{x}_norm")
             for x in ("qk" if shape.qk_norm else "")
         ),
-        ParamRule(
-            "layer", attention + "linear_proj.weight", (hf + "self_attn.o_proj.weight",), "row"
-        ),
-        ParamRule(
-            "layer",
-            "decoder.layers.{i}.pre_mlp_layernorm.weight",
-            (hf + "post_attention_layernorm.weight",),
-            "replicated",
-            te=fc1 + "layer_norm_weight",
-        ),
-        ParamRule(
-            "layer",
-            fc1 + "weight",
-            (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"),
-            "gate_up",
-        ),
-        ParamRule(
-            "layer",
-            "decoder.layers.{i}.mlp.linear_fc2.weight",
-            (hf + "mlp.down_proj.weight",),
-            "row",
-        ),
-        ParamRule(
-            "final_norm", "decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"
-        ),
-    ]
-    if shape.value_head:
-        return (
-            *rules,
-            *(
-                ParamRule("output", f"output_layer.{leaf}", (f"{VALUE_HEAD}.{leaf}",), "replicated")
-                for leaf in ("weight", "bias")
-            ),
-        )
-    vocabulary = embedding if shape.tied_embeddings else ("lm_head.weight",)
-    return (*rules, ParamRule("output", "output_layer.weight", vocabulary, "vocab"))
+        layer("self_attention.linear_proj", "row", "self_attn.o_proj"),
+        layer("pre_mlp_layernorm", "replicated", "post_attention_layernorm", te=fc1),
+        layer(fc1, "gate_up", "mlp.gate_proj", "mlp.up_proj"),
+        layer("mlp.linear_fc2", "row", "mlp.down_proj"),
+        norm,
+        *output,
+    )
 
 
 def hf_shape(name: str, shape: ModelShape) -> tuple[int, ...]:

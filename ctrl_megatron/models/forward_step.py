@@ -63,7 +63,7 @@ class TrainStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadStep:
+class InferenceStep:
     """Megatron's ``forward_step_func`` of a pass without gradients: stage, head, result."""
 
     head: Head

@@ -120,46 +120,33 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def layer_spec(*, qk_norm: bool) -> ModuleSpec:
-    """The decoder layer's spec on this machine."""
+def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
+    """The spec of a stage with ``num_layers`` layers; the final norm stands on the last stage."""
     if has_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
     # Megatron annotates these slots more narrowly than what it builds from.
     norm: Any = RMSNorm
     head_norm: Any = RMSNorm if qk_norm else None
     bias_dropout_add: Any = get_bias_dropout_add
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=PackedCausalAttention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
-            self_attn_bda=bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(
-                    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
-                ),
-            ),
-            mlp_bda=bias_dropout_add,
-        ),
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=PackedCausalAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
     )
-
-
-def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
-    """The spec of a stage with ``num_layers`` layers; the final norm stands on the last stage."""
-    layer = layer_spec(qk_norm=qk_norm)
-    if has_transformer_engine():
-        return layer
-    norm: Any = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    layer = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=ModuleSpec(
+            module=SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=attention,
+        ),
+        self_attn_bda=bias_dropout_add,
+        pre_mlp_layernorm=norm,
+        mlp=ModuleSpec(module=MLP, submodules=mlp),
+        mlp_bda=bias_dropout_add,
+    )
+    layers = [ModuleSpec(module=TransformerLayer, submodules=layer)] * num_layers
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ctrl_megatron.models.build import BuildOptions, build_chunks
 from ctrl_megatron.models.families import ShardParam, shard_params
-from ctrl_megatron.models.forward_step import Head, ReadStep, Scalars, TrainStep
+from ctrl_megatron.models.forward_step import Head, InferenceStep, Scalars, TrainStep
 from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.loss_scale import global_counts
@@ -147,7 +147,7 @@ class ParallelModel:
                 yield param, named[param.name]
 
     @torch.no_grad()
-    def read(
+    def infer(
         self, rows: Fields, head: Head, vectors: int, token_budget: int | None = None
     ) -> torch.Tensor:
         """The head's vectors as (vectors, B, R) float32 on the host, 0 off the mask.
@@ -158,7 +158,7 @@ class ParallelModel:
             (vectors, *rows["response_mask"].shape), dtype=torch.float32, device=self.groups.device
         )
         get_forward_backward_func()(
-            forward_step_func=ReadStep(head=head, results=results),
+            forward_step_func=InferenceStep(head=head, results=results),
             forward_only=True,
             **self._micro_batches(rows, token_budget or self.options.token_budget),
         )

@@ -47,7 +47,7 @@ class Policy(ParallelModel):
         ``token_budget`` bounds the tokens of one micro-batch, which may be more than in training
         because nothing is kept for a backward pass; None takes the model's own.
         """
-        log_probs, entropy = self.read(rows, LogProbHead(self, temperature), 2, token_budget)
+        log_probs, entropy = self.infer(rows, LogProbHead(self, temperature), 2, token_budget)
         return log_probs, entropy
 
     def step(self, rows: Fields, loss: LossFn, temperature: float = 1.0) -> dict[str, float]:

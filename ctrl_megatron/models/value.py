@@ -43,7 +43,7 @@ class ValueModel(ParallelModel):
 
         Every rank of the model copy calls this with the same rows and gets the same result.
         """
-        return self.read(rows, ValueHead(self.config.sequence_parallel), 1)[0]
+        return self.infer(rows, ValueHead(self.config.sequence_parallel), 1)[0]
 
     def step(self, rows: Fields, loss: ValueLossFn) -> dict[str, float]:
         """One optimizer step; returns and raises as ``ParallelModel.train_step``."""

@@ -59,9 +59,6 @@ class RemoteEngine:
         groups = await self._post("/generate", body)
         return [[wire.completion_from_json(c) for c in group] for group in groups]
 
-    async def manifest(self) -> tuple[TensorSpec, ...]:
-        return wire.specs_from_json(await self._post("/manifest", {}))
-
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
@@ -99,9 +96,6 @@ class RemoteEngine:
 
     async def checksums(self) -> dict[str, str]:
         return await self._post("/checksums", {})
-
-    async def version(self) -> str:
-        return await self._post("/version", {})
 
     async def health(self) -> None:
         await self._post("/health", {})

@@ -96,16 +96,13 @@ class Engine(Protocol):
         """
         ...
 
-    async def manifest(self) -> tuple[TensorSpec, ...]:
-        """The HF tensors an update must bring, in the engine's dtype; a tied head is absent."""
-        ...
-
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
         """Replace all weights; completions drawn afterwards carry ``version``.
 
-        ``specs`` is checked against the manifest first: ValueError leaves the engine untouched.
+        ``specs`` must be the tensors of the engine's checkpoint, a tied head left out, in any dtype
+        that weights travel in: ValueError names every difference and leaves the engine untouched.
         The next chunk is pulled only when the previous one has been read, so its memory may be
         used again then. Running completions freeze meanwhile and go on with the new weights; all
         caches are dropped. EngineError on a failure after the first chunk: the engine is broken.
@@ -130,10 +127,6 @@ class Engine(Protocol):
 
     async def checksums(self) -> dict[str, str]:
         """HF name -> ``tensor_checksum`` of the weights that the engine computes with."""
-        ...
-
-    async def version(self) -> str:
-        """Name of the weights in force."""
         ...
 
     async def health(self) -> None:

@@ -109,9 +109,6 @@ class HfEngine:
             for j in range(params.n)
         ]
 
-    async def manifest(self) -> tuple[TensorSpec, ...]:
-        return self._state.manifest
-
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
@@ -159,9 +156,6 @@ class HfEngine:
     async def checksums(self) -> dict[str, str]:
         held = [(spec.name, self._weights[spec.name]) for spec in self._state.manifest]
         return await asyncio.to_thread(checksums, held)
-
-    async def version(self) -> str:
-        return self._state.version
 
     async def health(self) -> None:
         self._state.require_whole()

@@ -75,18 +75,13 @@ def calls(engine: Engine) -> dict[str, Callable[[wire.Json], Awaitable[Any]]]:
         done = await engine.generate(body["prompts"], wire.params_from_json(body["params"]))
         return [[wire.completion_to_json(c) for c in group] for group in done]
 
-    async def manifest(body: wire.Json) -> list[wire.Json]:
-        return wire.specs_to_json(await engine.manifest())
-
     return {
         "/generate": generate,
-        "/manifest": manifest,
         "/pause": lambda body: engine.pause(body["mode"]),
         "/resume": lambda body: engine.resume(),
         "/sleep": lambda body: engine.sleep(body["tags"]),
         "/wake": lambda body: engine.wake(body["tags"]),
         "/checksums": lambda body: engine.checksums(),
-        "/version": lambda body: engine.version(),
         "/health": lambda body: engine.health(),
     }
 

@@ -155,9 +155,6 @@ class VllmEngine:
             ),
         )
 
-    async def manifest(self) -> tuple[TensorSpec, ...]:
-        return self._state.manifest
-
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
@@ -229,9 +226,6 @@ class VllmEngine:
                 f"{sorted(held.keys() ^ wanted)[:5]}"
             )
         return held
-
-    async def version(self) -> str:
-        return await self._llm.get_weight_version()
 
     async def health(self) -> None:
         """EngineDied if vLLM's own processes are gone."""

@@ -66,7 +66,7 @@ def check_specs(manifest: Sequence[TensorSpec], specs: Sequence[TensorSpec]) -> 
     if found:
         raise ValueError(
             "weight update refused, the engine is unchanged: " + "; ".join(found) + ". "
-            "The sent tensors must be those of Engine.manifest()."
+            "The sent tensors must be those of the engine's checkpoint."
         )
 
 
