@@ -71,6 +71,11 @@ class Transfer:
     sources: tuple[Source, ...]
 
 
+def hf_specs(shape: ModelShape, dtype: str) -> list[TensorSpec]:
+    """Every HF tensor of the model in checkpoint order."""
+    return [TensorSpec(name=n, dtype=dtype, shape=hf_shape(n, shape)) for n in hf_names(shape)]
+
+
 def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[TensorPlace, ...]:
     """Tensors in order, each at an aligned offset, a new bucket where one is full."""
     places, bucket, used = [], 0, 0
@@ -99,10 +104,7 @@ def plan(
     ranks of a group stand on one host.
     """
     spread = spread or HostSpread(of_rank=(0,) * train.world_size, readers=(0,))
-    specs = [
-        TensorSpec(name=name, dtype=engine.dtype, shape=hf_shape(name, shape))
-        for name in hf_names(shape)
-    ]
+    specs = hf_specs(shape, engine.dtype)
     pieces_of: dict[str, list[tuple[int, int, int, str, Piece]]] = {spec.name: [] for spec in specs}
     for pp, chunk in train.stages():
         for tp in range(train.tensor):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from ctrl_megatron.models.families import Piece, hf_names, hf_shape
+from ctrl_megatron.models.families import Piece
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.parallel_model import ParallelModel
@@ -19,11 +19,11 @@ from ctrl_megatron.resharding.plan import (
     EngineLayout,
     HostSpread,
     TensorPlace,
+    hf_specs,
     place_in_buckets,
     plan,
 )
 from ctrl_megatron.rollout.weight_chunks import tensor_at
-from ctrl_megatron.types import TensorSpec
 
 
 class WeightSource(Protocol):
@@ -74,24 +74,15 @@ class DirectorySource:
 
     def __init__(self, directory: str | Path, layout: EngineLayout, groups: ProcessGroups) -> None:
         shape = read_model_shape(directory)
-        specs = [
-            TensorSpec(name=n, dtype=layout.dtype, shape=hf_shape(n, shape))
-            for n in hf_names(shape)
-        ]
-        self.places = place_in_buckets(specs, layout.bucket_bytes)
+        self.places = place_in_buckets(hf_specs(shape, layout.dtype), layout.bucket_bytes)
         self._tensors = SafetensorsDirectory(directory)
         self._tensors.check(shape)
-        local_ranks = [
-            rank for rank, host in enumerate(groups.hosts.of_rank) if host == groups.here
-        ]
+        ranks = [rank for rank, host in enumerate(groups.hosts.of_rank) if host == groups.here]
         needed = self.places if groups.here in groups.engine_hosts else ()
-        self._my_names = {
-            s.spec.name for s in needed[local_ranks.index(groups.rank) :: len(local_ranks)]
-        }
+        self._own_places = needed[ranks.index(groups.rank) :: len(ranks)]
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
-        for place in self.places:
-            if place.bucket == bucket and place.spec.name in self._my_names:
-                tensor_at(memory, place.spec, place.offset).copy_(
-                    self._tensors.read(place.spec.name)
-                )
+        for place in self._own_places:
+            if place.bucket == bucket:
+                whole = self._tensors.read(place.spec.name)
+                tensor_at(memory, place.spec, place.offset).copy_(whole)
