@@ -1,4 +1,8 @@
-"""From a micro-batch to its loss: what Megatron's schedule calls, read from top to bottom."""
+"""From a micro-batch to its loss: what Megatron's schedule calls, read from top to bottom.
+
+Megatron lets the last stage return its output and a function that makes a loss of it. Here the
+stage makes the loss at once, and the function (``ReportLoss``) only hands it over.
+"""
 
 from __future__ import annotations
 
