@@ -18,7 +18,7 @@ from ctrl_megatron.config.environment import Launch
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import ModelShape, read_model_shape, value_shape
 from ctrl_megatron.models.parallel_model import ModelOptions, ParallelModel
-from ctrl_megatron.parallel.groups import Groups, initialize, shutdown
+from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import Layout
 
 STATE_FILE = "trainer_state.json"
@@ -93,7 +93,7 @@ def folder_of(shape: ModelShape) -> str:
     return VALUE_FOLDER if shape.value_head else POLICY_FOLDER
 
 
-def _model(side: Path, groups: Groups, folder: str) -> ParallelModel:
+def _model(side: Path, groups: ProcessGroups, folder: str) -> ParallelModel:
     config = json.loads((side / "config.json").read_text())
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     options = ModelOptions(build=BuildOptions(dtype=dtype))

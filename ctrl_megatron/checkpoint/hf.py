@@ -14,9 +14,9 @@ from ctrl_megatron.models.families import hf_names
 from ctrl_megatron.models.hf_config import read_model_shape, value_shape
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.resharding.buckets import fill_buckets, shared_segments
 from ctrl_megatron.resharding.plan import EngineLayout
-from ctrl_megatron.resharding.shared_memory import segments, stream
-from ctrl_megatron.resharding.sources import MegatronSource, view
+from ctrl_megatron.resharding.sources import MegatronSource
 
 _SIDE_FILES = [
     "config.json",
@@ -38,13 +38,13 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
     A value model may start from a language model, whose vocabulary head it leaves; its own head is
     then zero. Raises ValueError if the directory's config.json or tensors do not fit the model.
     """
-    found = read_model_shape(directory)
-    starts = model.shape.value_head and not found.value_head
-    if (value_shape(found) if starts else found) != model.shape:
-        raise ValueError(f"{directory} holds another model than the one to fill: {found}")
+    given = read_model_shape(directory)
+    starts = model.shape.value_head and not given.value_head
+    if (value_shape(given) if starts else given) != model.shape:
+        raise ValueError(f"{directory} holds another model than the one to fill: {given}")
     tensors = SafetensorsDirectory(directory)
-    tensors.check(found)
-    there = set(hf_names(found))
+    tensors.check(given)
+    there = set(hf_names(given))
     with torch.no_grad():
         for param, weight in model.shards():
             if tuple(weight.shape) != param.shape:
@@ -73,14 +73,13 @@ def save_hf(
     source = MegatronSource(model, layout, readers=(groups.hosts.of_rank[0],))
     with (
         whole_directory(directory, active=groups.is_first) as folder,
-        segments(source.slices, groups) as pair,
+        shared_segments(source.places, groups) as segments,
     ):
         names: dict[str, str] = {}
-        for bucket, segment in stream(source, pair, groups):
+        for bucket in fill_buckets(source, segments, groups):
             if groups.is_first:
-                file = f"model-{bucket + 1:05d}.safetensors"
-                inside = [s for s in source.slices if s.bucket == bucket]
-                tensors = {s.spec.name: view(segment.memory, s).clone() for s in inside}
+                file = f"model-{bucket.number + 1:05d}.safetensors"
+                tensors = {name: tensor.clone() for name, tensor in bucket.tensors()}
                 save_file(tensors, folder / file, metadata={"format": "pt"})
                 names |= dict.fromkeys(tensors, file)
         if groups.is_first:

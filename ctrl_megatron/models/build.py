@@ -13,9 +13,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ctrl_megatron.models.families import check_tensor_size
 from ctrl_megatron.models.hf_config import ModelShape, Rope
-from ctrl_megatron.models.layer_spec import block_spec, has_transformer_engine
-from ctrl_megatron.models.value_head import ValueHead
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.models.layer_spec import (
+    ValueOutputLayer,
+    block_spec,
+    has_transformer_engine,
+)
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.vocab import vocab_range
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,7 +36,7 @@ class BuildOptions:
 
 
 def transformer_config(
-    shape: ModelShape, groups: Groups, options: BuildOptions
+    shape: ModelShape, groups: ProcessGroups, options: BuildOptions
 ) -> TransformerConfig:
     """Megatron's configuration of the model; ValueError for an unknown override."""
     if options.dtype not in DTYPES:
@@ -124,7 +127,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     return torch.where(long, inverse / rope.factor, torch.where(short, inverse, blended))
 
 
-def build_chunks(shape: ModelShape, groups: Groups, options: BuildOptions) -> list[GPTModel]:
+def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions) -> list[GPTModel]:
     """This rank's model chunks, one per virtual stage, on the device, weights uninitialised.
 
     A language model's forward pass returns hidden states after the final norm: the output layer
@@ -153,7 +156,7 @@ def build_chunks(shape: ModelShape, groups: Groups, options: BuildOptions) -> li
         )
         model.rotary_pos_emb.inv_freq = rope_frequencies(shape.rope, shape.head_dim)
         if model.post_process and shape.value_head:
-            model.output_layer = ValueHead(config)  # type: ignore[assignment]
+            model.output_layer = ValueOutputLayer(config)  # type: ignore[assignment]
         elif model.post_process:
             model.output_layer.forward = _pass_through  # type: ignore[method-assign]
         chunks.append(model.to(groups.device))

@@ -1,7 +1,7 @@
 """One declarative table per Hugging Face family, read in both directions.
 
-A row names a Megatron parameter, the HF tensors it is made of, and how they are laid out in it.
-``pieces`` turns a row into rectangles "these rows and columns of that HF tensor lie here in this
+A rule names a Megatron parameter, the HF tensors it is made of, and how they are laid out in it.
+``pieces`` turns a rule into rectangles "these rows and columns of that HF tensor lie here in this
 rank's shard": import copies them one way, export and resharding the other.
 """
 
@@ -19,8 +19,8 @@ Kind = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
 Part = Literal["embedding", "layer", "final_norm", "output"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+@dataclass(frozen=True, slots=True)
+class ParamRule:
     """One Megatron parameter. ``{i}`` is the layer: local in Megatron names, global in HF names."""
 
     part: Part
@@ -64,95 +64,54 @@ class ShardParam:
     """The dimension that is cut over tensor ranks; None for a parameter every rank holds whole."""
 
 
-_ATTENTION = "decoder.layers.{i}.self_attention."
-_HF = "model.layers.{i}."
 VALUE_HEAD = "score"
 """What transformers' token classification models call their head."""
 
 
-def _layer_rows(shape: ModelShape) -> Iterator[Row]:
-    projections = tuple(f"{_HF}self_attn.{p}_proj.weight" for p in "qkv")
-    yield Row(
-        part="layer",
-        megatron="decoder.layers.{i}.input_layernorm.weight",
-        te=_ATTENTION + "linear_qkv.layer_norm_weight",
-        hf=(_HF + "input_layernorm.weight",),
-        kind="replicated",
-    )
-    yield Row(part="layer", megatron=_ATTENTION + "linear_qkv.weight", hf=projections, kind="qkv")
-    if shape.qkv_bias:
-        biases = tuple(f"{_HF}self_attn.{p}_proj.bias" for p in "qkv")
-        yield Row(part="layer", megatron=_ATTENTION + "linear_qkv.bias", hf=biases, kind="qkv")
-    if shape.qk_norm:
-        for p in "qk":
-            yield Row(
-                part="layer",
-                megatron=f"{_ATTENTION}{p}_layernorm.weight",
-                hf=(f"{_HF}self_attn.{p}_norm.weight",),
-                kind="replicated",
-            )
-    yield Row(
-        part="layer",
-        megatron=_ATTENTION + "linear_proj.weight",
-        hf=(_HF + "self_attn.o_proj.weight",),
-        kind="row",
-    )
-    yield Row(
-        part="layer",
-        megatron="decoder.layers.{i}.pre_mlp_layernorm.weight",
-        te="decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight",
-        hf=(_HF + "post_attention_layernorm.weight",),
-        kind="replicated",
-    )
-    yield Row(
-        part="layer",
-        megatron="decoder.layers.{i}.mlp.linear_fc1.weight",
-        hf=(_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
-        kind="gate_up",
-    )
-    yield Row(
-        part="layer",
-        megatron="decoder.layers.{i}.mlp.linear_fc2.weight",
-        hf=(_HF + "mlp.down_proj.weight",),
-        kind="row",
-    )
+def table(shape: ModelShape) -> tuple[ParamRule, ...]:
+    """The rules of the model's family (Llama, Qwen2 and Qwen3 differ in biases and QK norms)."""
 
+    def layer(
+        megatron: str, kind: Kind, *hf: str, leaf: str = "weight", te: str | None = None
+    ) -> ParamRule:
+        return ParamRule(
+            "layer",
+            f"decoder.layers.{{i}}.{megatron}.{leaf}",
+            tuple(f"model.layers.{{i}}.{name}.{leaf}" for name in hf),
+            kind,
+            te=te and f"decoder.layers.{{i}}.{te}.layer_norm_weight",
+        )
 
-def _output_rows(shape: ModelShape, embedding: tuple[str, ...]) -> list[Row]:
+    qkv, fc1 = "self_attention.linear_qkv", "mlp.linear_fc1"
+    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    embedding = ("model.embed_tokens.weight",)
     if shape.value_head:
-        return [
-            Row(
-                part="output",
-                megatron=f"output_layer.{leaf}",
-                hf=(f"{VALUE_HEAD}.{leaf}",),
-                kind="replicated",
-            )
+        output = [
+            ParamRule("output", f"output_layer.{leaf}", (f"{VALUE_HEAD}.{leaf}",), "replicated")
             for leaf in ("weight", "bias")
         ]
-    vocabulary = embedding if shape.tied_embeddings else ("lm_head.weight",)
-    return [Row(part="output", megatron="output_layer.weight", hf=vocabulary, kind="vocab")]
-
-
-def table(shape: ModelShape) -> tuple[Row, ...]:
-    """The rows of the model's family (Llama, Qwen2 and Qwen3 differ in biases and QK norms)."""
-    embedding = ("model.embed_tokens.weight",)
-    rows = [
-        Row(
-            part="embedding",
-            megatron="embedding.word_embeddings.weight",
-            hf=embedding,
-            kind="vocab",
+    else:
+        vocabulary = embedding if shape.tied_embeddings else ("lm_head.weight",)
+        output = [ParamRule("output", "output_layer.weight", vocabulary, "vocab")]
+    norm = ParamRule(
+        "final_norm", "decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"
+    )
+    return (
+        ParamRule("embedding", "embedding.word_embeddings.weight", embedding, "vocab"),
+        layer("input_layernorm", "replicated", "input_layernorm", te=qkv),
+        layer(qkv, "qkv", *projections),
+        *([layer(qkv, "qkv", *projections, leaf="bias")] if shape.qkv_bias else []),
+        *(
+            layer(f"self_attention.{x}_layernorm", "replicated", f"self_attn.{x}_norm")
+            for x in ("qk" if shape.qk_norm else "")
         ),
-        *_layer_rows(shape),
-        Row(
-            part="final_norm",
-            megatron="decoder.final_layernorm.weight",
-            hf=("model.norm.weight",),
-            kind="replicated",
-        ),
-        *_output_rows(shape, embedding),
-    ]
-    return tuple(rows)
+        layer("self_attention.linear_proj", "row", "self_attn.o_proj"),
+        layer("pre_mlp_layernorm", "replicated", "post_attention_layernorm", te=fc1),
+        layer(fc1, "gate_up", "mlp.gate_proj", "mlp.up_proj"),
+        layer("mlp.linear_fc2", "row", "mlp.down_proj"),
+        norm,
+        *output,
+    )
 
 
 def hf_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
@@ -174,17 +133,12 @@ def hf_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
 
 def hf_names(shape: ModelShape) -> tuple[str, ...]:
     """Every HF tensor of the model once, in checkpoint order."""
-    rows = table(shape)
-    before = [n for r in rows if r.part == "embedding" for n in r.hf]
-    layers = [
-        n.format(i=i)
-        for i in range(shape.num_layers)
-        for r in rows
-        if r.part == "layer"
-        for n in r.hf
-    ]
-    after = [n for r in rows if r.part in ("final_norm", "output") for n in r.hf]
-    return tuple(dict.fromkeys(before + layers + after))
+    names: dict[str, list[str]] = {"embedding": [], "layer": [], "final_norm": [], "output": []}
+    for rule in table(shape):
+        names[rule.part] += rule.hf
+    layers = [name.format(i=i) for i in range(shape.num_layers) for name in names["layer"]]
+    ordered = [*names["embedding"], *layers, *names["final_norm"], *names["output"]]
+    return tuple(dict.fromkeys(ordered))
 
 
 def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
@@ -202,31 +156,31 @@ def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
             )
 
 
-def pieces(row: Row, shape: ModelShape, *, layer: int, tp: int, tensor: int) -> ShardParam:
-    """``row`` of global ``layer`` as tensor rank ``tp`` of ``tensor`` holds it (unfilled name)."""
-    names = tuple(n.format(i=layer) for n in row.hf)
+def pieces(rule: ParamRule, shape: ModelShape, *, layer: int, tp: int, tensor: int) -> ShardParam:
+    """``rule`` of global ``layer`` as tensor rank ``tp`` of ``tensor`` holds it (unfilled name)."""
+    names = tuple(n.format(i=layer) for n in rule.hf)
     full = hf_shape(names[0], shape)
     tail = full[1:]
-    if row.kind == "replicated":
+    if rule.kind == "replicated":
         zeros = (0,) * len(full)
-        found, local = [Piece(hf=names[0], hf_start=zeros, start=zeros, extent=full)], full
-    elif row.kind == "row":
+        placed, local = [Piece(hf=names[0], hf_start=zeros, start=zeros, extent=full)], full
+    elif rule.kind == "row":
         columns = full[1] // tensor
         extent = (full[0], columns)
-        found = [Piece(hf=names[0], hf_start=(0, tp * columns), start=(0, 0), extent=extent)]
+        placed = [Piece(hf=names[0], hf_start=(0, tp * columns), start=(0, 0), extent=extent)]
         local = extent
-    elif row.kind == "vocab":
+    elif rule.kind == "vocab":
         first, real, share = vocab_range(full[0], tp, tensor)
         local = (share, *tail)
-        found = [_rows(names[0], first, 0, real, tail)] if real else []
-    elif row.kind == "gate_up":
+        placed = [_rows(names[0], first, 0, real, tail)] if real else []
+    elif rule.kind == "gate_up":
         share = full[0] // tensor
-        found = [_rows(n, tp * share, k * share, share, tail) for k, n in enumerate(names)]
+        placed = [_rows(n, tp * share, k * share, share, tail) for k, n in enumerate(names)]
         local = (2 * share, *tail)
     else:
-        found, local = _query_groups(names, shape, tp, tensor, tail)
-    split = {"replicated": None, "row": 1}.get(row.kind, 0)
-    return ShardParam(name=row.megatron, shape=local, pieces=tuple(found), split_dim=split)
+        placed, local = _query_groups(names, shape, tp, tensor, tail)
+    split = {"replicated": None, "row": 1}.get(rule.kind, 0)
+    return ShardParam(name=rule.megatron, shape=local, pieces=tuple(placed), split_dim=split)
 
 
 def _rows(name: str, hf_row: int, row: int, count: int, tail: tuple[int, ...]) -> Piece:
@@ -240,12 +194,12 @@ def _query_groups(
     """Megatron interleaves query groups: queries of group 0, k 0, v 0, queries of group 1, ..."""
     groups = shape.num_query_groups // tensor
     queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
-    found, row = [], 0
+    placed, row = [], 0
     for group in range(tp * groups, (tp + 1) * groups):
         for name, count in zip(names, (queries, shape.head_dim, shape.head_dim), strict=True):
-            found.append(_rows(name, group * count, row, count, tail))
+            placed.append(_rows(name, group * count, row, count, tail))
             row += count
-    return found, (row, *tail)
+    return placed, (row, *tail)
 
 
 def shard_params(
@@ -263,12 +217,12 @@ def shard_params(
         "final_norm": last,
         "output": last and not (shape.tied_embeddings and first),
     }
-    for row in table(shape):
-        if row.part == "layer":
+    for rule in table(shape):
+        if rule.part == "layer":
             layers = list(enumerate(layout.layers(shape.num_layers, pp=pp, chunk=chunk)))
         else:
-            layers = [(0, 0)] if held[row.part] else []
-        name = (row.te or row.megatron) if te_names else row.megatron
+            layers = [(0, 0)] if held[rule.part] else []
+        name = (rule.te or rule.megatron) if te_names else rule.megatron
         for local, layer in layers:
-            param = pieces(row, shape, layer=layer, tp=tp, tensor=layout.tensor)
+            param = pieces(rule, shape, layer=layer, tp=tp, tensor=layout.tensor)
             yield replace(param, name=name.format(i=local))

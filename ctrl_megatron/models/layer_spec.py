@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -93,51 +94,59 @@ class PackedCausalAttention(torch.nn.Module):
         return torch.cat(outputs).flatten(1)
 
 
+class ValueOutputLayer(MegatronModule):
+    """From a hidden state to one number, in the place of a language model's vocabulary projection.
+
+    Every tensor rank holds it whole. Under sequence parallelism each of them sees other tokens, so
+    weight and bias are marked for Megatron to sum their gradients over the tensor ranks; without
+    the mark the ranks' heads would drift apart.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        dtype = config.params_dtype
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+        for param in (self.weight, self.bias):
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """hidden (..., H) in any float dtype -> ((..., 1) float32, None), as Megatron's layers."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float()), None
+
+
 def has_transformer_engine() -> bool:
     """True where Transformer Engine is installed; it is never installed without CUDA."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def layer_spec(*, qk_norm: bool) -> ModuleSpec:
-    """The decoder layer's spec on this machine."""
+def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
+    """The spec of a stage with ``num_layers`` layers; the final norm stands on the last stage."""
     if has_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
     # Megatron annotates these slots more narrowly than what it builds from.
     norm: Any = RMSNorm
     head_norm: Any = RMSNorm if qk_norm else None
     bias_dropout_add: Any = get_bias_dropout_add
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=PackedCausalAttention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
-            self_attn_bda=bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(
-                    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
-                ),
-            ),
-            mlp_bda=bias_dropout_add,
-        ),
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=PackedCausalAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
     )
-
-
-def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
-    """The spec of a stage with ``num_layers`` layers; the final norm stands on the last stage."""
-    layer = layer_spec(qk_norm=qk_norm)
-    if has_transformer_engine():
-        return layer
-    norm: Any = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    layer = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=ModuleSpec(
+            module=SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=attention,
+        ),
+        self_attn_bda=bias_dropout_add,
+        pre_mlp_layernorm=norm,
+        mlp=ModuleSpec(module=MLP, submodules=mlp),
+        mlp_bda=bias_dropout_add,
+    )
+    layers = [ModuleSpec(module=TransformerLayer, submodules=layer)] * num_layers
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class GlobalCounts:
     """Rows with at least one such token."""
 
 
-def global_counts(response_mask: torch.Tensor, groups: Groups) -> GlobalCounts:
+def global_counts(response_mask: torch.Tensor, groups: ProcessGroups) -> GlobalCounts:
     """Counts of ``response_mask`` (B, R) summed over the data-parallel ranks.
 
     Raises ValueError if no token takes part: the mean would be 0 / 0.

@@ -64,11 +64,9 @@ def split_into_micro_batches(
     # Longest first: the micro-batch that needs most memory fails at once, not after minutes.
     groups = pack(lengths, token_budget)
     groups += [[] for _ in range(-len(groups) % count_multiple)]
-    ids = batch["input_ids"].cpu()
-    width = answered.shape[1]
-    return [
-        _build(rows, ids, attended, lengths, answers, width, multiple, device) for rows in groups
-    ]
+    ids, width = batch["input_ids"].cpu(), answered.shape[1]
+    sequences = [row[seen] for row, seen in zip(ids, attended, strict=True)]
+    return [_pack(rows, sequences, answers, width, multiple, device) for rows in groups]
 
 
 def _check_responses(attended: torch.Tensor, answered: torch.Tensor) -> None:
@@ -83,32 +81,27 @@ def _check_responses(attended: torch.Tensor, answered: torch.Tensor) -> None:
         )
 
 
-def _build(
+def _pack(
     rows: list[int],
-    ids: torch.Tensor,
-    attended: torch.Tensor,
-    lengths: list[int],
+    sequences: list[torch.Tensor],
     answers: list[int],
     width: int,
     multiple: int,
     device: torch.device,
 ) -> MicroBatch:
-    sequences = [ids[r][attended[r]] for r in rows]
-    total = sum(lengths[r] for r in rows)
-    filler = -total % multiple if total else multiple
-    if filler:
-        sequences.append(torch.zeros(filler, dtype=torch.int64))
-    sizes = [len(s) for s in sequences]
+    parts = [sequences[row] for row in rows]
+    total = sum(map(len, parts))
+    if filler := -total % multiple if total else multiple:
+        parts.append(torch.zeros(filler, dtype=torch.int64))
+    sizes = [len(part) for part in parts]
     bounds = torch.tensor([0, *sizes]).cumsum(0)
-    predictors, row_of, columns = [], [], []
+    predictors, row_of, columns = ([torch.zeros(0, dtype=torch.int64)] for _ in range(3))
     for local, row in enumerate(rows):
         answer, end = answers[row], int(bounds[local + 1])
         predictors.append(torch.arange(end - answer - 1, end - 1))
         row_of.append(torch.full((answer,), local))
         columns.append(torch.arange(answer))
-    empty = torch.zeros(0, dtype=torch.int64)
-    predictor = torch.cat([empty, *predictors])
-    tokens = torch.cat(sequences)
+    predictor, tokens = torch.cat(predictors), torch.cat(parts)
     cu_seqlens = bounds.to(device, torch.int32)
     return MicroBatch(
         rows=torch.tensor(rows, dtype=torch.int64),
@@ -123,7 +116,7 @@ def _build(
         ),
         predictors=predictor.to(device),
         targets=tokens[predictor + 1].to(device),
-        row_of=torch.cat([empty, *row_of]).to(device),
-        column_of=torch.cat([empty, *columns]).to(device),
+        row_of=torch.cat(row_of).to(device),
+        column_of=torch.cat(columns).to(device),
         width=width,
     )

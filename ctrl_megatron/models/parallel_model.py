@@ -1,14 +1,14 @@
 """A decoder split over tensor and pipeline ranks: packed passes, optimizer steps, shards.
 
-What is read off the last stage, and what a step minimises, is the business of the models that build
-on this one: ``models.policy`` and ``models.value``.
+What is read off the last stage is the business of the models that build on this one
+(``models.policy``, ``models.value``), what a step minimises that of their callers;
+``models.forward_step`` brings both together for one micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,22 +21,14 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ctrl_megatron.models.build import BuildOptions, build_chunks
-from ctrl_megatron.models.families import ShardParam, hf_names, hf_shape, shard_params
+from ctrl_megatron.models.families import ShardParam, shard_params
+from ctrl_megatron.models.forward_step import Head, InferenceStep, Scalars, TrainStep
 from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
-from ctrl_megatron.models.loss_scale import GlobalCounts, global_counts
-from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
+from ctrl_megatron.models.loss_scale import global_counts
+from ctrl_megatron.models.micro_batch import Fields, split_into_micro_batches
 from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
-from ctrl_megatron.parallel.groups import Groups
-
-Head = Callable[[Any, MicroBatch, torch.Tensor], tuple[torch.Tensor, ...]]
-"""(last stage's module, micro-batch, its output) -> (N,) float32 vectors over response tokens."""
-Scalars = dict[str, torch.Tensor]
-Objective = Callable[
-    [tuple[torch.Tensor, ...], dict[str, torch.Tensor], GlobalCounts], tuple[torch.Tensor, Scalars]
-]
-"""(the head's vectors as (b, R) matrices, the other fields of these b rows, global counts) -> this
-piece's share of the loss and of named scalars."""
+from ctrl_megatron.parallel.groups import ProcessGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +50,7 @@ class ParallelModel:
     Weights are uninitialised until ``checkpoint.hf.load_hf`` or a checkpoint fills them.
     """
 
-    def __init__(self, shape: ModelShape, groups: Groups, options: ModelOptions) -> None:
+    def __init__(self, shape: ModelShape, groups: ProcessGroups, options: ModelOptions) -> None:
         self.shape, self.groups, self.options = shape, groups, options
         self.models = build_chunks(shape, groups, options.build)
         self.config = self.models[0].config
@@ -139,21 +131,6 @@ class ParallelModel:
         for model in self.models:
             model.to(self.groups.device)
 
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the whole model; tied embeddings count once."""
-        total = 0
-        seen: set[str] = set()
-        for name, shape in self.hf_shapes().items():
-            if name not in seen:
-                seen.add(name)
-                total += int(torch.Size(shape).numel())
-        return total
-
-    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and full shape of every HF tensor."""
-        return {name: hf_shape(name, self.shape) for name in hf_names(self.shape)}
-
     def shards(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
         """This rank's parameters with their places in the HF tensors."""
         for chunk, model in enumerate(self.models):
@@ -170,110 +147,76 @@ class ParallelModel:
                 yield param, named[param.name]
 
     @torch.no_grad()
-    def infer(self, batch: Fields, head: Head, count: int) -> torch.Tensor:
-        """The head's ``count`` vectors as (count, B, R) float32 on the host, 0 off the mask.
+    def infer(
+        self, rows: Fields, head: Head, vectors: int, token_budget: int | None = None
+    ) -> torch.Tensor:
+        """The head's vectors as (vectors, B, R) float32 on the host, 0 off the mask.
 
-        Every rank of the model copy calls this with the same batch and gets the same result.
+        Every rank of the model copy calls this with the same rows and gets the same result.
         """
-        shape = (count, *batch["response_mask"].shape)
-        results = torch.zeros(shape, dtype=torch.float32, device=self.groups.device)
-
-        def collect(
-            micro: MicroBatch, vectors: tuple[torch.Tensor, ...]
-        ) -> tuple[torch.Tensor, Scalars]:
-            rows = micro.rows.to(self.groups.device)
-            results[:, rows] = torch.stack([micro.to_rows(v) for v in vectors])
-            return vectors[0].sum(), {}
-
-        self._run(batch, head, collect, forward_only=True)
+        results = torch.zeros(
+            (vectors, *rows["response_mask"].shape), dtype=torch.float32, device=self.groups.device
+        )
+        get_forward_backward_func()(
+            forward_step_func=InferenceStep(head=head, results=results),
+            forward_only=True,
+            **self._micro_batches(rows, token_budget or self.options.token_budget),
+        )
         return self.groups.from_last_stage(results).cpu()
 
-    def optimise(self, batch: Fields, head: Head, objective: Objective) -> dict[str, float]:
-        """One optimizer step on the global mini-batch whose local rows are ``batch``.
+    def train_step(
+        self, rows: Fields, head: Head, loss: Callable[..., tuple[torch.Tensor, Scalars]]
+    ) -> dict[str, float]:
+        """One optimizer step on the global mini-batch whose local rows are ``rows``.
 
         Rows count for the loss where ``loss_mask`` (B, R) is on, by default ``response_mask``.
-        Returns the objective's scalars (global) and ``loss``, ``grad_norm`` (before clipping),
+        Returns the loss function's scalars (global) and ``loss``, ``grad_norm`` (before clipping),
         ``lr``. Raises FloatingPointError on a gradient that is not finite.
         """
         if self.optimization is None:
             raise RuntimeError("call start_optimizer() after the weights are loaded")
         self.onload()
-        counts = global_counts(batch.get("loss_mask", batch["response_mask"]), self.groups)
-
-        def finish(
-            micro: MicroBatch, vectors: tuple[torch.Tensor, ...]
-        ) -> tuple[torch.Tensor, Scalars]:
-            rows = _select(batch, micro.rows, self.groups.device)
-            loss, scalars = objective(tuple(micro.to_rows(v) for v in vectors), rows, counts)
-            return loss, {"loss": loss.detach(), **scalars}
-
+        counts = global_counts(rows.get("loss_mask", rows["response_mask"]), self.groups)
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimization.zero_grad()
-        pieces = self._run(batch, head, finish, forward_only=False)
-        metrics = self._reduce(pieces)
-        return {**metrics, **self.optimization.step()}
+        shares = get_forward_backward_func()(
+            forward_step_func=TrainStep(head=head, loss=loss, rows=rows, counts=counts),
+            forward_only=False,
+            **self._micro_batches(rows, self.options.token_budget),
+        )
+        return {**self._sum(shares), **self.optimization.step()}
 
-    def _run(
-        self,
-        batch: Fields,
-        head: Head,
-        finish: Callable[[MicroBatch, tuple[torch.Tensor, ...]], tuple[torch.Tensor, Scalars]],
-        *,
-        forward_only: bool,
-    ) -> list[dict[str, torch.Tensor]]:
-        """Megatron's schedule over the micro-batches."""
+    def _micro_batches(self, rows: Fields, token_budget: int) -> dict[str, Any]:
+        """The arguments of Megatron's schedule that say what it runs over."""
         layout = self.groups.layout
         micro_batches = split_into_micro_batches(
-            batch,
-            token_budget=self.options.token_budget,
+            rows,
+            token_budget=token_budget,
             multiple=layout.tensor if self.config.sequence_parallel else 1,
             count_multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
             device=self.groups.device,
         )
-
-        def on_last_stage(
-            model: Any, micro: MicroBatch, hidden: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            vectors = head(model, micro, hidden)
-            loss, scalars = finish(micro, vectors) if len(micro.rows) else (vectors[0].sum(), {})
-            if not forward_only:
-                # Keeps every parameter in the graph of a micro-batch without rows.
-                loss = loss + 0.0 * hidden.sum()
-            return loss, torch.tensor(1, dtype=torch.int), scalars
-
-        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
-            micro = next(iterator)
-            hidden = model(
-                input_ids=micro.tokens,
-                position_ids=micro.positions,
-                attention_mask=None,
-                packed_seq_params=micro.packed,
-            )
-            return hidden, partial(on_last_stage, _unwrap(model), micro)
-
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(micro_batches) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(micro_batches),
+        return {
+            "data_iterator": [iter(micro_batches) for _ in self.chunks],
+            "model": self.chunks,
+            "num_microbatches": len(micro_batches),
             # With variable_seq_lengths both only have to be positive multiples of what Megatron
             # divides them by; shapes are sent with the tensors.
-            seq_length=layout.tensor,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+            "seq_length": layout.tensor,
+            "micro_batch_size": 1,
+        }
 
-    def _reduce(self, pieces: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    def _sum(self, shares: list[Scalars]) -> dict[str, float]:
         """Sum over micro-batches and data-parallel ranks, known on every stage afterwards."""
         totals: dict[str, float] | None = None
         if self.groups.is_last_stage:
-            names = sorted({name for piece in pieces for name in piece})
+            names = sorted({name for share in shares for name in share})
             # Ranks may hold different numbers of micro-batches but agree on the names, because a
             # loss function names the same scalars for every piece.
             local = torch.tensor(
-                [sum(float(p.get(name, 0.0)) for p in pieces) for name in names],
+                [sum(float(share.get(name, 0.0)) for share in shares) for name in names],
                 dtype=torch.float64,
             )
             totals = dict(zip(names, self.groups.sum_over_data(local).tolist(), strict=True))
@@ -284,20 +227,6 @@ class ParallelModel:
         source = layout.rank(tp=0, pp=layout.pipeline - 1, dp=place.dp)
         dist.broadcast_object_list(box, src=source, group=self.groups.host_model)
         return box[0] or {}
-
-
-def _unwrap(model: Any) -> Any:
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _select(
-    batch: Mapping[str, torch.Tensor], rows: torch.Tensor, device: torch.device
-) -> dict[str, torch.Tensor]:
-    return {
-        name: value[rows].to(device)
-        for name, value in batch.items()
-        if isinstance(value, torch.Tensor)
-    }
 
 
 def _finalise_without_division(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 from ctrl_megatron.models.build import output_weight
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
-from ctrl_megatron.models.parallel_model import Head, ParallelModel, Scalars
+from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.vocab import linear_log_probs
 
 
@@ -39,48 +39,51 @@ class Policy(ParallelModel):
     """A language model, trained or frozen."""
 
     def log_probs(
-        self, batch: Fields, temperature: float = 1.0
+        self, rows: Fields, temperature: float = 1.0, *, token_budget: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the response tokens and entropies: (B, R) float32, host, 0 off the mask.
 
-        Every rank of the model copy calls this with the same batch and gets the same result.
+        Every rank of the model copy calls this with the same rows and gets the same result.
+        ``token_budget`` bounds the tokens of one micro-batch, which may be more than in training
+        because nothing is kept for a backward pass; None takes the model's own.
         """
-        log_probs, entropy = self.infer(batch, self._head_at(temperature), 2)
+        log_probs, entropy = self.infer(rows, LogProbHead(self, temperature), 2, token_budget)
         return log_probs, entropy
 
-    def step(self, batch: Fields, loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
-        """One optimizer step on the global mini-batch whose local rows are ``batch``.
+    def step(self, rows: Fields, loss: LossFn, temperature: float = 1.0) -> dict[str, float]:
+        """One optimizer step on the global mini-batch whose local rows are ``rows``.
 
-        Returns and raises as ``ParallelModel.optimise``.
+        Returns and raises as ``ParallelModel.train_step``.
         """
+        return self.train_step(rows, LogProbHead(self, temperature), loss)
 
-        def objective(
-            vectors: tuple[torch.Tensor, ...], rows: dict[str, torch.Tensor], counts: GlobalCounts
-        ) -> tuple[torch.Tensor, Scalars]:
-            log_probs, entropy = vectors
-            return loss_fn(log_probs, entropy, rows, counts)
 
-        return self.optimise(batch, self._head_at(temperature), objective)
+@dataclass(frozen=True, slots=True)
+class LogProbHead:
+    """A ``models.forward_step.Head``: (log-probs of the response tokens, entropies)."""
 
-    def _head_at(self, temperature: float) -> Head:
-        return partial(self._head, temperature=temperature)
+    policy: Policy
+    temperature: float
 
-    def _head(
-        self, model: Any, micro: MicroBatch, hidden: torch.Tensor, temperature: float
+    def __call__(
+        self, module: Any, micro: MicroBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = hidden.transpose(0, 1)
-        if self.config.sequence_parallel:
+        policy = self.policy
+        # (1, T, H) -> (T, 1, H), of which a rank holds T / tensor size under sequence parallelism.
+        # Backwards both regions sum what the tensor ranks' vocabularies give.
+        hidden = output.transpose(0, 1)
+        if policy.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         return linear_log_probs(
             hidden.squeeze(1)[micro.predictors],
-            output_weight(model),
+            output_weight(module),
             micro.targets,
-            vocab_size=self.shape.vocab_size,
-            temperature=temperature,
-            chunk=self.options.logprob_chunk,
-            tensor_rank=self.groups.place.tp,
-            tensor_size=self.groups.layout.tensor,
-            group=self.groups.tensor,
+            vocab_size=policy.shape.vocab_size,
+            temperature=self.temperature,
+            chunk=policy.options.logprob_chunk,
+            tensor_rank=policy.groups.place.tp,
+            tensor_size=policy.groups.layout.tensor,
+            group=policy.groups.tensor,
         )

@@ -43,6 +43,13 @@ class SafetensorsDirectory:
             self._open[file] = safe_open(path, framework="pt").__enter__()
         return self._open[file]
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor; only the files' headers are read."""
+        return {name: self._shape(name) for name in self._file_of}
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handle(name).get_slice(name).get_shape())
+
     def check(self, shape: ModelShape) -> None:
         """ValueError naming tensors that are missing, unexpected or of another shape."""
         wanted = {name: hf_shape(name, shape) for name in hf_names(shape)}
@@ -60,10 +67,9 @@ class SafetensorsDirectory:
                 f"unexpected {unexpected[:5]} ({len(missing)} and {len(unexpected)} in all)"
             )
         for name, expected in wanted.items():
-            found = tuple(self._handle(name).get_slice(name).get_shape())
-            if found != expected:
+            if (actual := self._shape(name)) != expected:
                 raise ValueError(
-                    f"{self.directory}: {name} has shape {found}, config.json implies {expected}"
+                    f"{self.directory}: {name} has shape {actual}, config.json implies {expected}"
                 )
 
     def read(self, name: str) -> torch.Tensor:

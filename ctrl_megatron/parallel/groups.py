@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
+class ProcessGroups:
     """This rank's place and the groups it talks in."""
 
     layout: Layout
@@ -27,13 +27,10 @@ class Groups:
     hosts: Hosts
     tensor: Any
     pipeline: Any
-    data: Any
-    model: Any
-    """The ranks that hold one copy of the model together (tensor x pipeline)."""
     host: Any
     """All ranks over gloo: for objects, barriers and host memory, whatever the devices are."""
     host_model: Any
-    """The ranks of one model copy over gloo."""
+    """The ranks that hold one copy of the model together (tensor x pipeline) over gloo."""
     host_data: Any
     """The ranks with this rank's tensor and pipeline place over gloo."""
 
@@ -125,7 +122,7 @@ class Groups:
 
 def initialize(
     layout: Layout, *, seed: int, timeout_seconds: float, launch: Launch | None = None
-) -> Groups:
+) -> ProcessGroups:
     """Start torch.distributed as the launcher says and build Megatron's groups.
 
     CUDA devices talk over NCCL; without one, the CPU platform is installed and everything talks
@@ -181,7 +178,7 @@ def _rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
     return {"store": store, "rank": launch.rank, "world_size": launch.world_size}
 
 
-def _collect(layout: Layout, device: torch.device, timeout: timedelta) -> Groups:
+def _collect(layout: Layout, device: torch.device, timeout: timedelta) -> ProcessGroups:
     from megatron.core import parallel_state
 
     rank = dist.get_rank()
@@ -200,7 +197,7 @@ def _collect(layout: Layout, device: torch.device, timeout: timedelta) -> Groups
     host = dist.new_group(list(every), backend="gloo", timeout=timeout)
     identities: list[Any] = [None] * layout.world_size
     dist.all_gather_object(identities, host_identity(), group=host)
-    return Groups(
+    return ProcessGroups(
         layout=layout,
         rank=rank,
         place=place,
@@ -208,8 +205,6 @@ def _collect(layout: Layout, device: torch.device, timeout: timedelta) -> Groups
         hosts=number_hosts(identities),
         tensor=parallel_state.get_tensor_model_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
-        data=parallel_state.get_data_parallel_group(),
-        model=parallel_state.get_model_parallel_group(),
         host=host,
         host_model=host_model,
         host_data=host_data,

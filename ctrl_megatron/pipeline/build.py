@@ -18,14 +18,13 @@ from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import ModelOptions
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.session import Services, Session
-from ctrl_megatron.pipeline.weights import EngineWeights
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+from ctrl_megatron.resharding.engine_weights import EngineLink, EngineWeights
 from ctrl_megatron.resharding.plan import EngineLayout
-from ctrl_megatron.resharding.push import EngineLink
 from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.build import build_reward_sum, reward_functions_of
@@ -158,7 +157,9 @@ def total_steps(config: Config, rows: int) -> int:
 # Models
 
 
-def build_policies(config: Config, groups: Groups, steps: int) -> tuple[Policy, Policy | None]:
+def build_policies(
+    config: Config, groups: ProcessGroups, steps: int
+) -> tuple[Policy, Policy | None]:
     """The actor for ``steps`` training steps, and the reference where the objective has a KL."""
     family = config.actor_rollout_ref
     policy = build_policy(
@@ -179,7 +180,12 @@ def build_policies(config: Config, groups: Groups, steps: int) -> tuple[Policy, 
 
 
 def build_policy(
-    config: Config, groups: Groups, *, path: str, optimizer: OptimizerOptions | None, budget: int
+    config: Config,
+    groups: ProcessGroups,
+    *,
+    path: str,
+    optimizer: OptimizerOptions | None,
+    budget: int,
 ) -> Policy:
     """A policy with the weights of the HF directory ``path``; frozen without an optimizer."""
     options = _model_options(config, optimizer=optimizer, budget=budget)
@@ -190,7 +196,7 @@ def build_policy(
     return policy
 
 
-def build_value_model(config: Config, groups: Groups, steps: int) -> ValueModel | None:
+def build_value_model(config: Config, groups: ProcessGroups, steps: int) -> ValueModel | None:
     """The value model for ``steps`` training steps; None where nothing reads its values."""
     if not config.needs_values:
         return None

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.graph import Node, NodePlace, TaskGraph
 from ctrl_megatron.pipeline.stop import StopFlag, StopRequested
 
@@ -28,7 +28,7 @@ class NodeOutput:
 class Rank(Protocol):
     """What the executor needs of the object that nodes get as their first argument."""
 
-    groups: Groups
+    groups: ProcessGroups
     background: BackgroundLoop
     timeline: Timeline
     stop: StopFlag

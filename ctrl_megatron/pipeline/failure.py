@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 
 _POLL_SECONDS = 0.5
 _BEAT_SECONDS = 2.0
@@ -38,7 +38,9 @@ class Service(Protocol):
 class FailureWatch:
     """Starts with the process groups, ends with ``close``."""
 
-    def __init__(self, groups: Groups, *, timeout: float, clean_up: Callable[[], None]) -> None:
+    def __init__(
+        self, groups: ProcessGroups, *, timeout: float, clean_up: Callable[[], None]
+    ) -> None:
         self._groups, self._timeout, self._clean_up = groups, timeout, clean_up
         self._services: list[Service] = []
         self._ended, self._announced = threading.Event(), False

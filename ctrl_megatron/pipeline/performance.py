@@ -16,7 +16,7 @@ from ctrl_megatron.metrics import (
     seconds_by_name,
 )
 from ctrl_megatron.models.hf_config import ModelShape
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.worker import DAGWorker
 
 
@@ -39,7 +39,7 @@ def flops_of(shape: ModelShape, lengths: list[int], *, responses: int, backward:
     )
 
 
-def sequence_lengths(batch: TensorDict, groups: Groups) -> tuple[list[int], int]:
+def sequence_lengths(batch: TensorDict, groups: ProcessGroups) -> tuple[list[int], int]:
     """Tokens of every row of the global batch, and its number of response tokens. Collective."""
     mine = batch["attention_mask"].sum(dim=1).tolist(), int(batch["response_mask"].sum())
     lengths, responses = zip(*groups.from_data_ranks(mine), strict=True)
@@ -77,7 +77,7 @@ def performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     }
 
 
-def peak_flops_per_device(config: Config, groups: Groups) -> float:
+def peak_flops_per_device(config: Config, groups: ProcessGroups) -> float:
     """Peak flop/s of one device; a CPU is measured by every rank at once, as it will be used.
 
     Warns where a CPU lacks instructions for the configured type. Collective.

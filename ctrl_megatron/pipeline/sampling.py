@@ -14,13 +14,13 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.data.balance import partition_groups
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.rewards import Scores, weighted_sum
 from ctrl_megatron.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from ctrl_megatron.pipeline.weights import Role
     from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+    from ctrl_megatron.resharding.engine_weights import Role
 
 
 Fields = Mapping[str, str | bool | int | float | None]
@@ -246,7 +246,9 @@ def validation_batches(worker: RolloutWorker) -> list[list[int]]:
     ]
 
 
-def share_prompts(num_prompts: int, mini_batch: int, groups: Groups) -> list[tuple[int, int]]:
+def share_prompts(
+    num_prompts: int, mini_batch: int, groups: ProcessGroups
+) -> list[tuple[int, int]]:
     """(prompt index, its mini-batch) for this rank: an equal part of every mini-batch."""
     part = mini_batch // groups.layout.data
     first = groups.place.dp * part
@@ -271,7 +273,7 @@ class Shared(Protocol):
 AnyRow = TypeVar("AnyRow", bound=Shared)
 
 
-def level_over_data_ranks(rows: list[AnyRow], groups: Groups) -> list[AnyRow]:
+def level_over_data_ranks(rows: list[AnyRow], groups: ProcessGroups) -> list[AnyRow]:
     """This rank's rows when all ranks' rows are shared anew by ``share_rows``. Collective."""
     if groups.layout.data == 1:
         return rows
@@ -279,7 +281,9 @@ def level_over_data_ranks(rows: list[AnyRow], groups: Groups) -> list[AnyRow]:
     return share_rows(everything, groups, balance=True)
 
 
-def share_rows(everything: Sequence[AnyRow], groups: Groups, *, balance: bool) -> list[AnyRow]:
+def share_rows(
+    everything: Sequence[AnyRow], groups: ProcessGroups, *, balance: bool
+) -> list[AnyRow]:
     """This rank's share of the global rows; ``balance`` gives ranks about equally many tokens.
 
     Groups stay whole and inside their mini-batch, and every rank gets equally many of them: group

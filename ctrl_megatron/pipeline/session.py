@@ -18,14 +18,14 @@ from pathlib import Path
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.groups import Groups, initialize, shutdown
+from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.pipeline.failure import EXIT_CODE, FailureWatch
 from ctrl_megatron.pipeline.stop import StopFlag
-from ctrl_megatron.resharding.shared_memory import remove_segments
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import Engine, EngineAddress, EngineSpec
 from ctrl_megatron.rollout.launch import EngineProcess
+from ctrl_megatron.rollout.weight_chunks import remove_segments
 from ctrl_megatron.sandbox import EmbeddedSandbox
 
 
@@ -34,7 +34,7 @@ class Session:
     """What every run has on a rank before there is a model."""
 
     config: Config
-    groups: Groups
+    groups: ProcessGroups
     background: BackgroundLoop
     stop: StopFlag
     watch: FailureWatch
@@ -90,7 +90,7 @@ def session(config: Config) -> Iterator[Session]:
     stop.restore()
 
 
-def join(config: Config) -> Groups:
+def join(config: Config) -> ProcessGroups:
     """Meet the other ranks that the launcher started, in the configured layout. Collective."""
     launch, megatron = read_launch(), config.actor_rollout_ref.actor.megatron
     layout = layout_for(
@@ -132,7 +132,7 @@ class Services:
     The engine comes up while models are loaded.
     """
 
-    def __init__(self, config: Config, groups: Groups) -> None:
+    def __init__(self, config: Config, groups: ProcessGroups) -> None:
         self._config, self._groups = config, groups
         self._engine: EngineProcess | None = None
         self._sandbox: EmbeddedSandbox | None = None

@@ -19,10 +19,10 @@ from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.dynamic_sampling import LeftoverGroups
 from ctrl_megatron.pipeline.stop import StopFlag, StopRequested
-from ctrl_megatron.pipeline.weights import EngineWeights
+from ctrl_megatron.resharding.engine_weights import EngineWeights
 from ctrl_megatron.rewards import RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.engine import Engine
 
@@ -35,7 +35,7 @@ class RolloutWorker:
     """What it takes to let models generate and to judge what they write."""
 
     config: Config
-    groups: Groups
+    groups: ProcessGroups
     background: BackgroundLoop
     stop: StopFlag
     codec: TextCodec
@@ -96,7 +96,7 @@ class DAGWorker(RolloutWorker):
     draw: Callable[[int], list[int]]
     """So many further rows of the data, the same on every rank."""
     leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
-    """Groups that dynamic sampling has not used yet."""
+    """ProcessGroups that dynamic sampling has not used yet."""
     policy: Policy
     reference: Policy | None
     """The frozen KL anchor; None where the objective has no KL."""

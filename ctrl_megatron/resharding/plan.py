@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 
 from ctrl_megatron.models.families import Piece, hf_names, hf_shape, shard_params
 from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT = 64
 
 
@@ -40,7 +39,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class HostSpread:
     """Where the ranks stand, and where the weights are read."""
 
     of_rank: tuple[int, ...]
@@ -54,8 +53,8 @@ Route = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
-    """A tensor's place in a bucket: the same on all hosts."""
+class TensorPlace:
+    """A whole tensor's bucket and byte offset there: the same on all hosts."""
 
     spec: TensorSpec
     bucket: int
@@ -68,27 +67,23 @@ class Slice:
 class Transfer:
     """One whole HF tensor: its place, and what it is put together from on every host that does."""
 
-    place: Slice
+    place: TensorPlace
     sources: tuple[Source, ...]
 
 
-def spec_bytes(spec: TensorSpec) -> int:
-    """Bytes of the tensor; ValueError for a dtype that is not transferred."""
-    if spec.dtype not in DTYPE_BYTES:
-        raise ValueError(
-            f"{spec.name}: dtype {spec.dtype!r} is not supported; known: {', '.join(DTYPE_BYTES)}"
-        )
-    return prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+def hf_specs(shape: ModelShape, dtype: str) -> list[TensorSpec]:
+    """Every HF tensor of the model in checkpoint order."""
+    return [TensorSpec(name=n, dtype=dtype, shape=hf_shape(n, shape)) for n in hf_names(shape)]
 
 
-def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Slice, ...]:
+def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[TensorPlace, ...]:
     """Tensors in order, each at an aligned offset, a new bucket where one is full."""
     places, bucket, used = [], 0, 0
     for spec in specs:
         size = -(-spec_bytes(spec) // ALIGNMENT) * ALIGNMENT
         if used and used + size > bucket_bytes:
             bucket, used = bucket + 1, 0
-        places.append(Slice(spec=spec, bucket=bucket, offset=used))
+        places.append(TensorPlace(spec=spec, bucket=bucket, offset=used))
         used += size
     return tuple(places)
 
@@ -99,7 +94,7 @@ def plan(
     train: Layout,
     engine: EngineLayout,
     te_names: bool = False,
-    spread: Spread | None = None,
+    spread: HostSpread | None = None,
 ) -> tuple[Transfer, ...]:
     """The transfers that bring every HF tensor of the model to every reader once.
 
@@ -108,12 +103,9 @@ def plan(
     replicas, the least loaded one next. Without ``spread`` all stand on one host. Tensor-parallel
     ranks of a group stand on one host.
     """
-    spread = spread or Spread(of_rank=(0,) * train.world_size, readers=(0,))
-    specs = [
-        TensorSpec(name=name, dtype=engine.dtype, shape=hf_shape(name, shape))
-        for name in hf_names(shape)
-    ]
-    found: dict[str, list[tuple[int, int, int, str, Piece]]] = {spec.name: [] for spec in specs}
+    spread = spread or HostSpread(of_rank=(0,) * train.world_size, readers=(0,))
+    specs = hf_specs(shape, engine.dtype)
+    pieces_of: dict[str, list[tuple[int, int, int, str, Piece]]] = {spec.name: [] for spec in specs}
     for pp, chunk in train.stages():
         for tp in range(train.tensor):
             for param in shard_params(shape, train, tp=tp, pp=pp, chunk=chunk, te_names=te_names):
@@ -123,11 +115,11 @@ def plan(
                     # Weights that every tensor rank holds whole are sent once.
                     if piece.extent == hf_shape(piece.hf, shape) and tp > 0:
                         continue
-                    found[piece.hf].append((tp, pp, chunk, param.name, piece))
+                    pieces_of[piece.hf].append((tp, pp, chunk, param.name, piece))
     load = [0] * train.data
     transfers = []
     for place in place_in_buckets(specs, engine.bucket_bytes):
-        pieces = found[place.spec.name]
+        pieces = pieces_of[place.spec.name]
         (stage,) = {pp for _, pp, *_ in pieces}
         ranks = (train.rank(tp=0, pp=stage, dp=dp) for dp in range(train.data))
         holders = [spread.of_rank[rank] for rank in ranks]
@@ -151,8 +143,8 @@ def _replicas(
     writers: dict[int, int] = {}
     routes = []
     for reader in readers:
-        near = [dp for dp, host in enumerate(holders) if host == reader]
-        replica = min(near or range(len(holders)), key=load.__getitem__)
+        local = [dp for dp, host in enumerate(holders) if host == reader]
+        replica = min(local or range(len(holders)), key=load.__getitem__)
         load[replica] += size
         host = holders[replica]
         writers.setdefault(host, replica)

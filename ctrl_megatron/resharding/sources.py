@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from ctrl_megatron.models.families import hf_names, hf_shape
+from ctrl_megatron.models.families import Piece
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.parallel_model import ParallelModel
-from ctrl_megatron.parallel.groups import Groups
-from ctrl_megatron.resharding.plan import EngineLayout, Slice, Spread, place_in_buckets, plan
-from ctrl_megatron.types import TensorSpec
-
-Copy = Callable[[torch.Tensor], None]
+from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.resharding.plan import (
+    EngineLayout,
+    HostSpread,
+    TensorPlace,
+    hf_specs,
+    place_in_buckets,
+    plan,
+)
+from ctrl_megatron.rollout.weight_chunks import tensor_at
 
 
 class WeightSource(Protocol):
     """Fills buckets with whole HF tensors, all ranks together."""
 
     @property
-    def slices(self) -> Sequence[Slice]:
+    def places(self) -> Sequence[TensorPlace]:
         """Every tensor's place, in the order of buckets; equal on all ranks."""
         ...
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
         """Write this rank's share of ``bucket`` into ``memory`` (uint8, shared by the ranks)."""
         ...
-
-
-def view(memory: torch.Tensor, place: Slice) -> torch.Tensor:
-    """The tensor that lies in ``memory`` (uint8) at its place."""
-    dtype = getattr(torch, place.spec.dtype)
-    numel = torch.Size(place.spec.shape).numel()
-    raw = memory[place.offset : place.offset + numel * dtype.itemsize]
-    return raw.view(dtype).view(place.spec.shape)
 
 
 class MegatronSource:
@@ -51,54 +49,40 @@ class MegatronSource:
         self, model: ParallelModel, layout: EngineLayout, readers: tuple[int, ...]
     ) -> None:
         place, groups = model.groups.place, model.groups
-        spread = Spread(of_rank=groups.hosts.of_rank, readers=readers)
+        spread = HostSpread(of_rank=groups.hosts.of_rank, readers=readers)
         transfers = plan(model.shape, groups.layout, layout, has_transformer_engine(), spread)
-        self.slices = tuple(transfer.place for transfer in transfers)
+        self.places = tuple(transfer.place for transfer in transfers)
         chunks = [dict(chunk.named_parameters()) for chunk in model.models]
-        self._copies: dict[int, list[Copy]] = defaultdict(list)
+        self._copies: dict[int, list[tuple[TensorPlace, Piece, torch.nn.Parameter]]]
+        self._copies = defaultdict(list)
         for transfer in transfers:
             for source in transfer.sources:
                 if (source.tp, source.pp, source.dp) == (place.tp, place.pp, place.dp):
                     weight = chunks[source.chunk][source.param]
-                    piece = source.piece
-                    self._copies[transfer.place.bucket].append(
-                        _copy(transfer.place, piece.hf_slices, weight, piece.slices)
-                    )
+                    copy = (transfer.place, source.piece, weight)
+                    self._copies[transfer.place.bucket].append(copy)
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
-        for copy in self._copies[bucket]:
-            copy(memory)
-
-
-def _copy(
-    where: Slice, to: tuple[slice, ...], weight: torch.Tensor, part: tuple[slice, ...]
-) -> Copy:
-    def copy(memory: torch.Tensor) -> None:
-        view(memory, where)[to].copy_(weight.detach()[part])
-
-    return copy
+        for place, piece, weight in self._copies[bucket]:
+            whole = tensor_at(memory, place.spec, place.offset)
+            whole[piece.hf_slices].copy_(weight.detach()[piece.slices])
 
 
 class DirectorySource:
     """The safetensors of an HF directory, read on every host that has an engine; the ranks of a
     host share the reading tensor by tensor."""
 
-    def __init__(self, directory: str | Path, layout: EngineLayout, groups: Groups) -> None:
-        from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-
+    def __init__(self, directory: str | Path, layout: EngineLayout, groups: ProcessGroups) -> None:
         shape = read_model_shape(directory)
-        specs = [
-            TensorSpec(name=n, dtype=layout.dtype, shape=hf_shape(n, shape))
-            for n in hf_names(shape)
-        ]
-        self.slices = place_in_buckets(specs, layout.bucket_bytes)
+        self.places = place_in_buckets(hf_specs(shape, layout.dtype), layout.bucket_bytes)
         self._tensors = SafetensorsDirectory(directory)
         self._tensors.check(shape)
-        near = [rank for rank, host in enumerate(groups.hosts.of_rank) if host == groups.here]
-        needed = self.slices if groups.here in groups.engine_hosts else ()
-        self._mine = {s.spec.name for s in needed[near.index(groups.rank) :: len(near)]}
+        ranks = [rank for rank, host in enumerate(groups.hosts.of_rank) if host == groups.here]
+        needed = self.places if groups.here in groups.engine_hosts else ()
+        self._own_places = needed[ranks.index(groups.rank) :: len(ranks)]
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
-        for place in self.slices:
-            if place.bucket == bucket and place.spec.name in self._mine:
-                view(memory, place).copy_(self._tensors.read(place.spec.name))
+        for place in self._own_places:
+            if place.bucket == bucket:
+                whole = self._tensors.read(place.spec.name)
+                tensor_at(memory, place.spec, place.offset).copy_(whole)

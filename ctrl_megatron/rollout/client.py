@@ -1,4 +1,4 @@
-"""``Engine`` over the wire: any process on the engine's host talks to it through this."""
+"""``Engine`` over HTTP: any process on the engine's host talks to it through this."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from ctrl_megatron.rollout import wire
-from ctrl_megatron.rollout.engine import Chunk, EngineAddress, EngineDied, PauseMode
-from ctrl_megatron.rollout.lifeline import process_gone
+from ctrl_megatron.rollout.engine import EngineAddress, EngineDied, PauseMode
+from ctrl_megatron.rollout.parent_watch import process_gone
+from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
 _TAIL_BYTES = 3000
@@ -53,78 +55,49 @@ class RemoteEngine:
     async def generate(
         self, prompts: list[list[int]], params: SamplingParams
     ) -> list[list[Completion]]:
-        """See ``Engine.generate``."""
-        body = {"prompts": prompts, "params": wire.params_to_json(params)}
+        body = {"prompts": prompts, "params": asdict(params)}
         groups = await self._post("/generate", body)
         return [[wire.completion_from_json(c) for c in group] for group in groups]
 
-    async def manifest(self) -> tuple[TensorSpec, ...]:
-        """See ``Engine.manifest``."""
-        return wire.specs_from_json(await self._post("/manifest", {}))
-
     async def update(
-        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[Chunk], version: str
+        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
-        """See ``Engine.update``. An error of ``chunks`` fails the update and is raised here."""
+        """An error of ``chunks`` fails the update and is raised here."""
         try:
             async with self._open().ws_connect(
                 self.address.endpoint + "/update", max_msg_size=0
             ) as socket:
                 await socket.send_json({"specs": wire.specs_to_json(specs), "version": version})
-                await self._feed(socket, chunks)
+                # The server asks for each chunk when the engine has read the one before.
+                while (answer := await _receive(socket)) == {"next": True}:
+                    try:
+                        chunk = await anext(chunks, None)
+                    except BaseException as error:
+                        await socket.send_json({"failed": f"{type(error).__name__}: {error}"})
+                        await socket.receive()
+                        raise
+                    await socket.send_json({"chunk": chunk})
         except (aiohttp.ClientError, OSError) as error:
             raise await self._died(error) from error
-
-    async def _feed(
-        self, socket: aiohttp.ClientWebSocketResponse, chunks: AsyncIterator[Chunk]
-    ) -> None:
-        while True:
-            message = await socket.receive()
-            if message.type is not aiohttp.WSMsgType.TEXT:
-                raise aiohttp.ClientConnectionError("connection closed during a weight update")
-            said = message.json()
-            if "done" in said:
-                return
-            if "error" in said:
-                raise wire.error_from_json(said["error"])
-            try:
-                chunk = await anext(chunks, None)
-            except BaseException as error:
-                await socket.send_json({"failed": f"{type(error).__name__}: {error}"})
-                await socket.receive()
-                raise
-            await socket.send_json({"end": True} if chunk is None else wire.chunk_to_json(chunk))
+        if "error" in answer:
+            raise wire.error_from_json(answer["error"])
 
     async def pause(self, mode: PauseMode) -> None:
-        """See ``Engine.pause``."""
         await self._post("/pause", {"mode": mode})
 
     async def resume(self) -> None:
-        """See ``Engine.resume``."""
         await self._post("/resume", {})
 
-    async def connect(self, group: dict[str, Any]) -> None:
-        """See ``Engine.connect``."""
-        await self._post("/connect", {"group": group})
-
     async def sleep(self, tags: Sequence[str]) -> None:
-        """See ``Engine.sleep``."""
         await self._post("/sleep", {"tags": list(tags)})
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """See ``Engine.wake``."""
         await self._post("/wake", {"tags": list(tags)})
 
     async def checksums(self) -> dict[str, str]:
-        """See ``Engine.checksums``."""
         return await self._post("/checksums", {})
 
-    async def version(self) -> str:
-        """See ``Engine.version``."""
-        return await self._post("/version", {})
-
     async def health(self) -> None:
-        """See ``Engine.health``."""
         await self._post("/health", {})
 
     async def close(self) -> None:
@@ -178,3 +151,10 @@ class RemoteEngine:
             f"engine {address.name} (pid {address.pid}, seen from pid {os.getpid()}) {ending}; "
             f"the end of its log {address.log_path}:\n{log_tail(address.log_path)}"
         )
+
+
+async def _receive(socket: aiohttp.ClientWebSocketResponse) -> wire.Json:
+    message = await socket.receive()
+    if message.type is not aiohttp.WSMsgType.TEXT:
+        raise aiohttp.ClientConnectionError("connection closed during a weight update")
+    return message.json()

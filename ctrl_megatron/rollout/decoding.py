@@ -1,7 +1,11 @@
-"""Batched decoding with a transformers model: left padding, KV cache, rows end one by one."""
+"""Batched decoding with a transformers model: left padding, KV cache, rows end one by one.
+
+It runs in a thread; ``PauseControl`` holds it, or ends it, between two steps.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -9,13 +13,12 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.rollout.gate import Gate, Ticket
 from ctrl_megatron.rollout.sampling import draw, temper
 from ctrl_megatron.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
+class DecodingRow:
     """One completion in the making."""
 
     prompt: Sequence[int]
@@ -53,13 +56,13 @@ def spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(versions[s], s, e) for s, e in pairwise(borders))
 
 
-class Batch:
+class DecodingBatch:
     """Rows that step together, with the KV cache of the weights called ``version``."""
 
-    def __init__(self, model: Any, rows: Sequence[Row], params: SamplingParams) -> None:
+    def __init__(self, model: Any, rows: Sequence[DecodingRow], params: SamplingParams) -> None:
         self._model, self._params = model, params
         self.alive = list(rows)
-        self._cached: list[Row] = []
+        self._cached: list[DecodingRow] = []
         self._cache: Any = None
         self._mask = torch.empty(0)
         self._version = ""
@@ -111,21 +114,84 @@ class Batch:
         return output.logits[:, -1]
 
 
+class CancelToken:
+    """Stands for the work of one call of ``generate``."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class PauseControl:
+    """Pauses and resumes decoding: called by the event loop, asked by the thread at each step."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._paused = self._stepping = False
+        # Counts aborts; work begun in an earlier epoch must end.
+        self._epoch = 0
+
+    def begin_work(self) -> CancelToken:
+        """For work that begins now."""
+        with self._changed:
+            return CancelToken(self._epoch)
+
+    def cancel(self, token: CancelToken) -> None:
+        """End the work of one token."""
+        with self._changed:
+            token.epoch = -1
+            self._changed.notify_all()
+
+    def begin_step(self, token: CancelToken) -> bool:
+        """Wait out a pause. False if the token's work must end, else ``end_step`` must follow."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._paused or token.epoch < self._epoch)
+            if token.epoch < self._epoch:
+                return False
+            self._stepping = True
+            return True
+
+    def end_step(self) -> None:
+        """The step is over."""
+        with self._changed:
+            self._stepping = False
+            self._changed.notify_all()
+
+    def pause(self, *, abort: bool) -> None:
+        """Return once no step runs and none can begin; with ``abort`` end all work begun so far."""
+        with self._changed:
+            self._paused = True
+            self._epoch += abort
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._stepping)
+
+    def resume(self) -> None:
+        """Let steps begin."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step may begin."""
+        with self._changed:
+            return self._paused
+
+
 def decode_all(
     model: Any,
-    rows: Sequence[Row],
+    rows: Sequence[DecodingRow],
     params: SamplingParams,
     *,
     max_rows: int,
-    gate: Gate,
-    ticket: Ticket,
+    control: PauseControl,
+    token: CancelToken,
     version: Callable[[], str],
 ) -> None:
-    """Finish every row, ``max_rows`` at a time; as ``abort`` once the ticket is refused."""
+    """Finish every row, ``max_rows`` at a time; as ``abort`` once the token is cancelled."""
     for first in range(0, len(rows), max_rows):
-        batch = Batch(model, rows[first : first + max_rows], params)
+        batch = DecodingBatch(model, rows[first : first + max_rows], params)
         while batch.alive:
-            if not gate.enter(ticket):
+            if not control.begin_step(token):
                 for row in batch.alive:
                     row.finish_reason = "abort"
                 break
@@ -133,4 +199,4 @@ def decode_all(
                 with torch.inference_mode():
                     batch.step(version())
             finally:
-                gate.leave()
+                control.end_step()

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
+
+if TYPE_CHECKING:
+    # The server's process imports torch only after its parent is watched.
+    from ctrl_megatron.rollout.weight_chunks import WeightChunk
 
 PauseMode = Literal["abort", "keep"]
 """``abort`` ends running completions with finish reason ``abort``; ``keep`` freezes them: they go
@@ -78,22 +82,6 @@ class EngineAddress:
     log_path: str
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A tensor's place in a chunk: ``spec``'s bytes, contiguous, from byte ``offset`` on."""
-
-    spec: TensorSpec
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Whole tensors lying in the POSIX shared memory called ``segment`` (a file in /dev/shm)."""
-
-    segment: str
-    slots: tuple[Slot, ...]
-
-
 class Engine(Protocol):
     """An engine as the trainer sees it. All methods may be called concurrently."""
 
@@ -108,16 +96,13 @@ class Engine(Protocol):
         """
         ...
 
-    async def manifest(self) -> tuple[TensorSpec, ...]:
-        """The HF tensors an update must bring, in the engine's dtype; a tied head is absent."""
-        ...
-
     async def update(
-        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[Chunk], version: str
+        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
         """Replace all weights; completions drawn afterwards carry ``version``.
 
-        ``specs`` is checked against the manifest first: ValueError leaves the engine untouched.
+        ``specs`` must be the tensors of the engine's checkpoint, a tied head left out, in any dtype
+        that weights travel in: ValueError names every difference and leaves the engine untouched.
         The next chunk is pulled only when the previous one has been read, so its memory may be
         used again then. Running completions freeze meanwhile and go on with the new weights; all
         caches are dropped. EngineError on a failure after the first chunk: the engine is broken.
@@ -132,10 +117,6 @@ class Engine(Protocol):
         """Draw again."""
         ...
 
-    async def connect(self, group: dict[str, Any]) -> None:
-        """Join a process group of the trainer that carries weights. NotImplementedError so far."""
-        ...
-
     async def sleep(self, tags: Sequence[str]) -> None:
         """Free device memory: ``weights``, ``kv_cache``. Nothing to free on a CPU."""
         ...
@@ -145,11 +126,7 @@ class Engine(Protocol):
         ...
 
     async def checksums(self) -> dict[str, str]:
-        """HF name -> ``tensor_digest`` of the weights that the engine computes with."""
-        ...
-
-    async def version(self) -> str:
-        """Name of the weights in force."""
+        """HF name -> ``tensor_checksum`` of the weights that the engine computes with."""
         ...
 
     async def health(self) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.rollout.decoding import Row, decode_all
-from ctrl_megatron.rollout.digest import digest_all
-from ctrl_megatron.rollout.engine import Chunk, EngineSpec, PauseMode
-from ctrl_megatron.rollout.gate import Gate, Ticket
-from ctrl_megatron.rollout.manifest import read_manifest, read_model_config
-from ctrl_megatron.rollout.requests import check_request, stream_seed
-from ctrl_megatron.rollout.segment import open_chunk
-from ctrl_megatron.rollout.update import WeightState
+from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
+from ctrl_megatron.rollout.engine import EngineSpec, PauseMode
+from ctrl_megatron.rollout.sampling import check_request, stream_seed
+from ctrl_megatron.rollout.weight_chunks import WeightChunk, read_chunk
+from ctrl_megatron.rollout.weight_update import (
+    WeightState,
+    checksums,
+    read_manifest,
+    read_model_config,
+)
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,7 +34,7 @@ def load_model(spec: EngineSpec) -> Any:
 
 
 class HfEngine:
-    """``Engine`` on transformers. Calls of ``generate`` take turns; each is decoded in batches."""
+    """``Engine`` on transformers; calls of ``generate`` run one after another, each in batches."""
 
     def __init__(self, spec: EngineSpec) -> None:
         if spec.tensor_parallel_size != 1:
@@ -47,31 +49,32 @@ class HfEngine:
         self._state = WeightState(read_manifest(spec.model_path, spec.dtype), spec.initial_version)
         self._model: Any = load_model(spec)
         self._weights = dict(self._model.named_parameters())
-        strange = [s.name for s in self._state.manifest if s.name not in self._weights]
-        if strange:
+        renamed = [s.name for s in self._state.manifest if s.name not in self._weights]
+        if renamed:
             raise ValueError(
-                f"engine 'hf' cannot update {spec.model_path}: transformers renames {strange[:5]}"
+                f"engine 'hf' cannot update {spec.model_path}: transformers renames {renamed[:5]}"
             )
-        self._gate, self._turn = Gate(), asyncio.Lock()
-        self._reopen = True
+        self._control, self._one_call = PauseControl(), asyncio.Lock()
+        self._resume_after = True
         self._calls = 0
 
     async def generate(
         self, prompts: list[list[int]], params: SamplingParams
     ) -> list[list[Completion]]:
-        """See ``Engine.generate``."""
         self._state.require_whole()
         check_request(
             prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
         )
-        rows, ticket = self._rows(prompts, params), self._gate.ticket()
-        async with self._turn:
-            await self._decode(rows, params, ticket)
+        rows, token = self._rows(prompts, params), self._control.begin_work()
+        async with self._one_call:
+            await self._decode(rows, params, token)
         self._state.require_whole()
         done = [row.completion() for row in rows]
         return [done[i : i + params.n] for i in range(0, len(done), params.n)]
 
-    async def _decode(self, rows: list[Row], params: SamplingParams, ticket: Ticket) -> None:
+    async def _decode(
+        self, rows: list[DecodingRow], params: SamplingParams, token: CancelToken
+    ) -> None:
         thread = asyncio.create_task(
             asyncio.to_thread(
                 decode_all,
@@ -79,26 +82,26 @@ class HfEngine:
                 rows,
                 params,
                 max_rows=self._spec.max_num_seqs,
-                gate=self._gate,
-                ticket=ticket,
+                control=self._control,
+                token=token,
                 version=lambda: self._state.version,
             )
         )
         try:
             await asyncio.shield(thread)
         except asyncio.CancelledError:
-            # The caller is gone. A thread cannot be cancelled, so it is told, and waited for.
-            self._gate.revoke(ticket)
+            # The caller is gone. A thread cannot be cancelled: it is asked to end, and waited for.
+            self._control.cancel(token)
             await thread
             raise
 
-    def _rows(self, prompts: list[list[int]], params: SamplingParams) -> list[Row]:
+    def _rows(self, prompts: list[list[int]], params: SamplingParams) -> list[DecodingRow]:
         self._calls += 1
         base = params.seed
         if base is None:
             base = stream_seed(self._spec.seed, self._calls, 0)
         return [
-            Row(
+            DecodingRow(
                 prompt=prompt,
                 stream=torch.Generator().manual_seed(stream_seed(base, i, j)),
             )
@@ -106,56 +109,38 @@ class HfEngine:
             for j in range(params.n)
         ]
 
-    async def manifest(self) -> tuple[TensorSpec, ...]:
-        """See ``Engine.manifest``."""
-        return self._state.manifest
-
     async def update(
-        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[Chunk], version: str
+        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
-        """See ``Engine.update``. The KV cache of frozen rows is rebuilt from the new weights."""
-        await self._state.replace(
-            specs,
-            chunks,
-            version,
-            begin=self._begin,
-            read=self._read,
-            commit=self._commit,
-            fail=self._fail,
-        )
+        """The KV cache of frozen rows is rebuilt from the new weights."""
+        await self._state.replace(self, specs, chunks, version)
 
-    async def _begin(self) -> None:
-        self._reopen = self._gate.is_open
-        await asyncio.to_thread(self._gate.close, abort=False)
+    async def begin_update(self) -> None:
+        self._resume_after = not self._control.is_paused
+        await self.pause("keep")
 
-    async def _read(self, chunk: Chunk) -> None:
+    async def load_chunk(self, chunk: WeightChunk) -> None:
         await asyncio.to_thread(self._copy, chunk)
 
-    async def _commit(self, version: str) -> None:
-        self._state.version = version
-        if self._reopen:
-            self._gate.open()
-
-    async def _fail(self) -> None:
-        await self.pause("abort")
-        self._gate.open()
-
     @torch.no_grad()
-    def _copy(self, chunk: Chunk) -> None:
-        for name, tensor in open_chunk(chunk):
+    def _copy(self, chunk: WeightChunk) -> None:
+        for name, tensor in read_chunk(chunk):
             self._weights[name].copy_(tensor)
 
+    async def commit_update(self, version: str) -> None:
+        self._state.version = version
+        if self._resume_after:
+            self._control.resume()
+
+    async def abandon_update(self) -> None:
+        await self.pause("abort")
+        self._control.resume()
+
     async def pause(self, mode: PauseMode) -> None:
-        """See ``Engine.pause``."""
-        await asyncio.to_thread(self._gate.close, abort=mode == "abort")
+        await asyncio.to_thread(self._control.pause, abort=mode == "abort")
 
     async def resume(self) -> None:
-        """See ``Engine.resume``."""
-        self._gate.open()
-
-    async def connect(self, group: dict[str, Any]) -> None:
-        """See ``Engine.connect``."""
-        raise NotImplementedError("engine 'hf' takes weights through shared memory only")
+        self._control.resume()
 
     async def sleep(self, tags: Sequence[str]) -> None:
         """Weights go to host memory; the KV cache lives only while a batch is decoded."""
@@ -169,16 +154,10 @@ class HfEngine:
             await asyncio.to_thread(self._model.to, _DEVICE)
 
     async def checksums(self) -> dict[str, str]:
-        """Digests of the live parameters."""
         held = [(spec.name, self._weights[spec.name]) for spec in self._state.manifest]
-        return await asyncio.to_thread(digest_all, held)
-
-    async def version(self) -> str:
-        """See ``Engine.version``."""
-        return self._state.version
+        return await asyncio.to_thread(checksums, held)
 
     async def health(self) -> None:
-        """See ``Engine.health``."""
         self._state.require_whole()
 
     async def close(self) -> None:

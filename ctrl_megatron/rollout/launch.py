@@ -10,24 +10,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from ctrl_megatron.config.environment import child_environment
 from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, log_tail
 from ctrl_megatron.rollout.engine import EngineAddress, EngineDied, EngineSpec, require_engine
-from ctrl_megatron.rollout.lifeline import end_group
-from ctrl_megatron.rollout.manifest import read_manifest
+from ctrl_megatron.rollout.parent_watch import end_group
+from ctrl_megatron.rollout.weight_update import read_manifest
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-_HOST = "ctrl_megatron.rollout.host"
+_SERVER = "ctrl_megatron.rollout.server"
 _KILL_SECONDS = 10.0
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 _VLLM = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
-    # The runner whose sampler ``vllm_worker.Untruncated`` knows.
+    # The runner whose sampler ``vllm_worker.UntruncatedLogProbs`` knows.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     # Worker groups of one host talk over loopback.
     "VLLM_HOST_IP": "127.0.0.1",
@@ -51,8 +50,10 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     return {**kept, **chosen}
 
 
-def _command(name: str, ready_fd: int) -> list[str]:
-    return [sys.executable, "-m", _HOST, "--engine", name, "--ready-fd", str(ready_fd)]
+def _temporary_log(name: str) -> str:
+    descriptor, path = tempfile.mkstemp(prefix=f"ctrl-engine-{name}-", suffix=".log")
+    os.close(descriptor)
+    return path
 
 
 class EngineProcess:
@@ -63,12 +64,14 @@ class EngineProcess:
         read_manifest(spec.model_path, spec.dtype)
         self.spec, self.token = spec, secrets.token_urlsafe(32)
         self.name, self.endpoint = spec.label or spec.name, ""
-        self.log_path = spec.log_path or self._temporary_log()
+        self.log_path = spec.log_path or _temporary_log(self.name)
         self._deadline = time.monotonic() + spec.startup_timeout
-        self._ready, ready_child = os.pipe()
+        ready, ready_child = os.pipe()
+        self._ready = os.fdopen(ready, "rb", buffering=0)
+        command = [sys.executable, "-m", _SERVER]
         with open(self.log_path, "ab") as log:
             self._popen = subprocess.Popen(
-                _command(spec.name, ready_child),
+                [*command, "--engine", spec.name, "--ready-fd", str(ready_child)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -79,19 +82,13 @@ class EngineProcess:
         os.close(ready_child)
         assert self._popen.stdin is not None
         # The pipe stays open: the engine lives as long as it does.
-        self._popen.stdin.write(
-            json.dumps({"spec": asdict(spec), "token": self.token}).encode() + b"\n"
-        )
+        start = json.dumps({"spec": asdict(spec), "token": self.token})
+        self._popen.stdin.write(start.encode() + b"\n")
         self._popen.stdin.flush()
-
-    def _temporary_log(self) -> str:
-        descriptor, path = tempfile.mkstemp(prefix=f"ctrl-engine-{self.name}-", suffix=".log")
-        os.close(descriptor)
-        return path
 
     @property
     def pid(self) -> int:
-        """Process id of the host, which is also the id of its process group."""
+        """Process id of the server, which is also the id of its process group."""
         return self._popen.pid
 
     @property
@@ -110,19 +107,17 @@ class EngineProcess:
         return RemoteEngine(self.address, self._popen.poll)
 
     def alive(self) -> bool:
-        """Whether the host still runs."""
+        """Whether the server still runs."""
         return self._popen.poll() is None
 
     def wait_ready(self) -> None:
         """Return when the engine can generate. EngineDied with the log's end if it never will."""
-        while True:
-            if select.select([self._ready], [], [], 0.2)[0] or not self.alive():
-                break
+        while self.alive() and not select.select([self._ready], [], [], 0.2)[0]:
             if time.monotonic() > self._deadline:
                 self._fail(f"was not ready within {self.spec.startup_timeout:g} s")
-        text = os.read(self._ready, 4096) if self.alive() else b""
+        text = os.read(self._ready.fileno(), 4096) if self.alive() else b""
         if not text:
-            # Nothing can come any more: the host has ended, or is about to.
+            # Nothing can come any more: the server has ended, or is about to.
             self._fail(describe_exit(self._popen.wait(_KILL_SECONDS)) + " while starting")
         self.endpoint = f"http://127.0.0.1:{json.loads(text)['port']}"
 
@@ -141,9 +136,7 @@ class EngineProcess:
         self._popen.wait()
         if self._popen.stdin is not None:
             self._popen.stdin.close()
-        if self._ready >= 0:
-            os.close(self._ready)
-            self._ready = -1
+        self._ready.close()
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -152,25 +145,16 @@ class EngineProcess:
         self.stop()
 
 
-def launch_engines(specs: Sequence[EngineSpec]) -> tuple[EngineProcess, ...]:
-    """Start several engines at the same time; if one fails, none is left."""
-    started: list[EngineProcess] = []
-    try:
-        for spec in specs:
-            started.append(EngineProcess(spec))
-        for process in started:
-            process.wait_ready()
-    except BaseException:
-        for process in started:
-            process.stop()
-        raise
-    return tuple(started)
-
-
 def launch_engine(spec: EngineSpec) -> EngineProcess:
     """Start an engine and wait until it can generate.
 
     ValueError if the engine is not installed or ``model_path`` is no model directory; EngineDied,
     with the end of the log, if the process dies or is not ready within ``startup_timeout``.
     """
-    return launch_engines([spec])[0]
+    process = EngineProcess(spec)
+    try:
+        process.wait_ready()
+    except BaseException:
+        process.stop()
+        raise
+    return process

@@ -17,16 +17,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ctrl_megatron.rollout.engine import Chunk, EngineDied, EngineSpec, PauseMode
-from ctrl_megatron.rollout.manifest import read_manifest, read_model_config
-from ctrl_megatron.rollout.requests import check_request, stream_seed
-from ctrl_megatron.rollout.update import WeightState
-from ctrl_megatron.rollout.wire import chunk_to_json
+from ctrl_megatron.rollout.engine import EngineDied, EngineSpec, PauseMode
+from ctrl_megatron.rollout.sampling import check_request, stream_seed
+from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, WeightChunk
+from ctrl_megatron.rollout.weight_update import WeightState, read_manifest, read_model_config
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
 
-# Names, not imports: the worker module must first be imported by vLLM's workers.
-_BACKEND = "ctrl_shared_memory"
-_EXTENSION = "ctrl_megatron.rollout.vllm_worker.WorkerExtension"
+# A name, not an import: the worker module must first be imported by vLLM's workers.
+_EXTENSION = "ctrl_megatron.rollout.vllm_worker.VllmWorkerExtension"
 _CPU_KV_CACHE_GIB = 2.0
 
 
@@ -48,7 +46,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": WeightTransferConfig(backend=_BACKEND),
+        "weight_transfer_config": WeightTransferConfig(backend=VLLM_BACKEND),
         "worker_extension_cls": _EXTENSION,
         "disable_log_stats": True,
     }
@@ -117,7 +115,6 @@ class VllmEngine:
     async def generate(
         self, prompts: list[list[int]], params: SamplingParams
     ) -> list[list[Completion]]:
-        """See ``Engine.generate``."""
         self._state.require_whole()
         check_request(
             prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
@@ -158,62 +155,44 @@ class VllmEngine:
             ),
         )
 
-    async def manifest(self) -> tuple[TensorSpec, ...]:
-        """See ``Engine.manifest``."""
-        return self._state.manifest
-
     async def update(
-        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[Chunk], version: str
+        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
-        """See ``Engine.update``. Frozen completions recompute their KV cache afterwards."""
+        """Frozen completions recompute their KV cache afterwards."""
         try:
-            await self._state.replace(
-                specs,
-                chunks,
-                version,
-                begin=self._begin,
-                read=self._read,
-                commit=self._commit,
-                fail=self._fail,
-            )
+            await self._state.replace(self, specs, chunks, version)
         except EngineDeadError as error:
             raise _died(error) from error
 
-    async def _begin(self) -> None:
+    async def begin_update(self) -> None:
         self._resume_after = not await self._llm.is_paused()
         # vLLM must not step while its weights are half loaded: that kills its engine core.
         await self._llm.pause_generation(mode="keep", clear_cache=False)
         await self._llm.start_weight_update()
 
-    async def _read(self, chunk: Chunk) -> None:
-        info = chunk_to_json(chunk)
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+    async def load_chunk(self, chunk: WeightChunk) -> None:
+        """``vllm_worker.SharedMemoryTransfer`` reads the chunk in every worker."""
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(chunk)))
 
-    async def _commit(self, version: str) -> None:
+    async def commit_update(self, version: str) -> None:
         await self._llm.finish_weight_update(weight_version=version)
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not flush its prefix cache")
         if self._resume_after:
             await self._llm.resume_generation()
 
-    async def _fail(self) -> None:
+    async def abandon_update(self) -> None:
         await self._llm.pause_generation(mode="abort", clear_cache=False)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See ``Engine.pause``."""
         await self._llm.pause_generation(mode=mode, clear_cache=mode == "abort")
 
     async def resume(self) -> None:
-        """See ``Engine.resume``."""
         self._state.require_whole()
         await self._llm.resume_generation()
 
-    async def connect(self, group: dict[str, Any]) -> None:
-        """See ``Engine.connect``."""
-        raise NotImplementedError("engine 'vllm' takes weights through shared memory only")
-
     async def sleep(self, tags: Sequence[str]) -> None:
-        """See ``Engine.sleep``; on a GPU, ValueError without ``EngineSpec.may_sleep``."""
+        """On a GPU, ValueError without ``EngineSpec.may_sleep``."""
         if not self._can_sleep():
             return
         if set(tags) == {"kv_cache"}:
@@ -222,7 +201,6 @@ class VllmEngine:
             await self._llm.sleep(level=1, mode="keep")
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """See ``Engine.wake``."""
         if self._can_sleep():
             await self._llm.wake_up(list(tags))
 
@@ -234,13 +212,13 @@ class VllmEngine:
         return True
 
     async def checksums(self) -> dict[str, str]:
-        """Digests of the weights read back from vLLM's layers, un-fused and gathered.
+        """Checksums of the weights read back from vLLM's layers, un-fused and gathered.
 
         RuntimeError if the layers do not give back exactly the manifest's tensors.
         """
         self._state.require_whole()
         parts: list[dict[str, str]] = await self._llm.collective_rpc("ctrl_checksums")
-        held = {name: digest for part in parts for name, digest in part.items()}
+        held = {name: checksum for part in parts for name, checksum in part.items()}
         wanted = {spec.name for spec in self._state.manifest}
         if held.keys() != wanted:
             raise RuntimeError(
@@ -249,12 +227,8 @@ class VllmEngine:
             )
         return held
 
-    async def version(self) -> str:
-        """See ``Engine.version``."""
-        return await self._llm.get_weight_version()
-
     async def health(self) -> None:
-        """See ``Engine.health``; EngineDied if vLLM's own processes are gone."""
+        """EngineDied if vLLM's own processes are gone."""
         try:
             await self._llm.check_health()
         except EngineDeadError as error:

@@ -1,8 +1,8 @@
 """What runs inside vLLM's worker processes: reading chunks, reading weights back, log-probs.
 
 vLLM imports this module in each worker because ``worker_extension_cls`` names it; the import
-registers the weight transfer. Only vLLM 0.32's own interfaces are used, apart from ``Untruncated``
-(see there).
+registers the weight transfer. Only vLLM 0.32's own interfaces are used, apart from
+``UntruncatedLogProbs`` (see there).
 """
 
 from __future__ import annotations
@@ -35,55 +35,47 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from ctrl_megatron.rollout.digest import digest_all, tensor_digest
-from ctrl_megatron.rollout.segment import open_chunk
-from ctrl_megatron.rollout.wire import chunk_from_json
+from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, read_chunk
+from ctrl_megatron.rollout.weight_update import checksums, tensor_checksum
 
-BACKEND = "ctrl_shared_memory"
-EXTENSION = "ctrl_megatron.rollout.vllm_worker.WorkerExtension"
 _PROBE_ROWS = 256
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
+class NoInitInfo(WeightTransferInitInfo):
     """Shared memory needs no rendezvous."""
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """One chunk, as ``wire.chunk_to_json`` writes it."""
+class ChunkInfo(WeightTransferUpdateInfo):
+    """The fields of a ``WeightChunk``."""
 
     segment: str
-    specs: list[list[Any]]
-    offsets: list[int]
+    tensors: list[ChunkTensor]
 
 
-class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+class SharedMemoryTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
     """Every worker maps the chunk; the model's own weight loaders take the worker's share."""
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
+    init_info_cls = NoInitInfo
+    update_info_cls = ChunkInfo
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
         """Bring the model back to the form in which checkpoints are loaded."""
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: ChunkInfo) -> None:
         """Load a chunk. It is copied first: loaders keep tensors until a layer is whole."""
-        chunk = chunk_from_json(
-            {
-                "segment": update_info.segment,
-                "specs": update_info.specs,
-                "offsets": update_info.offsets,
-            }
-        )
         dtype = self.model_config.dtype
         model: Any = self.model
         model.load_weights(
-            (name, view.to(self.device, dtype, copy=True)) for name, view in open_chunk(chunk)
+            (name, view.to(self.device, dtype, copy=True))
+            for name, view in read_chunk(
+                {"segment": update_info.segment, "tensors": update_info.tensors}
+            )
         )
 
     def finish_weight_update(self) -> None:
@@ -99,11 +91,11 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing to release."""
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
+if VLLM_BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(VLLM_BACKEND, SharedMemoryTransfer)
 
 
-class Untruncated(torch.nn.Module):
+class UntruncatedLogProbs(torch.nn.Module):
     """Returns log-probs from before top-k and top-p; vLLM's "processed" ones come from after.
 
     Stands in for ``Sampler.topk_topp_sampler`` of vLLM's first model runner (launch selects that
@@ -143,15 +135,17 @@ def _computed_weight(module: Any, width: int, dtype: torch.dtype) -> torch.Tenso
     if not _is_packed(module):
         return module.weight
     identity = torch.eye(width, dtype=dtype, device=module.weight.device)
-    columns = [
-        module.quant_method.apply(module, identity[i : i + _PROBE_ROWS])
-        for i in range(0, width, _PROBE_ROWS)
-    ]
+    columns = [module.quant_method.apply(module, rows) for rows in identity.split(_PROBE_ROWS)]
     return torch.cat(columns).t().contiguous()
 
 
-def _whole_parts(module: Any, local: torch.Tensor) -> list[torch.Tensor]:
-    """A column-parallel weight or bias of this rank -> its HF tensors, gathered from all ranks."""
+def _hf_tensors(module: Any, local: torch.Tensor) -> list[torch.Tensor]:
+    """This rank's weight or bias of a linear layer -> its HF tensors in the order of their fusion,
+    gathered from all tensor ranks."""
+    if isinstance(module, RowParallelLinear):
+        return [tensor_model_parallel_all_gather(local, 1) if local.dim() == 2 else local]
+    if not isinstance(module, ColumnParallelLinear):
+        return [local]
     if not isinstance(module, MergedColumnParallelLinear | QKVParallelLinear):
         return [tensor_model_parallel_all_gather(local, 0)]
     sizes = [size // module.tp_size for size in module.output_sizes]
@@ -161,25 +155,6 @@ def _whole_parts(module: Any, local: torch.Tensor) -> list[torch.Tensor]:
         return parts
     heads = [p.view(-1, size, *p.shape[1:]) for p, size in zip(parts[1:], sizes[1:], strict=True)]
     return [parts[0], *(h[::copies].flatten(0, 1) for h in heads)]
-
-
-def _linear(module: Any, dtype: torch.dtype) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """("weight" or "bias", HF tensors of the layer in the order of their fusion)."""
-    width = getattr(module, "input_size_per_partition", module.input_size)
-    weight = _computed_weight(module, width, dtype)
-    bias = getattr(module, "bias", None)
-    if isinstance(module, RowParallelLinear):
-        yield "weight", [tensor_model_parallel_all_gather(weight, 1)]
-        if bias is not None:
-            yield "bias", [bias]
-    elif isinstance(module, ColumnParallelLinear):
-        yield "weight", _whole_parts(module, weight)
-        if bias is not None:
-            yield "bias", _whole_parts(module, bias)
-    else:
-        yield "weight", [weight]
-        if bias is not None:
-            yield "bias", [bias]
 
 
 def held_tensors(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -192,9 +167,14 @@ def held_tensors(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Te
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
         if isinstance(module, LinearBase):
-            for kind, tensors in _linear(module, dtype):
-                for name, tensor in zip(fused.get(leaf, [leaf]), tensors, strict=True):
-                    yield ".".join(filter(None, (parent, name, kind))), tensor.to(dtype)
+            width = getattr(module, "input_size_per_partition", module.input_size)
+            held = {"weight": _computed_weight(module, width, dtype)}
+            if (bias := getattr(module, "bias", None)) is not None:
+                held["bias"] = bias
+            for kind, local in held.items():
+                wholes = _hf_tensors(module, local)
+                for name, whole in zip(fused.get(leaf, [leaf]), wholes, strict=True):
+                    yield ".".join(filter(None, (parent, name, kind))), whole.to(dtype)
         elif isinstance(module, VocabParallelEmbedding):
             is_head = leaf == "lm_head"
             if is_head:
@@ -202,7 +182,7 @@ def held_tensors(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Te
             else:
                 used = embedding = torch.as_tensor(module.weight)
             if is_head and model.config.tie_word_embeddings and embedding is not None:
-                if tensor_digest(used) != tensor_digest(embedding):
+                if tensor_checksum(used) != tensor_checksum(embedding):
                     raise RuntimeError("the tied output head differs from the embedding")
                 continue
             whole = tensor_model_parallel_all_gather(used, 0)
@@ -212,17 +192,17 @@ def held_tensors(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Te
                 yield f"{path}.{name}" if path else name, parameter
 
 
-class WorkerExtension:
+class VllmWorkerExtension:
     """Methods added to vLLM's worker, reached through ``AsyncLLM.collective_rpc``."""
 
     def ctrl_prepare(self: Any) -> None:
         """Once, after start: log-probs from before truncation."""
         sampler = self.model_runner.sampler
-        sampler.topk_topp_sampler = Untruncated(sampler.topk_topp_sampler)
+        sampler.topk_topp_sampler = UntruncatedLogProbs(sampler.topk_topp_sampler)
 
     def ctrl_checksums(self: Any) -> dict[str, str]:
-        """Digests of this pipeline stage's tensors; only the first tensor rank gives them."""
+        """Checksums of this pipeline stage's tensors; only the first tensor rank gives them."""
         model = self.model_runner.get_model()
         with torch.inference_mode():
-            digests = digest_all(held_tensors(model, self.model_config.dtype))
-        return digests if get_tensor_model_parallel_rank() == 0 else {}
+            found = checksums(held_tensors(model, self.model_config.dtype))
+        return found if get_tensor_model_parallel_rank() == 0 else {}

@@ -1,4 +1,7 @@
-"""The records as JSON, for the way between client and host. Pure."""
+"""Requests, completions, specs and errors as JSON, between client and server. Pure.
+
+Chunks of weights are plain data already (``weight_chunks.WeightChunk``).
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ctrl_megatron.rollout.engine import Chunk, EngineBroken, EngineError, Slot
+from ctrl_megatron.rollout.engine import EngineBroken, EngineError
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
 
 Json = dict[str, Any]
 
 ERRORS: dict[str, type[Exception]] = {
-    "ValueError": ValueError,
-    "NotImplementedError": NotImplementedError,
-    "EngineBroken": EngineBroken,
-    "EngineError": EngineError,
+    error.__name__: error for error in (ValueError, EngineBroken, EngineError)
 }
 """Errors that keep their type on the way; every other one arrives as EngineError."""
 
@@ -33,13 +33,8 @@ def error_from_json(data: Json) -> Exception:
     return ERRORS[data["kind"]](data["message"])
 
 
-def params_to_json(params: SamplingParams) -> Json:
-    """Sampling parameters, fields by name."""
-    return asdict(params)
-
-
 def params_from_json(data: Json) -> SamplingParams:
-    """Inverse of ``params_to_json``."""
+    """Inverse of ``dataclasses.asdict``."""
     return SamplingParams(**{**data, "stop_token_ids": tuple(data["stop_token_ids"])})
 
 
@@ -63,26 +58,11 @@ def completion_from_json(data: Json) -> Completion:
     )
 
 
-def specs_to_json(specs: Sequence[TensorSpec]) -> list[list[Any]]:
-    """Tensor specs as [name, dtype, shape]."""
-    return [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
+def specs_to_json(specs: Sequence[TensorSpec]) -> list[Json]:
+    """Tensor specs, fields by name."""
+    return [asdict(spec) for spec in specs]
 
 
-def specs_from_json(data: list[list[Any]]) -> tuple[TensorSpec, ...]:
+def specs_from_json(data: list[Json]) -> tuple[TensorSpec, ...]:
     """Inverse of ``specs_to_json``."""
-    return tuple(TensorSpec(name=n, dtype=d, shape=tuple(s)) for n, d, s in data)
-
-
-def chunk_to_json(chunk: Chunk) -> Json:
-    """A chunk's segment, specs and offsets."""
-    return {
-        "segment": chunk.segment,
-        "specs": specs_to_json([slot.spec for slot in chunk.slots]),
-        "offsets": [slot.offset for slot in chunk.slots],
-    }
-
-
-def chunk_from_json(data: Json) -> Chunk:
-    """Inverse of ``chunk_to_json``."""
-    placed = zip(specs_from_json(data["specs"]), data["offsets"], strict=True)
-    return Chunk(data["segment"], tuple(Slot(spec, offset) for spec, offset in placed))
+    return tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data)

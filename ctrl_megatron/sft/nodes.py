@@ -13,7 +13,7 @@ from ctrl_megatron.metrics import Timeline, mfu, seconds_by_name
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.groups import Groups
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.executor import NodeOutput
 from ctrl_megatron.pipeline.graph import NodeRole, NodeType, Pipeline, StepReport, TaskGraph
 from ctrl_megatron.pipeline.performance import flops_of, sequence_lengths
@@ -28,7 +28,7 @@ _VALIDATION_ROWS = 64
 class SftWorker:
     """What one rank holds during fine-tuning."""
 
-    groups: Groups
+    groups: ProcessGroups
     background: BackgroundLoop
     stop: StopFlag
     policy: Policy

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 warnings.filterwarnings("ignore")
@@ -74,6 +75,13 @@ def parity(
     for family, directory in directories.items():
         policy = make_policy(groups, directory, token_budget=64, logprob_chunk=7)
         results[family] = policy.log_probs(batch, temperature)
+        # All rows in one micro-batch; and a budget of its own that no row fits.
+        for one, many in zip(
+            policy.log_probs(batch, temperature, token_budget=4096), results[family], strict=True
+        ):
+            torch.testing.assert_close(one, many, atol=1e-5, rtol=0)
+        with pytest.raises(ValueError, match="more than the token budget of 1"):
+            policy.log_probs(batch, temperature, token_budget=1)
         save_hf(policy, f"{out}/{family}", side_files=directory)
     return results
 

@@ -156,8 +156,8 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
     from ctrl_megatron.data.tokens import TextCodec
     from ctrl_megatron.parallel.background import BackgroundLoop
     from ctrl_megatron.parallel.layout import Layout
+    from ctrl_megatron.resharding.engine_weights import EngineLink, push
     from ctrl_megatron.resharding.plan import EngineLayout
-    from ctrl_megatron.resharding.push import EngineLink, push
     from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource
     from ctrl_megatron.rollout.engine import EngineSpec
     from ctrl_megatron.rollout.launch import EngineProcess

@@ -76,7 +76,7 @@ def _process(run: Run, name: str) -> psutil.Process:
     if name == "launcher":
         return psutil.Process(run.process.pid)
     patterns = {
-        "engine": r"rollout\.host",
+        "engine": r"rollout\.server",
         "vllm core": r"EngineCore",
         "sandbox": r"ctrl_megatron\.sandbox",
     }

@@ -280,4 +280,4 @@ def test_every_row_of_the_table_is_used_by_some_stage(name: str) -> None:
     seen = {
         param.name.replace("layers.0.", "layers.{i}.") for _, _, _, param in shards(shape, layout)
     }
-    assert {row.megatron for row in table(shape)} <= seen
+    assert {rule.megatron for rule in table(shape)} <= seen

@@ -46,7 +46,7 @@ def row(uid: str, length: int, mini_batch: int = 0, prompt: int = 1, **fields: A
 
 
 def ranks_of(parts: list[Any]) -> list[Any]:
-    """One stand-in for ``Groups`` per data-parallel rank; ``parts``: what each rank would give."""
+    """A stand-in for ``ProcessGroups`` per data-parallel rank; ``parts``: what each would give."""
     return [
         SimpleNamespace(
             layout=SimpleNamespace(data=len(parts)),

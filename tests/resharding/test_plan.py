@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from ctrl_megatron.models.families import hf_names, hf_shape, shard_params
 from ctrl_megatron.models.hf_config import ModelShape, Rope
 from ctrl_megatron.parallel.layout import Layout
-from ctrl_megatron.resharding.between_hosts import spans
+from ctrl_megatron.resharding.buckets import byte_spans
 from ctrl_megatron.resharding.plan import (
     ALIGNMENT,
     EngineLayout,
-    Spread,
+    HostSpread,
     place_in_buckets,
     plan,
-    spec_bytes,
 )
+from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -78,12 +78,12 @@ def scatter(shape: ModelShape, layout: Layout, hf: dict[str, torch.Tensor], te: 
 
 
 @st.composite
-def spreads(draw: st.DrawFn, layout: Layout) -> Spread:
+def spreads(draw: st.DrawFn, layout: Layout) -> HostSpread:
     """Ranks on up to four hosts, those of a tensor-parallel group together."""
     hosts = [draw(st.integers(0, 3)) for _ in range(layout.world_size // layout.tensor)]
     of_rank = tuple(host for host in hosts for _ in range(layout.tensor))
     readers = draw(st.sets(st.sampled_from(range(4)), min_size=1))
-    return Spread(of_rank=of_rank, readers=tuple(sorted(readers)))
+    return HostSpread(of_rank=of_rank, readers=tuple(sorted(readers)))
 
 
 @settings(deadline=None, max_examples=100)
@@ -148,7 +148,7 @@ def test_spans_hold_what_is_sent_and_no_tensor_that_is_not(
     places = [t.place for t in plan(shape, layout, engine, False, spread)]
     for bucket in range(1 + places[-1].bucket):
         inside = [p for p in places if p.bucket == bucket]
-        found = spans(inside)
+        found = byte_spans(inside)
         for place in inside:
             around = (place.offset, place.offset + spec_bytes(place.spec))
             routes = [s.route for s in found if s.start <= around[0] and around[1] <= s.stop]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ctrl_megatron.rollout.engine import Chunk, Slot
+from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk
 from ctrl_megatron.types import TensorSpec
 
 VOCAB = 512
@@ -83,7 +83,7 @@ class Sender:
         """What is sent."""
         return [_spec(name, tensor) for name, tensor in self._tensors.items()]
 
-    async def chunks(self, fail_after: int | None = None) -> AsyncIterator[Chunk]:
+    async def chunks(self, fail_after: int | None = None) -> AsyncIterator[WeightChunk]:
         """The chunks; RuntimeError instead of the one after ``fail_after``."""
         names = list(self._tensors)
         size = sum(t.numel() * t.element_size() for t in self._tensors.values())
@@ -104,16 +104,16 @@ class Sender:
         with self._path.open("r+b") as file:
             file.write(b"\xff" * size)
 
-    def _fill(self, names: Iterable[str]) -> Chunk:
-        slots, offset = [], 0
+    def _fill(self, names: Iterable[str]) -> WeightChunk:
+        places, offset = [], 0
         with self._path.open("r+b") as file:
             for name in names:
                 raw = self._tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy()
                 file.seek(offset)
                 file.write(raw.tobytes())
-                slots.append(Slot(_spec(name, self._tensors[name]), offset))
+                places.append((_spec(name, self._tensors[name]), offset))
                 offset += len(raw)
-        return Chunk(self.segment, tuple(slots))
+        return weight_chunk(self.segment, places)
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:

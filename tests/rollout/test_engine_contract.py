@@ -17,7 +17,6 @@ from rollout_models import VOCAB, Sender, greedy, log_probs, save, tiny_llama, w
 
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.rollout.client import RemoteEngine
-from ctrl_megatron.rollout.digest import tensor_digest
 from ctrl_megatron.rollout.engine import (
     EngineBroken,
     EngineDied,
@@ -25,7 +24,8 @@ from ctrl_megatron.rollout.engine import (
     available_engines,
 )
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
-from ctrl_megatron.rollout.lifeline import group_members
+from ctrl_megatron.rollout.parent_watch import group_members
+from ctrl_megatron.rollout.weight_update import tensor_checksum
 from ctrl_megatron.types import Completion, SamplingParams
 
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10, 11, 12, 13], [5], list(range(20, 60))]
@@ -122,20 +122,13 @@ def assert_explained(completion: Completion, expected: torch.Tensor) -> None:
     torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=CLOSE, rtol=0)
 
 
-def test_the_initial_weights_are_named_and_digested(bench_of_module: Bench) -> None:
+def test_the_initial_weights_are_named_and_summed(bench_of_module: Bench) -> None:
     bench = bench_of_module.fresh()
     (completion,) = bench.generate([[1, 2]], max_tokens=3)[0]
-    assert bench.run(bench.engine.version()) == "initial"
     assert [(s.version, s.start, s.end) for s in completion.spans] == [("initial", 0, 3)]
-    expected = {n: tensor_digest(t) for n, t in weights(bench.models[0]).items()}
+    expected = {n: tensor_checksum(t) for n, t in weights(bench.models[0]).items()}
     assert bench.run(bench.engine.checksums()) == expected
     bench.run(bench.engine.health())
-
-
-def test_the_manifest_is_the_checkpoint_without_the_tied_head(bench: Bench) -> None:
-    manifest = bench.run(bench.engine.manifest())
-    expected = {n: (tuple(t.shape), "float32") for n, t in weights(bench.models[0]).items()}
-    assert {spec.name: (spec.shape, spec.dtype) for spec in manifest} == expected
 
 
 def test_greedy_is_transformers_greedy(bench: Bench) -> None:
@@ -205,14 +198,13 @@ def test_an_update_changes_everything_at_once(bench: Bench) -> None:
     before = bench.generate(PROMPTS, max_tokens=8, temperature=0.0)
     version = bench.load(1)
     after = bench.generate(PROMPTS, max_tokens=8, temperature=0.0)
-    assert bench.run(bench.engine.version()) == version
     for prompt, (completion,) in zip(PROMPTS, after, strict=True):
         # Same prompts as before: cached prefixes of the old weights would show here.
         assert list(completion.token_ids) == greedy(bench.models[1], prompt, 8)
         assert_explained(completion, log_probs(bench.models[1], prompt, completion.token_ids))
         assert [(s.version, s.start, s.end) for s in completion.spans] == [(version, 0, 8)]
     assert before != after
-    expected = {n: tensor_digest(t) for n, t in weights(bench.models[1]).items()}
+    expected = {n: tensor_checksum(t) for n, t in weights(bench.models[1]).items()}
     assert bench.run(bench.engine.checksums()) == expected
 
 
@@ -221,7 +213,7 @@ def test_weights_of_another_dtype_are_cast(bench: Bench) -> None:
     sender = Sender(rounded, per_chunk=3)
     bench.run(bench.engine.update(sender.specs(), sender.chunks(), "rounded"))
     bench._updates += 1
-    expected = {n: tensor_digest(t.float()) for n, t in rounded.items()}
+    expected = {n: tensor_checksum(t.float()) for n, t in rounded.items()}
     assert bench.run(bench.engine.checksums()) == expected
 
 
@@ -252,13 +244,14 @@ def test_a_wrong_update_is_refused_before_anything_changes(bench: Bench, kind: s
     else:
         tensors["model.norm.weight"] = torch.zeros(65)
     named = "layers.9" if kind == "unknown" else "model.norm.weight"
-    sender, version = Sender(tensors), bench.run(bench.engine.version())
+    sender, held = Sender(tensors), bench.run(bench.engine.checksums())
     with pytest.raises(ValueError, match=rf"{kind}.*{named}"):
         bench.run(bench.engine.update(sender.specs(), sender.chunks(), "wrong"))
     assert sender.pulled == 0
     (completion,) = bench.generate([PROMPTS[0]], max_tokens=8, temperature=0.0)[0]
     assert list(completion.token_ids) == greedy(bench.models[0], PROMPTS[0], 8)
-    assert bench.run(bench.engine.version()) == version == completion.spans[0].version
+    assert bench.run(bench.engine.checksums()) == held
+    assert completion.spans[0].version != "wrong"
 
 
 def test_pause_holds_new_requests_until_resume(bench: Bench) -> None:
@@ -307,11 +300,6 @@ def test_prompts_that_cannot_be_served_are_refused(bench: Bench) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             bench.generate(prompts, max_tokens=tokens)
-
-
-def test_connect_says_that_this_transport_has_no_groups(bench: Bench) -> None:
-    with pytest.raises(NotImplementedError, match="shared memory"):
-        bench.run(bench.engine.connect({}))
 
 
 def test_sleep_and_wake_leave_the_engine_usable(bench: Bench) -> None:

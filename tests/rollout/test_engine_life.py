@@ -18,7 +18,7 @@ from ctrl_megatron.rollout import engine as engine_module
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineDied, EngineSpec
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
-from ctrl_megatron.rollout.lifeline import group_members
+from ctrl_megatron.rollout.parent_watch import group_members
 from ctrl_megatron.types import SamplingParams
 
 

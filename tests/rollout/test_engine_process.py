@@ -16,8 +16,8 @@ from rollout_models import save, tiny_llama
 
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineDied, EngineSpec
-from ctrl_megatron.rollout.launch import EngineProcess, launch_engine, launch_engines
-from ctrl_megatron.rollout.lifeline import group_members, process_gone
+from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
+from ctrl_megatron.rollout.parent_watch import group_members, process_gone
 from ctrl_megatron.types import SamplingParams
 
 PARENT = """
@@ -31,8 +31,8 @@ time.sleep(600)
 
 STUBBORN = """
 import os, subprocess, sys, time
-from ctrl_megatron.rollout.lifeline import tie_group
-tie_group(0)
+from ctrl_megatron.rollout.parent_watch import end_with_parent
+end_with_parent()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
 time.sleep(600)
@@ -75,17 +75,19 @@ def test_a_bad_model_path_is_refused_before_anything_starts(tmp_path: Path) -> N
 
 
 def test_two_start_together_and_only_their_own_token_opens_them(model_path: Path) -> None:
-    first, second = launch_engines([tiny_spec(model_path), tiny_spec(model_path, label="proxy")])
+    first, second = (EngineProcess(tiny_spec(model_path, label=label)) for label in ("", "proxy"))
     try:
+        first.wait_ready()
+        second.wait_ready()
         thief = RemoteEngine(replace(first.address, token=second.token))
 
         async def ask() -> None:
-            with pytest.raises(ValueError, match="refused /version with status 401"):
-                await thief.version()
+            with pytest.raises(ValueError, match="refused /health with status 401"):
+                await thief.health()
             await thief.close()
             # A second client from plain data, as another rank would make it.
             other = RemoteEngine(second.address)
-            assert await other.version() == "initial"
+            await other.health()
             await other.close()
 
         asyncio.run(ask())

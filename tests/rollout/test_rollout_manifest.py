@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tensor_specs import spec, specs
 
-from ctrl_megatron.rollout.manifest import check_specs, read_manifest
+from ctrl_megatron.rollout.weight_update import check_specs, read_manifest
 from ctrl_megatron.types import TensorSpec
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctrl_megatron.rollout.decoding import spans
-from ctrl_megatron.rollout.requests import check_request, stream_seed
-from ctrl_megatron.rollout.sampling import draw, temper, truncate
+from ctrl_megatron.rollout.sampling import check_request, draw, stream_seed, temper, truncate
 from ctrl_megatron.types import SamplingParams, VersionSpan
 
 

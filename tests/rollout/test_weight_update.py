@@ -8,13 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 from tensor_specs import spec
 
-from ctrl_megatron.rollout.engine import (
-    Chunk,
-    EngineBroken,
-    EngineError,
-    Slot,
-)
-from ctrl_megatron.rollout.update import WeightState
+from ctrl_megatron.rollout.engine import EngineBroken, EngineError
+from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk
+from ctrl_megatron.rollout.weight_update import WeightState
 
 
 class Steps:
@@ -29,24 +25,24 @@ class Steps:
         if what == self.fail_at:
             raise OSError("disk on fire")
 
-    async def begin(self) -> None:
+    async def begin_update(self) -> None:
         self.note("begin")
 
-    async def read(self, chunk: Chunk) -> None:
-        self.note(f"read {chunk.segment}")
+    async def load_chunk(self, chunk: WeightChunk) -> None:
+        self.note(f"read {chunk['segment']}")
 
-    async def commit(self, version: str) -> None:
+    async def commit_update(self, version: str) -> None:
         self.note(f"commit {version}")
 
-    async def fail(self) -> None:
+    async def abandon_update(self) -> None:
         self.note("fail")
 
 
 MANIFEST = [spec("a"), spec("b")]
 
 
-def run_update(state: WeightState, steps: Steps, chunks: list[Chunk | Exception]) -> None:
-    async def produce() -> AsyncIterator[Chunk]:
+def run_update(state: WeightState, steps: Steps, chunks: list[WeightChunk | Exception]) -> None:
+    async def produce() -> AsyncIterator[WeightChunk]:
         for number, chunk in enumerate(chunks):
             steps.note(f"pull {number}")
             if isinstance(chunk, Exception):
@@ -54,20 +50,12 @@ def run_update(state: WeightState, steps: Steps, chunks: list[Chunk | Exception]
             yield chunk
 
     async def work() -> None:
-        await state.replace(
-            MANIFEST,
-            produce(),
-            "v1",
-            begin=steps.begin,
-            read=steps.read,
-            commit=steps.commit,
-            fail=steps.fail,
-        )
+        await state.replace(steps, MANIFEST, produce(), "v1")
 
     asyncio.run(work())
 
 
-A, B = (Chunk(name, (Slot(spec(name), 0),)) for name in "ab")
+A, B = (weight_chunk(name, [(spec(name), 0)]) for name in "ab")
 
 
 def test_a_chunk_is_pulled_only_when_the_previous_one_was_read() -> None:
@@ -78,11 +66,9 @@ def test_a_chunk_is_pulled_only_when_the_previous_one_was_read() -> None:
     state.require_whole()
 
 
-@pytest.mark.parametrize(
-    "first", [ValueError("no weights"), B.__class__("a", (Slot(spec("q"), 0),))]
-)
+@pytest.mark.parametrize("first", [ValueError("no weights"), weight_chunk("a", [(spec("q"), 0)])])
 def test_a_failure_before_anything_was_read_leaves_the_engine_whole(
-    first: Chunk | Exception,
+    first: WeightChunk | Exception,
 ) -> None:
     steps, state = Steps(), WeightState(MANIFEST, "v0")
     with pytest.raises(EngineError, match="did not start"):
@@ -103,7 +89,9 @@ def test_a_failure_before_anything_was_read_leaves_the_engine_whole(
         ("", [A, RuntimeError("trainer fell over")]),
     ],
 )
-def test_a_failure_after_that_breaks_it(fail_at: str, chunks: list[Chunk | Exception]) -> None:
+def test_a_failure_after_that_breaks_it(
+    fail_at: str, chunks: list[WeightChunk | Exception]
+) -> None:
     steps, state = Steps(fail_at), WeightState(MANIFEST, "v0")
     with pytest.raises(EngineBroken, match=r"v1.*failed half-way"):
         run_update(state, steps, chunks)

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.pipeline.weights import EngineWeights
-from ctrl_megatron.resharding.plan import Slice
-from ctrl_megatron.resharding.push import EngineLink
-from ctrl_megatron.rollout.engine import Chunk
+from ctrl_megatron.resharding.engine_weights import EngineLink, EngineWeights
+from ctrl_megatron.resharding.plan import TensorPlace
+from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.types import TensorSpec
 
 
 class OneRank:
-    """``Groups`` of a single process, without torch.distributed."""
+    """``ProcessGroups`` of a single process, without torch.distributed."""
 
     is_first, is_first_here, rank = True, True, 0
     layout = SimpleNamespace(world_size=1)
@@ -36,7 +35,9 @@ class OneRank:
 class OneTensor:
     """A ``WeightSource`` of one tensor."""
 
-    slices = (Slice(spec=TensorSpec(name="w", dtype="float32", shape=(4,)), bucket=0, offset=0),)
+    places = (
+        TensorPlace(spec=TensorSpec(name="w", dtype="float32", shape=(4,)), bucket=0, offset=0),
+    )
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
         memory.zero_()
@@ -50,7 +51,7 @@ class NotedEngine:
         self.asleep: set[str] = set()
 
     async def update(
-        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[Chunk], version: str
+        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
         assert "weights" not in self.asleep
         async for _ in chunks:
@@ -149,7 +150,7 @@ def test_ranks_with_and_without_the_engine_meet_equally_often(
     loop: BackgroundLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise one of them would wait for ever."""
-    monkeypatch.setattr("ctrl_megatron.pipeline.weights.push", lambda *_, **__: None)
+    monkeypatch.setattr("ctrl_megatron.resharding.engine_weights.push", lambda *_, **__: None)
     counts = []
     for engine in (NotedEngine(), None):
         groups = OneRank()

@@ -1,0 +1,139 @@
+"""Buckets of weights on every host: made, filled by its ranks, exchanged between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.resharding.plan import Route, TensorPlace
+from ctrl_megatron.resharding.sources import WeightSource
+from ctrl_megatron.rollout.weight_chunks import (
+    SharedSegment,
+    WeightChunk,
+    remove_segment,
+    remove_segments,
+    segment_names,
+    spec_bytes,
+    tensor_at,
+    weight_chunk,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilledBucket:
+    """A bucket that lies whole in this host's shared memory, if anybody reads it here."""
+
+    number: int
+    segment: SharedSegment
+    places: tuple[TensorPlace, ...]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, view of the segment) of every tensor."""
+        for place in self.places:
+            yield place.spec.name, tensor_at(self.segment.memory, place.spec, place.offset)
+
+    def chunk(self) -> WeightChunk:
+        """What an engine of this host is told."""
+        return weight_chunk(self.segment.name, ((p.spec, p.offset) for p in self.places))
+
+
+@contextmanager
+def shared_segments(
+    places: Sequence[TensorPlace], groups: ProcessGroups
+) -> Iterator[tuple[SharedSegment, ...]]:
+    """Two segments on every host, which each of its ranks has mapped. The names vanish at the end,
+    also on an error."""
+    if groups.is_first_here:
+        remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
+    names = groups.from_first_here(segment_names(2))
+    size = max(p.offset + spec_bytes(p.spec) for p in places)
+    segments: tuple[SharedSegment, ...] = ()
+    try:
+        if groups.is_first_here:
+            segments = tuple(SharedSegment(name, size, create=True) for name in names)
+        groups.barrier()
+        if not groups.is_first_here:
+            segments = tuple(SharedSegment(name, size, create=False) for name in names)
+        yield segments
+    finally:
+        if groups.is_first_here:
+            for name in names:
+                remove_segment(name)
+
+
+def fill_buckets(
+    source: WeightSource,
+    segments: Sequence[SharedSegment],
+    groups: ProcessGroups,
+    wait_until_free: Callable[[int], None] = lambda bucket: None,
+) -> Iterator[FilledBucket]:
+    """Yield each bucket once it is whole on every host that reads it; they use the segments in
+    turn. Collective.
+
+    ``wait_until_free(bucket)`` blocks until the reader beside this rank has let go of ``bucket``;
+    it is called before that bucket's segment is filled again.
+    """
+    for bucket in range(1 + max(place.bucket for place in source.places)):
+        if bucket >= len(segments):
+            wait_until_free(bucket - len(segments))
+        groups.barrier()
+        segment = segments[bucket % len(segments)]
+        source.fill(bucket, segment.memory)
+        groups.barrier()
+        places = tuple(place for place in source.places if place.bucket == bucket)
+        if any(place.routes for place in places):
+            if groups.is_first_here:
+                _exchange(places, segment.memory, groups)
+            groups.barrier()
+        yield FilledBucket(number=bucket, segment=segment, places=places)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteSpan:
+    """Bytes of a bucket that go from one host to another."""
+
+    route: Route
+    start: int
+    stop: int
+
+
+def byte_spans(places: Iterable[TensorPlace]) -> tuple[ByteSpan, ...]:
+    """What has to be sent of one bucket, neighbours that go the same way together. Pure."""
+    spans: list[ByteSpan] = []
+    growing: dict[Route, int] = {}
+    for place in places:
+        stop = place.offset + spec_bytes(place.spec)
+        grown: dict[Route, int] = {}
+        for route in place.routes:
+            index = growing.get(route, len(spans))
+            if index == len(spans):
+                spans.append(ByteSpan(route=route, start=place.offset, stop=stop))
+            spans[index] = ByteSpan(route=route, start=spans[index].start, stop=stop)
+            grown[route] = index
+        growing = grown
+    return tuple(spans)
+
+
+def _exchange(places: Iterable[TensorPlace], memory: torch.Tensor, groups: ProcessGroups) -> None:
+    """Bring one bucket, uint8 ``memory``, to the hosts that lack parts of it.
+
+    Called by the first rank of every host; over gloo, from host memory to host memory.
+    """
+    running = []
+    for tag, span in enumerate(byte_spans(places)):
+        part, (sender, receiver) = memory[span.start : span.stop], span.route
+        if sender == groups.here:
+            to = groups.hosts.first_rank(receiver)
+            running.append(dist.isend(part, to, group=groups.host, tag=tag))
+        elif receiver == groups.here:
+            source = groups.hosts.first_rank(sender)
+            running.append(dist.irecv(part, source, group=groups.host, tag=tag))
+    for work in running:
+        assert work is not None
+        work.wait()

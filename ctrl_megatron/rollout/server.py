@@ -1,0 +1,190 @@
+"""The process an engine lives in: builds it and serves it on loopback.
+
+Started by ``launch.py`` as ``python -m ctrl_megatron.rollout.server --engine NAME --ready-fd N``,
+in a process group of its own. Standard input carries one JSON line (token and spec) and stays open:
+its end means that the parent is gone. Engines, and with them torch, are imported after the guard of
+``parent_watch`` has been forked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import json
+import os
+import sys
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import WSMsgType, web
+
+from ctrl_megatron.rollout import wire
+from ctrl_megatron.rollout.engine import Engine, EngineBroken, EngineDied, EngineSpec
+from ctrl_megatron.rollout.parent_watch import end_with_parent
+
+if TYPE_CHECKING:
+    from ctrl_megatron.rollout.weight_chunks import WeightChunk
+
+EXIT_ENGINE_DIED = 70
+_HEALTH_SECONDS = 1.0
+_MAX_REQUEST_BYTES = 2**30
+
+
+async def build_engine(spec: EngineSpec) -> Engine:
+    """The embedded engine that ``spec`` names."""
+    if spec.name == "vllm":
+        from ctrl_megatron.rollout.vllm_engine import VllmEngine
+
+        return await VllmEngine.build(spec)
+    from ctrl_megatron.rollout.hf_engine import HfEngine
+
+    return HfEngine(spec)
+
+
+def die(reason: str) -> None:
+    """End the whole process at once; clients see the connection close and show ``reason``."""
+    print(f"engine server ends: {reason}", file=sys.stderr, flush=True)
+    os._exit(EXIT_ENGINE_DIED)
+
+
+def application(engine: Engine, token: str) -> web.Application:
+    """The HTTP application; every request needs ``Authorization: Bearer TOKEN``."""
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def authorise(request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, expected):
+            raise web.HTTPUnauthorized()
+        return await handler(request)
+
+    app = web.Application(middlewares=[authorise], client_max_size=_MAX_REQUEST_BYTES)
+    for path, call in calls(engine).items():
+        app.router.add_post(path, partial(answer, call))
+    app.router.add_get("/update", partial(update, engine))
+    return app
+
+
+def calls(engine: Engine) -> dict[str, Callable[[wire.Json], Awaitable[Any]]]:
+    """Path -> what it does with the request's JSON."""
+
+    async def generate(body: wire.Json) -> list[list[wire.Json]]:
+        done = await engine.generate(body["prompts"], wire.params_from_json(body["params"]))
+        return [[wire.completion_to_json(c) for c in group] for group in done]
+
+    return {
+        "/generate": generate,
+        "/pause": lambda body: engine.pause(body["mode"]),
+        "/resume": lambda body: engine.resume(),
+        "/sleep": lambda body: engine.sleep(body["tags"]),
+        "/wake": lambda body: engine.wake(body["tags"]),
+        "/checksums": lambda body: engine.checksums(),
+        "/health": lambda body: engine.health(),
+    }
+
+
+async def answer(call: Callable[[wire.Json], Awaitable[Any]], request: web.Request) -> web.Response:
+    """The call's result as JSON, or its error."""
+    try:
+        return web.json_response({"result": await call(await request.json())})
+    except EngineDied as error:
+        die(str(error))
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        return web.json_response({"error": wire.error_to_json(error)}, status=500)
+
+
+async def update(engine: Engine, request: web.Request) -> web.WebSocketResponse:
+    """One weight update over a websocket.
+
+    The client sends the specs; then each ``{"next": true}`` of ours, which says that the previous
+    chunk has been read, is answered by ``{"chunk": ...}``, where null means that there are no more,
+    or ``{"failed": text}``. Ours ends with ``{"done": true}`` or ``{"error": ...}``. A connection
+    lost in between fails the update.
+    """
+    socket = web.WebSocketResponse(max_msg_size=_MAX_REQUEST_BYTES)
+    await socket.prepare(request)
+    try:
+        begin = await _receive(socket)
+        specs, version = wire.specs_from_json(begin["specs"]), begin["version"]
+        await engine.update(specs, _chunks(socket), version)
+        outcome: wire.Json = {"done": True}
+    except Exception as error:
+        traceback.print_exc()
+        outcome = {"error": wire.error_to_json(error)}
+    if not socket.closed:
+        await socket.send_json(outcome)
+        await socket.close()
+    return socket
+
+
+async def _chunks(socket: web.WebSocketResponse) -> AsyncIterator[WeightChunk]:
+    while True:
+        await socket.send_json({"next": True})
+        answer = await _receive(socket)
+        if "failed" in answer:
+            raise RuntimeError(f"the sender of the weights failed: {answer['failed']}")
+        if answer["chunk"] is None:
+            return
+        yield answer["chunk"]
+
+
+async def _receive(socket: web.WebSocketResponse) -> wire.Json:
+    message = await socket.receive()
+    if message.type is not WSMsgType.TEXT:
+        raise ConnectionError("the sender of the weights is gone")
+    return json.loads(message.data)
+
+
+async def end_with_engine(engine: Engine) -> None:
+    """End the process when its engine has died, also while nobody asks it anything."""
+    while True:
+        await asyncio.sleep(_HEALTH_SECONDS)
+        try:
+            await engine.health()
+        except EngineDied as error:
+            die(str(error))
+        except EngineBroken:
+            # Alive; whoever generates is told.
+            continue
+
+
+async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
+    """Build the engine, write ``{"port": N}`` to ``ready_fd`` and serve until killed.
+
+    There is no gentle end: the guard of ``parent_watch`` ends the engine's own processes with this
+    one.
+    """
+    engine = await build_engine(spec)
+    # A client that goes away cancels its request, so that the engine stops drawing for nobody.
+    runner = web.AppRunner(application(engine, token), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    os.write(ready_fd, json.dumps({"port": runner.addresses[0][1]}).encode())
+    os.close(ready_fd)
+    await end_with_engine(engine)
+
+
+def main() -> None:
+    """Entry point; see the module's text."""
+    parser = argparse.ArgumentParser(prog="ctrl_megatron.rollout.server")
+    parser.add_argument("--engine", required=True, help="shown in process lists")
+    parser.add_argument("--ready-fd", required=True, type=int)
+    arguments = parser.parse_args()
+    started = json.loads(os.fdopen(os.dup(0), "rb", buffering=0).readline())
+    end_with_parent()
+    os.set_inheritable(arguments.ready_fd, False)
+    try:
+        asyncio.run(serve(EngineSpec(**started["spec"]), started["token"], arguments.ready_fd))
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

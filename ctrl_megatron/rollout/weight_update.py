@@ -1,0 +1,176 @@
+"""An engine's weights: what they must be, the course of an update, and their checksums.
+
+The course is the same for every engine: check, read chunk by chunk, commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.rollout.engine import EngineBroken, EngineError
+from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk, spec_of
+from ctrl_megatron.types import TensorSpec
+
+_SHOWN = 5
+# Small enough to stay in a core's cache between the two passes over it.
+_PIECE = 2**17
+
+
+def read_model_config(model_path: str | Path) -> dict[str, Any]:
+    """The directory's ``config.json``; ValueError if there is none."""
+    path = Path(model_path) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; model_path must be an HF model directory")
+    return json.loads(path.read_text())
+
+
+def read_manifest(model_path: str | Path, dtype: str) -> tuple[TensorSpec, ...]:
+    """The checkpoint's tensors with ``dtype``, without a tied head and old rotary buffers."""
+    tied = read_model_config(model_path).get("tie_word_embeddings", False)
+    return tuple(
+        TensorSpec(name=name, dtype=dtype, shape=shape)
+        for name, shape in SafetensorsDirectory(model_path).shapes().items()
+        if not name.endswith(".inv_freq") and not (tied and name == "lm_head.weight")
+    )
+
+
+def check_specs(manifest: Sequence[TensorSpec], specs: Sequence[TensorSpec]) -> None:
+    """ValueError naming every kind of disagreement between an update and the manifest."""
+    wanted = {spec.name: spec for spec in manifest}
+    given = {spec.name: spec for spec in specs}
+    both = [(wanted[name], given[name]) for name in given if name in wanted]
+    complaints = {
+        "unknown": [name for name in given if name not in wanted],
+        "missing": [name for name in wanted if name not in given],
+        "mis-shaped": [
+            f"{w.name} {g.shape} instead of {w.shape}" for w, g in both if w.shape != g.shape
+        ],
+        "of a dtype that is no weight's": [
+            f"{g.name} {g.dtype}" for _, g in both if g.dtype not in DTYPE_BYTES
+        ],
+        "repeated": [] if len(given) == len(specs) else sorted({s.name for s in specs})[:_SHOWN],
+    }
+    found = [
+        f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+        for kind, names in complaints.items()
+        if names
+    ]
+    if found:
+        raise ValueError(
+            "weight update refused, the engine is unchanged: " + "; ".join(found) + ". "
+            "The sent tensors must be those of the engine's checkpoint."
+        )
+
+
+class WeightLoader(Protocol):
+    """What an engine does in the course of an update."""
+
+    async def begin_update(self) -> None:
+        """Freeze running completions; called when the first chunk is there."""
+        ...
+
+    async def load_chunk(self, chunk: WeightChunk) -> None:
+        """Load the chunk's tensors; returns when its memory is no longer needed."""
+        ...
+
+    async def commit_update(self, version: str) -> None:
+        """Let completions go on, with the new weights under the name ``version``."""
+        ...
+
+    async def abandon_update(self) -> None:
+        """End frozen completions: the weights are a mixture."""
+        ...
+
+
+class WeightState:
+    """What an engine knows about its weights: manifest, version, and whether they are whole."""
+
+    def __init__(self, manifest: Sequence[TensorSpec], version: str) -> None:
+        self.manifest = tuple(manifest)
+        self.version = version
+        self._broken = ""
+        self._one_update = asyncio.Lock()
+
+    def require_whole(self) -> None:
+        """EngineBroken after an update that failed half-way."""
+        if self._broken:
+            raise EngineBroken(self._broken)
+
+    async def replace(
+        self,
+        loader: WeightLoader,
+        specs: Sequence[TensorSpec],
+        chunks: AsyncIterator[WeightChunk],
+        version: str,
+    ) -> None:
+        """Run one update; raises as ``Engine.update``.
+
+        The next chunk is pulled when the one before is loaded. A sender that fails before the first
+        chunk leaves the engine whole.
+        """
+        async with self._one_update:
+            self.require_whole()
+            check_specs(self.manifest, specs)
+            due, touched = {spec.name: spec for spec in specs}, False
+            try:
+                async for chunk in chunks:
+                    _tick_off(due, chunk)
+                    if not touched:
+                        touched = True
+                        await loader.begin_update()
+                    await loader.load_chunk(chunk)
+                if due:
+                    names = list(due)[:_SHOWN]
+                    raise ValueError(f"{len(due)} announced tensors never came: {names}")
+                await loader.commit_update(version)
+            except BaseException as error:
+                if touched:
+                    self._broken = (
+                        f"weight update {version!r} failed half-way "
+                        f"({type(error).__name__}: {error}); the weights are a mixture: launch the "
+                        "engine again"
+                    )
+                    await loader.abandon_update()
+                if isinstance(error, Exception):
+                    reason = self._broken or f"weight update {version!r} did not start: {error}"
+                    raise (EngineBroken if touched else EngineError)(reason) from error
+                raise
+            self.version = version
+
+
+def _tick_off(due: dict[str, TensorSpec], chunk: WeightChunk) -> None:
+    for brought in map(spec_of, chunk["tensors"]):
+        announced = due.pop(brought.name, None)
+        if announced != brought:
+            raise ValueError(
+                f"chunk in {chunk['segment']} brings {brought}, but "
+                + (f"{announced} was announced" if announced else "it was not due")
+            )
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """Hex SHA-256 (its first 128 bits) of the tensor's bytes, contiguous, in its own dtype.
+
+    A negative zero counts as zero: some engines hold weights in a packed form from which its sign
+    cannot be read back, and it never changes what a model computes. SHA-256 because processors
+    have instructions for it: one to two GB/s per core there.
+    """
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    checksum = sha256()
+    for piece in flat.split(_PIECE):
+        plain = piece + 0.0 if flat.is_floating_point() else piece
+        checksum.update(plain.view(torch.uint8).numpy().tobytes())
+    return checksum.hexdigest()[:32]
+
+
+def checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Checksum of each named tensor; only one tensor is looked at at a time."""
+    return {name: tensor_checksum(tensor) for name, tensor in tensors}

@@ -1,0 +1,102 @@
+"""Checksums of tensors, and tensors in shared memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tensor_specs import spec
+
+from ctrl_megatron.rollout.weight_chunks import (
+    SharedSegment,
+    WeightChunk,
+    read_chunk,
+    remove_segments,
+    segment_names,
+    spec_bytes,
+    tensor_at,
+    weight_chunk,
+)
+from ctrl_megatron.rollout.weight_update import tensor_checksum
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_checksum_is_that_of_the_contiguous_bytes(dtype: torch.dtype) -> None:
+    tensor = torch.randn(6, 4).to(dtype)
+    raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    assert tensor_checksum(tensor) == hashlib.sha256(raw).hexdigest()[:32]
+    assert tensor_checksum(tensor.t()) == tensor_checksum(tensor.t().contiguous())
+    changed = tensor.clone()
+    changed[5, 3] = changed[5, 3] * 1.01 + 0.01
+    assert tensor_checksum(changed) != tensor_checksum(tensor)
+
+
+def test_the_sign_of_zero_does_not_count() -> None:
+    assert tensor_checksum(torch.tensor([-0.0, 1.0])) == tensor_checksum(torch.tensor([0.0, 1.0]))
+    assert tensor_checksum(torch.tensor(2.0)) == tensor_checksum(torch.tensor([2.0]))
+
+
+@pytest.fixture
+def segment() -> Iterator[Path]:
+    path = Path("/dev/shm") / f"ctrl-test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_a_chunk_is_read_where_its_tensors_lie(segment: Path) -> None:
+    first, second = torch.randn(3, 2), torch.randn(5).bfloat16()
+    raw = second.view(torch.uint8).numpy().tobytes()
+    segment.write_bytes(first.numpy().tobytes() + b"\0" * 8 + raw)
+    places = [(spec("b", (5,), "bfloat16"), 32), (spec("a", (3, 2)), 0)]
+    # As it arrives in the engine's process.
+    chunk: WeightChunk = json.loads(json.dumps(weight_chunk(segment.name, places)))
+    found = dict(read_chunk(chunk))
+    assert torch.equal(found["a"], first) and torch.equal(found["b"], second)
+
+
+@pytest.mark.parametrize(("offset", "shape"), [(4, (2, 3)), (0, (7,)), (-4, (1,)), (2, (1,))])
+def test_a_tensor_outside_its_segment_is_refused(
+    segment: Path, offset: int, shape: tuple[int, ...]
+) -> None:
+    segment.write_bytes(b"\0" * 24)
+    with pytest.raises(ValueError, match="does not fit a segment of 24 bytes"):
+        list(read_chunk(weight_chunk(segment.name, [(spec("a", shape), offset)])))
+
+
+@pytest.mark.parametrize("name", ["../etc/passwd", "", ".", "a/b"])
+def test_a_segment_is_named_not_pointed_to(name: str) -> None:
+    with pytest.raises(ValueError, match="no name of a shared-memory segment"):
+        list(read_chunk(weight_chunk(name, [])))
+
+
+def test_a_missing_segment_is_named() -> None:
+    with pytest.raises(ValueError, match="ctrl-none-such does not exist"):
+        list(read_chunk(weight_chunk("ctrl-none-such", [])))
+
+
+def test_what_the_ranks_write_an_engine_reads() -> None:
+    first, second = torch.randn(3, 2), torch.randn(5).bfloat16()
+    specs = [spec("a", (3, 2)), spec("b", (5,), "bfloat16")]
+    (name,) = segment_names(1)
+    writer = SharedSegment(name, 64, create=True)
+    try:
+        # Another rank of the host.
+        other = SharedSegment(name, 64, create=False)
+        tensor_at(writer.memory, specs[0], 0).copy_(first)
+        tensor_at(other.memory, specs[1], 32).copy_(second)
+        found = dict(read_chunk(weight_chunk(name, [(specs[0], 0), (specs[1], 32)])))
+        assert torch.equal(found["a"], first) and torch.equal(found["b"], second)
+    finally:
+        remove_segments(lambda pid: pid == os.getpid())
+    assert not (Path("/dev/shm") / name).exists()
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ValueError, match="int7"):
+        spec_bytes(spec("x", (1,), "int7"))
