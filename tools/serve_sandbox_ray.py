@@ -19,8 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ctrl_megatron.sandbox.access import read_token
-from ctrl_megatron.sandbox.isolation import LEVELS
-from ctrl_megatron.sandbox.ray_cluster import Deployment, NodeFailure, ServiceOptions, connect
+from ctrl_megatron.sandbox.client.ray_cluster import (
+    Deployment,
+    NodeFailure,
+    ServiceOptions,
+    connect,
+)
+from ctrl_megatron.sandbox.limits import LEVELS
 
 
 def main(arguments: list[str] | None = None) -> int:

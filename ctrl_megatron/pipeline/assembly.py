@@ -27,7 +27,7 @@ from ctrl_megatron.rewards.providers import CodeProvider, make_provider
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.access import read_token
-from ctrl_megatron.sandbox.isolation import LEVELS
+from ctrl_megatron.sandbox.limits import LEVELS
 
 
 def engine_layout(config: Config) -> EngineLayout:

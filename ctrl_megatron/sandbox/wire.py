@@ -11,6 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+CLIENT_HEADER = "X-Sandbox-Client"
+"""Of every request: the name of the client, which the service is fair to."""
 LEVEL_HEADER = "X-Sandbox-Level"
 """Of ``/v1/ping``: the isolation level that the service reached."""
 

@@ -12,7 +12,7 @@ from reward_samples import CORRECT, INCORRECT, block, function_row, stdio_row, w
 from ctrl_megatron.rewards import RewardModelForCritic
 from ctrl_megatron.rewards.samples import problem_of
 from ctrl_megatron.sandbox.client import SandboxClient
-from ctrl_megatron.sandbox.embedded import EmbeddedSandbox
+from ctrl_megatron.sandbox.client.embedded import EmbeddedSandbox
 from ctrl_megatron.sft.diagnosis import diagnose
 from ctrl_megatron.types import Attempt
 

@@ -15,7 +15,7 @@ import pytest
 from sandbox_talk import BackgroundLoop, submission, wait_until
 
 from ctrl_megatron.sandbox import SandboxClient
-from ctrl_megatron.sandbox.ray_cluster import (
+from ctrl_megatron.sandbox.client.ray_cluster import (
     Deployment,
     NodeFailure,
     ServiceOptions,

@@ -17,7 +17,7 @@ import pytest
 from sandbox_talk import IDLE, BackgroundLoop, descendants, submission, wait_until
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxError
-from ctrl_megatron.sandbox.embedded import SandboxStartError
+from ctrl_megatron.sandbox.client.embedded import SandboxStartError
 from ctrl_megatron.sandbox.wire import RunCodeRequest, RunStatus
 
 ROOT = Path(__file__).parents[2]

@@ -31,8 +31,8 @@ from ctrl_megatron.rewards.providers.contract import (
     ProviderError,
     ProviderSetupError,
 )
-from ctrl_megatron.sandbox.extraction import extract_python
-from ctrl_megatron.sandbox.stdio import difference
+from ctrl_megatron.sandbox.languages import PYTHON, extract_code
+from ctrl_megatron.sandbox.comparison import difference
 from ctrl_megatron.sandbox.wire import (
     CommandRunResult,
     CommandRunStatus,
@@ -207,7 +207,9 @@ def _read(request: SubmitRequest, backend: ScriptBackend) -> _Plan:
         )
     python = language == "python"
     return _Plan(
-        code=extract_python(request.completion).code if python else _block(request.completion),
+        code=extract_code(request.completion, PYTHON).code
+        if python
+        else _block(request.completion),
         language=language,
         function=function,
         setup=data.get("test_setup_code") or "",

@@ -11,6 +11,7 @@ from typing import Any
 
 HEADER = struct.Struct(">I")
 _CHUNK = 1 << 16
+_SPEC_BYTES = 1 << 30
 # json.dumps and json.loads make a new encoder or look for the encoding each time.
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 _decoded = json.JSONDecoder().decode
@@ -72,7 +73,14 @@ def receive(fd: int, *, limit: int, deadline: float | None = None) -> Any:
     return _parsed(_read(fd, size, deadline))
 
 
-class Reader:
+def receive_spec(fd: int) -> dict[str, Any]:
+    """What the supervisor tells a new process of a job, through a pipe for this alone."""
+    spec = receive(fd, limit=_SPEC_BYTES)
+    os.close(fd)
+    return spec
+
+
+class FrameReader:
     """Frames of a descriptor that nobody else reads: one read usually brings a whole frame."""
 
     def __init__(self, fd: int, *, limit: int) -> None:

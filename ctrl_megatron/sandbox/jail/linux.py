@@ -1,10 +1,14 @@
-"""The few system calls that Python does not wrap, through ctypes; errors name the call."""
+"""System calls that Python does not wrap, through ctypes, with errors that name the call; resource
+limits and descriptors of one process.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
+import resource
 import signal
 
 CLONE_NEWNS = 0x00020000
@@ -37,6 +41,8 @@ _LAST_CAPABILITY = 40
 _CAPABILITY_VERSION_3 = 0x20080522
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
+
+_HIGHEST_DESCRIPTOR = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -138,3 +144,59 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
     prctl(PR_SET_PDEATHSIG, int(number))
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def limit_resources(
+    *, memory_bytes: int, cpu_seconds: float, file_bytes: int, open_files: int, processes: int
+) -> None:
+    """Set soft and hard limits; a hard limit that is lower already stays."""
+    seconds = math.ceil(cpu_seconds) + 1
+    wanted = {
+        resource.RLIMIT_AS: (memory_bytes, memory_bytes),
+        resource.RLIMIT_CPU: (seconds, seconds + 1),
+        resource.RLIMIT_FSIZE: (file_bytes, file_bytes),
+        resource.RLIMIT_NOFILE: (open_files, open_files),
+        resource.RLIMIT_NPROC: (processes, processes),
+        resource.RLIMIT_CORE: (0, 0),
+    }
+    for kind, (soft, hard) in wanted.items():
+        ceiling = resource.getrlimit(kind)[1]
+        if ceiling != resource.RLIM_INFINITY:
+            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        resource.setrlimit(kind, (soft, hard))
+
+
+def tasks_of_user() -> int:
+    """Threads that this user runs on the machine: RLIMIT_NPROC counts them all outside a user
+    namespace.
+    """
+    uid, total = os.getuid(), 0
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            if os.stat(f"/proc/{name}").st_uid == uid:
+                total += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:
+            continue  # the process ended while we looked
+    return total
+
+
+def close_all_but(standard: int, *kept: int) -> None:
+    """Close every descriptor above ``standard`` that is not in ``kept``."""
+    low = standard + 1
+    for fd in sorted(set(kept)):
+        if fd < low:
+            continue
+        # CPython's closerange of an empty range can close everything; never ask for one.
+        if low < fd:
+            os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, _HIGHEST_DESCRIPTOR)
+
+
+def set_standard_streams(stdin: int | None, stdout: int | None, stderr: int | None) -> None:
+    """Put the given descriptors in the places 0, 1 and 2; None means ``/dev/null``."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for place, fd in enumerate((stdin, stdout, stderr)):
+        os.dup2(null if fd is None else fd, place)
