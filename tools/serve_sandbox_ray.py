@@ -47,11 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
         )
         deployment = Deployment(service, Path(options.endpoints_file))
         try:
-            done = deployment.look()
+            done = deployment.reconcile()
             deployment.require_all()
             _say(*done, f"{len(deployment.endpoints)} services: {options.endpoints_file}")
             while not told.wait(options.every):
-                _say(*deployment.look())
+                _say(*deployment.reconcile())
             _say("draining")
         finally:
             deployment.stop()

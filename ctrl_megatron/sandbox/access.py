@@ -18,9 +18,7 @@ class OpenAddress(ValueError):
 
 
 def read_token(path: str | Path) -> str:
-    """The token in the first line of a file. Raises ``OSError``, or ``ValueError`` for one that is
-    easily guessed or cannot travel in a header.
-    """
+    """The token in a file's first line. Raises ``OSError``, or ``ValueError`` for a weak one."""
     token = next(iter(Path(path).read_text(encoding="utf-8").splitlines()), "").strip()
     if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
         raise ValueError(

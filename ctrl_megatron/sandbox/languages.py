@@ -59,10 +59,7 @@ LANGUAGES = (PYTHON, CPP, BASH)
 
 
 def language_named(name: str | None) -> Language:
-    """The language of a request's ``language``.
-
-    Raises ``ValueError`` for one that is not run here.
-    """
+    """The language that a request names. Raises ``ValueError`` for one that is not run here."""
     for language in LANGUAGES:
         if name is not None and name.lower() in language.aliases:
             return language
@@ -110,8 +107,11 @@ def extract_code(completion: str, language: Language) -> ExtractedProgram:
     unclosed = _OPEN.findall(text)
     if unclosed:
         return ExtractedProgram(_choose(unclosed, language), "incomplete_fenced")
-    bare = {"python": _bare_code, "cpp": _bare_cpp, "bash": _bare_bash}[language.name](text)
-    return ExtractedProgram(bare, "heuristic") if bare else ExtractedProgram("", "none")
+    if language is BASH:
+        bare = _from_line(text, _BASH_START)
+    else:
+        bare = _bare_cpp(text) if language is CPP else _bare_python(text)
+    return ExtractedProgram(bare, "heuristic" if bare else "none")
 
 
 def _choose(blocks: list[tuple[str, str]], language: Language) -> str:
@@ -129,11 +129,7 @@ def _bare_cpp(text: str) -> str:
     return code[: code.rfind("}") + 1] or code
 
 
-def _bare_bash(text: str) -> str:
-    return _from_line(text, _BASH_START)
-
-
-def _bare_code(text: str) -> str:
+def _bare_python(text: str) -> str:
     lines = text.split("\n")
     start = next((i for i, line in enumerate(lines) if _CODE_LINE.match(line)), None)
     if start is None:

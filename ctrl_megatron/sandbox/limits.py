@@ -1,6 +1,4 @@
-"""What one job may use and how strictly it is isolated. Standard library only: the jail reads it
-too.
-"""
+"""What a job may use and how it is isolated. Standard library only: the jail reads it too."""
 
 from __future__ import annotations
 

@@ -18,9 +18,7 @@ LEVEL_HEADER = "X-Sandbox-Level"
 
 
 class RunStatus(StrEnum):
-    """Outcome of a request. ``SandboxError`` is always a fault of the service, never of the
-    program.
-    """
+    """Outcome of a request. ``SandboxError`` is a fault of the service, never the program's."""
 
     SUCCESS = "Success"
     FAILED = "Failed"

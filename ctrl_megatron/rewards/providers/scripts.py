@@ -31,8 +31,8 @@ from ctrl_megatron.rewards.providers.contract import (
     ProviderError,
     ProviderSetupError,
 )
-from ctrl_megatron.sandbox.languages import PYTHON, extract_code
 from ctrl_megatron.sandbox.comparison import difference
+from ctrl_megatron.sandbox.languages import PYTHON, extract_code
 from ctrl_megatron.sandbox.wire import (
     CommandRunResult,
     CommandRunStatus,

@@ -25,19 +25,15 @@ class SandboxStartError(RuntimeError):
 
 
 class EmbeddedSandbox:
-    """A running service. It ends with ``stop``, and by itself when this process ends in whatever
-    way.
-    """
+    """A running service. It ends with ``stop``, and by itself however this process ends."""
 
     def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        errors: BinaryIO,
-        announcement: dict[str, Any],
+        self, process: subprocess.Popen[bytes], errors: BinaryIO, announcement: dict[str, Any]
     ) -> None:
         self._process = process
         self._errors = errors
-        self._scratch = Path(announcement["scratch"])
+        self.scratch: str = announcement["scratch"]
+        """Directory of what the workers leave on disk."""
         self.endpoint = f"http://{announcement['host']}:{announcement['port']}"
         self.isolation: dict[str, Any] = announcement["isolation"]
 
@@ -91,20 +87,15 @@ class EmbeddedSandbox:
         except BaseException as error:
             process.kill()
             process.wait()
-            said = _text(errors).strip()
+            text = _text(errors).strip()
             errors.close()
-            raise SandboxStartError(f"the sandbox did not start: {said or error}") from error
+            raise SandboxStartError(f"the sandbox did not start: {text or error}") from error
         return cls(process, errors, announcement)
 
     @property
     def pid(self) -> int:
         """Process id of the service."""
         return self._process.pid
-
-    @property
-    def scratch(self) -> str:
-        """Directory of what the workers leave on disk."""
-        return str(self._scratch)
 
     def alive(self) -> bool:
         """Whether the service's process runs."""
@@ -115,9 +106,7 @@ class EmbeddedSandbox:
         return _text(self._errors)
 
     def stop(self, timeout: float = 15.0) -> None:
-        """End the service, give running requests ``timeout`` seconds, then kill it; safe to call
-        twice.
-        """
+        """End the service; running requests get ``timeout`` seconds. Safe to call twice."""
         if self.alive():
             self._process.terminate()
             try:
@@ -129,8 +118,8 @@ class EmbeddedSandbox:
             if stream is not None:
                 stream.close()
         # The service removes it itself, unless it was killed.
-        if self._scratch.exists():
-            shutil.rmtree(self._scratch)
+        if os.path.exists(self.scratch):
+            shutil.rmtree(self.scratch)
 
     def __enter__(self) -> Self:
         return self

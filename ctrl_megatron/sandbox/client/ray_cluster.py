@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,20 +64,12 @@ class NodeService:
     def check(self) -> None:
         """Raises ``RuntimeError`` with what the service last said once it has ended."""
         if not self._service.alive():
-            said = self._service.log().strip()[-_SHOWN:]
-            raise RuntimeError(f"the service ended: {said or 'it said nothing'}")
+            text = self._service.log().strip()[-_SHOWN:]
+            raise RuntimeError(f"the service ended: {text or 'it wrote nothing'}")
 
     def stop(self) -> None:
         """Let running requests finish, then end the service."""
         self._service.stop(self._options.drain_seconds)
-
-
-def changes(alive: Collection[str], serving: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """(nodes to start a service on, nodes to forget): ``alive`` are the cluster's nodes,
-    ``serving`` tells of each node with a service whether that is well.
-    """
-    start = [node for node in alive if not serving.get(node, False)]
-    return start, [node for node in serving if node not in alive or not serving[node]]
 
 
 @dataclass(slots=True)
@@ -88,7 +80,7 @@ class Deployment:
     endpoints_file: Path
     """Holds the addresses, with commas between them: what ``sandbox.endpoint`` takes."""
     failed: list[str] = field(default_factory=list)
-    """What the last look could not start, a sentence each."""
+    """What the last ``reconcile`` could not start, a sentence each."""
     _nodes: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Node id -> actor and address of its service."""
     _ports: dict[str, int] = field(default_factory=dict)
@@ -98,26 +90,24 @@ class Deployment:
         """Node id -> address of its service."""
         return {name: endpoint for name, (_, endpoint) in self._nodes.items()}
 
-    def look(self) -> list[str]:
+    def reconcile(self) -> list[str]:
         """Start what is missing, replace what has ended, forget nodes that are gone; returns what
         was done and what failed, a sentence each. Nodes that failed are tried again next time.
         """
         alive = {n["NodeID"]: n["NodeManagerAddress"] for n in _ray().nodes() if n["Alive"]}
-        faults = self._faults()
-        well = {name: name not in faults for name in self._nodes}
-        start, forget = changes(alive, well)
-        report = []
-        for name in forget:
+        faults, report = self._faults(), []
+        for name in [name for name in self._nodes if name in faults or name not in alive]:
             actor, endpoint = self._nodes.pop(name)
             report.append(f"{endpoint}: {faults.get(name, 'its node left')}")
             _ray().kill(actor)
-        report += self._start({name: alive[name] for name in start}) + self.failed
+        missing = {name: address for name, address in alive.items() if name not in self._nodes}
+        report += self._start(missing) + self.failed
         if report:
             publish_endpoints(self.endpoints_file, sorted(self.endpoints.values()))
         return report
 
     def require_all(self) -> None:
-        """Raises ``NodeFailure`` with what the last look could not start."""
+        """Raises ``NodeFailure`` with what the last ``reconcile`` could not start."""
         if self.failed:
             raise NodeFailure("; ".join(self.failed))
 

@@ -7,31 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_attempt,
-    wait_exponential,
-    wait_random,
-)
 
-from ctrl_megatron.sandbox.wire import (
-    CLIENT_HEADER,
-    LEVEL_HEADER,
-    EvalResult,
-    RunCodeRequest,
-    RunCodeResponse,
-    RunStatus,
-    SubmitRequest,
-)
+from ctrl_megatron.sandbox import wire
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
@@ -108,34 +93,31 @@ class SandboxClient:
         self.identity = identity
         texts = endpoint.split(",") if isinstance(endpoint, str) else endpoint
         self.endpoints = tuple(dict.fromkeys(text.strip().rstrip("/") for text in texts))
-        if not self.endpoints or not all(map(_is_http, self.endpoints)):
+        valid = (url.startswith(("http://", "https://")) for url in self.endpoints)
+        if not self.endpoints or not all(valid):
             raise ValueError(f"sandbox endpoint must be one or more http:// URLs, got {endpoint!r}")
         self._services = [_Endpoint(url) for url in self.endpoints]
         if attempts < 1 or max_concurrency < 1:
             raise ValueError("attempts and max_concurrency must be at least 1")
         self.counters = ClientCounters()
-        self._headers = {CLIENT_HEADER: name or secrets.token_hex(8)}
+        self._headers = {wire.CLIENT_HEADER: name or secrets.token_hex(8)}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._attempts = attempts
-        self._backoff = wait_exponential(multiplier=backoff, max=60.0) + wait_random(0.0, backoff)
+        self._backoff = backoff
         self._limit = max_concurrency
         self._session: aiohttp.ClientSession | None = None
         self._semaphore: asyncio.Semaphore | None = None
         self._checks: dict[str, asyncio.Task[None]] = {}
 
-    async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
-        """Run a program. Raises ``SandboxError`` (service fault) or ``ValueError`` (request
-        refused).
-        """
-        return await self._call("/run_code", request, RunCodeResponse)
+    async def run_code(self, request: wire.RunCodeRequest) -> wire.RunCodeResponse:
+        """Run a program. Raises ``SandboxError`` (service fault), ``ValueError`` (bad request)."""
+        return await self._call("/run_code", request, wire.RunCodeResponse)
 
-    async def submit(self, request: SubmitRequest) -> EvalResult:
-        """Judge a completion. Raises ``SandboxError`` (service fault) or ``ValueError`` (request
-        refused).
-        """
-        return await self._call("/submit", request, EvalResult)
+    async def submit(self, request: wire.SubmitRequest) -> wire.EvalResult:
+        """Judge a completion. Raises ``SandboxError`` or ``ValueError`` like ``run_code``."""
+        return await self._call("/submit", request, wire.EvalResult)
 
     async def ping(self) -> dict[str, str]:
         """Service -> isolation level it reached, empty for a service that does not say.
@@ -181,37 +163,32 @@ class SandboxClient:
     async def _call(self, path: str, request: BaseModel, answer: type[AnswerT]) -> AnswerT:
         self.counters.requests += 1
         tried: set[str] = set()
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(self._attempts),
-            wait=lambda state: self._pause(state, tried),
-            retry=retry_if_exception_type(_Fault),
-            before_sleep=self._count_retry,
-            reraise=True,
-        )
         body = request.model_dump_json().encode()
-        try:
-            return await retrying(self._attempt, path, body, answer, tried)
-        except _Fault as fault:
-            self.counters.failures += 1
-            raise SandboxError(f"{fault} (gave up after {self._attempts} attempts)") from fault
-
-    def _pause(self, state: RetryCallState, tried: set[str]) -> float:
-        if any(service.healthy and service.url not in tried for service in self._services):
-            return 0.0
-        # Every service had its chance: start over after a pause.
-        tried.clear()
-        fault = state.outcome.exception() if state.outcome else None
-        wished = fault.retry_after if isinstance(fault, _Fault) else 0.0
-        return max(self._backoff(state), wished)
-
-    def _count_retry(self, _: RetryCallState) -> None:
-        self.counters.retries += 1
+        for failed in range(self._attempts):
+            try:
+                return await self._attempt(path, body, answer, tried)
+            except _Fault as fault:
+                if failed + 1 == self._attempts:
+                    self.counters.failures += 1
+                    text = f"{fault} (gave up after {self._attempts} attempts)"
+                    raise SandboxError(text) from fault
+                self.counters.retries += 1
+                if any(service.healthy and service.url not in tried for service in self._services):
+                    continue
+                # Every service had its chance: start over after a pause.
+                tried.clear()
+                pause = min(self._backoff * 2**failed, 60.0) + random.uniform(0.0, self._backoff)
+                await asyncio.sleep(max(pause, fault.retry_after))
+        raise AssertionError("unreachable")
 
     async def _attempt(
         self, path: str, body: bytes, answer: type[AnswerT], tried: set[str]
     ) -> AnswerT:
         async with self._slot():
-            endpoint = self._choose(tried)
+            # The least loaded one; healthy ones first, among them those that were not tried.
+            endpoint = min(
+                self._services, key=lambda e: (not e.healthy, e.url in tried, e.in_flight)
+            )
             url = endpoint.url + path
             tried.add(endpoint.url)
             endpoint.in_flight += 1
@@ -232,10 +209,6 @@ class SandboxClient:
             raise _Fault(f"sandbox {url} answered {status}: {_detail(text)}", retry_after)
         return _parse(url, text, answer)
 
-    def _choose(self, tried: Collection[str]) -> _Endpoint:
-        """The least loaded one; healthy ones first, among them those that are not in ``tried``."""
-        return min(self._services, key=lambda e: (not e.healthy, e.url in tried, e.in_flight))
-
     def _distrust(self, endpoint: _Endpoint) -> None:
         """No more requests for ``endpoint`` until it answers a health check."""
         if len(self._services) > 1 and endpoint.url not in self._checks:
@@ -253,14 +226,10 @@ class SandboxClient:
         limit = aiohttp.ClientTimeout(total=_CHECK_SECONDS)
         try:
             async with self._open_session().get(url + "/v1/ping", timeout=limit) as response:
-                status, level = response.status, response.headers.get(LEVEL_HEADER, "")
+                status, level = response.status, response.headers.get(wire.LEVEL_HEADER, "")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return f"does not answer: {_text(error)}", ""
         return ("" if status == 200 else f"answers /v1/ping with {status}"), level
-
-
-def _is_http(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
 
 
 def _parse(url: str, text: str, answer: type[AnswerT]) -> AnswerT:
@@ -268,19 +237,15 @@ def _parse(url: str, text: str, answer: type[AnswerT]) -> AnswerT:
         parsed = answer.model_validate_json(text)
     except ValidationError as error:
         raise _Fault(f"sandbox {url} sent a malformed answer: {error}") from error
-    fault = _service_fault(parsed)
-    if fault is not None:
-        raise _Fault(f"sandbox {url} reports SandboxError: {fault}")
+    runs = (
+        [test.exec_info for test in parsed.tests]
+        if isinstance(parsed, wire.EvalResult)
+        else [parsed]
+    )
+    for run in runs:
+        if isinstance(run, wire.RunCodeResponse) and run.status is wire.RunStatus.SANDBOX_ERROR:
+            raise _Fault(f"sandbox {url} reports SandboxError: {run.message}")
     return parsed
-
-
-def _service_fault(answer: BaseModel) -> str | None:
-    """The message of a fault inside the service that an answer carries, or None."""
-    if isinstance(answer, EvalResult):
-        runs = [test.exec_info for test in answer.tests]
-    else:
-        runs = [answer] if isinstance(answer, RunCodeResponse) else []
-    return next((run.message for run in runs if run.status is RunStatus.SANDBOX_ERROR), None)
 
 
 def _seconds(header: str) -> float:

@@ -26,9 +26,7 @@ def inside(path: str) -> str:
 
 
 def write(directory: str, contents: Mapping[str, str]) -> None:
-    """Write base64 ``contents`` (relative path -> text) below ``directory``, before any program
-    runs.
-    """
+    """Write base64 ``contents`` by relative path below ``directory``, before any program runs."""
     for relative, text in contents.items():
         target = os.path.join(directory, relative)
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -42,12 +40,12 @@ def fetch(directory: str, wanted: Iterable[str]) -> dict[str, str]:
 
     No link is followed: it could lead out of the directory.
     """
-    found = {}
+    contents = {}
     for relative in wanted:
         content = _read_regular(directory, relative.split(os.sep))
         if content is not None:
-            found[relative] = base64.b64encode(content).decode()
-    return found
+            contents[relative] = base64.b64encode(content).decode()
+    return contents
 
 
 def _read_regular(directory: str, parts: list[str]) -> bytes | None:
@@ -69,9 +67,7 @@ def _read_regular(directory: str, parts: list[str]) -> bytes | None:
 
 
 def exceeds(directory: str, limit_bytes: int) -> bool:
-    """Whether ``directory`` holds more than ``limit_bytes`` or ``MAX_ENTRIES``, or cannot be
-    searched to its end.
-    """
+    """Whether there are too many bytes or entries, or it cannot be searched to its end."""
     used, entries, folders = 0, 0, [directory]
     while folders:
         try:
@@ -109,8 +105,10 @@ def remove_tree(directory: str) -> None:
             for entry in _searchable(folder):
                 if entry.is_dir(follow_symlinks=False):
                     os.chmod(entry.path, stat.S_IRWXU)
-                    number = _free_number(directory, number + 1)
-                    os.rename(entry.path, _moved(directory, number))
+                    number += 1
+                    while os.path.lexists(moved := os.path.join(directory, f"moved-{number}")):
+                        number += 1
+                    os.rename(entry.path, moved)
                 else:
                     os.unlink(entry.path)
             os.rmdir(folder)
@@ -122,13 +120,3 @@ def _searchable(folder: str) -> list[os.DirEntry[str]]:
     except PermissionError:
         os.chmod(folder, stat.S_IRWXU)
         return list(os.scandir(folder))
-
-
-def _moved(directory: str, number: int) -> str:
-    return os.path.join(directory, f"moved-{number}")
-
-
-def _free_number(directory: str, number: int) -> int:
-    while os.path.lexists(_moved(directory, number)):
-        number += 1
-    return number

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ctrl_megatron.sandbox.jail import frames, linux, namespaces
@@ -26,12 +27,12 @@ _MOST_DESCRIPTORS = 8
 _JUDGE, _CANDIDATE, _PROGRAM, _END = b"J", b"C", b"P", b"E"
 
 
+@dataclass(frozen=True, slots=True)
 class ForkServer:
     """The supervisor's side; a lost fork server raises ``ConnectionError``."""
 
-    def __init__(self, line: socket.socket, pid: int) -> None:
-        self._line = line
-        self._pid = pid
+    _line: socket.socket
+    _pid: int
 
     def close(self) -> None:
         """Let it end, and with it everything it started; returns when it has."""
@@ -77,16 +78,15 @@ def serve_forks(line: socket.socket, confinement: Confinement, own_pids: int | N
         os._exit(status)
 
 
+@dataclass(frozen=True, slots=True)
 class _Service:
-    def __init__(self, line: socket.socket, confinement: Confinement, own_pids: int | None) -> None:
-        self._line = line
-        self._confinement = confinement
-        self._own_pids = own_pids
-        self._running: dict[str, int] = {}
-        """Role -> pid."""
+    _line: socket.socket
+    _confinement: Confinement
+    _own_pids: int | None
+    _running: dict[str, int] = field(default_factory=dict)
+    """Role -> pid."""
 
     def serve(self) -> None:
-        start = {_JUDGE: self._judge, _CANDIDATE: self._candidate, _PROGRAM: self._program}
         while True:
             kind, fds, _, _ = socket.recv_fds(self._line, 1, _MOST_DESCRIPTORS)
             if not kind:
@@ -94,37 +94,33 @@ class _Service:
                 return
             if kind == _END:
                 self._line.send(json.dumps(self._end_all()).encode())
-            else:
-                start[kind](fds)
+            elif kind == _JUDGE:
+                self._start("judge", _run_judge, fds, os.fork)
+            elif kind == _CANDIDATE:
+                before = self._running.pop("candidate", None)
+                if before is not None:
+                    os.kill(before, signal.SIGKILL)
+                    os.waitpid(before, 0)
+                self._start("candidate", _run_candidate, fds, self._fork_first)
+            else:  # _PROGRAM
+                self._start("init", run_init, fds, self._fork_first)
             for fd in fds:
                 os.close(fd)
 
-    def _judge(self, fds: Sequence[int]) -> None:
-        self._running["judge"] = self._fork(lambda: _run_judge(self._confinement, *fds))
+    def _fork_first(self) -> int:
+        return os.fork() if self._own_pids is None else namespaces.fork_first(self._own_pids)
 
-    def _candidate(self, fds: Sequence[int]) -> None:
-        before = self._running.pop("candidate", None)
-        if before is not None:
-            os.kill(before, signal.SIGKILL)
-            os.waitpid(before, 0)
-        self._running["candidate"] = self._fork_first(
-            lambda: _run_candidate(self._confinement, *fds)
-        )
-
-    def _program(self, fds: Sequence[int]) -> None:
-        self._running["init"] = self._fork_first(lambda: run_init(self._confinement, *fds))
-
-    def _fork_first(self, body: Callable[[], object]) -> int:
-        own = self._own_pids
-        return self._fork(body, os.fork if own is None else lambda: namespaces.fork_first(own))
-
-    def _fork(self, body: Callable[[], object], fork: Callable[[], int] = os.fork) -> int:
+    def _start(
+        self, role: str, body: Callable[..., object], fds: Sequence[int], fork: Callable[[], int]
+    ) -> None:
+        """Fork a process that does ``body`` with the descriptors."""
         pid = fork()
         if pid:
-            return pid
+            self._running[role] = pid
+            return
         try:
             linux.die_with_parent()
-            body()
+            body(self._confinement, *fds)
         finally:
             os._exit(1)
 

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ctrl_megatron.sandbox.jail import files, landlock, linux, namespaces, seccomp
@@ -55,8 +55,8 @@ class Confinement:
     scratch: str
     """Directory for private directories where there are no mount namespaces."""
     readable: tuple[str, ...]
-    call_filter: seccomp.Filter | None
-    native_filters: Mapping[Profile, seccomp.Filter] = field(default_factory=dict)
+    filters: Mapping[Profile | None, seccomp.Filter]
+    """By profile, None for Python; empty where the kernel filters no system calls."""
 
     @property
     def isolated(self) -> bool:
@@ -110,8 +110,8 @@ class Confinement:
                 readable=(*self.readable, *tools, "/dev/urandom", "/dev/random"),
                 writable=(*filter(None, (directory,)), "/dev/null", "/dev/zero"),
             )
-        if self.call_filter is not None:
-            (self.native_filters[profile] if profile else self.call_filter).install()
+        if self.filters:
+            self.filters[profile].install()
 
 
 def establish(
@@ -149,7 +149,14 @@ def establish(
         process = namespaces.enter_worker(staging, user)
     elif user is not None:
         namespaces.become(user)
-        _require_readable(sys.base_prefix, user)
+        try:
+            os.listdir(os.path.join(sys.base_prefix, "lib"))
+        except OSError as error:
+            raise IsolationRefused(
+                f"without namespaces, user {user} must be able to read the interpreter under "
+                f"{sys.base_prefix}: {error}. Choose another interpreter (python=...) or run as an "
+                "ordinary user."
+            ) from error
     report = IsolationReport(
         requested=level,
         tier="namespaces" if isolated else "landlock" if abi and filtering else "limits",
@@ -158,26 +165,21 @@ def establish(
         uid=os.getuid(),
         missing=tuple(missing) if level != "none" else (),
     )
-    native_filters: dict[Profile, seccomp.Filter] = {}
+    filters: dict[Profile | None, seccomp.Filter] = {}
+    if filtering:
+        filters[None] = seccomp.Filter()
     if filtering and isolated:
         # Processes only where a pid namespace bounds them.
-        many = seccomp.Filter(execute=True, processes=True)
-        native_filters = {"binary": seccomp.Filter(execute=True), "compiler": many, "shell": many}
+        filters["binary"] = seccomp.Filter(execute=True)
+        filters["compiler"] = filters["shell"] = seccomp.Filter(execute=True, processes=True)
     confinement = Confinement(
-        report=report,
-        limits=limits,
-        scratch=scratch,
-        readable=readable,
-        call_filter=seccomp.Filter() if filtering else None,
-        native_filters=native_filters,
+        report=report, limits=limits, scratch=scratch, readable=readable, filters=filters
     )
     return confinement, process
 
 
 def check_canaries(confinement: Confinement, directory: str) -> None:
-    """Try, in a confined child, what no job may do. Raises ``IsolationRefused`` if any of it
-    succeeds.
-    """
+    """Try what no job may do. Raises ``IsolationRefused`` if any of it succeeds."""
     if not confinement.report.seccomp:
         return
     # Limits that are not the reason why an attempt fails.
@@ -239,7 +241,7 @@ def _try_forbidden(confinement: Confinement, directory: str) -> None:
     confinement.apply(directory, memory_mb=1024, cpu_seconds=5)
     attempts: list[tuple[str, Callable[[], object]]] = [
         ("a socket", socket.socket),
-        ("a child process", _fork),
+        ("a child process", lambda: os.fork() or os._exit(0)),
         ("a signal to other processes", lambda: os.kill(-1, 0)),
     ]
     if confinement.report.landlock or confinement.isolated:
@@ -255,18 +257,3 @@ def _try_forbidden(confinement: Confinement, directory: str) -> None:
         raise IsolationRefused(f"a program could get {what}")
     if os.environ:
         raise IsolationRefused("the environment is not empty")
-
-
-def _fork() -> None:
-    if os.fork() == 0:
-        os._exit(0)
-
-
-def _require_readable(prefix: str, user: int) -> None:
-    try:
-        os.listdir(os.path.join(prefix, "lib"))
-    except OSError as error:
-        raise IsolationRefused(
-            f"without namespaces, user {user} must be able to read the interpreter under {prefix}: "
-            f"{error}. Choose another interpreter (python=...) or run as an ordinary user."
-        ) from error

@@ -11,37 +11,19 @@ import platform
 import resource
 import signal
 
-CLONE_NEWNS = 0x00020000
-CLONE_NEWCGROUP = 0x02000000
-CLONE_NEWUTS = 0x04000000
-CLONE_NEWIPC = 0x08000000
-CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
-CLONE_NEWNET = 0x40000000
-
-MS_RDONLY = 1
-MS_NOSUID = 2
-MS_NODEV = 4
-MS_REMOUNT = 32
-MS_BIND = 4096
-MS_REC = 16384
-MS_PRIVATE = 1 << 18
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 1 << 17, 1 << 25, 1 << 26, 1 << 27
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 28, 1 << 29, 1 << 30
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
+MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
 MNT_DETACH = 2
-
-PR_SET_PDEATHSIG = 1
-PR_SET_DUMPABLE = 4
-PR_SET_SECCOMP = 22
-PR_CAPBSET_DROP = 24
-PR_SET_CHILD_SUBREAPER = 36
-PR_SET_NO_NEW_PRIVS = 38
-PR_CAP_AMBIENT = 47
-PR_CAP_AMBIENT_CLEAR_ALL = 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 
 _LAST_CAPABILITY = 40
 _CAPABILITY_VERSION_3 = 0x20080522
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
-
 _HIGHEST_DESCRIPTOR = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -109,9 +91,7 @@ def unmount(target: str) -> None:
 
 
 def pivot_root(new_root: str) -> None:
-    """Make ``new_root`` (a mount point) the root and let go of the old one. Raises
-    ``KernelRefusal``.
-    """
+    """Make ``new_root`` (a mount point) the root, detach the old. Raises ``KernelRefusal``."""
     os.chdir(new_root)
     # The old root lands on top of the new one and is detached at once, so no directory for it is
     # needed.
@@ -167,9 +147,7 @@ def limit_resources(
 
 
 def tasks_of_user() -> int:
-    """Threads that this user runs on the machine: RLIMIT_NPROC counts them all outside a user
-    namespace.
-    """
+    """Threads of this user: RLIMIT_NPROC counts all of them outside a user namespace."""
     uid, total = os.getuid(), 0
     for name in os.listdir("/proc"):
         if not name.isdigit():

@@ -28,9 +28,7 @@ HOST_NAME = "sandbox"
 
 
 def library_paths() -> tuple[str, ...]:
-    """Directories that a Python program reads: shared libraries, this interpreter's library, time
-    zones.
-    """
+    """What a Python program reads: shared libraries, the interpreter's, time zones."""
     system = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64")
     own = os.path.join(os.path.realpath(sys.base_prefix), "lib")
     paths = [path for path in (*system, "/usr/share/zoneinfo") if os.path.exists(path)]

@@ -30,9 +30,7 @@ _HIDDEN: list[types.ModuleType | None] = []
 def run_init(
     confinement: Confinement, spec: int, report: int, stdin: int, stdout: int, stderr: int
 ) -> None:
-    """Be pid 1 of one job: start the program, reap, report its wait status and the files asked for;
-    never returns.
-    """
+    """Be pid 1 of one job: start the program, reap, report status and files; never returns."""
     try:
         linux.close_all_but(2, spec, report, stdin, stdout, stderr)
         job = frames.receive_spec(spec)
@@ -89,9 +87,7 @@ def _end_others() -> None:
 
 
 def _run_command(directory: str, profile: str, command: list[str]) -> NoReturn:
-    """A first word without a slash is looked up on ``PATH``; one in ``directory`` is made
-    executable.
-    """
+    """A first word without a slash is looked up on ``PATH``."""
     # The interpreter ignores both; a program expects to be ended by them.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)

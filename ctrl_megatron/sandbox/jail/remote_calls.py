@@ -58,31 +58,25 @@ class CandidateException(Exception):
 
 
 def serve_calls(fd: int, prelude: str, code: str) -> None:
-    """Load ``code`` (after ``prelude``, the imports of the tests' setup) and answer calls; never
-    returns.
-    """
+    """Load ``code`` after ``prelude`` (the setup's imports) and answer calls; never returns."""
     program.fresh_streams()
     program.forget_harness()
     # Not __main__: a program's main guard reads stdin and prints, it is not what is judged.
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    failure = _load(module, prelude, code)
+    failure = None
+    try:
+        if prelude:
+            exec(compile(prelude, "setup.py", "exec", dont_inherit=True), module.__dict__)
+        exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
+    except BaseException as error:
+        failure = _failure(error)
     frames.send(fd, {"loaded": failure is None, "error": failure})
     calls = frames.FrameReader(fd, limit=_CALL_BYTES)
     while failure is None:
         call = calls.receive()
         frames.send_encoded(fd, _answer(module, call))
     os._exit(0)
-
-
-def _load(module: types.ModuleType, prelude: str, code: str) -> dict[str, Any] | None:
-    try:
-        if prelude:
-            exec(compile(prelude, "setup.py", "exec", dont_inherit=True), module.__dict__)
-        exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
-    except BaseException as error:
-        return _failure(error)
-    return None
 
 
 def _answer(module: types.ModuleType, call: dict[str, Any]) -> bytes:

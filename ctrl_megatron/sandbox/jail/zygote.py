@@ -35,9 +35,18 @@ def main(fd: int) -> None:
     """Serve jobs on the socket ``fd`` until the service closes it or dies."""
     setup = frames.receive(fd, limit=_SETUP_BYTES)
     linux.die_with_parent(setup["service_pid"])
-    _first_when_memory_ends()
     try:
-        _preload(setup["preload"])
+        # The kernel ends programs before the service and the trainer; children inherit it.
+        with open("/proc/self/oom_score_adj", "w") as stream:
+            stream.write("1000")
+    except OSError as error:
+        sys.stderr.write(f"sandbox worker: oom_score_adj stays as it is: {error}\n")
+    try:
+        for name in (*_PROGRAMS_IMPORT.split(), *setup["preload"]):
+            importlib.import_module(name)
+        # ``-S`` keeps site packages out; programs still expect the names that site adds.
+        site.setquit()
+        site.sethelper()
         confinement, process = _isolate(setup)
     except (isolation.IsolationRefused, OSError, ImportError) as error:
         frames.send(fd, {"kind": "refused", "reason": str(error)})
@@ -46,23 +55,6 @@ def main(fd: int) -> None:
     linux.die_with_parent()
     _prepare()
     _divide(fd, confinement, process)
-
-
-def _preload(further: list[str]) -> None:
-    for name in (*_PROGRAMS_IMPORT.split(), *further):
-        importlib.import_module(name)
-    # ``-S`` keeps site packages out; programs still expect the names that site adds.
-    site.setquit()
-    site.sethelper()
-
-
-def _first_when_memory_ends() -> None:
-    """Let the kernel end programs before the service and the trainer; children inherit it."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as stream:
-            stream.write("1000")
-    except OSError as error:
-        sys.stderr.write(f"sandbox worker: oom_score_adj stays as it is: {error}\n")
 
 
 def _isolate(setup: dict[str, Any]) -> tuple[Confinement, int | None]:

@@ -27,12 +27,9 @@ class NotDelegated(RuntimeError):
 class CgroupSubtree:
     """A cgroup below the service's own, with one for each worker in it."""
 
-    def __init__(self, home: Path, controllers: frozenset[str], missing: frozenset[str]) -> None:
-        self._home = home
-        self._base = home / f"sandbox-{os.getpid()}"
-        self._handed = missing
-        self._moved = bool(missing) and not _is_root(home)
-        self._undo = contextlib.ExitStack()
+    def __init__(self, base: Path, controllers: frozenset[str], undo: contextlib.ExitStack) -> None:
+        self._base = base
+        self._undo = undo
         self.controllers = controllers
         """Those of ``CONTROLLERS`` that count here."""
 
@@ -53,11 +50,21 @@ class CgroupSubtree:
             if not available:
                 raise NotDelegated(f"no {' or '.join(CONTROLLERS)} controller in {home}")
             _require_ours(home)
-            subtree = cls(home, available, available - set(_words(home / "cgroup.subtree_control")))
-            subtree._divide()
+            control, base = home / "cgroup.subtree_control", home / f"sandbox-{os.getpid()}"
+            missing = available - set(_words(control))
+            with contextlib.ExitStack() as undo:
+                # The root of the hierarchy may hold processes and hand controllers down.
+                if missing and (home / "cgroup.type").exists():
+                    _move_aside(home, undo)
+                if missing:
+                    control.write_text(_listed("+", missing))
+                    undo.callback(control.write_text, _listed("-", missing))
+                base.mkdir()
+                undo.callback(base.rmdir)
+                (base / "cgroup.subtree_control").write_text(_listed("+", available))
+                return cls(base, available, undo.pop_all())
         except OSError as error:
             raise NotDelegated(f"{error.filename or home}: {error.strerror}") from error
-        return subtree
 
     def confine(self, number: int, pid: int, limits: SandboxLimits) -> None:
         """Put process ``pid``, and all it will start, into the cgroup of worker ``number``. Raises
@@ -83,32 +90,6 @@ class CgroupSubtree:
             leaf.rmdir()
         self._undo.close()
 
-    @property
-    def _own_leaf(self) -> Path:
-        return self._home / f"service-{os.getpid()}"
-
-    def _divide(self) -> None:
-        procs, control = self._home / "cgroup.procs", self._home / "cgroup.subtree_control"
-        with contextlib.ExitStack() as undo:
-            if self._moved:
-                others = set(_words(procs)) - {str(os.getpid())}
-                if others:
-                    raise NotDelegated(
-                        f"{self._home} holds other processes ({', '.join(sorted(others)[:5])}); "
-                        "the service needs a cgroup of its own, such as one of systemd-run --scope"
-                    )
-                self._own_leaf.mkdir()
-                undo.callback(self._own_leaf.rmdir)
-                (self._own_leaf / "cgroup.procs").write_text(str(os.getpid()))
-                undo.callback(procs.write_text, str(os.getpid()))
-            if self._handed:
-                control.write_text(_listed("+", self._handed))
-                undo.callback(control.write_text, _listed("-", self._handed))
-            self._base.mkdir()
-            undo.callback(self._base.rmdir)
-            (self._base / "cgroup.subtree_control").write_text(_listed("+", self.controllers))
-            self._undo = undo.pop_all()
-
 
 def _home(mounts: Path, membership: Path) -> Path:
     """Directory of the cgroup that this process is in."""
@@ -133,9 +114,18 @@ def _require_ours(home: Path) -> None:
     raise NotDelegated(f"{home} belongs to systemd; start the service with Delegate=yes")
 
 
-def _is_root(home: Path) -> bool:
-    """The root of the hierarchy, which may hold processes and hand controllers down."""
-    return not (home / "cgroup.type").exists()
+def _move_aside(home: Path, undo: contextlib.ExitStack) -> None:
+    own, procs, leaf = str(os.getpid()), home / "cgroup.procs", home / f"service-{os.getpid()}"
+    others = sorted(set(_words(procs)) - {own})
+    if others:
+        raise NotDelegated(
+            f"{home} holds other processes ({', '.join(others[:5])}); the service needs a cgroup "
+            "of its own, such as one of systemd-run --scope"
+        )
+    leaf.mkdir()
+    undo.callback(leaf.rmdir)
+    (leaf / "cgroup.procs").write_text(own)
+    undo.callback(procs.write_text, own)
 
 
 def _listed(sign: str, controllers: frozenset[str]) -> str:

@@ -7,6 +7,8 @@ and no such line means 1.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ctrl_megatron.sandbox.languages import language_named
 from ctrl_megatron.sandbox.service.datasets.problems import CheckerProgram, StdioCase
 from ctrl_megatron.sandbox.service.programs import Program, ProgramRun, ProgramRunner, to_base64
@@ -15,13 +17,13 @@ _REJECTS = (1, 2)
 """Exit statuses that mean a wrong answer, as testlib has them; others mean that it broke."""
 
 
+@dataclass(frozen=True, slots=True)
 class OutputChecker:
     """A checker that is ready to run."""
 
-    def __init__(self, runner: ProgramRunner, checker: CheckerProgram, program: Program) -> None:
-        self._runner = runner
-        self._checker = checker
-        self._program = program
+    _runner: ProgramRunner
+    _checker: CheckerProgram
+    _program: Program
 
     @classmethod
     async def prepare(cls, runner: ProgramRunner, checker: CheckerProgram) -> OutputChecker:
@@ -32,9 +34,7 @@ class OutputChecker:
         return cls(runner, checker, program)
 
     async def score(self, case: StdioCase, output: str) -> tuple[float, str]:
-        """Score of ``output`` in [0, 1] and why it is not 1. Raises ``ValueError`` where the
-        checker fails on the reference too.
-        """
+        """Score in [0, 1] and why it is not 1. Raises ``ValueError`` for a checker that fails."""
         run = await self._run(case, output)
         scored = _read_score(run)
         if scored is not None:

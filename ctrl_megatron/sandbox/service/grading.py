@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.comparison import difference
 from ctrl_megatron.sandbox.languages import (
     PYTHON,
@@ -34,16 +35,8 @@ from ctrl_megatron.sandbox.service.programs import (
     STOP_REASONS,
     Program,
     ProgramRunner,
+    run_response,
     seconds_within,
-)
-from ctrl_megatron.sandbox.wire import (
-    CommandRunResult,
-    CommandRunStatus,
-    EvalResult,
-    EvalTestCase,
-    RunCodeResponse,
-    RunStatus,
-    SubmitRequest,
 )
 
 _LANGUAGE_REQUIRED = ("CommonOJDataset",)
@@ -71,7 +64,7 @@ class TestVerdict:
 
     score: float
     """In [0, 1]; less than 1 is a failure."""
-    run: RunCodeResponse
+    run: wire.RunCodeResponse
     """What the program did."""
     info: dict[str, Any]
     """Short account of the test; ``reason`` says why it failed."""
@@ -79,14 +72,14 @@ class TestVerdict:
     @property
     def passed(self) -> bool:
         """Whether the test passed."""
-        return self.score == 1 and self.run.status is RunStatus.SUCCESS
+        return self.score == 1 and self.run.status is wire.RunStatus.SUCCESS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """One request, read: what is judged and how."""
 
-    request: SubmitRequest
+    request: wire.SubmitRequest
     problem: GradedProblem
     language: Language
     extracted: ExtractedProgram
@@ -108,28 +101,27 @@ class Submission:
         *,
         accepted: bool,
         extra: dict[str, Any] | None = None,
-    ) -> EvalResult:
+    ) -> wire.EvalResult:
         """The answer on the wire."""
         problem, code = self.problem, self.extracted.code
         functions = isinstance(problem, FunctionProblem)
-        return EvalResult(
+        return wire.EvalResult(
             id=self.request.id,
             accepted=accepted,
             extracted_code=code,
             full_code=code + problem.adapter if functions else code,
             test_code="\n".join(problem.tests) if functions else None,
             tests=[
-                EvalTestCase(passed=v.passed, exec_info=v.run, test_info=v.info) for v in verdicts
+                wire.EvalTestCase(passed=v.passed, exec_info=v.run, test_info=v.info)
+                for v in verdicts
             ],
             extracted_type=self.extracted.kind,
             extra=extra,
         )
 
 
-async def grade(runner: ProgramRunner, request: SubmitRequest) -> EvalResult:
-    """Judge one submission. Raises ``ValueError`` for a bad request, ``WorkerFault`` and
-    ``QueueFull`` for ours.
-    """
+async def grade(runner: ProgramRunner, request: wire.SubmitRequest) -> wire.EvalResult:
+    """Judge one submission. Raises ``ValueError`` (bad request), ``WorkerFault``, ``QueueFull``."""
     submission = await _read(request)
     problem, language = submission.problem, submission.language
     mode = request.config.extra.get("lax", False)
@@ -154,7 +146,7 @@ async def grade(runner: ProgramRunner, request: SubmitRequest) -> EvalResult:
     return strict
 
 
-async def _read(request: SubmitRequest) -> Submission:
+async def _read(request: wire.SubmitRequest) -> Submission:
     config = request.config
     if config.custom_extract_logic:
         raise ValueError(
@@ -191,7 +183,7 @@ def _first_cases(problem: GradedProblem, most: Any) -> GradedProblem:
     raise ValueError("extra.max_cases does not fit a problem with subtasks")
 
 
-async def _grade_strictly(runner: ProgramRunner, submission: Submission) -> EvalResult:
+async def _grade_strictly(runner: ProgramRunner, submission: Submission) -> wire.EvalResult:
     problem, language, config = submission.problem, submission.language, submission.request.config
     if isinstance(problem, FunctionProblem):
         if language is not PYTHON:
@@ -221,7 +213,7 @@ async def _grade_strictly(runner: ProgramRunner, submission: Submission) -> Eval
 
 def _all_or_one(
     submission: Submission, verdicts: list[TestVerdict], total: int, *, single: bool
-) -> EvalResult:
+) -> wire.EvalResult:
     """Accepted when all of ``total`` passed; with ``single`` one verdict answers for all: the first
     failure, or the last success.
     """
@@ -284,16 +276,9 @@ async def _test_functions(
 def _assert_verdict(
     problem: FunctionProblem, index: int, status: str, reason: str, seconds: float | None
 ) -> TestVerdict:
-    passed, timed_out = status == "passed", status == "timeout"
-    result = CommandRunResult(
-        status=CommandRunStatus.TIME_LIMIT_EXCEEDED if timed_out else CommandRunStatus.FINISHED,
-        execution_time=seconds,
-        return_code=None if timed_out else int(not passed),
-        stdout="",
-        stderr=reason,
-    )
-    run = RunCodeResponse(
-        status=RunStatus.SUCCESS if passed else RunStatus.FAILED, run_result=result
+    passed = status == "passed"
+    run = run_response(
+        code=int(not passed), timed_out=status == "timeout", seconds=seconds, stderr=reason
     )
     info = {"test": problem.tests[index][:_SHOWN], "reason": reason}
     if problem.cases:
@@ -338,7 +323,7 @@ async def _case_runner(
 
 async def _score_subtasks(
     submission: Submission, problem: ScoredProblem, run_case: CaseRunner
-) -> EvalResult:
+) -> wire.EvalResult:
     """Score each subtask by the least score of its tests; accepted with all points.
 
     A test that several subtasks share runs once. Without ``run_all`` a subtask ends at its first
@@ -374,7 +359,7 @@ async def _score_subtasks(
 
 async def _grade_by_exit_status(
     runner: ProgramRunner, submission: Submission, problem: FunctionProblem | StdioProblem
-) -> EvalResult:
+) -> wire.EvalResult:
     """The laxer grading of other services, to compare with: who leaves with status 0 has passed.
 
     The program and its tests run in one process, one per assert or one for a problem that answers
@@ -387,7 +372,7 @@ async def _grade_by_exit_status(
         program = Program(language=PYTHON, code=source, prelude=problem.prelude)
         run = await runner.run(program, seconds=submission.seconds)
         info = {"test": source[-1000:], "reason": run.failure, "lax": True}
-        passed = run.response.status is RunStatus.SUCCESS
+        passed = run.response.status is wire.RunStatus.SUCCESS
         return TestVerdict(score=float(passed), run=run.response, info=info)
 
     sources = _lax_sources(problem, submission.extracted.code)

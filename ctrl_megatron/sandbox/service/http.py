@@ -14,25 +14,13 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.access import is_allowed
 from ctrl_megatron.sandbox.service.datasets import READERS
 from ctrl_megatron.sandbox.service.grading import grade
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
 from ctrl_megatron.sandbox.service.telemetry import CONTENT_TYPE, RequestTelemetry, metric_lines
-from ctrl_megatron.sandbox.service.workers import (
-    CURRENT_CLIENT,
-    QueueFull,
-    WorkerFault,
-    WorkerPool,
-)
-from ctrl_megatron.sandbox.wire import (
-    CLIENT_HEADER,
-    LEVEL_HEADER,
-    RunCodeRequest,
-    RunCodeResponse,
-    RunStatus,
-    SubmitRequest,
-)
+from ctrl_megatron.sandbox.service.workers import CURRENT_CLIENT, QueueFull, WorkerFault, WorkerPool
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -55,22 +43,17 @@ class ServiceState:
     """The service ends: running requests finish, new ones are refused."""
     running: int = 0
     """Requests that do work: POST."""
-    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the last request has ended while the service drains."""
 
     async def drain(self, seconds: float) -> None:
         """Refuse new work and wait for the running, at most ``seconds``."""
         self.draining = True
         if self.running:
             try:
-                await asyncio.wait_for(self._idle.wait(), seconds)
+                await asyncio.wait_for(self.idle.wait(), seconds)
             except TimeoutError:
                 return
-
-    def end_request(self) -> None:
-        """One request less does work."""
-        self.running -= 1
-        if self.running == 0 and self.draining:
-            self._idle.set()
 
 
 STATE = web.AppKey("state", ServiceState)
@@ -94,17 +77,17 @@ def build_app(pool: WorkerPool, *, token: str | None = None) -> web.Application:
 
 async def run_code(request: web.Request) -> web.Response:
     """Run one program; a fault of ours is a 200 with ``SandboxError``, as the contract has it."""
-    body = await _body(request, RunCodeRequest)
+    body = await _body(request, wire.RunCodeRequest)
     try:
         return _json(await request.app[STATE].runner.run_code(body))
     except WorkerFault as fault:
         _log.error("run_code failed: %s", fault)
-        return _json(RunCodeResponse(status=RunStatus.SANDBOX_ERROR, message=str(fault)))
+        return _json(wire.RunCodeResponse(status=wire.RunStatus.SANDBOX_ERROR, message=str(fault)))
 
 
 async def submit(request: web.Request) -> web.Response:
     """Judge one completion; a fault of ours is a 500, never a failed verdict."""
-    return _json(await grade(request.app[STATE].runner, await _body(request, SubmitRequest)))
+    return _json(await grade(request.app[STATE].runner, await _body(request, wire.SubmitRequest)))
 
 
 async def datasets(request: web.Request) -> web.Response:
@@ -120,7 +103,7 @@ async def ping(request: web.Request) -> web.Response:
     reached = state.pool.isolation
     headers = {
         "X-Sandbox-Isolation": str(reached.get("tier", "starting")),
-        LEVEL_HEADER: str(reached.get("level", "starting")),
+        wire.LEVEL_HEADER: str(reached.get("level", "starting")),
     }
     return web.json_response("pong", headers=headers)
 
@@ -217,7 +200,9 @@ async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     finally:
-        state.end_request()
+        state.running -= 1
+        if state.running == 0 and state.draining:
+            state.idle.set()
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -252,7 +237,7 @@ def _busy(detail: str) -> web.Response:
 
 def _client(request: web.Request) -> str:
     """Whom to be fair to: the name that the client gives itself, else its address."""
-    named = request.headers.get(CLIENT_HEADER, "")[:_CLIENT_LENGTH]
+    named = request.headers.get(wire.CLIENT_HEADER, "")[:_CLIENT_LENGTH]
     return named or (request.remote or "unknown")
 
 

@@ -7,25 +7,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 import math
 import shutil
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.jail import files
 from ctrl_megatron.sandbox.jail.program import PATH
 from ctrl_megatron.sandbox.jail.supervisor import Job, JobReport
 from ctrl_megatron.sandbox.languages import Language, language_named, require_isolation
 from ctrl_megatron.sandbox.limits import SandboxLimits
 from ctrl_megatron.sandbox.service.workers import WorkerPool
-from ctrl_megatron.sandbox.wire import (
-    CommandRunResult,
-    CommandRunStatus,
-    RunCodeRequest,
-    RunCodeResponse,
-    RunStatus,
-)
 
 CPP_STANDARDS = ("c++11", "c++14", "c++17", "c++20")
 DEFAULT_CPP_STANDARD = "c++17"
@@ -50,7 +45,7 @@ RunJob = Callable[[Job, float], Awaitable[JobReport]]
 class Compilation:
     """What the compiler said, and the binary (base64) if it made one."""
 
-    result: CommandRunResult
+    result: wire.CommandRunResult
     binary: str | None
 
 
@@ -70,7 +65,9 @@ class Program:
         """What every run of a program that did not compile is; None for one that can run."""
         if self.compilation is None or self.compilation.binary is not None:
             return None
-        failed = RunCodeResponse(status=RunStatus.FAILED, compile_result=self.compilation.result)
+        failed = wire.RunCodeResponse(
+            status=wire.RunStatus.FAILED, compile_result=self.compilation.result
+        )
         return ProgramRun(failed, True)
 
 
@@ -78,7 +75,7 @@ class Program:
 class ProgramRun:
     """One run: the contract's answer, and whether all of the output was kept."""
 
-    response: RunCodeResponse
+    response: wire.RunCodeResponse
     whole: bool
 
     @property
@@ -92,7 +89,7 @@ class ProgramRun:
         """Why the run itself failed, empty when it ended with status 0 and all its output."""
         run, compiled = self.response.run_result, self.response.compile_result
         if run is None:
-            timed_out = compiled and compiled.status is CommandRunStatus.TIME_LIMIT_EXCEEDED
+            timed_out = compiled and compiled.status is wire.CommandRunStatus.TIME_LIMIT_EXCEEDED
             text = "time limit exceeded" if timed_out else _first_error(compiled)
             return f"compilation failed: {text}"[:1000]
         if run.return_code is None:
@@ -153,9 +150,7 @@ class ProgramRunner:
         fetch: Sequence[str] = (),
         arguments: Sequence[str] = (),
     ) -> ProgramRun:
-        """Run once. ``contents`` maps paths to base64. Raises ``ValueError`` for limits or files
-        that cannot be granted.
-        """
+        """Run once. ``contents``: path -> base64. Raises ``ValueError`` for what is not granted."""
         if program.not_compiled is not None:
             return program.not_compiled
         language, compilation = program.language, program.compilation
@@ -185,17 +180,15 @@ class ProgramRunner:
         else:
             job["prelude"] = program.prelude
         report = await self.run_job(job, job["seconds"])
-        response = _run_response(report, fetch)
+        response = _job_response(report, fetch)
         if compilation is not None:
             response.compile_result = compilation.result
         return ProgramRun(response, not report["stdout"]["truncated"])
 
-    async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
+    async def run_code(self, request: wire.RunCodeRequest) -> wire.RunCodeResponse:
         """The answer to a ``/run_code`` request. Raises ``ValueError`` for what cannot be run."""
         program = await self.prepare(
-            language_named(request.language),
-            request.code,
-            compile_seconds=request.compile_timeout,
+            language_named(request.language), request.code, compile_seconds=request.compile_timeout
         )
         run = await self.run(
             program,
@@ -255,9 +248,8 @@ class Compiler:
         )
         command = ["g++", f"-std={standard}", *_CPP_FLAGS, "-o", _BINARY, *units]
         job["native"] = {"profile": "compiler", "command": command}
-        key = _digest(
-            [compiler, *command, *(t for pair in sorted(job["files"].items()) for t in pair)]
-        )
+        parts = json.dumps([compiler, command, sorted(job["files"].items())])
+        key = hashlib.sha256(parts.encode()).hexdigest()
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
@@ -269,11 +261,11 @@ class Compiler:
         return await asyncio.shield(self._under_way[key])
 
     async def _compile(self, key: str, job: Job) -> Compilation:
-        response = _run_response(await self._run_job(job, job["seconds"]), [_BINARY])
+        response = _job_response(await self._run_job(job, job["seconds"]), [_BINARY])
         assert response.run_result is not None
         binary = response.files.get(_BINARY) if response.run_result.return_code == 0 else None
         compilation = Compilation(response.run_result, binary)
-        if response.run_result.status is CommandRunStatus.FINISHED:
+        if response.run_result.status is wire.CommandRunStatus.FINISHED:
             self._kept[key] = compilation
             self._bytes += len(binary or "")
             while self._bytes > _CACHE_BYTES and len(self._kept) > 1:
@@ -283,9 +275,7 @@ class Compiler:
 
 
 def seconds_within(limits: SandboxLimits, wanted: float | None) -> float:
-    """The wall clock of one test. Raises ``ValueError`` for one that is not positive or beyond the
-    limit.
-    """
+    """The wall clock of one test. Raises ``ValueError`` for one beyond the limit."""
     if wanted is None:
         return limits.test_seconds
     if not math.isfinite(wanted) or not 0 < wanted <= limits.max_test_seconds:
@@ -310,9 +300,7 @@ def _program_job(
     contents: Mapping[str, str | None],
     fetch: Sequence[str],
 ) -> Job:
-    """A whole program with its stdin. Raises ``ValueError`` for limits or files that cannot be
-    granted.
-    """
+    """A whole program with its stdin. Raises ``ValueError`` for what cannot be granted."""
     if memory_mb > limits.max_memory_mb:
         raise ValueError(f"memory_limit_MB may be at most {limits.max_memory_mb}, got {memory_mb}")
     for path, text in contents.items():
@@ -332,10 +320,8 @@ def _program_job(
     }
 
 
-def _run_response(report: JobReport, fetched: Sequence[str]) -> RunCodeResponse:
-    """What a program job reported, by the contract's status rule; ``fetched`` are the paths as
-    asked for.
-    """
+def _job_response(report: JobReport, fetched: Sequence[str]) -> wire.RunCodeResponse:
+    """A program job's report by the contract's status rule; ``fetched`` paths as asked for."""
     stopped, status = report["stopped"], report["exit"]
     timed_out = stopped in ("timeout", "job_timeout")
     stderr = _text(report["stderr"])
@@ -346,30 +332,45 @@ def _run_response(report: JobReport, fetched: Sequence[str]) -> RunCodeResponse:
         assert status is not None
         code = -(status & 0x7F) or status >> 8
     content = report["files"]
-    return RunCodeResponse(
-        status=RunStatus.SUCCESS if not timed_out and code == 0 else RunStatus.FAILED,
-        run_result=CommandRunResult(
-            status=CommandRunStatus.TIME_LIMIT_EXCEEDED if timed_out else CommandRunStatus.FINISHED,
-            execution_time=report["wall"],
-            return_code=None if timed_out else code,
-            stdout=_text(report["stdout"]),
-            stderr=stderr,
-        ),
-        files={p: content[files.inside(p)] for p in fetched if files.inside(p) in content},
+    return run_response(
+        code=code,
+        timed_out=timed_out,
+        seconds=report["wall"],
+        stdout=_text(report["stdout"]),
+        stderr=stderr,
+        contents={p: content[files.inside(p)] for p in fetched if files.inside(p) in content},
     )
+
+
+def run_response(
+    *,
+    code: int,
+    timed_out: bool,
+    seconds: float | None,
+    stdout: str = "",
+    stderr: str,
+    contents: Mapping[str, str] | None = None,
+) -> wire.RunCodeResponse:
+    """One run by the contract's status rule: status 0 within the time is a success, and what ran
+    out of time has no status.
+    """
+    statuses = wire.CommandRunStatus
+    result = wire.CommandRunResult(
+        status=statuses.TIME_LIMIT_EXCEEDED if timed_out else statuses.FINISHED,
+        execution_time=seconds,
+        return_code=None if timed_out else code,
+        stdout=stdout,
+        stderr=stderr,
+    )
+    success = code == 0 and not timed_out
+    status = wire.RunStatus.SUCCESS if success else wire.RunStatus.FAILED
+    return wire.RunCodeResponse(status=status, run_result=result, files=dict(contents or {}))
 
 
 def _text(output: Mapping[str, str]) -> str:
     return base64.b64decode(output["bytes"]).decode(errors="replace")
 
 
-def _digest(texts: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
-    return digest.hexdigest()
-
-
-def _first_error(compiled: CommandRunResult | None) -> str:
+def _first_error(compiled: wire.CommandRunResult | None) -> str:
     lines = ((compiled and compiled.stderr) or "").splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else "no message")

@@ -107,9 +107,7 @@ def _announce(runner: web.AppRunner, pool: WorkerPool, options: ServerOptions) -
 
 
 def _endpoint_of(host: str, port: int) -> str:
-    """The address that other machines use; one that means all of this machine's becomes its
-    name.
-    """
+    """The address that other machines use: a wildcard becomes this machine's name."""
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -80,9 +80,7 @@ def metric_lines(
 
 
 class JsonLogFormatter(logging.Formatter):
-    """``time``, ``level``, ``logger``, ``message``, the fields of ``extra={"fields": ...}`` and the
-    traceback, if any.
-    """
+    """``time``, ``level``, ``logger``, ``message``, the record's ``fields``, any traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""

@@ -160,9 +160,7 @@ class SandboxWorker:
         number: int,
         cgroups: CgroupSubtree | None = None,
     ) -> SandboxWorker:
-        """Start and wait until it is isolated. Raises ``IsolationRefused``, ``WorkerFault`` or
-        ``OSError``.
-        """
+        """Start, isolate. Raises ``IsolationRefused``, ``WorkerFault`` or ``OSError``."""
         ours, theirs = socket.socketpair()
         with theirs:
             root = str(Path(__file__).resolve().parents[3])
@@ -192,15 +190,7 @@ class SandboxWorker:
 
     async def run(self, job: Job, seconds: float) -> JobReport:
         """Run one job. Raises ``WorkerFault``, after which the worker must be stopped."""
-        self._writer.write(frames.encode(job))
-        try:
-            async with asyncio.timeout(seconds):
-                await self._writer.drain()
-                message = await self._receive()
-        except TimeoutError as error:
-            raise WorkerFault(f"a worker did not answer within {seconds:.0f} s") from error
-        except ConnectionError as error:
-            raise WorkerFault("a worker died") from error
+        message = await self._ask(job, seconds)
         if message["kind"] != "end":
             raise WorkerFault(message.get("reason", "a worker sent an unknown message"))
         return cast("JobReport", message)
@@ -231,20 +221,20 @@ class SandboxWorker:
             "preload": settings.preload,
             "limits": settings.limits.as_dict(),
         }
-        self._writer.write(frames.encode(setup))
-        try:
-            async with asyncio.timeout(_START_SECONDS):
-                answer = await self._receive()
-        except TimeoutError as error:
-            raise WorkerFault("a worker did not start in time") from error
+        answer = await self._ask(setup, _START_SECONDS)
         if answer["kind"] != "ready":
             raise IsolationRefused(answer["reason"])
         self.isolation = answer["isolation"]
 
-    async def _receive(self) -> dict[str, Any]:
+    async def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        self._writer.write(frames.encode(message))
         try:
-            (size,) = frames.HEADER.unpack(await self._reader.readexactly(frames.HEADER.size))
-            return json.loads(await self._reader.readexactly(size))
+            async with asyncio.timeout(seconds):
+                await self._writer.drain()
+                (size,) = frames.HEADER.unpack(await self._reader.readexactly(frames.HEADER.size))
+                return json.loads(await self._reader.readexactly(size))
+        except TimeoutError as error:
+            raise WorkerFault(f"a worker did not answer within {seconds:.0f} s") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise WorkerFault("a worker died") from error
 
@@ -341,7 +331,7 @@ class WorkerPool:
         try:
             if worker is None:
                 worker = await self._restart(number)
-            result = await worker.run(job, seconds)
+            report = await worker.run(job, seconds)
         except BaseException:
             # Also when the caller was cancelled: what is left on the wire belongs to nobody.
             self._workers.pop(number, None)
@@ -352,8 +342,9 @@ class WorkerPool:
         self.queue.release((number, worker))
         self.job_seconds.add(time.perf_counter() - began)
         self.counters.executions += 1
-        self.counters.timeouts += _timed_out(result)
-        return result
+        timeouts = (status == "timeout" for _, status, *_ in report["verdicts"])
+        self.counters.timeouts += "timeout" in (report["stopped"] or "") or any(timeouts)
+        return report
 
     async def _restart(self, number: int) -> SandboxWorker:
         self.counters.restarts += 1
@@ -375,8 +366,3 @@ def _user(number: int) -> int:
     """
     block = os.getpid() % _UID_BLOCKS
     return _FIRST_UID + block * _UIDS_PER_SERVICE + number % _UIDS_PER_SERVICE
-
-
-def _timed_out(report: JobReport) -> bool:
-    stopped = report["stopped"] or ""
-    return "timeout" in stopped or any(status == "timeout" for _, status, *_ in report["verdicts"])

@@ -79,12 +79,7 @@ def read_human_eval(data: Mapping[str, Any]) -> FunctionProblem:
 
 
 def calls_problem(
-    name: str,
-    calls: Sequence[tuple[list[Any], Any]],
-    *,
-    or_first: bool = False,
-    single: bool = False,
-    seconds: float | None = None,
+    name: str, calls: Sequence[tuple[list[Any], Any]], *, or_first: bool
 ) -> FunctionProblem:
     """Function ``name``, or the method of that name of a class ``Solution``, called with arguments
     and compared with a result; tuples count as lists.
@@ -102,10 +97,7 @@ def calls_problem(
         {"test_list": tests, "test_setup_code": _COMPARE, "entry_point": name}
     )
     shown = tuple(
-        {
-            "input": ", ".join(map(repr, given))[:_SHOWN],
-            "expected": repr(wanted)[:_SHOWN],
-        }
+        {"input": ", ".join(map(repr, given))[:_SHOWN], "expected": repr(wanted)[:_SHOWN]}
         for given, wanted in calls
     )
     return replace(
@@ -115,8 +107,6 @@ def calls_problem(
         prelude=PRELUDE,
         adapter=_ADAPTER.format(name=name),
         cases=shown,
-        single=single,
-        seconds=seconds,
     )
 
 
@@ -160,7 +150,8 @@ def _read(tests: tuple[str, ...], setup: str, entries: tuple[str, ...]) -> Funct
         setup = f"candidate = {entries[0]}\n{setup}"
         setup_tree = _parse(setup, "provided_data.test_setup_code")
     stubs = set(entries) | _free_names([setup_tree, *trees])
-    if not entries and any(alias.name == "*" for alias in _aliases(setup_tree)):
+    aliases = (node for node in ast.walk(setup_tree) if isinstance(node, ast.alias))
+    if not entries and any(alias.name == "*" for alias in aliases):
         raise ValueError(
             "provided_data.test_setup_code imports *, which may hide the program's functions; "
             "give provided_data.entry_point"
@@ -168,7 +159,11 @@ def _read(tests: tuple[str, ...], setup: str, entries: tuple[str, ...]) -> Funct
     return FunctionProblem(
         tests=tests,
         setup=_keeping(entries, setup),
-        prelude=_imports(setup_tree),
+        prelude="\n".join(
+            ast.unparse(node)
+            for node in setup_tree.body
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+        ),
         stubs=tuple(sorted(stubs or _shadowed_builtin(trees))),
     )
 
@@ -186,10 +181,6 @@ def _keeping(entries: tuple[str, ...], setup: str) -> str:
     before = "".join(f"_program_{name} = {name}\n" for name in entries)
     after = "".join(f"\n{name} = _program_{name}" for name in entries)
     return f"{before}{setup}\n{after}"
-
-
-def _aliases(tree: ast.Module) -> Iterable[ast.alias]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.alias))
 
 
 def _parse(source: str, where: str) -> ast.Module:
@@ -224,9 +215,7 @@ def _bindings(node: ast.AST) -> Iterable[str]:
 
 
 def _shadowed_builtin(trees: list[ast.Module]) -> set[str]:
-    """A problem may ask for a function of a builtin's name: then every test calls that one name and
-    no other.
-    """
+    """The one name of a builtin that every test calls: a problem may ask for such a function."""
     called = [
         {
             n.func.id
@@ -241,11 +230,6 @@ def _shadowed_builtin(trees: list[ast.Module]) -> set[str]:
             "the tests name no function of the program; give provided_data.entry_point"
         )
     return names
-
-
-def _imports(tree: ast.Module) -> str:
-    kept = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return "\n".join(ast.unparse(node) for node in kept)
 
 
 def _literal(text: str) -> Any:

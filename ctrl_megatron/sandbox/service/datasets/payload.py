@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 import pickle
@@ -24,30 +23,24 @@ def read_payload(text: str, where: str) -> Any:
     else, and anything that unpacks to more than 256 MiB, raises ``ValueError`` and runs nothing.
     """
     try:
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except ValueError:
+            raw = _decompressed(text, where)
+        try:
+            return json.loads(raw)
+        except ValueError:
+            return _unpickle(raw, where)
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deeply") from error
-    except ValueError:
-        raw = _inflate(_unbase64(text, where), where)
-    try:
-        return json.loads(raw)
-    except RecursionError as error:
-        raise ValueError(f"{where} is nested too deeply") from error
-    except ValueError:
-        return _unpickle(raw, where)
 
 
-def _unbase64(text: str, where: str) -> bytes:
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ValueError(f"{where} is neither JSON nor base64: {error}") from error
-
-
-def _inflate(data: bytes, where: str) -> bytes:
+def _decompressed(text: str, where: str) -> bytes:
     engine = zlib.decompressobj()
     try:
-        raw = engine.decompress(data, _MAX_BYTES)
+        raw = engine.decompress(base64.b64decode("".join(text.split()), validate=True), _MAX_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{where} is neither JSON nor base64: {error}") from error
     except zlib.error as error:
         raise ValueError(f"{where} is base64 but not zlib: {error}") from error
     if engine.unconsumed_tail:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 from ctrl_megatron.sandbox.jail import files
@@ -98,10 +97,7 @@ def input_output_problem(
         ]
         return calls_problem(text_field(name, f"{where}.fn_name"), calls, or_first=or_first)
     cases = tuple(
-        StdioCase(
-            input=text_field(given, f"{where}.inputs[{i}]"),
-            output=text_field(wanted, f"{where}.outputs[{i}]"),
-        )
+        _case(given, f"{where}.inputs[{i}]", wanted, f"{where}.outputs[{i}]")
         for i, (given, wanted) in enumerate(pairs)
     )
     return StdioProblem(cases=cases, checker=read_checker(checker_of or {}))
@@ -143,10 +139,12 @@ def _oj_case(item: Any, index: int) -> StdioCase:
             "output.stdout"
         )
     stdin, stdout = given.get("stdin", ""), wanted.get("stdout")
-    return StdioCase(
-        input=text_field(stdin, f"{where}.input.stdin"),
-        output=text_field(stdout, f"{where}.output.stdout"),
-    )
+    return _case(stdin, f"{where}.input.stdin", stdout, f"{where}.output.stdout")
+
+
+def _case(stdin: Any, stdin_at: str, stdout: Any, stdout_at: str, **labels: Any) -> StdioCase:
+    given, wanted = text_field(stdin, stdin_at), text_field(stdout, stdout_at)
+    return StdioCase(input=given, output=wanted, labels=labels)
 
 
 def _contests_cases(given: Any, name: str) -> list[StdioCase]:
@@ -157,18 +155,15 @@ def _contests_cases(given: Any, name: str) -> list[StdioCase]:
             raise ValueError(f"{where} needs lists input and output")
         if len(inputs) != len(outputs):
             raise ValueError(f"{where} has {len(inputs)} inputs and {len(outputs)} outputs")
-        pairs = list(zip_longest(inputs, outputs))
+        pairs = list(zip(inputs, outputs, strict=True))
     elif isinstance(given, list):
         items = [object_field(item, f"{where}[{i}]") for i, item in enumerate(given)]
         pairs = [(item.get("input"), item.get("output")) for item in items]
     else:
         raise ValueError(f"{where} must be an object or a list, got {type(given).__name__}")
+    label = name.removesuffix("_tests")
     return [
-        StdioCase(
-            input=text_field(stdin, f"{where}.input[{i}]"),
-            output=text_field(stdout, f"{where}.output[{i}]"),
-            labels={"set": name.removesuffix("_tests")},
-        )
+        _case(stdin, f"{where}.input[{i}]", stdout, f"{where}.output[{i}]", set=label)
         for i, (stdin, stdout) in enumerate(pairs)
     ]
 
@@ -202,14 +197,10 @@ def read_ioi(data: Mapping[str, Any]) -> ScoredProblem:
 
     Raises ``ValueError``.
     """
-    tests = object_field(
-        json_field(data.get("tests"), "provided_data.tests"), "provided_data.tests"
-    )
+    where = "provided_data.tests"
     cases = {
-        text_field(name, "a name in provided_data.tests"): _ioi_case(
-            record, f"provided_data.tests.{name}"
-        )
-        for name, record in tests.items()
+        text_field(name, f"a name in {where}"): _ioi_case(record, f"{where}.{name}")
+        for name, record in object_field(json_field(data.get("tests"), where), where).items()
     }
     given = list_field(json_field(data.get("subtasks"), _SUBTASKS), _SUBTASKS)
     limit = data.get("time_limit")
@@ -224,10 +215,8 @@ def read_ioi(data: Mapping[str, Any]) -> ScoredProblem:
 
 def _ioi_case(record: Any, where: str) -> StdioCase:
     given = object_field(record, where)
-    return StdioCase(
-        input=text_field(given.get("input", ""), f"{where}.input"),
-        output=text_field(given.get("output", ""), f"{where}.output"),
-    )
+    stdin, stdout = given.get("input", ""), given.get("output", "")
+    return _case(stdin, f"{where}.input", stdout, f"{where}.output")
 
 
 def _subtask(record: Any, index: int, cases: Mapping[str, StdioCase]) -> ScoredSubtask:
@@ -264,7 +253,7 @@ def read_live_code_bench(data: Mapping[str, Any]) -> FunctionProblem | StdioProb
     tests. Raises ``ValueError``.
     """
     if data.get("test") is not None:
-        record, where = _payload(data["test"]), "provided_data.test"
+        record, where = _payload(data["test"]), _TEST
     else:
         record, where = _from_cases(data), "provided_data"
     problem = input_output_problem(record, where, or_first=False)
@@ -274,26 +263,25 @@ def read_live_code_bench(data: Mapping[str, Any]) -> FunctionProblem | StdioProb
 
 
 def _payload(test: Any) -> dict[str, Any]:
-    where = "provided_data.test"
-    value = read_payload(test, where) if isinstance(test, str) else test
-    if isinstance(value, str):
-        value = json_field(value, where)
+    value = _unpacked(test, _TEST)
     if isinstance(value, list):
-        return _rows(value, where, None)
-    record = object_field(value, where)
+        return _rows(value, _TEST, None)
+    record = object_field(value, _TEST)
     if "input_output" in record:
-        where = f"{where}.input_output"
+        where = f"{_TEST}.input_output"
         return object_field(json_field(record["input_output"], where), where)
     return record
+
+
+def _unpacked(given: Any, where: str) -> Any:
+    # The benchmark pickles a JSON text.
+    return json_field(read_payload(given, where) if isinstance(given, str) else given, where)
 
 
 def _from_cases(data: Mapping[str, Any]) -> dict[str, Any]:
     rows: list[Any] = []
     for name in _CASES:
-        given = data.get(name) or []
-        value = read_payload(given, f"provided_data.{name}") if isinstance(given, str) else given
-        # The benchmark pickles a JSON text.
-        value = json_field(value, f"provided_data.{name}") if isinstance(value, str) else value
+        value = _unpacked(data.get(name) or [], f"provided_data.{name}")
         if not isinstance(value, list):
             raise ValueError(f"provided_data.{name} must hold a list, got {type(value).__name__}")
         rows += value
