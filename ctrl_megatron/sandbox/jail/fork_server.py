@@ -72,14 +72,14 @@ def serve_forks(line: socket.socket, confinement: Confinement, own_pids: int | N
     try:
         linux.die_with_parent()
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-        _Service(line, confinement, own_pids).serve()
+        _ForkServerProcess(line, confinement, own_pids).serve()
         status = 0
     finally:
         os._exit(status)
 
 
 @dataclass(frozen=True, slots=True)
-class _Service:
+class _ForkServerProcess:
     _line: socket.socket
     _confinement: Confinement
     _own_pids: int | None

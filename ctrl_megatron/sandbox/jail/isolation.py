@@ -55,7 +55,7 @@ class Confinement:
     scratch: str
     """Directory for private directories where there are no mount namespaces."""
     readable: tuple[str, ...]
-    filters: Mapping[Profile | None, seccomp.Filter]
+    filters: Mapping[Profile | None, seccomp.SyscallFilter]
     """By profile, None for Python; empty where the kernel filters no system calls."""
 
     @property
@@ -135,7 +135,7 @@ def establish(
     abi = 0 if "landlock" in refused else landlock.abi()
     if not abi:
         missing.append(f"landlock: {refused.get('landlock', 'not in this kernel')}")
-    filtering = _usable("seccomp", refused, missing, lambda: seccomp.Filter().install())
+    filtering = _usable("seccomp", refused, missing, lambda: seccomp.SyscallFilter().install())
     isolated = _usable("namespaces", refused, missing, lambda: _try_namespaces(staging, user))
     if level == "strict" and not (isolated and filtering):
         raise IsolationRefused(
@@ -165,13 +165,13 @@ def establish(
         uid=os.getuid(),
         missing=tuple(missing) if level != "none" else (),
     )
-    filters: dict[Profile | None, seccomp.Filter] = {}
+    filters: dict[Profile | None, seccomp.SyscallFilter] = {}
     if filtering:
-        filters[None] = seccomp.Filter()
+        filters[None] = seccomp.SyscallFilter()
     if filtering and isolated:
         # Processes only where a pid namespace bounds them.
-        filters["binary"] = seccomp.Filter(execute=True)
-        filters["compiler"] = filters["shell"] = seccomp.Filter(execute=True, processes=True)
+        filters["binary"] = seccomp.SyscallFilter(execute=True)
+        filters["compiler"] = filters["shell"] = seccomp.SyscallFilter(execute=True, processes=True)
     confinement = Confinement(
         report=report, limits=limits, scratch=scratch, readable=readable, filters=filters
     )

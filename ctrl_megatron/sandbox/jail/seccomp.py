@@ -137,11 +137,11 @@ def _on_call(number: int, *body: Instruction) -> list[Instruction]:
     return [(_EQUAL, 0, len(body), number), *body]
 
 
-class _Program(ctypes.Structure):
+class _FilterProgram(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
 
 
-class Filter:
+class SyscallFilter:
     """A compiled filter, built once per worker and installed by each of its jobs."""
 
     def __init__(self, *, execute: bool = False, processes: bool = False) -> None:
@@ -156,7 +156,7 @@ class Filter:
         pid = os.getpid()
         for index in self._own_pid:
             self._code[index] = (self._code[index] & 0xFFFFFFFF) | pid << 32
-        program = _Program(len(self._code), ctypes.addressof(self._code))
+        program = _FilterProgram(len(self._code), ctypes.addressof(self._code))
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         prctl(PR_SET_SECCOMP, _FILTER_MODE, ctypes.addressof(program))
 
