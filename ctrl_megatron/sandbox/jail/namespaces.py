@@ -138,11 +138,8 @@ def _new_user_namespace(process: int) -> None:
 
 def _write(directory: int, name: str, text: str) -> None:
     try:
-        fd = os.open(name, os.O_WRONLY, dir_fd=directory)
-        try:
-            os.write(fd, text.encode())
-        finally:
-            os.close(fd)
+        with open(os.open(name, os.O_WRONLY, dir_fd=directory), "w") as stream:
+            stream.write(text)
     except OSError as error:
         raise linux.KernelRefusal(f"write({name})", error.errno or 0) from error
 

@@ -77,8 +77,9 @@ class TestVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """One request, read: what is judged and how."""
+    """One request, read: what is judged, how and by whom."""
 
+    runner: ProgramRunner
     request: wire.SubmitRequest
     problem: GradedProblem
     language: Language
@@ -122,7 +123,7 @@ class Submission:
 
 async def grade(runner: ProgramRunner, request: wire.SubmitRequest) -> wire.EvalResult:
     """Judge one submission. Raises ``ValueError`` (bad request), ``WorkerFault``, ``QueueFull``."""
-    submission = await _read(request)
+    submission = await _read(runner, request)
     problem, language = submission.problem, submission.language
     mode = request.config.extra.get("lax", False)
     if mode not in (True, False, None, "compare"):
@@ -135,10 +136,10 @@ async def grade(runner: ProgramRunner, request: wire.SubmitRequest) -> wire.Eval
     ):
         if language is not PYTHON:
             raise ValueError(f"extra.lax is for python, got language {language.name!r}")
-        lax = await _grade_by_exit_status(runner, submission, problem)
+        lax = await _grade_by_exit_status(submission, problem)
     if mode is True and lax is not None:
         return lax
-    strict = await _grade_strictly(runner, submission)
+    strict = await _grade_strictly(submission)
     if mode == "compare":
         agreed = strict.accepted if lax is None else lax.accepted
         forged = agreed and not strict.accepted
@@ -146,7 +147,7 @@ async def grade(runner: ProgramRunner, request: wire.SubmitRequest) -> wire.Eval
     return strict
 
 
-async def _read(request: wire.SubmitRequest) -> Submission:
+async def _read(runner: ProgramRunner, request: wire.SubmitRequest) -> Submission:
     config = request.config
     if config.custom_extract_logic:
         raise ValueError(
@@ -164,6 +165,7 @@ async def _read(request: wire.SubmitRequest) -> Submission:
     # Reading may unpack megabytes: other requests go on meanwhile.
     problem = await asyncio.to_thread(READERS[kind], data)
     return Submission(
+        runner=runner,
         request=request,
         problem=_first_cases(problem, config.extra.get("max_cases")),
         language=language,
@@ -183,19 +185,19 @@ def _first_cases(problem: GradedProblem, most: Any) -> GradedProblem:
     raise ValueError("extra.max_cases does not fit a problem with subtasks")
 
 
-async def _grade_strictly(runner: ProgramRunner, submission: Submission) -> wire.EvalResult:
+async def _grade_strictly(submission: Submission) -> wire.EvalResult:
     problem, language, config = submission.problem, submission.language, submission.request.config
     if isinstance(problem, FunctionProblem):
         if language is not PYTHON:
             raise ValueError(
                 f"tests of Python functions need language python, got {language.name!r}"
             )
-        verdicts, total = await _test_functions(runner, submission, problem), len(problem.tests)
+        verdicts, total = await _test_functions(submission, problem), len(problem.tests)
         return _all_or_one(submission, verdicts, total, single=problem.single)
     sources = problem.sources if isinstance(problem, ScoredProblem) else {}
     if sources and not language.compiled:
         raise ValueError(f"provided_data.grader_files need language cpp, got {language.name!r}")
-    program = await runner.prepare(
+    program = await submission.runner.prepare(
         language,
         submission.extracted.code,
         compile_seconds=config.compile_timeout,
@@ -203,7 +205,7 @@ async def _grade_strictly(runner: ProgramRunner, submission: Submission) -> wire
         with_sources=sources,
         prelude=problem.prelude if isinstance(problem, StdioProblem) else "",
     )
-    run_case = await _case_runner(runner, submission, problem, program)
+    run_case = await _case_runner(submission, problem, program)
     if isinstance(problem, ScoredProblem):
         return await _score_subtasks(submission, problem, run_case)
     # A program that did not compile costs nothing to run, but fails every case.
@@ -241,14 +243,12 @@ async def _in_order(
     return verdicts
 
 
-async def _test_functions(
-    runner: ProgramRunner, submission: Submission, problem: FunctionProblem
-) -> list[TestVerdict]:
+async def _test_functions(submission: Submission, problem: FunctionProblem) -> list[TestVerdict]:
     """Every test runs in the judge, with the program in another process.
 
     Verdicts that never came, because the job was cut short, are failures: nothing missing passes.
     """
-    limits, run_all = runner.limits, submission.run_all
+    limits, run_all = submission.runner.limits, submission.run_all
     job = {
         "kind": "asserts",
         "code": submission.extracted.code + problem.adapter,
@@ -260,7 +260,7 @@ async def _test_functions(
         "memory_mb": limits.memory_mb,
         "run_all": run_all,
     }
-    report = await runner.run_job(job, max(limits.job_seconds, job["seconds"]))
+    report = await submission.runner.run_job(job, max(limits.job_seconds, job["seconds"]))
     verdicts = [_assert_verdict(problem, *row) for row in report["verdicts"]]
     ended = bool(verdicts) and not verdicts[-1].passed and not run_all
     stopped = report["stopped"] or ""
@@ -290,18 +290,15 @@ CaseRunner = Callable[[StdioCase], Awaitable[TestVerdict]]
 
 
 async def _case_runner(
-    runner: ProgramRunner,
-    submission: Submission,
-    problem: StdioProblem | ScoredProblem,
-    program: Program,
+    submission: Submission, problem: StdioProblem | ScoredProblem, program: Program
 ) -> CaseRunner:
     """Runs one case; what is expected never leaves the service, but to a checker."""
     checker = None
     if problem.checker is not None:
-        checker = await OutputChecker.prepare(runner, problem.checker)
+        checker = await OutputChecker.prepare(submission.runner, problem.checker)
 
     async def run_case(case: StdioCase) -> TestVerdict:
-        run = await runner.run(program, stdin=case.input, seconds=submission.seconds)
+        run = await submission.runner.run(program, stdin=case.input, seconds=submission.seconds)
         if run.failure:
             score, reason = 0.0, run.failure
         elif checker is not None:
@@ -358,7 +355,7 @@ async def _score_subtasks(
 
 
 async def _grade_by_exit_status(
-    runner: ProgramRunner, submission: Submission, problem: FunctionProblem | StdioProblem
+    submission: Submission, problem: FunctionProblem | StdioProblem
 ) -> wire.EvalResult:
     """The laxer grading of other services, to compare with: who leaves with status 0 has passed.
 
@@ -370,7 +367,7 @@ async def _grade_by_exit_status(
 
     async def run_source(source: str) -> TestVerdict:
         program = Program(language=PYTHON, code=source, prelude=problem.prelude)
-        run = await runner.run(program, seconds=submission.seconds)
+        run = await submission.runner.run(program, seconds=submission.seconds)
         info = {"test": source[-1000:], "reason": run.failure, "lax": True}
         passed = run.response.status is wire.RunStatus.SUCCESS
         return TestVerdict(score=float(passed), run=run.response, info=info)

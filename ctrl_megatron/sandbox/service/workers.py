@@ -151,6 +151,7 @@ class SandboxWorker:
         self._reader = reader
         self._writer = writer
         self.isolation: dict[str, Any] = {}
+        """Reached; empty before it is started."""
 
     @classmethod
     async def start(

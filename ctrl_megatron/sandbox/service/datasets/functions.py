@@ -250,7 +250,13 @@ def _split_check(text: str, entry: str) -> tuple[str, list[str]]:
             for node in tree.body
             if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args
         )
-        asserts = [node for node in check.body if not _says_nothing(node)]
+        # Without docstrings and the like.
+        asserts = [
+            node
+            for node in check.body
+            if not isinstance(node, ast.Pass)
+            and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        ]
         if not asserts or not all(isinstance(node, ast.Assert) for node in asserts):
             called = any(map(_calls_check, tree.body))
             return "", [text if called else f"{text}\n\ncheck({entry})\n"]
@@ -265,16 +271,6 @@ def _split_check(text: str, entry: str) -> tuple[str, list[str]]:
         raise ValueError(f"provided_data.test is not valid Python: {error}") from error
 
 
-def _says_nothing(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Pass) or (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    )
-
-
 def _calls_check(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Name)
-        and node.value.func.id == "check"
-    )
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and getattr(call.func, "id", None) == "check"
