@@ -113,22 +113,22 @@ async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     pool, done = state.pool, state.pool.counters
     shown = [
-        ("counter", "jobs_total", "Jobs that workers ran.", done.executions),
-        ("counter", "job_timeouts_total", "Jobs out of time.", done.timeouts),
-        ("counter", "worker_faults_total", "Workers that failed.", done.faults),
-        ("counter", "worker_restarts_total", "Workers replaced.", done.restarts),
-        ("histogram", "queue_seconds", "Wait for a worker.", pool.queue_seconds),
-        ("histogram", "job_seconds", "Time on a worker.", pool.job_seconds),
-        ("gauge", "workers", "Workers.", pool.size),
-        ("gauge", "workers_free", "Workers without a job.", pool.queue.free),
-        ("gauge", "queue_length", "Jobs that wait.", pool.queue.waiting),
-        ("gauge", "clients_waiting", "Clients with a job waiting.", pool.queue.clients),
-        ("gauge", "requests_running", "Requests in work.", state.running),
-        ("gauge", "draining", "1 while the service ends.", state.draining),
+        ("counter", "sandbox_jobs_total", "Jobs that workers ran.", done.executions),
+        ("counter", "sandbox_job_timeouts_total", "Jobs out of time.", done.timeouts),
+        ("counter", "sandbox_worker_faults_total", "Workers that failed.", done.faults),
+        ("counter", "sandbox_worker_restarts_total", "Workers replaced.", done.restarts),
+        ("histogram", "sandbox_queue_seconds", "Wait for a worker.", pool.queue_seconds),
+        ("histogram", "sandbox_job_seconds", "Time on a worker.", pool.job_seconds),
+        ("gauge", "sandbox_workers", "Workers.", pool.size),
+        ("gauge", "sandbox_workers_free", "Workers without a job.", pool.queue.free),
+        ("gauge", "sandbox_queue_length", "Jobs that wait.", pool.queue.waiting),
+        ("gauge", "sandbox_clients_waiting", "Clients with a job waiting.", pool.queue.clients),
+        ("gauge", "sandbox_requests_running", "Requests in work.", state.running),
+        ("gauge", "sandbox_draining", "1 while the service ends.", state.draining),
     ]
     lines = list(state.telemetry.lines())
     for kind, name, text, value in shown:
-        lines += metric_lines(kind, f"sandbox_{name}", text, value)
+        lines += metric_lines(kind, name, text, value)
     if reached := pool.isolation:
         labels = {key: str(reached[key]) for key in ("level", "tier", "seccomp", "landlock")}
         labels["cgroups"] = " ".join(reached["cgroups"])
