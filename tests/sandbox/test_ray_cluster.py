@@ -73,7 +73,9 @@ def hosts(deployment: Deployment) -> set[str]:
 
 def service_on(host: str) -> psutil.Process:
     wanted = ["ctrl_megatron.sandbox", "--host", host]
-    return next(p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"][2:5] == wanted)
+    # A process that ends meanwhile has no command line.
+    processes = psutil.process_iter(["cmdline"])
+    return next(p for p in processes if (p.info["cmdline"] or [])[2:5] == wanted)
 
 
 @pytest.mark.timeout(240)
