@@ -22,10 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import psutil
 from aiohttp import web
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, RunCodeRequest, SandboxClient, SubmitRequest
-from ctrl_megatron.sandbox.census import take_usage
 from ctrl_megatron.sandbox.wire import (
     CommandRunResult,
     CommandRunStatus,
@@ -160,11 +160,12 @@ async def soak(service: EmbeddedSandbox, count: int, workers: int) -> None:
                 await works[number % len(works)]()
 
         def show(number: int) -> None:
-            u = take_usage(service.pid)
-            print(
-                f"{number:9}{u.resident_kib:14}{u.descriptors:14}{u.processes:12}{u.zombies:10}",
-                flush=True,
-            )
+            own = psutil.Process(service.pid)
+            tree = [own, *own.children(recursive=True)]
+            zombies = sum(process.status() == psutil.STATUS_ZOMBIE for process in tree)
+            resident = sum(process.memory_info().rss for process in tree) >> 10
+            descriptors = sum(process.num_fds() for process in tree)
+            print(f"{number:9}{resident:14}{descriptors:14}{len(tree):12}{zombies:10}", flush=True)
 
         for work in works * workers:
             await work()

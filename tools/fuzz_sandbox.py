@@ -26,12 +26,11 @@ except ImportError:
     raise SystemExit("fuzz_sandbox: atheris is not installed: pip install '.[fuzz]'") from None
 
 with atheris.instrument_imports(include=["ctrl_megatron"]):
-    from ctrl_megatron.sandbox.datasets.payload import read_payload
-    from ctrl_megatron.sandbox.extraction import extract_code
-    from ctrl_megatron.sandbox.grading import READERS
+    from ctrl_megatron.sandbox.comparison import difference
     from ctrl_megatron.sandbox.jail import codec, frames
-    from ctrl_megatron.sandbox.languages.registry import LANGUAGES
-    from ctrl_megatron.sandbox.stdio import difference
+    from ctrl_megatron.sandbox.languages import LANGUAGES, extract_code
+    from ctrl_megatron.sandbox.service.datasets import READERS
+    from ctrl_megatron.sandbox.service.datasets.payload import read_payload
     from ctrl_megatron.sandbox.wire import RunCodeRequest, SubmitRequest
 
 CASE = {"input": {"stdin": "a"}, "output": {"stdout": "a"}}
@@ -94,7 +93,7 @@ def answers(data: bytes) -> None:
     try:
         os.write(writer, data[: 1 << 15])
         os.close(writer)
-        lines = frames.Reader(reader, limit=1 << 15)
+        lines = frames.FrameReader(reader, limit=1 << 15)
         while True:
             message = lines.receive()
             value = codec.decode(message.get("value") if isinstance(message, dict) else message)

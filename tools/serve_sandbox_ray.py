@@ -19,8 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ctrl_megatron.sandbox.access import read_token
-from ctrl_megatron.sandbox.isolation import LEVELS
-from ctrl_megatron.sandbox.ray_cluster import Deployment, NodeFailure, ServiceOptions, connect
+from ctrl_megatron.sandbox.client.ray_cluster import (
+    Deployment,
+    NodeFailure,
+    ServiceOptions,
+    connect,
+)
+from ctrl_megatron.sandbox.limits import LEVELS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,11 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
         )
         deployment = Deployment(service, Path(options.endpoints_file))
         try:
-            done = deployment.look()
+            done = deployment.reconcile()
             deployment.require_all()
             _say(*done, f"{len(deployment.endpoints)} services: {options.endpoints_file}")
             while not told.wait(options.every):
-                _say(*deployment.look())
+                _say(*deployment.reconcile())
             _say("draining")
         finally:
             deployment.stop()

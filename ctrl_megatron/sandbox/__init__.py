@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctrl_megatron.sandbox.client import ClientCounters, SandboxClient, SandboxError
-    from ctrl_megatron.sandbox.embedded import EmbeddedSandbox
+    from ctrl_megatron.sandbox.client.embedded import EmbeddedSandbox
     from ctrl_megatron.sandbox.limits import SandboxLimits
     from ctrl_megatron.sandbox.wire import (
         EvalResult,
@@ -20,7 +20,7 @@ _HOME = {
     "ClientCounters": "client",
     "SandboxClient": "client",
     "SandboxError": "client",
-    "EmbeddedSandbox": "embedded",
+    "EmbeddedSandbox": "client.embedded",
     "SandboxLimits": "limits",
     "EvalResult": "wire",
     "RunCodeRequest": "wire",

@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 from ctrl_megatron.sandbox.access import read_token
-from ctrl_megatron.sandbox.isolation import LEVELS, MECHANISMS, IsolationRefused
-from ctrl_megatron.sandbox.limits import SandboxLimits
-from ctrl_megatron.sandbox.logs import LEVELS as LOG_LEVELS
-from ctrl_megatron.sandbox.logs import log_json_lines
-from ctrl_megatron.sandbox.serve import Door, Owner, serve
-from ctrl_megatron.sandbox.workers import WorkerFault, WorkerSettings
+from ctrl_megatron.sandbox.jail.isolation import IsolationRefused
+from ctrl_megatron.sandbox.limits import LEVELS, MECHANISMS, SandboxLimits
+from ctrl_megatron.sandbox.service.server import ServerOptions, serve
+from ctrl_megatron.sandbox.service.telemetry import LOG_LEVELS, log_json_lines
+from ctrl_megatron.sandbox.service.workers import WorkerFault, WorkerSettings
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,18 +33,17 @@ def main(arguments: list[str] | None = None) -> int:
             preload=tuple(options.preload),
             without=tuple(options.without),
         )
-        owner = None
-        if options.owner:
-            owner = Owner(pid=options.owner, main_thread=options.owner_main_thread)
-        door = Door(
+        server = ServerOptions(
             host=options.host,
             port=options.port,
             token=read_token(options.token_file) if options.token_file else None,
             allow_open=options.allow_open,
             drain_seconds=options.drain_seconds,
             endpoint_file=Path(options.endpoint_file) if options.endpoint_file else None,
+            owner=options.owner,
+            owner_main_thread=options.owner_main_thread,
         )
-        asyncio.run(serve(settings, workers=options.workers, door=door, owner=owner))
+        asyncio.run(serve(settings, workers=options.workers, options=server))
     except (IsolationRefused, WorkerFault, OSError, ValueError, TypeError) as error:
         text = error
         if isinstance(error, OSError) and error.strerror:

@@ -1,9 +1,13 @@
-"""Who may talk to the service: a bearer token, and which addresses it may listen on without one."""
+"""Who may talk to a service and where it is reached: the bearer token and its file, the addresses a
+service may listen on without one, the file that holds its address.
+"""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 _SHORTEST_TOKEN = 16
@@ -14,18 +18,11 @@ class OpenAddress(ValueError):
 
 
 def read_token(path: str | Path) -> str:
-    """The token in the first line of a file. Raises ``ValueError`` or ``OSError``."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return checked_token(lines[0].strip() if lines else "", str(path))
-
-
-def checked_token(token: str, origin: str) -> str:
-    """``token`` itself. Raises ``ValueError`` naming ``origin`` for one that is easily guessed or
-    cannot travel in a header.
-    """
+    """The token in a file's first line. Raises ``OSError``, or ``ValueError`` for a weak one."""
+    token = next(iter(Path(path).read_text(encoding="utf-8").splitlines()), "").strip()
     if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
         raise ValueError(
-            f"the token in {origin} must be at least {_SHORTEST_TOKEN} printable ASCII characters; "
+            f"the token in {path} must be at least {_SHORTEST_TOKEN} printable ASCII characters; "
             "make one with: openssl rand -hex 32"
         )
     return token
@@ -49,6 +46,15 @@ def require_safe_address(host: str, token: str | None, *, allow_open: bool) -> N
             f"--host {host} is reached from other machines: give --token-file, or --allow-open to "
             "run programs for anybody who reaches it"
         )
+
+
+def publish_endpoints(file: Path, addresses: Sequence[str]) -> None:
+    """Write the addresses in one line as ``SandboxClient`` takes it, whole or not at all: a trainer
+    may read the file at any moment.
+    """
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    part.write_text(",".join(addresses) + "\n", encoding="utf-8")
+    part.replace(file)
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,9 +1,19 @@
-"""What one job may use. Standard library only: the jail reads it too."""
+"""What a job may use and how it is isolated. Standard library only: the jail reads it too."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
+
+Level = Literal["strict", "standard", "none"]
+"""``strict`` refuses to start with less than namespaces and a system call filter, ``standard``
+takes what the kernel gives, ``none`` tries nothing."""
+LEVELS: tuple[Level, ...] = ("strict", "standard", "none")
+MECHANISMS: tuple[str, ...] = ("namespaces", "seccomp", "landlock")
+Profile = Literal["binary", "compiler", "shell"]
+"""Of a program that is not Python. ``binary`` may execute one program and start threads, like a
+Python program, and sees no tools. ``compiler`` and ``shell`` may also start processes, which only a
+pid namespace bounds: where there is none but Landlock holds, the service refuses them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

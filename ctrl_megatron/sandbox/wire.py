@@ -11,14 +11,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+CLIENT_HEADER = "X-Sandbox-Client"
+"""Of every request: the name of the client, which the service is fair to."""
 LEVEL_HEADER = "X-Sandbox-Level"
 """Of ``/v1/ping``: the isolation level that the service reached."""
 
 
 class RunStatus(StrEnum):
-    """Outcome of a request. ``SandboxError`` is always a fault of the service, never of the
-    program.
-    """
+    """Outcome of a request. ``SandboxError`` is a fault of the service, never the program's."""
 
     SUCCESS = "Success"
     FAILED = "Failed"

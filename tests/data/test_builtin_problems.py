@@ -14,7 +14,7 @@ import pytest
 
 from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.sandbox.client import SandboxClient
-from ctrl_megatron.sandbox.embedded import EmbeddedSandbox
+from ctrl_megatron.sandbox.client.embedded import EmbeddedSandbox
 from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest, TestConfig
 
 FOLDER = Path(__file__).parents[2] / "examples" / "problems"

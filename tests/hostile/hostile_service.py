@@ -18,9 +18,9 @@ from hostile_harm import HARM
 from hostile_system import ENDINGS, SYSTEM
 from hostile_traces import HOLDS, LOOKS, TRACES
 from hostile_values import VALUES
+from process_table import ProcessTable, read_process_table
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits, SubmitRequest
-from ctrl_megatron.sandbox.census import Census, take_census
 from ctrl_megatron.sandbox.wire import EvalResult, RunCodeRequest, RunCodeResponse, TestConfig
 
 LEVELS: dict[str, dict[str, Any]] = {
@@ -51,8 +51,8 @@ class Outcomes:
     looked: dict[str, list[str]] = field(default_factory=dict)
     honest: EvalResult | None = None
     counters: dict[str, Any] = field(default_factory=dict)
-    before: Census | None = None
-    after: Census | None = None
+    before: ProcessTable | None = None
+    after: ProcessTable | None = None
 
 
 def readable_python() -> str | None:
@@ -115,7 +115,7 @@ async def run_everything(service: EmbeddedSandbox) -> Outcomes:
 
     async with SandboxClient(service.endpoint, attempts=1) as client:
         await client.submit(submission(HONEST))
-        found.before = await _idle_census(service)
+        found.before = await _idle_table(service)
         calls = [keep(found.judged, n, client.submit(submission(c))) for n, c in FUNCTIONS.items()]
         calls += [keep(found.ran, n, client.run_code(program(c))) for n, (c, _) in PROGRAMS.items()]
         for name, (code, status) in ENDINGS.items():
@@ -128,17 +128,17 @@ async def run_everything(service: EmbeddedSandbox) -> Outcomes:
         await _look(client, found)
         found.honest = await client.submit(submission(HONEST))
         found.counters = await _stats(service.endpoint)
-    found.after = await _idle_census(service)
+    found.after = await _idle_table(service)
     return found
 
 
-async def _idle_census(service: EmbeddedSandbox) -> Census:
+async def _idle_table(service: EmbeddedSandbox) -> ProcessTable:
     """Once the last job's processes are reaped: its answer may come a moment before."""
-    taken = [take_census(service.pid, service.scratch)]
+    taken = [read_process_table(service.pid, service.scratch)]
     while len(taken) < 2 or taken[-1] != taken[-2]:
         assert len(taken) < 100, f"the idle service does not come to rest: {taken[-2:]}"
         await asyncio.sleep(0.1)
-        taken.append(take_census(service.pid, service.scratch))
+        taken.append(read_process_table(service.pid, service.scratch))
     return taken[-1]
 
 

@@ -32,7 +32,7 @@ from ctrl_megatron.rewards.providers import (
     make_provider,
 )
 from ctrl_megatron.sandbox.client import SandboxError
-from ctrl_megatron.sandbox.embedded import EmbeddedSandbox
+from ctrl_megatron.sandbox.client.embedded import EmbeddedSandbox
 from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest
 
 REMOTE = [name for name in PROVIDERS if name != "local"]

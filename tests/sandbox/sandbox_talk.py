@@ -28,7 +28,7 @@ def submission(code: str, *, fenced: bool = True, **config: Any) -> SubmitReques
 
 
 IDLE = 2
-"""Processes of a worker without a job: supervisor and forker."""
+"""Processes of a worker without a job: supervisor and fork server."""
 
 
 def descendants(root: int) -> set[int]:

@@ -10,8 +10,8 @@ import pytest
 from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
-from ctrl_megatron.sandbox.cgroups import NotDelegated, Subtree
 from ctrl_megatron.sandbox.limits import SandboxLimits
+from ctrl_megatron.sandbox.service.cgroups import CgroupSubtree, NotDelegated
 
 ME = str(os.getpid())
 
@@ -34,8 +34,8 @@ class Tree:
         }.items():
             (self.home / f"cgroup.{name}").write_text(text)
 
-    def take(self) -> Subtree:
-        return Subtree.take(self.mounts, self.membership)
+    def take(self) -> CgroupSubtree:
+        return CgroupSubtree.take(self.mounts, self.membership)
 
     def read(self, name: str) -> str:
         return (self.home / name).read_text()
@@ -43,7 +43,7 @@ class Tree:
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    monkeypatch.setattr("ctrl_megatron.sandbox.cgroups._SYSTEMD", tmp_path / "none")
+    monkeypatch.setattr("ctrl_megatron.sandbox.service.cgroups._SYSTEMD", tmp_path / "none")
     return Tree(tmp_path)
 
 
@@ -113,7 +113,7 @@ def test_the_reason_is_named_where_nothing_is_delegated(tree: Tree, break_it, re
 def test_root_leaves_alone_what_systemd_did_not_delegate(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ctrl_megatron.sandbox.cgroups._SYSTEMD", tree.home)
+    monkeypatch.setattr("ctrl_megatron.sandbox.service.cgroups._SYSTEMD", tree.home)
     with pytest.raises(NotDelegated, match="Delegate=yes"):
         tree.take()
 
@@ -129,7 +129,7 @@ def test_the_service_reports_and_the_kernel_counts_where_a_subtree_is_delegated(
         assert (leaf is not None) == bool(counted)
         if leaf is not None:
             inside = {int(pid) for pid in (leaf / "cgroup.procs").read_text().split()}
-            assert len(inside) == 2  # supervisor and forker
+            assert len(inside) == 2  # supervisor and fork server
             assert "pids" not in counted or (leaf / "pids.max").read_text().strip() == "36"
 
         async def judged() -> bool:

@@ -14,7 +14,7 @@ import pytest
 from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.sandbox import SandboxClient
-from ctrl_megatron.sandbox.datasets.functions import read_human_eval
+from ctrl_megatron.sandbox.service.datasets.functions import read_human_eval
 from ctrl_megatron.sandbox.wire import EvalResult
 
 Submit = Callable[..., EvalResult]
@@ -273,7 +273,7 @@ def test_a_check_that_is_no_list_of_asserts_stays_whole(submit: Submit) -> None:
     data = {"test": text, "entry_point": "double"}
     assert passed(submit("HumanEvalDataset", "def double(x): return 2 * x", data)) == [True]
     assert passed(submit("HumanEvalDataset", "def double(x): return x or 0", data)) == [False]
-    assert len(read_human_eval(data).tests.tests) == 1
+    assert len(read_human_eval(data).tests) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.sandbox.extraction import extract_python
+from ctrl_megatron.sandbox.languages import PYTHON, extract_code
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,16 @@ from ctrl_megatron.sandbox.extraction import extract_python
     ],
 )
 def test_extraction(text: str, code: str, kind: str) -> None:
-    found = extract_python(text)
+    found = extract_code(text, PYTHON)
     assert (found.code, found.kind) == (code, kind)
 
 
 @given(st.text(st.sampled_from("`\npython xdef():= 1\x00\r\t"), max_size=60))
 def test_any_text_gives_an_answer(text: str) -> None:
-    found = extract_python(text)
+    found = extract_code(text, PYTHON)
     assert (found.kind == "none") <= (found.code == "")
 
 
 @given(st.text(st.characters(exclude_characters="`\r", exclude_categories=["Cs"])))
 def test_a_fenced_program_comes_back_exactly(code: str) -> None:
-    assert extract_python(f"text\n```python\n{code}\n```\nmore").code == code + "\n"
+    assert extract_code(f"text\n```python\n{code}\n```\nmore", PYTHON).code == code + "\n"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.sandbox.jail import disk, frames
+from ctrl_megatron.sandbox.jail import files, frames
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -45,7 +45,7 @@ def test_a_reader_gets_every_frame_from_any_pieces(messages: list[object], size:
 
     thread = threading.Thread(target=write)
     thread.start()
-    reader = frames.Reader(reader_end, limit=1 << 20)
+    reader = frames.FrameReader(reader_end, limit=1 << 20)
     assert [reader.receive() for _ in messages] == messages
     with pytest.raises(frames.PeerGone):
         reader.receive()
@@ -57,10 +57,10 @@ def test_a_reader_keeps_its_limits() -> None:
     reader_end, writer_end = os.pipe()
     try:
         with pytest.raises(frames.DeadlinePassed):
-            frames.Reader(reader_end, limit=10).receive(time.monotonic() + 0.01)
+            frames.FrameReader(reader_end, limit=10).receive(time.monotonic() + 0.01)
         os.write(writer_end, frames.encode("x" * 20))
         with pytest.raises(frames.FrameError, match="exceeds"):
-            frames.Reader(reader_end, limit=10).receive()
+            frames.FrameReader(reader_end, limit=10).receive()
         os.write(writer_end, b"\0\0\0\2{]")
     finally:
         os.close(writer_end)
@@ -82,17 +82,17 @@ def test_a_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
         os.chmod(".", 0)
     finally:
         os.chdir(here)
-    assert disk.exceeds(str(top), 1 << 40), "a path too long to follow counts as too much"
-    disk.remove_tree(str(top))
+    assert files.exceeds(str(top), 1 << 40), "a path too long to follow counts as too much"
+    files.remove_tree(str(top))
     assert not top.exists() and Path("/").exists()
 
 
 def test_what_is_too_much(tmp_path: Path) -> None:
-    assert not disk.exceeds(str(tmp_path), 1 << 16)
+    assert not files.exceeds(str(tmp_path), 1 << 16)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").write_bytes(b"x" * (1 << 17))
-    assert disk.exceeds(str(tmp_path), 1 << 16)
-    assert not disk.exceeds(str(tmp_path), 1 << 20)
-    for number in range(disk.MAX_ENTRIES + 1):
+    assert files.exceeds(str(tmp_path), 1 << 16)
+    assert not files.exceeds(str(tmp_path), 1 << 20)
+    for number in range(files.MAX_ENTRIES + 1):
         (tmp_path / "a" / f"{number}").touch()
-    assert disk.exceeds(str(tmp_path), 1 << 30)
+    assert files.exceeds(str(tmp_path), 1 << 30)

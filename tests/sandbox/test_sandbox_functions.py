@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ctrl_megatron.sandbox.function_tests import read_function_tests
+from ctrl_megatron.sandbox.service.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.wire import CommandRunStatus, EvalResult, RunStatus
 
 Judge = Callable[..., EvalResult]

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 from sandbox_talk import IDLE, descendants, submission, wait_until
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
-from ctrl_megatron.sandbox.census import family
-from ctrl_megatron.sandbox.embedded import SandboxStartError
+from ctrl_megatron.sandbox.client.embedded import SandboxStartError
 from ctrl_megatron.sandbox.jail import landlock, seccomp
 from ctrl_megatron.sandbox.wire import EvalResult, RunCodeRequest, RunCodeResponse
 
@@ -134,7 +134,9 @@ def test_programs_are_the_first_to_go_when_memory_ends(service: EmbeddedSandbox)
     def score(pid: int) -> int:
         return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
-    assert {score(pid) for pid in family(service.pid)} == {1000}
+    assert {score(child.pid) for child in psutil.Process(service.pid).children(recursive=True)} == {
+        1000
+    }
     assert score(service.pid) < 1000
 
 

@@ -11,17 +11,17 @@ import pytest
 from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
-from ctrl_megatron.sandbox.extraction import extract_code
-from ctrl_megatron.sandbox.jail import native, seccomp
-from ctrl_megatron.sandbox.jobs import Job
-from ctrl_megatron.sandbox.languages import compiler as compiling
-from ctrl_megatron.sandbox.languages.registry import (
+from ctrl_megatron.sandbox.jail import seccomp
+from ctrl_megatron.sandbox.jail.supervisor import Job, JobReport
+from ctrl_megatron.sandbox.languages import (
     BASH,
     CPP,
     PYTHON,
+    extract_code,
     language_named,
     require_isolation,
 )
+from ctrl_megatron.sandbox.service import programs as compiling
 from ctrl_megatron.sandbox.wire import (
     CommandRunStatus,
     EvalResult,
@@ -29,7 +29,6 @@ from ctrl_megatron.sandbox.wire import (
     RunCodeResponse,
     RunStatus,
 )
-from ctrl_megatron.sandbox.workers import JobResult
 
 Run = Callable[..., RunCodeResponse]
 Judge = Callable[[str, str], EvalResult]
@@ -220,7 +219,7 @@ def test_without_a_compiler_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -
         )
 
 
-async def no_job(job: Job, seconds: float) -> JobResult:
+async def no_job(job: Job, seconds: float) -> JobReport:
     raise AssertionError("no job is wanted")
 
 
@@ -232,13 +231,21 @@ class FakeCompiler:
         self.stopped = stopped
         self.size = size
 
-    async def run(self, job: Job, seconds: float) -> JobResult:
+    async def run(self, job: Job, seconds: float) -> JobReport:
         self.jobs.append(job)
         await asyncio.sleep(0.01)
         empty = {"bytes": "", "truncated": False}
         made = {} if self.stopped else {"main": "A" * self.size}
-        end = {"stopped": self.stopped, "exit": 0, "wall": 0.0, "files": made}
-        return JobResult((), {**end, "stdout": empty, "stderr": empty})
+        return JobReport(
+            kind="end",
+            verdicts=[],
+            stopped=self.stopped,
+            exit=0,
+            wall=0.0,
+            stdout=empty,
+            stderr=empty,
+            files=made,
+        )
 
 
 def test_equal_programs_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,4 +324,3 @@ def test_filters_differ_only_where_they_should(machine: str) -> None:
     start = {"x86_64": {57, 58}, "aarch64": set[int]()}[machine]
     assert refused() - refused(execute=True) == execute
     assert refused() - refused(execute=True, processes=True) == execute | start
-    assert native.starts_processes("shell") and not native.starts_processes("binary")

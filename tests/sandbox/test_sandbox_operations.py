@@ -19,13 +19,16 @@ import pytest
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.sandbox.access import (
     OpenAddress,
-    checked_token,
     is_allowed,
     read_token,
     require_safe_address,
 )
-from ctrl_megatron.sandbox.logs import JsonLines
-from ctrl_megatron.sandbox.telemetry import Histogram, Telemetry, gauge
+from ctrl_megatron.sandbox.service.telemetry import (
+    DurationHistogram,
+    JsonLogFormatter,
+    RequestTelemetry,
+    metric_lines,
+)
 from ctrl_megatron.sandbox.wire import RunCodeRequest, RunStatus
 
 ROOT = Path(__file__).parents[2]
@@ -90,10 +93,12 @@ def test_authorization_headers(header: str, allowed: bool) -> None:
 
 @pytest.mark.parametrize("text", ["", "short", "with\x00nul" * 4, "ümlaut" * 5])
 def test_tokens_that_are_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(text)
     with pytest.raises(ValueError, match="16 printable ASCII"):
-        checked_token(text, "here")
-    (tmp_path / "t").write_text("first line is the long token\nsecond\n")
-    assert read_token(tmp_path / "t") == "first line is the long token"
+        read_token(file)
+    file.write_text("first line is the long token\nsecond\n")
+    assert read_token(file) == "first line is the long token"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
@@ -208,7 +213,7 @@ def parse(text: str) -> dict[str, float]:
 
 
 def test_histograms_are_cumulative() -> None:
-    telemetry, histogram = Telemetry(), Histogram()
+    telemetry, histogram = RequestTelemetry(), DurationHistogram()
     for seconds in (0.001, 0.005, 0.02, 1000.0):
         histogram.add(seconds)
         telemetry.add("/x", 200, seconds)
@@ -219,13 +224,13 @@ def test_histograms_are_cumulative() -> None:
     assert (
         parse("\n".join([*telemetry.lines(), ""]))['sandbox_request_seconds_count{route="/x"}'] == 4
     )
-    assert gauge("g", "t", 1, {"a": 'q"\\\n'})[-1] == 'g{a="q\\"\\\\\\n"} 1'
+    assert metric_lines("gauge", "g", "t", 1, {"a": 'q"\\\n'})[-1] == 'g{a="q\\"\\\\\\n"} 1'
 
 
 def test_log_lines_are_json() -> None:
     record = logging.LogRecord("n", logging.ERROR, "f", 1, "said %s", ("\ud800\n",), None)
     record.fields = {"route": "/x"}
-    line = json.loads(JsonLines().format(record))
+    line = json.loads(JsonLogFormatter().format(record))
     assert (line["level"], line["message"], line["route"]) == ("error", "said \ud800\n", "/x")
 
 

@@ -17,7 +17,7 @@ import pytest
 from sandbox_talk import IDLE, BackgroundLoop, descendants, submission, wait_until
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxError
-from ctrl_megatron.sandbox.embedded import SandboxStartError
+from ctrl_megatron.sandbox.client.embedded import SandboxStartError
 from ctrl_megatron.sandbox.wire import RunCodeRequest, RunStatus
 
 ROOT = Path(__file__).parents[2]
@@ -155,7 +155,7 @@ def test_a_service_started_by_a_thread_that_ended_lives_on() -> None:
 def test_stop_leaves_nothing_and_may_be_repeated() -> None:
     service = EmbeddedSandbox.start(workers=1)
     tree = {service.pid, *descendants(service.pid)}
-    folder = service._scratch
+    folder = Path(service.scratch)
     service.stop()
     service.stop()
     assert gone(tree)() and not folder.exists()

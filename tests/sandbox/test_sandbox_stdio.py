@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ctrl_megatron.sandbox.stdio import difference
+from ctrl_megatron.sandbox.comparison import difference
 from ctrl_megatron.sandbox.wire import CommandRunStatus, EvalResult
 
 Judge = Callable[..., EvalResult]

@@ -31,7 +31,7 @@ from ctrl_megatron.rewards.providers.contract import (
     ProviderError,
     ProviderSetupError,
 )
-from ctrl_megatron.sandbox.stdio import difference
+from ctrl_megatron.sandbox.comparison import difference
 from ctrl_megatron.sandbox.wire import (
     CommandRunResult,
     CommandRunStatus,

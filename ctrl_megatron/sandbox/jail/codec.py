@@ -20,7 +20,9 @@ from typing import Any
 MAX_DEPTH = 150
 MAX_ITEMS_OF_ITERATOR = 100_000
 _SMALL = 1 << 53
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
+Encoder = Callable[[Any, bool, int], Any]
+"""Of a value, strict or not, at a depth."""
 
 
 class CodecError(ValueError):
@@ -49,9 +51,7 @@ class Opaque:
 
 
 def encode(value: Any, *, strict: bool = False, depth: int = 0) -> Any:
-    """JSON-ready form of ``value``. With ``strict`` an object that cannot cross raises
-    ``CodecError``.
-    """
+    """JSON-ready form. With ``strict`` an object that cannot cross raises ``CodecError``."""
     if value is None or value is True or value is False:
         return value
     if depth > MAX_DEPTH:
@@ -87,33 +87,25 @@ def _integer(value: int, _strict: bool, _depth: int) -> Any:
     return exact if -_SMALL < exact < _SMALL else ["int", hex(exact)]
 
 
-def _items(tag: str, walk: Callable[[Any], Any]) -> Callable[[Any, bool, int], list[Any]]:
-    def encoder(value: Any, strict: bool, depth: int) -> list[Any]:
-        return [tag, [encode(item, strict=strict, depth=depth) for item in walk(value)]]
-
-    return encoder
+def _items(tag: str, walk: Callable[[Any], Any]) -> Encoder:
+    return lambda value, s, d: [tag, [encode(item, strict=s, depth=d) for item in walk(value)]]
 
 
-def _set(tag: str, walk: Callable[[Any], Any]) -> Callable[[Any, bool, int], list[Any]]:
-    def encoder(value: Any, strict: bool, depth: int) -> list[Any]:
-        items = [encode(item, strict=strict, depth=depth) for item in walk(value)]
-        return [tag, sorted(items, key=repr)]
+def _set(tag: str, walk: Callable[[Any], Any]) -> Encoder:
+    return lambda value, s, d: [
+        tag,
+        sorted((encode(item, strict=s, depth=d) for item in walk(value)), key=repr),
+    ]
 
-    return encoder
 
-
-def _pairs(tag: str) -> Callable[[Any, bool, int], list[Any]]:
-    def encoder(value: Any, strict: bool, depth: int) -> list[Any]:
-        pairs = dict.items(value)
-        return [
-            tag,
-            [
-                [encode(k, strict=strict, depth=depth), encode(v, strict=strict, depth=depth)]
-                for k, v in pairs
-            ],
-        ]
-
-    return encoder
+def _pairs(tag: str) -> Encoder:
+    return lambda value, s, d: [
+        tag,
+        [
+            [encode(k, strict=s, depth=d), encode(v, strict=s, depth=d)]
+            for k, v in dict.items(value)
+        ],
+    ]
 
 
 def _iterator(value: Any, strict: bool, depth: int) -> list[Any]:
@@ -122,11 +114,11 @@ def _iterator(value: Any, strict: bool, depth: int) -> list[Any]:
         if strict:
             raise CodecError("an iterator of this length cannot be given to the program")
         return ["opaque", type(value).__name__, True]
-    tag = {_VIEWS[0]: "keys", _VIEWS[1]: "values", _VIEWS[2]: "items"}.get(type(value), "iter")
+    tag = _VIEWS.get(type(value), "iter")
     return [tag, [encode(item, strict=strict, depth=depth) for item in items]]
 
 
-_ENCODERS: dict[type, Callable[[Any, bool, int], Any]] = {
+_ENCODERS: dict[type, Encoder] = {
     int: _integer,
     float: lambda value, _s, _d: ["float", float.hex(value)],
     str: lambda value, _s, _d: str.__str__(value)[:],

@@ -1,4 +1,6 @@
-"""Files that go into and come out of a job's private directory."""
+"""A job's private directory: files that go in and come out, and, where no file system of its own
+bounds it, how much is in it and its removal whatever a program made of it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import os
 import stat
 from collections.abc import Iterable, Mapping
 
+MAX_ENTRIES = 4096
+_BLOCK = 512
 _FETCH_BYTES = 16 << 20
 
 
@@ -22,9 +26,7 @@ def inside(path: str) -> str:
 
 
 def write(directory: str, contents: Mapping[str, str]) -> None:
-    """Write base64 ``contents`` (relative path -> text) below ``directory``, before any program
-    runs.
-    """
+    """Write base64 ``contents`` by relative path below ``directory``, before any program runs."""
     for relative, text in contents.items():
         target = os.path.join(directory, relative)
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -38,12 +40,12 @@ def fetch(directory: str, wanted: Iterable[str]) -> dict[str, str]:
 
     No link is followed: it could lead out of the directory.
     """
-    found = {}
+    contents = {}
     for relative in wanted:
         content = _read_regular(directory, relative.split(os.sep))
         if content is not None:
-            found[relative] = base64.b64encode(content).decode()
-    return found
+            contents[relative] = base64.b64encode(content).decode()
+    return contents
 
 
 def _read_regular(directory: str, parts: list[str]) -> bytes | None:
@@ -62,3 +64,59 @@ def _read_regular(directory: str, parts: list[str]) -> bytes | None:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             return None
         return stream.read(_FETCH_BYTES)
+
+
+def exceeds(directory: str, limit_bytes: int) -> bool:
+    """Whether there are too many bytes or entries, or it cannot be searched to its end."""
+    used, entries, folders = 0, 0, [directory]
+    while folders:
+        try:
+            for entry in _searchable(folders.pop()):
+                entries += 1
+                used += entry.stat(follow_symlinks=False).st_blocks * _BLOCK
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+        except FileNotFoundError:
+            continue  # removed while we looked
+        except OSError:
+            return True  # a path too long to follow
+        if used > limit_bytes or entries > MAX_ENTRIES:
+            return True
+    return False
+
+
+def remove_tree(directory: str) -> None:
+    """Remove ``directory`` and all in it. Folders are moved up one by one, so that neither depth
+    nor the length of a path matters.
+    """
+    number = 0
+    os.chmod(directory, stat.S_IRWXU)
+    while True:
+        folders = []
+        for entry in os.scandir(directory):
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.path)
+            else:
+                os.unlink(entry.path)
+        if not folders:
+            os.rmdir(directory)
+            return
+        for folder in folders:
+            for entry in _searchable(folder):
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, stat.S_IRWXU)
+                    number += 1
+                    while os.path.lexists(moved := os.path.join(directory, f"moved-{number}")):
+                        number += 1
+                    os.rename(entry.path, moved)
+                else:
+                    os.unlink(entry.path)
+            os.rmdir(folder)
+
+
+def _searchable(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(folder))
+    except PermissionError:
+        os.chmod(folder, stat.S_IRWXU)
+        return list(os.scandir(folder))

@@ -11,6 +11,7 @@ from typing import Any
 
 HEADER = struct.Struct(">I")
 _CHUNK = 1 << 16
+_SPEC_BYTES = 1 << 30
 # json.dumps and json.loads make a new encoder or look for the encoding each time.
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 _decoded = json.JSONDecoder().decode
@@ -61,18 +62,21 @@ def split(data: bytes) -> tuple[list[Any], bytes]:
     return messages, data[at:]
 
 
-def receive(fd: int, *, limit: int, deadline: float | None = None) -> Any:
-    """Read one frame of at most ``limit`` bytes, until ``deadline`` (``time.monotonic`` seconds).
-
-    Never reads past the frame. Raises ``PeerGone``, ``DeadlinePassed`` or ``FrameError``.
+def receive(fd: int, *, limit: int) -> Any:
+    """Read one frame of at most ``limit`` bytes from a peer that sends no other before it gets an
+    answer. Raises ``PeerGone`` or ``FrameError``.
     """
-    (size,) = HEADER.unpack(_read(fd, HEADER.size, deadline))
-    if size > limit:
-        raise FrameError(f"a frame of {size} bytes exceeds the limit of {limit}")
-    return _parsed(_read(fd, size, deadline))
+    return FrameReader(fd, limit=limit).receive()
 
 
-class Reader:
+def receive_spec(fd: int) -> dict[str, Any]:
+    """What the supervisor tells a new process of a job, through a pipe for this alone."""
+    spec = receive(fd, limit=_SPEC_BYTES)
+    os.close(fd)
+    return spec
+
+
+class FrameReader:
     """Frames of a descriptor that nobody else reads: one read usually brings a whole frame."""
 
     def __init__(self, fd: int, *, limit: int) -> None:
@@ -81,47 +85,37 @@ class Reader:
         self._data = b""
 
     def receive(self, deadline: float | None = None) -> Any:
-        """The next frame, as ``receive`` has it."""
+        """The next frame, until ``deadline`` (``time.monotonic`` seconds). Raises ``PeerGone``,
+        ``DeadlinePassed`` or ``FrameError``.
+        """
         size = HEADER.unpack(self._take(HEADER.size, deadline))[0]
         if size > self._limit:
             raise FrameError(f"a frame of {size} bytes exceeds the limit of {self._limit}")
-        return _parsed(self._take(size, deadline))
+        try:
+            return _decoded(self._take(size, deadline).decode())
+        except (ValueError, RecursionError) as error:
+            raise FrameError(f"malformed frame: {type(error).__name__}") from error
 
     def _take(self, size: int, deadline: float | None) -> bytes:
         if len(self._data) < size:
             parts, have = [self._data], len(self._data)
             while have < size:
-                parts.append(_read_some(self._fd, _CHUNK, deadline))
+                parts.append(_read_some(self._fd, deadline))
                 have += len(parts[-1])
             self._data = b"".join(parts)
         taken, self._data = self._data[:size], self._data[size:]
         return taken
 
 
-def _read(fd: int, size: int, deadline: float | None) -> bytes:
-    parts: list[bytes] = []
-    while size:
-        parts.append(_read_some(fd, min(size, _CHUNK), deadline))
-        size -= len(parts[-1])
-    return b"".join(parts)
-
-
-def _read_some(fd: int, most: int, deadline: float | None) -> bytes:
+def _read_some(fd: int, deadline: float | None) -> bytes:
     if deadline is not None:
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([fd], [], [], left)[0]:
             raise DeadlinePassed
     try:
-        part = os.read(fd, most)
+        part = os.read(fd, _CHUNK)
     except ConnectionResetError as error:
         raise PeerGone from error
     if not part:
         raise PeerGone
     return part
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return _decoded(body.decode())
-    except (ValueError, RecursionError) as error:
-        raise FrameError(f"malformed frame: {type(error).__name__}") from error

@@ -3,6 +3,12 @@
 Only data of exact builtin types comes back, so comparisons are Python's own; a test that saw the
 candidate die, overrun its time or break the protocol has failed, whatever the test's own code
 caught.
+
+A test that is one assert and names nothing but one stub, once, is certain to make one call. It is
+rehearsed: run until the stub is called. Nothing else can have an effect or come out differently the
+second time, and no second call can follow. Calls of such tests go to the candidate together
+(pipelining), which saves a wake-up of both processes for each; any other test calls when it gets
+there.
 """
 
 from __future__ import annotations
@@ -11,71 +17,72 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
-from ctrl_megatron.sandbox.jail import foresight, frames
-from ctrl_megatron.sandbox.jail.connection import Connection, Lost
-from ctrl_megatron.sandbox.jail.verdict import Verdict
+from ctrl_megatron.sandbox.jail import frames
+from ctrl_megatron.sandbox.jail.remote_calls import CandidateConnection, CandidateLost, RemoteCall
 
 _REASON_LENGTH = 600
-_AHEAD = 32
+_MOST_PIPELINED = 32
 """Tests whose calls may be sent together."""
 
 
-def run(asks: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
-    """Run the tests of ``spec``, report each verdict on ``verdicts``; never returns. Exit status 0
-    means all told. A candidate comes for each request on ``asks``.
+def run_tests(requests: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
+    """Run the tests of ``spec``; never returns. A candidate comes for each request on ``requests``.
+
+    For each test goes a frame to ``verdicts``: this job's nonce, the test's index, its status
+    (``passed``, ``failed``, ``timeout``, ``died``, ``protocol``, ``not_run``), the reason where it
+    did not pass, seconds of wall clock. The nonce alone, and exit status 0, mean that was all.
     """
     signal.signal(signal.SIGALRM, _alarm)
-    _Judge(asks, verdicts, spec).judge()
+    _TestRunner(requests, verdicts, spec).run()
     os._exit(0)
 
 
 def _alarm(_number: int, _frame: object) -> None:
-    raise Lost("timeout", "time limit exceeded")
+    raise CandidateLost("timeout", "time limit exceeded")
 
 
-class _Judge:
-    def __init__(self, asks: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
-        self._asks = asks
+class _TestRunner:
+    def __init__(self, requests: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
+        self._requests = requests
         self._verdicts = verdicts
         self._spec = spec
-        self._candidate: Connection | None = None
+        self._candidate: CandidateConnection | None = None
         self._timeouts = 0
         stubs = {name: self._stub(name) for name in spec["stubs"]}
         self._namespace: dict[str, Any] = {"__name__": "tests", **stubs}
         self._stub_names = {id(stub): name for name, stub in stubs.items()}
         self._codes: dict[int, CodeType] = {}
         """Of tests that were looked at before their turn."""
-        self._sent_until = 0
-        """The test from which on no call was sent ahead."""
+        self._pipelined_until = 0
+        """The test from which on no call was sent before its turn."""
 
-    def judge(self) -> None:
+    def run(self) -> None:
         unusable = self._prepare()
         for index in range(len(self._spec["tests"])):
             started = time.monotonic()
             if unusable is None and self._timeouts >= self._spec["max_timeouts"]:
                 unusable = "not_run", f"not run: {self._timeouts} tests timed out before"
-            status, reason = unusable or self._run(index)
+            status, reason = unusable or self._run_test(index)
             self._timeouts += status == "timeout"
             # A program chooses part of this text; lone surrogates are no text on the wire.
             reason = reason[:_REASON_LENGTH].encode(errors="backslashreplace").decode()
-            self._tell(*Verdict(index, status, reason, time.monotonic() - started))
+            self._report(index, status, reason, time.monotonic() - started)
             if status != "passed" and not self._spec["run_all"]:
                 break
-        self._tell()
+        self._report()
 
-    def _tell(self, *words: Any) -> None:
-        """A verdict, or nothing more: that was all."""
-        frames.send(self._verdicts, [self._spec["nonce"], *words])
+    def _report(self, *verdict: Any) -> None:
+        frames.send(self._verdicts, [self._spec["nonce"], *verdict])
 
     def _prepare(self) -> tuple[str, str] | None:
         """Load the program and run the setup; what makes every test fail, or None."""
         try:
             failure = self._connect()
-        except Lost as lost:
+        except CandidateLost as lost:
             failure = f"the program failed to load: {lost.reason}"
             return ("timeout" if lost.status == "timeout" else "failed"), failure
         if failure is not None:
@@ -87,46 +94,46 @@ class _Judge:
     def _connect(self) -> str | None:
         if self._candidate is not None:
             self._candidate.close()
-        self._sent_until = 0
-        self._candidate = Connection(self._asks, self._spec["seconds"])
+        self._pipelined_until = 0
+        self._candidate = CandidateConnection(self._requests, self._spec["seconds"])
         return self._candidate.load()
 
-    def _run(self, index: int) -> tuple[str, str]:
+    def _run_test(self, index: int) -> tuple[str, str]:
         if not self._usable(index):
             try:
                 failure = self._connect()
-            except Lost as lost:
+            except CandidateLost as lost:
                 return lost.status, lost.reason
             if failure is not None:
                 return "failed", failure
-        if index >= self._sent_until:
-            self._look_ahead(index)
+        if index >= self._pipelined_until:
+            self._pipeline(index)
         test = self._codes.pop(index, None) or self._spec["tests"][index]
         return self._guarded(lambda: self._execute(test, "test.py"))
 
     def _usable(self, index: int) -> bool:
         """Whether the candidate can take the calls of a test, or has them, and no other's."""
         candidate = self._candidate
-        if candidate is None or candidate.broken is not None or candidate.busy:
+        if candidate is None or candidate.lost is not None or candidate.busy:
             return False
-        return candidate.ahead == max(0, self._sent_until - index)
+        return candidate.pipelined == max(0, self._pipelined_until - index)
 
-    def _look_ahead(self, index: int) -> None:
+    def _pipeline(self, index: int) -> None:
         """Send the calls of this test and of those after it, as far as they are certain."""
         candidate = self._candidate
         assert candidate is not None
         # What goes wrong here goes wrong again in the test about to begin, and counts there.
-        self._guarded(lambda: candidate.send_ahead(self._certain_calls(index)))
-        self._sent_until = index + candidate.ahead
+        self._guarded(lambda: candidate.pipeline(self._certain_calls(index)))
+        self._pipelined_until = index + candidate.pipelined
 
-    def _certain_calls(self, index: int) -> Iterator[foresight.Call]:
+    def _certain_calls(self, index: int) -> Iterator[RemoteCall]:
         # A setup may have named a stub anew, or put something else in its place.
         names = ((n, self._stub_names.get(id(value))) for n, value in self._namespace.items())
         stubs = {seen: name for seen, name in names if name is not None}
-        for at, test in enumerate(self._spec["tests"][index : index + _AHEAD], index):
+        for at, test in enumerate(self._spec["tests"][index : index + _MOST_PIPELINED], index):
             if at not in self._codes:
                 self._codes[at] = _compiled(test, "test.py")
-            call = foresight.certain_call(test, self._codes[at], stubs)
+            call = certain_call(test, self._codes[at], stubs)
             if call is None:
                 break
             yield call
@@ -139,7 +146,7 @@ class _Judge:
         """Do something that needs the candidate, within the time of a test: status and reason."""
         candidate = self._candidate
         assert candidate is not None
-        candidate.begin(time.monotonic() + self._spec["seconds"])
+        candidate.begin_test(time.monotonic() + self._spec["seconds"])
         status, reason = "failed", ""
         signal.setitimer(signal.ITIMER_REAL, self._spec["seconds"])
         try:
@@ -147,16 +154,16 @@ class _Judge:
             status = "passed"
         except AssertionError as error:
             reason = _join("AssertionError", error, candidate.last_call)
-        except Lost as lost:
+        except CandidateLost as lost:
             status, reason = lost.status, lost.reason
             if candidate.busy:
-                candidate.broken = candidate.broken or lost
+                candidate.lost = candidate.lost or lost
         except BaseException as error:
             reason = _join(type(error).__name__, error, "")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        if candidate.broken is not None:
-            return candidate.broken.status, candidate.broken.reason
+        if candidate.lost is not None:
+            return candidate.lost.status, candidate.lost.reason
         if candidate.busy:
             return "protocol", "a call was left unanswered"
         if time.monotonic() >= candidate.deadline:
@@ -171,6 +178,45 @@ class _Judge:
 
         remote.__name__ = remote.__qualname__ = name
         return remote
+
+
+class _Rehearsed(BaseException):
+    """Ends a rehearsal with the call."""
+
+    def __init__(self, call: RemoteCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+def certain_call(test: str, code: CodeType, stubs: Mapping[str, str]) -> RemoteCall | None:
+    """The call that ``code``, compiled from ``test``, is certain to make; None where none is.
+
+    ``stubs`` has the names that tests see and, for each, the function of the program.
+    """
+    if not _names_one_stub_once(test, code, stubs):
+        return None
+    name = code.co_names[0]
+
+    def stub(*arguments: Any, **named: Any) -> Any:
+        raise _Rehearsed(RemoteCall(stubs[name], arguments, named))
+
+    try:
+        exec(code, {name: stub})
+    except _Rehearsed as rehearsed:
+        return rehearsed.call
+    except Exception:
+        return None
+    return None
+
+
+def _names_one_stub_once(test: str, code: CodeType, stubs: Container[str]) -> bool:
+    if not test.startswith("assert ") or any(mark in test for mark in ("\n", ";", ":=")):
+        return False
+    if len(code.co_names) != 1 or code.co_names[0] not in stubs:
+        return False
+    if any(isinstance(constant, CodeType) for constant in code.co_consts):
+        return False
+    return test.count(code.co_names[0]) == 1
 
 
 def _compiled(source: str, name: str) -> CodeType:

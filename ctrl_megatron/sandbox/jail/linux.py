@@ -1,42 +1,30 @@
-"""The few system calls that Python does not wrap, through ctypes; errors name the call."""
+"""System calls that Python does not wrap, through ctypes, with errors that name the call; resource
+limits and descriptors of one process.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
+import resource
 import signal
 
-CLONE_NEWNS = 0x00020000
-CLONE_NEWCGROUP = 0x02000000
-CLONE_NEWUTS = 0x04000000
-CLONE_NEWIPC = 0x08000000
-CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
-CLONE_NEWNET = 0x40000000
-
-MS_RDONLY = 1
-MS_NOSUID = 2
-MS_NODEV = 4
-MS_REMOUNT = 32
-MS_BIND = 4096
-MS_REC = 16384
-MS_PRIVATE = 1 << 18
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 1 << 17, 1 << 25, 1 << 26, 1 << 27
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 28, 1 << 29, 1 << 30
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
+MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
 MNT_DETACH = 2
-
-PR_SET_PDEATHSIG = 1
-PR_SET_DUMPABLE = 4
-PR_SET_SECCOMP = 22
-PR_CAPBSET_DROP = 24
-PR_SET_CHILD_SUBREAPER = 36
-PR_SET_NO_NEW_PRIVS = 38
-PR_CAP_AMBIENT = 47
-PR_CAP_AMBIENT_CLEAR_ALL = 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 
 _LAST_CAPABILITY = 40
 _CAPABILITY_VERSION_3 = 0x20080522
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
+_HIGHEST_DESCRIPTOR = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -103,9 +91,7 @@ def unmount(target: str) -> None:
 
 
 def pivot_root(new_root: str) -> None:
-    """Make ``new_root`` (a mount point) the root and let go of the old one. Raises
-    ``KernelRefusal``.
-    """
+    """Make ``new_root`` (a mount point) the root, detach the old. Raises ``KernelRefusal``."""
     os.chdir(new_root)
     # The old root lands on top of the new one and is detached at once, so no directory for it is
     # needed.
@@ -138,3 +124,57 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
     prctl(PR_SET_PDEATHSIG, int(number))
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def limit_resources(
+    *, memory_bytes: int, cpu_seconds: float, file_bytes: int, open_files: int, processes: int
+) -> None:
+    """Set soft and hard limits; a hard limit that is lower already stays."""
+    seconds = math.ceil(cpu_seconds) + 1
+    wanted = {
+        resource.RLIMIT_AS: (memory_bytes, memory_bytes),
+        resource.RLIMIT_CPU: (seconds, seconds + 1),
+        resource.RLIMIT_FSIZE: (file_bytes, file_bytes),
+        resource.RLIMIT_NOFILE: (open_files, open_files),
+        resource.RLIMIT_NPROC: (processes, processes),
+        resource.RLIMIT_CORE: (0, 0),
+    }
+    for kind, (soft, hard) in wanted.items():
+        ceiling = resource.getrlimit(kind)[1]
+        if ceiling != resource.RLIM_INFINITY:
+            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        resource.setrlimit(kind, (soft, hard))
+
+
+def tasks_of_user() -> int:
+    """Threads of this user: RLIMIT_NPROC counts all of them outside a user namespace."""
+    uid, total = os.getuid(), 0
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            if os.stat(f"/proc/{name}").st_uid == uid:
+                total += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:
+            continue  # the process ended while we looked
+    return total
+
+
+def close_all_but(standard: int, *kept: int) -> None:
+    """Close every descriptor above ``standard`` that is not in ``kept``."""
+    low = standard + 1
+    for fd in sorted(set(kept)):
+        if fd < low:
+            continue
+        # CPython's closerange of an empty range can close everything; never ask for one.
+        if low < fd:
+            os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, _HIGHEST_DESCRIPTOR)
+
+
+def set_standard_streams(stdin: int | None, stdout: int | None, stderr: int | None) -> None:
+    """Put the given descriptors in the places 0, 1 and 2; None means ``/dev/null``."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for place, fd in enumerate((stdin, stdout, stderr)):
+        os.dup2(null if fd is None else fd, place)

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Iterable
 
-from ctrl_megatron.sandbox.jail import linux, native
+from ctrl_megatron.sandbox.jail import linux
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _WORKER = (
@@ -21,20 +21,28 @@ _WORKER = (
     | linux.CLONE_NEWCGROUP
 )
 _STATVFS_TO_MOUNT = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
+_TOOLS = ("/usr/bin", "/bin", "/usr/include", "/usr/libexec", "/etc/alternatives")
+_LOCAL = ("/usr/local/bin", "/usr/local/include", "/usr/local/lib", "/usr/local/libexec")
 TMP = "/tmp"
 HOST_NAME = "sandbox"
 
 
 def library_paths() -> tuple[str, ...]:
-    """Directories that a Python program reads: shared libraries, this interpreter's library, time
-    zones.
-    """
+    """What a Python program reads: shared libraries, the interpreter's, time zones."""
     system = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64")
     own = os.path.join(os.path.realpath(sys.base_prefix), "lib")
     paths = [path for path in (*system, "/usr/share/zoneinfo") if os.path.exists(path)]
     if not own.startswith("/usr/lib"):
         paths.append(own)
     return tuple(paths)
+
+
+def tool_paths() -> tuple[str, ...]:
+    """Directories with compilers and shells, of those that exist; ``/usr/local`` only where the
+    compiler lives there.
+    """
+    local = _LOCAL if os.access("/usr/local/bin/g++", os.X_OK) else ()
+    return tuple(path for path in (*_TOOLS, *local) if os.path.isdir(path))
 
 
 def enter_worker(staging: str, user: int | None) -> int:
@@ -48,11 +56,11 @@ def enter_worker(staging: str, user: int | None) -> int:
     process = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
     if user is None:
         _new_user_namespace(process)
-        _build_root(staging, (*library_paths(), *native.tool_paths()))
+        _build_root(staging, (*library_paths(), *tool_paths()))
     else:
         # As root first: the interpreter may live where the unprivileged user cannot look.
         linux.unshare(linux.CLONE_NEWNS)
-        _build_root(staging, (*library_paths(), *native.tool_paths()))
+        _build_root(staging, (*library_paths(), *tool_paths()))
         become(user)
         _new_user_namespace(process)
     return process
@@ -130,11 +138,8 @@ def _new_user_namespace(process: int) -> None:
 
 def _write(directory: int, name: str, text: str) -> None:
     try:
-        fd = os.open(name, os.O_WRONLY, dir_fd=directory)
-        try:
-            os.write(fd, text.encode())
-        finally:
-            os.close(fd)
+        with open(os.open(name, os.O_WRONLY, dir_fd=directory), "w") as stream:
+            stream.write(text)
     except OSError as error:
         raise linux.KernelRefusal(f"write({name})", error.errno or 0) from error
 

@@ -1,18 +1,110 @@
-"""Runs a whole program as ``__main__``, as a fresh interpreter would, in a confined process."""
+"""How a whole program runs in its jail: pid 1 that reaps what it leaves, and the program itself:
+Python as ``__main__`` of a fresh interpreter, or a command (compiler, binary, shell).
+"""
 
 from __future__ import annotations
 
 import atexit
 import io
 import os
+import resource
+import signal
 import sys
 import threading
 import traceback
 import types
+from typing import Any, NoReturn
 
-NAME = "main.py"
+from ctrl_megatron.sandbox.jail import files, frames, linux
+from ctrl_megatron.sandbox.jail.isolation import Confinement
+
+PATH = "/usr/local/bin:/usr/bin:/bin"
+"""Where commands are looked up."""
+_MAIN = "main.py"
+_STACK_BYTES = 64 << 20
+_NOT_EXECUTED = 127
 _HARNESS: list[str] = []
 _HIDDEN: list[types.ModuleType | None] = []
+
+
+def run_init(
+    confinement: Confinement, spec: int, report: int, stdin: int, stdout: int, stderr: int
+) -> None:
+    """Be pid 1 of one job: start the program, reap, report status and files; never returns."""
+    try:
+        linux.close_all_but(2, spec, report, stdin, stdout, stderr)
+        job = frames.receive_spec(spec)
+        directory = confinement.enter(job)
+        pid = os.fork()
+        if pid == 0:
+            _become(confinement, directory, job, (stdin, stdout, stderr))
+        linux.close_all_but(2, report)
+        while True:
+            ended, status = os.waitpid(-1, 0)
+            if ended == pid:
+                break
+        fetched = {}
+        if job["fetch"] and confinement.isolated:
+            # Nothing that the program has started may change what is read.
+            _end_others()
+            fetched = files.fetch(directory, job["fetch"])
+        frames.send(report, {"exit": status, "files": fetched})
+    finally:
+        os._exit(0)
+
+
+def _become(
+    confinement: Confinement, directory: str, job: dict[str, Any], streams: tuple[int, int, int]
+) -> None:
+    try:
+        linux.die_with_parent()
+        linux.set_standard_streams(*streams)
+        linux.close_all_but(2)
+        native = job["native"]
+        confinement.apply(
+            directory,
+            memory_mb=job["memory_mb"],
+            cpu_seconds=job["seconds"],
+            profile=native["profile"] if native else None,
+        )
+        os.setsid()
+        os.chdir(directory)
+        if native:
+            _run_command(directory, native["profile"], native["command"])
+        _run_python(directory, job["code"], job["prelude"])
+    finally:
+        os._exit(1)
+
+
+def _end_others() -> None:
+    """Of this pid namespace, of which the caller is the first."""
+    try:
+        os.kill(-1, signal.SIGKILL)
+        while True:
+            os.waitpid(-1, 0)
+    except (ProcessLookupError, ChildProcessError):
+        return
+
+
+def _run_command(directory: str, profile: str, command: list[str]) -> NoReturn:
+    """A first word without a slash is looked up on ``PATH``."""
+    # The interpreter ignores both; a program expects to be ended by them.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    if profile == "binary":
+        # Compiled programs may recurse deeper than the usual 8 MiB allow.
+        hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+        soft = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+    environment = {"PATH": PATH, "HOME": directory, "TMPDIR": directory, "LC_ALL": "C.UTF-8"}
+    try:
+        if command[0].startswith("./"):
+            os.chmod(command[0], 0o700)
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        sys.stderr.write(f"{command[0]} cannot be executed here: {error.strerror}\n")
+        sys.stderr.flush()
+    os._exit(_NOT_EXECUTED)
 
 
 def harness_modules() -> list[str]:
@@ -22,7 +114,7 @@ def harness_modules() -> list[str]:
 
 
 def fresh_streams() -> None:
-    """Text streams over the descriptors 0, 1 and 2 in place of the forker's."""
+    """Text streams over the descriptors 0, 1 and 2 in place of the fork server's."""
     source = io.BufferedReader(io.FileIO(0, closefd=False))
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(source, encoding="utf-8")  # type: ignore[misc]
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -35,19 +127,16 @@ def fresh_streams() -> None:
 
 def forget_harness() -> None:
     """Take our modules out of the program's sight; randomness of its own it has since the fork."""
-    # A copied list: walking all modules would touch, and so copy, memory shared with the forker.
-    # Kept: taking them down would touch as much.
+    # A copied list: walking all modules would touch, and so copy, memory shared with the fork
+    # server. Kept: taking them down would touch as much.
     _HIDDEN.extend(sys.modules.pop(name, None) for name in _HARNESS or harness_modules())
 
 
-def run(directory: str, code: str, prelude: str = "") -> None:
-    """Execute ``code`` from ``directory`` and exit as Python would; never returns.
-
-    ``prelude`` runs before it in the same module, so that the code keeps its line numbers.
+def _run_python(directory: str, code: str, prelude: str) -> NoReturn:
+    """Execute ``code`` and exit as Python would. ``prelude`` runs before it in the same module, so
+    that the code keeps its line numbers.
     """
-    path = os.path.join(directory, NAME)
-    os.setsid()
-    os.chdir(directory)
+    path = os.path.join(directory, _MAIN)
     fresh_streams()
     forget_harness()
     sys.argv, sys.path[:0] = [path], [directory]
@@ -58,7 +147,12 @@ def run(directory: str, code: str, prelude: str = "") -> None:
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
-    os._exit(_flush(status))
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            status = status or 120  # what the interpreter itself exits with
+    os._exit(status)
 
 
 def _execute(path: str, code: str, prelude: str) -> int:
@@ -72,7 +166,10 @@ def _execute(path: str, code: str, prelude: str) -> int:
             exec(compile(prelude, "prelude.py", "exec", dont_inherit=True), module.__dict__)
         exec(compile(code, path, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
-        return _exit_status(stop.code)
+        if stop.code is None or isinstance(stop.code, int):
+            return (stop.code or 0) & 0xFF
+        print(stop.code, file=sys.stderr)
+        return 1
     except BaseException as error:
         # The first frame is ours.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
@@ -80,19 +177,3 @@ def _execute(path: str, code: str, prelude: str) -> int:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return 1
     return 0
-
-
-def _exit_status(code: object) -> int:
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    print(code, file=sys.stderr)
-    return 1
-
-
-def _flush(status: int) -> int:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            status = status or 120  # what the interpreter itself exits with
-    return status

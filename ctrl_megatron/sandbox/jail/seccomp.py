@@ -13,12 +13,7 @@ import ctypes
 import errno
 import os
 
-from ctrl_megatron.sandbox.jail.linux import (
-    PR_SET_NO_NEW_PRIVS,
-    PR_SET_SECCOMP,
-    machine,
-    prctl,
-)
+from ctrl_megatron.sandbox.jail.linux import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, machine, prctl
 
 Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant."""
@@ -113,30 +108,12 @@ def compile_filter(
     bit, if_set, if_clear = (
         (_NEW_NAMESPACES, fail, allow) if processes else (_CLONE_THREAD, allow, fail)
     )
-    program += [
-        (_EQUAL, 0, 4, _CLONE[name]),
-        first_argument,
-        (_ANY_BIT, 0, 1, bit),
-        if_set,
-        if_clear,
-    ]
+    program += _on_call(_CLONE[name], first_argument, (_ANY_BIT, 0, 1, bit), if_set, if_clear)
     target, if_same, if_other = (_INIT, fail, allow) if processes else (_OWN_PID, allow, fail)
     for number in _SIGNALS[name]:
-        program += [
-            (_EQUAL, 0, 4, number),
-            first_argument,
-            (_EQUAL, 0, 1, target),
-            if_same,
-            if_other,
-        ]
-    program += [
-        (_EQUAL, 0, 5, _PRLIMIT[name]),
-        first_argument,
-        (_EQUAL, 1, 0, 0),
-        (_EQUAL, 0, 1, _OWN_PID),
-        allow,
-        fail,
-    ]
+        program += _on_call(number, first_argument, (_EQUAL, 0, 1, target), if_same, if_other)
+    own = (_EQUAL, 1, 0, 0), (_EQUAL, 0, 1, _OWN_PID)
+    program += _on_call(_PRLIMIT[name], first_argument, *own, allow, fail)
     # The owner of a descriptor gets a signal of the setter's choice when data arrive.
     program += _deny_second(_FCNTL[name], (_SET_OWNER, _SET_SIGNAL, _SET_OWNER_EX))
     program += _deny_second(_IOCTL[name], (_FIOSETOWN, _SIOCSPGRP))
@@ -153,15 +130,18 @@ def _deny_second(number: int, values: tuple[int, ...]) -> list[Instruction]:
         (_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)
     ]
     allow, fail = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _FAIL | errno.EPERM)
-    body: list[Instruction] = [(_LOAD, 0, 0, _SECOND_OFFSET), *tests, allow, fail]
+    return _on_call(number, (_LOAD, 0, 0, _SECOND_OFFSET), *tests, allow, fail)
+
+
+def _on_call(number: int, *body: Instruction) -> list[Instruction]:
     return [(_EQUAL, 0, len(body), number), *body]
 
 
-class _Program(ctypes.Structure):
+class _FilterProgram(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
 
 
-class Filter:
+class SyscallFilter:
     """A compiled filter, built once per worker and installed by each of its jobs."""
 
     def __init__(self, *, execute: bool = False, processes: bool = False) -> None:
@@ -176,7 +156,7 @@ class Filter:
         pid = os.getpid()
         for index in self._own_pid:
             self._code[index] = (self._code[index] & 0xFFFFFFFF) | pid << 32
-        program = _Program(len(self._code), ctypes.addressof(self._code))
+        program = _FilterProgram(len(self._code), ctypes.addressof(self._code))
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         prctl(PR_SET_SECCOMP, _FILTER_MODE, ctypes.addressof(program))
 

@@ -1,8 +1,8 @@
 """Reads a worker's jobs one after another: hands out code and tests, drains output, keeps the
 clock, has everything ended, reports.
 
-It holds tests and expected values, so it forks nothing: the forker does, whose memory never held
-them. Verdicts come back on a pipe that no candidate has, with a nonce.
+It holds tests and expected values, so it forks nothing: the fork server does, whose memory never
+held them. Verdicts come back on a pipe that no candidate has, with a nonce.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
-from ctrl_megatron.sandbox.jail import connection, disk, files, frames
-from ctrl_megatron.sandbox.jail.forker import Forker
-from ctrl_megatron.sandbox.jail.streams import Descriptors, Output, Verdicts
-from ctrl_megatron.sandbox.jail.worker import Worker
+from ctrl_megatron.sandbox.jail import files, frames
+from ctrl_megatron.sandbox.jail.fork_server import ForkServer
+from ctrl_megatron.sandbox.jail.isolation import Confinement
+from ctrl_megatron.sandbox.jail.remote_calls import NEW_CANDIDATE
 
 _JOB_BYTES = 1 << 30
 _REPORT_BYTES = 64 << 20
@@ -33,29 +33,55 @@ _TICK_SECONDS = 0.05
 """Between two looks at the verdicts, and at a directory that no file system bounds."""
 
 
+Job = dict[str, Any]
+"""What a worker is to do. ``kind`` is ``program`` (with ``stdin``, ``files``, ``fetch`` and perhaps
+``native``) or ``asserts`` (with ``setup``, ``tests``, ``stubs``, ``run_all``); both have ``code``,
+``prelude``, ``seconds`` and ``memory_mb``."""
+
+
+class JobReport(TypedDict):
+    """What a worker answers to a job that it could run."""
+
+    kind: str
+    """``end``; a worker that failed answers ``fault`` with a ``reason``."""
+    verdicts: list[list[Any]]
+    """Of ``asserts``, for each test that was run: index, status, reason, seconds."""
+    stopped: str | None
+    """Why it was cut short: ``timeout``, ``job_timeout``, ``output`` or ``disk``."""
+    exit: int | None
+    """Wait status of the program."""
+    wall: float
+    """Seconds."""
+    stdout: dict[str, Any]
+    """``bytes`` in base64, and whether they are ``truncated``."""
+    stderr: dict[str, Any]
+    files: dict[str, str]
+    """Fetched path -> base64 content."""
+
+
 class ServiceGone(Exception):
     """Nobody waits for the job any more."""
 
 
-def serve(control: int, forker: Forker, worker: Worker) -> NoReturn:
+def serve_jobs(control: int, fork_server: ForkServer, confinement: Confinement) -> NoReturn:
     """Run the jobs that come on the socket ``control`` until the service closes it."""
     status = 1
     try:
         service = socket.socket(fileno=os.dup(control))
         while True:
-            ready = select.select([control, forker], [], [])[0]
-            if forker in ready:
-                raise ConnectionError("the forker of the worker ended")
+            ready = select.select([control, fork_server], [], [])[0]
+            if fork_server in ready:
+                raise ConnectionError("the fork server of the worker ended")
             if not service.recv(1, socket.MSG_PEEK):
                 break
             job = frames.receive(control, limit=_JOB_BYTES)
             try:
-                with _directory(worker) as directory:
-                    report = _Job(control, forker, worker, directory, job).run()
+                with _directory(confinement) as directory:
+                    report = _JobRun(control, fork_server, confinement, directory, job).run()
             except ServiceGone:
                 break
             frames.send(control, report)
-        forker.close()
+        fork_server.close()
         status = 0
     except BaseException as error:
         sys.stderr.write(f"sandbox supervisor: {type(error).__name__}: {error}\n")
@@ -65,47 +91,106 @@ def serve(control: int, forker: Forker, worker: Worker) -> NoReturn:
 
 
 @contextmanager
-def _directory(worker: Worker) -> Iterator[str | None]:
+def _directory(confinement: Confinement) -> Iterator[str | None]:
     """A job's private directory where it has no file system of its own; removed afterwards."""
-    if worker.isolated:
+    if confinement.isolated:
         yield None
         return
-    path = os.path.join(worker.scratch, os.urandom(8).hex())
+    path = os.path.join(confinement.scratch, os.urandom(8).hex())
     os.mkdir(path, 0o700)
     try:
         yield path
     finally:
-        disk.remove_tree(path)
+        files.remove_tree(path)
 
 
-class _Job:
+class _CapturedOutput:
+    """One output stream of the program: keeps the first ``keep`` bytes, counts the rest."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._kept = bytearray()
+        self._seen = 0
+
+    def add(self, data: bytes) -> None:
+        self._kept += data[: self._keep - len(self._kept)]
+        self._seen += len(data)
+
+    @property
+    def flooded(self) -> bool:
+        """Whether the program prints without end."""
+        return self._seen > 4 * self._keep
+
+    def report(self) -> dict[str, Any]:
+        text = base64.b64encode(self._kept).decode()
+        return {"bytes": text, "truncated": self._seen > len(self._kept)}
+
+
+class _VerdictPipe:
+    """What the judge has told so far, every frame of it with this job's ``nonce``."""
+
+    def __init__(self) -> None:
+        self.nonce = os.urandom(16).hex()
+        self.verdicts: list[list[Any]] = []
+        self.complete = False
+        """The judge has told all."""
+        self._unread = b""
+
+    def read(self, fd: int) -> bool:
+        """Read what is there on a descriptor that does not block; whether there were verdicts.
+
+        Raises ``FrameError`` for a frame without the nonce.
+        """
+        before = len(self.verdicts)
+        while True:
+            try:
+                data = os.read(fd, _CHUNK)
+            except BlockingIOError:
+                break
+            if not data:
+                break
+            self._unread += data
+        messages, self._unread = frames.split(self._unread)
+        for nonce, *verdict in messages:
+            if nonce != self.nonce:
+                raise frames.FrameError("a verdict without this job's nonce")
+            if verdict:
+                self.verdicts.append(verdict)
+            else:
+                self.complete = True
+        return len(self.verdicts) > before
+
+
+class _JobRun:
     """State of the running job; ``stopped`` says why it was cut short, if it was."""
 
     def __init__(
         self,
         control: int,
-        forker: Forker,
-        worker: Worker,
+        fork_server: ForkServer,
+        confinement: Confinement,
         directory: str | None,
-        job: dict[str, Any],
+        job: Job,
     ) -> None:
         self._control = control
-        self._forker = forker
-        self._worker = worker
+        self._fork_server = fork_server
+        self._confinement = confinement
         self._directory = directory
         self._job = job
         self._judged = job["kind"] == "asserts"
-        self._fds = Descriptors()
+        self._open: set[int] = set()
+        """Descriptors of this job; none outlives it."""
+        self._sockets: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
-        self._stdout = Output(worker.limits.output_bytes)
-        self._stderr = Output(worker.limits.output_bytes)
+        self._stdout = _CapturedOutput(confinement.limits.output_bytes)
+        self._stderr = _CapturedOutput(confinement.limits.output_bytes)
         self._stdin = memoryview(b"")
-        self._verdicts = Verdicts(os.urandom(16).hex())
+        self._verdicts = _VerdictPipe()
         self._files: dict[str, str] = {}
         self._stopped: str | None = None
         self._exit: int | None = None
         self._running = True
-        self._ready: socket.socket | None = None
+        self._spare: socket.socket | None = None
         """The line to a candidate that the judge has not asked for yet."""
         self._deadline = self._job_deadline = self._patience = self._ticked = 0.0
 
@@ -117,24 +202,23 @@ class _Job:
                 self._begin(started)
                 self._watch()
             finally:
-                statuses = self._forker.end()
-            for fd in (self._stdout_given, self._stderr_given):
-                self._fds.close_one(fd)
+                statuses = self._fork_server.end()
+            self._close(self._stdout_given, self._stderr_given)
             self._drain_rest()
             return self._report(statuses, time.monotonic() - started)
         finally:
             self._selector.close()
-            self._fds.close()
-            if self._ready is not None:
-                self._ready.close()
+            self._close(*self._open)
+            for line in filter(None, (*self._sockets, self._spare)):
+                line.close()
 
     def _begin(self, now: float) -> None:
-        seconds, limits = float(self._job["seconds"]), self._worker.limits
+        seconds, limits = float(self._job["seconds"]), self._confinement.limits
         self._deadline = now + seconds
         self._job_deadline = now + max(limits.job_seconds, seconds + _GRACE_SECONDS)
         self._on_read(self._control, self._service_gone)
-        stdout, self._stdout_given = self._fds.pipe()
-        stderr, self._stderr_given = self._fds.pipe()
+        stdout, self._stdout_given = self._pipe()
+        stderr, self._stderr_given = self._pipe()
         self._outputs = {stdout: self._stdout, stderr: self._stderr}
         for fd, output in self._outputs.items():
             self._on_read(fd, lambda fd=fd, output=output: self._drain(fd, output))
@@ -148,36 +232,31 @@ class _Job:
             self._begin_program()
 
     def _begin_judge(self) -> None:
-        spec, given = self._fds.pipe()
-        verdicts, verdicts_given = self._fds.pipe()
-        os.set_blocking(verdicts, False)
-        self._verdicts_fd = verdicts
-        asks, asks_given = socket.socketpair()
-        self._fds.keep(asks)
-        self._forker.judge(spec, verdicts_given, asks_given.fileno())
-        asks_given.close()
-        self._fds.close_one(spec)
-        self._fds.close_one(verdicts_given)
-        self._ready = self._new_candidate()
-        self._on_read(asks.fileno(), lambda: self._judge_asks(asks))
+        spec, given = self._pipe()
+        self._verdicts_fd, verdicts_given = self._pipe()
+        os.set_blocking(self._verdicts_fd, False)
+        requests, requests_given = socket.socketpair()
+        self._sockets.append(requests)
+        with requests_given:
+            self._fork_server.judge(spec, verdicts_given, requests_given.fileno())
+        self._close(spec, verdicts_given)
+        self._spare = self._new_candidate()
+        self._on_read(requests.fileno(), lambda: self._candidate_wanted(requests))
         names = ("setup", "tests", "stubs", "seconds", "run_all", "memory_mb")
-        told = {name: self._job[name] for name in names}
-        told["max_timeouts"] = self._worker.limits.max_timeouts
-        self._tell(given, {**told, "nonce": self._verdicts.nonce})
+        rest = {"max_timeouts": self._confinement.limits.max_timeouts}
+        self._send_spec(given, names, **rest, nonce=self._verdicts.nonce)
 
     def _begin_program(self) -> None:
-        spec, given = self._fds.pipe()
-        report, report_given = self._fds.pipe()
-        stdin_given, stdin = self._fds.pipe()
+        spec, given = self._pipe()
+        report, report_given = self._pipe()
+        stdin_given, stdin = self._pipe()
         ends = (spec, report_given, stdin_given, self._stdout_given, self._stderr_given)
-        self._forker.program(*ends)
-        for fd in ends:
-            self._fds.close_one(fd)
-        self._on_read(report, lambda: self._child_report(report))
+        self._fork_server.program(*ends)
+        self._close(*ends)
+        self._on_read(report, lambda: self._take_report(report))
         names = ("code", "prelude", "seconds", "memory_mb")
-        told = {name: self._job[name] for name in names}
-        told |= {"native": self._job.get("native"), "fetch": self._job.get("fetch", [])}
-        self._tell(given, {**told, **self._place()})
+        rest = {"native": self._job.get("native"), "fetch": self._job.get("fetch", [])}
+        self._send_spec(given, names, **rest, **self._place())
         self._stdin = memoryview(base64.b64decode(self._job["stdin"]))
         os.set_blocking(stdin, False)
         self._selector.register(stdin, selectors.EVENT_WRITE, lambda: self._feed(stdin))
@@ -185,35 +264,35 @@ class _Job:
     def _new_candidate(self) -> socket.socket:
         """Our end of the line to a new candidate; what ran before is ended."""
         line, line_given = socket.socketpair()
-        spec, given = self._fds.pipe()
+        spec, given = self._pipe()
         with line_given:
-            self._forker.candidate(
+            self._fork_server.candidate(
                 spec, line_given.fileno(), self._stdout_given, self._stderr_given
             )
-        self._fds.close_one(spec)
-        told = {name: self._job[name] for name in ("code", "prelude", "memory_mb")}
-        self._tell(given, {**told, **self._place()})
+        self._close(spec)
+        self._send_spec(given, ("code", "prelude", "memory_mb"), **self._place())
         return line
 
     def _place(self) -> dict[str, Any]:
         return {"directory": self._directory, "files": self._job.get("files", {})}
 
-    def _tell(self, fd: int, spec: dict[str, Any]) -> None:
-        frames.send(fd, spec)
-        self._fds.close_one(fd)
+    def _send_spec(self, fd: int, names: tuple[str, ...], **rest: Any) -> None:
+        """Tell a new process those fields of the job that it may know, and ``rest``."""
+        frames.send(fd, {**{name: self._job[name] for name in names}, **rest})
+        self._close(fd)
 
-    def _judge_asks(self, asks: socket.socket) -> None:
+    def _candidate_wanted(self, requests: socket.socket) -> None:
         """Give the judge a candidate; its end is the end of the job."""
-        if asks.recv(1) != connection.NEW_CANDIDATE:
+        if requests.recv(1) != NEW_CANDIDATE:
             self._running = False
             return
-        line, self._ready = self._ready or self._new_candidate(), None
+        line, self._spare = self._spare or self._new_candidate(), None
         with line:
-            socket.send_fds(asks, [b"candidate"], [line.fileno()])
+            socket.send_fds(requests, [b"candidate"], [line.fileno()])
 
     def _watch(self) -> None:
         # Without a tick nothing needs a look before something is to be read.
-        ticks = self._judged or not self._worker.isolated
+        ticks = self._judged or not self._confinement.isolated
         while self._running and self._stopped is None:
             left = min(self._deadline, self._job_deadline) - time.monotonic()
             if left <= 0:
@@ -230,11 +309,23 @@ class _Job:
         if now < self._ticked + _TICK_SECONDS:
             return
         self._ticked = now
-        if self._judged and self._verdicts.take(self._verdicts_fd):
+        if self._judged and self._verdicts.read(self._verdicts_fd):
             self._deadline = now + self._patience
-        limit = self._worker.limits.disk_mb << 20
-        if self._directory is not None and disk.exceeds(self._directory, limit):
+        limit = self._confinement.limits.disk_mb << 20
+        if self._directory is not None and files.exceeds(self._directory, limit):
             self._stopped = "disk"
+
+    def _pipe(self) -> tuple[int, int]:
+        """Reading and writing end of a new pipe."""
+        ends = os.pipe()
+        self._open.update(ends)
+        return ends
+
+    def _close(self, *ends: int) -> None:
+        """Close ends that are not needed any more, unless they are closed already."""
+        for fd in self._open.intersection(ends):
+            self._open.remove(fd)
+            os.close(fd)
 
     def _on_read(self, fd: int, action: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, action)
@@ -242,7 +333,7 @@ class _Job:
     def _service_gone(self) -> None:
         raise ServiceGone("the service closed the connection during a job")
 
-    def _drain(self, fd: int, output: Output) -> None:
+    def _drain(self, fd: int, output: _CapturedOutput) -> None:
         data = os.read(fd, _CHUNK)
         if not data:
             self._selector.unregister(fd)
@@ -257,16 +348,16 @@ class _Job:
             self._stdin = self._stdin[:0]
         if not self._stdin:
             self._selector.unregister(fd)
-            self._fds.close_one(fd)
+            self._close(fd)
 
-    def _child_report(self, fd: int) -> None:
+    def _take_report(self, fd: int) -> None:
         """Take the report of init; its end is the end of the job."""
         try:
-            told = frames.receive(fd, limit=_REPORT_BYTES)
+            report = frames.receive(fd, limit=_REPORT_BYTES)
         except frames.PeerGone:
             self._running = False
             return
-        self._exit, self._files = told["exit"], told["files"]
+        self._exit, self._files = report["exit"], report["files"]
 
     def _drain_rest(self) -> None:
         for fd, output in self._outputs.items():
@@ -275,21 +366,20 @@ class _Job:
             if output.flooded:
                 self._stopped = self._stopped or "output"
         if self._judged:
-            self._verdicts.take(self._verdicts_fd)
+            self._verdicts.read(self._verdicts_fd)
 
     def _report(self, statuses: dict[str, int], wall: float) -> dict[str, Any]:
         finished = self._exit is not None
         if self._judged:
-            finished = self._verdicts.done and statuses["judge"] == 0
+            finished = self._verdicts.complete and statuses["judge"] == 0
             self._exit = statuses.get("candidate")
         if not finished and self._stopped is None:
             return {"kind": "fault", "reason": f"the job broke off: {statuses}"}
-        wanted = self._job.get("fetch", [])
         if self._directory is not None:
-            self._files = files.fetch(self._directory, wanted)
+            self._files = files.fetch(self._directory, self._job.get("fetch", []))
         return {
             "kind": "end",
-            "verdicts": self._verdicts.told,
+            "verdicts": self._verdicts.verdicts,
             "stopped": self._stopped,
             "exit": self._exit,
             "wall": wall,

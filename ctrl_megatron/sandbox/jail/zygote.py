@@ -1,5 +1,5 @@
-"""A worker: isolates itself once, imports what programs import, then divides into a supervisor,
-which reads jobs, and a forker, which never sees one.
+"""A worker process: isolates itself once, imports what programs import, then divides into a
+supervisor, which reads jobs, and a fork server, which never sees one.
 
 Started as ``python -I -S -B -c "...; main(fd)"``; the descriptor is a socket to the service.
 """
@@ -14,16 +14,10 @@ import socket
 import sys
 from typing import Any
 
-from ctrl_megatron.sandbox import isolation
-from ctrl_megatron.sandbox.jail import (
-    forker,
-    frames,
-    linux,
-    namespaces,
-    program,
-    supervisor,
-)
-from ctrl_megatron.sandbox.jail.worker import Worker
+from ctrl_megatron.sandbox.jail import frames, isolation, linux, namespaces, program
+from ctrl_megatron.sandbox.jail.fork_server import ForkServer, serve_forks
+from ctrl_megatron.sandbox.jail.isolation import Confinement
+from ctrl_megatron.sandbox.jail.supervisor import serve_jobs
 from ctrl_megatron.sandbox.limits import SandboxLimits
 
 _REFUSED = 3
@@ -33,62 +27,53 @@ abc array bisect cmath collections collections.abc contextlib copy dataclasses d
 fractions functools heapq io itertools json math numbers operator os queue random re statistics
 string struct sys textwrap threading time traceback types typing warnings
 """
-"""What solutions of programming problems import. Not more: every page of the forker's memory is
-copied into the page tables of every job."""
+"""What solutions of programming problems import. Not more: every page of the fork server's memory
+is copied into the page tables of every job."""
 
 
 def main(fd: int) -> None:
     """Serve jobs on the socket ``fd`` until the service closes it or dies."""
     setup = frames.receive(fd, limit=_SETUP_BYTES)
     linux.die_with_parent(setup["service_pid"])
-    _first_when_memory_ends()
     try:
-        _preload(setup["preload"])
-        worker, process = _isolate(setup)
+        # The kernel ends programs before the service and the trainer; children inherit it.
+        with open("/proc/self/oom_score_adj", "w") as stream:
+            stream.write("1000")
+    except OSError as error:
+        sys.stderr.write(f"sandbox worker: oom_score_adj stays as it is: {error}\n")
+    try:
+        for name in (*_PROGRAMS_IMPORT.split(), *setup["preload"]):
+            importlib.import_module(name)
+        # ``-S`` keeps site packages out; programs still expect the names that site adds.
+        site.setquit()
+        site.sethelper()
+        confinement, process = _isolate(setup)
     except (isolation.IsolationRefused, OSError, ImportError) as error:
         frames.send(fd, {"kind": "refused", "reason": str(error)})
         os._exit(_REFUSED)
     # Changing the user id forgets the parent-death signal.
     linux.die_with_parent()
     _prepare()
-    _divide(fd, worker, process)
+    _divide(fd, confinement, process)
 
 
-def _preload(further: list[str]) -> None:
-    for name in (*_PROGRAMS_IMPORT.split(), *further):
-        importlib.import_module(name)
-    # ``-S`` keeps site packages out; programs still expect the names that site adds.
-    site.setquit()
-    site.sethelper()
-
-
-def _first_when_memory_ends() -> None:
-    """Let the kernel end programs before the service and the trainer; children inherit it."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as stream:
-            stream.write("1000")
-    except OSError as error:
-        sys.stderr.write(f"sandbox worker: oom_score_adj stays as it is: {error}\n")
-
-
-def _isolate(setup: dict[str, Any]) -> tuple[Worker, int | None]:
+def _isolate(setup: dict[str, Any]) -> tuple[Confinement, int | None]:
     scratch = setup["scratch"]
     if setup["user"] is not None:
         os.chown(scratch, setup["user"], setup["user"])
     confinement, process = isolation.establish(
         setup["level"],
+        limits=SandboxLimits(**setup["limits"]),
+        scratch=scratch,
         staging=setup["staging"],
         user=setup["user"],
         without=tuple(setup["without"]),
     )
     os.environ.clear()
     sys.path[:] = [path for path in sys.path if path.startswith(sys.base_prefix)]
-    limits = SandboxLimits(**setup["limits"])
-    worker = Worker(confinement=confinement, limits=limits, scratch=scratch)
-    directory = namespaces.TMP if worker.isolated else scratch
-    os.chdir("/" if worker.isolated else scratch)
-    isolation.check_canaries(confinement, directory)
-    return worker, process
+    os.chdir("/" if confinement.isolated else scratch)
+    isolation.check_canaries(confinement, namespaces.TMP if confinement.isolated else scratch)
+    return confinement, process
 
 
 def _prepare() -> None:
@@ -104,15 +89,15 @@ def _prepare() -> None:
     gc.freeze()
 
 
-def _divide(fd: int, worker: Worker, process: int | None) -> None:
-    """Fork the forker, before this process sees any job, and become the supervisor."""
+def _divide(fd: int, confinement: Confinement, process: int | None) -> None:
+    """Fork the fork server, before this process sees any job, and become the supervisor."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid, own = (os.fork(), None) if process is None else namespaces.fork_owner(process)
     if pid == 0:
         ours.close()
         os.close(fd)
-        forker.run(theirs, worker, own)
+        serve_forks(theirs, confinement, own)
     theirs.close()
     linux.drop_capabilities()
-    frames.send(fd, {"kind": "ready", "isolation": worker.confinement.reached.as_dict()})
-    supervisor.serve(fd, forker.Forker(ours, pid), worker)
+    frames.send(fd, {"kind": "ready", "isolation": confinement.report.as_dict()})
+    serve_jobs(fd, ForkServer(ours, pid), confinement)

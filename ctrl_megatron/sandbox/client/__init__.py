@@ -1,0 +1,5 @@
+"""The trainer's side: the client of the service, and the service started as a child."""
+
+from ctrl_megatron.sandbox.client.sandbox_client import ClientCounters, SandboxClient, SandboxError
+
+__all__ = ["ClientCounters", "SandboxClient", "SandboxError"]

@@ -1,0 +1,183 @@
+"""One sandbox service on every node of a Ray cluster: ``tools/serve_sandbox_ray.py``.
+
+An actor on each node starts the service as its child, so that it ends with the actor, and the actor
+with the program that deploys. Ray places and watches processes; requests never pass through it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ctrl_megatron.sandbox.access import publish_endpoints
+from ctrl_megatron.sandbox.client.embedded import EmbeddedSandbox
+from ctrl_megatron.sandbox.limits import Level
+
+_ANSWER_SECONDS = 10.0
+_SHOWN = 500
+
+
+class NodeFailure(RuntimeError):
+    """A node could not start its service; the text names the node and says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """What every node's service is started with."""
+
+    token: str
+    """Bearer token that clients must send."""
+    workers: int | None = None
+    """Programs at the same time; None for one per processor of the node."""
+    isolation: Level = "strict"
+    port: int = 0
+    """0 takes a free one on each node, and keeps it when the service is replaced."""
+    start_seconds: float = 60.0
+    drain_seconds: float = 20.0
+
+
+class NodeService:
+    """The actor of one node."""
+
+    def __init__(self, options: ServiceOptions, port: int) -> None:
+        self._options = options
+        host = _ray("ray.util").get_node_ip_address()
+        with tempfile.NamedTemporaryFile("w", suffix=".token") as token:  # readable by us only
+            print(options.token, file=token, flush=True)
+            self._service = EmbeddedSandbox.start(
+                workers=options.workers,
+                isolation=options.isolation,
+                start_seconds=options.start_seconds,
+                host=host,
+                port=port,
+                token_file=token.name,
+            )
+
+    def about(self) -> tuple[str, dict[str, Any]]:
+        """Address of the service and the isolation that it reached."""
+        return self._service.endpoint, self._service.isolation
+
+    def check(self) -> None:
+        """Raises ``RuntimeError`` with what the service last said once it has ended."""
+        if not self._service.alive():
+            text = self._service.log().strip()[-_SHOWN:]
+            raise RuntimeError(f"the service ended: {text or 'it wrote nothing'}")
+
+    def stop(self) -> None:
+        """Let running requests finish, then end the service."""
+        self._service.stop(self._options.drain_seconds)
+
+
+@dataclass(slots=True)
+class Deployment:
+    """Services on all nodes of the cluster that this process is connected to."""
+
+    options: ServiceOptions
+    endpoints_file: Path
+    """Holds the addresses, with commas between them: what ``sandbox.endpoint`` takes."""
+    failed: list[str] = field(default_factory=list)
+    """What the last ``reconcile`` could not start, a sentence each."""
+    _nodes: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Node id -> actor and address of its service."""
+    _ports: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        """Node id -> address of its service."""
+        return {name: endpoint for name, (_, endpoint) in self._nodes.items()}
+
+    def reconcile(self) -> list[str]:
+        """Start what is missing, replace what has ended, forget nodes that are gone; returns what
+        was done and what failed, a sentence each. Nodes that failed are tried again next time.
+        """
+        alive = {n["NodeID"]: n["NodeManagerAddress"] for n in _ray().nodes() if n["Alive"]}
+        faults, report = self._faults(), []
+        for name in [name for name in self._nodes if name in faults or name not in alive]:
+            actor, endpoint = self._nodes.pop(name)
+            report.append(f"{endpoint}: {faults.get(name, 'its node left')}")
+            _ray().kill(actor)
+        missing = {name: address for name, address in alive.items() if name not in self._nodes}
+        report += self._start(missing) + self.failed
+        if report:
+            publish_endpoints(self.endpoints_file, sorted(self.endpoints.values()))
+        return report
+
+    def require_all(self) -> None:
+        """Raises ``NodeFailure`` with what the last ``reconcile`` could not start."""
+        if self.failed:
+            raise NodeFailure("; ".join(self.failed))
+
+    def stop(self) -> None:
+        """Drain and end every service, and take the file of addresses away."""
+        self.endpoints_file.unlink(missing_ok=True)
+        ending = [actor.stop.remote() for actor, _ in self._nodes.values()]
+        _within(self.options.drain_seconds + _ANSWER_SECONDS, ending)
+        for actor, _ in self._nodes.values():
+            _ray().kill(actor)
+        self._nodes.clear()
+
+    def _faults(self) -> dict[str, str]:
+        """Node id -> why its service is not well; one that is slow to answer may be busy."""
+        asked = {actor.check.remote(): name for name, (actor, _) in self._nodes.items()}
+        answered = _within(_ANSWER_SECONDS, list(asked))
+        return {asked[ref]: why for ref in answered if (why := _failure(ref, _ANSWER_SECONDS))}
+
+    def _start(self, wanted: Mapping[str, str]) -> list[str]:
+        """Services on the nodes ``wanted`` (id -> address), all at once; what was started."""
+        actors = {name: self._actor(name) for name in wanted}
+        asked = {name: actor.about.remote() for name, actor in actors.items()}
+        report, self.failed = [], []
+        for name, reference in asked.items():
+            why = _failure(reference, self.options.start_seconds + _ANSWER_SECONDS)
+            if why:
+                self.failed.append(f"node {wanted[name]}: no service: {why}")
+                _ray().kill(actors[name])
+                continue
+            endpoint, isolation = _ray().get(reference)
+            self._nodes[name] = actors[name], endpoint
+            self._ports[name] = int(endpoint.rsplit(":", 1)[1])
+            report.append(f"node {wanted[name]}: {endpoint}, {isolation['level']}")
+        return report
+
+    def _actor(self, name: str) -> Any:
+        place = _ray("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        # No processor of Ray's books: those are the trainer's, and programs come in bursts.
+        where = {"num_cpus": 0, "scheduling_strategy": place(name, soft=False)}
+        port = self._ports.get(name, self.options.port)
+        return _ray().remote(NodeService).options(**where).remote(self.options, port)
+
+
+def connect(address: str | None, **further: Any) -> None:
+    """Join a running cluster, the one of ``RAY_ADDRESS`` or of this machine by default, and bring
+    it this package. Raises ``ConnectionError`` where there is none, ``ImportError`` without Ray.
+    """
+    package = {"py_modules": [str(Path(__file__).resolve().parents[2])]}
+    _ray().init(address=address or "auto", log_to_driver=False, runtime_env=package, **further)
+
+
+def _within(seconds: float, references: list[Any]) -> list[Any]:
+    """Those of the calls that have ended, well or not, when all have or the time is over."""
+    if not references:
+        return []
+    return _ray().wait(references, num_returns=len(references), timeout=seconds)[0]
+
+
+def _failure(reference: Any, seconds: float) -> str:
+    """Why a call failed, empty if it did not; the cause without Ray's own trace."""
+    try:
+        _ray().get(reference, timeout=seconds)
+    except Exception as error:
+        cause = getattr(error, "cause", None) or error
+        return f"{type(cause).__name__}: {cause}".strip().splitlines()[-1]
+    return ""
+
+
+def _ray(module: str = "ray") -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError("Ray is not installed: pip install 'ctrl_megatron[ray]'") from error

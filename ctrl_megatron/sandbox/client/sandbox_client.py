@@ -1,0 +1,265 @@
+"""Asynchronous client of the sandbox service (ours or SandboxFusion's).
+
+A fault of the service is retried and then raised; a fault of the user's program is a result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+
+from ctrl_megatron.sandbox import wire
+
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
+
+_JSON = {"Content-Type": "application/json"}
+_TRY_AGAIN = (408, 429)
+_UNAVAILABLE = (502, 503, 504)
+_CHECK_SECONDS = 30.0
+_CHECK_PAUSE_SECONDS = 1.0
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed, after every retry; nothing is known about the program."""
+
+
+class _Fault(Exception):
+    """One attempt failed for a reason that is ours; worth another attempt, not before
+    ``retry_after`` seconds at the same service.
+    """
+
+    def __init__(self, text: str, retry_after: float = 0.0) -> None:
+        super().__init__(text)
+        self.retry_after = retry_after
+
+
+@dataclass(slots=True)
+class ClientCounters:
+    """What a client did so far."""
+
+    requests: int = 0
+    """Calls of ``run_code`` and ``submit``."""
+    retries: int = 0
+    """Attempts beyond the first of each call."""
+    failures: int = 0
+    """Calls that ended in ``SandboxError``."""
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    """One service as the client sees it."""
+
+    url: str
+    in_flight: int = 0
+    """Requests of this client that it works on."""
+    healthy: bool = True
+    """False from a failed connection until it answers a health check."""
+
+
+class SandboxClient:
+    """Talks to one or several services. Each attempt goes to the least loaded one that is healthy
+    and that this call has not tried; one that cannot be reached gets no request until it answers
+    a health check.
+
+    It binds to the event loop of its first call, which may run in any thread. ``endpoint`` is one
+    address, several in a sequence, or several with commas between them. ``timeout`` (seconds)
+    covers one HTTP attempt, ``backoff`` is the first pause between attempts (doubled each time, at
+    most 60 s, with jitter; no pause where another service is left to try). ``max_concurrency``
+    bounds requests on the wire; a request that waits for its retry holds no place. ``token`` is the
+    services' bearer token, ``name`` tells services whom to be fair to (a random one by default).
+    ``identity`` is whatever about the services may change a verdict, for caches of verdicts.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | Sequence[str],
+        *,
+        timeout: float = 320.0,
+        attempts: int = 5,
+        max_concurrency: int = 256,
+        backoff: float = 1.0,
+        token: str | None = None,
+        name: str | None = None,
+        identity: object = None,
+    ) -> None:
+        self.identity = identity
+        texts = endpoint.split(",") if isinstance(endpoint, str) else endpoint
+        self.endpoints = tuple(dict.fromkeys(text.strip().rstrip("/") for text in texts))
+        valid = (url.startswith(("http://", "https://")) for url in self.endpoints)
+        if not self.endpoints or not all(valid):
+            raise ValueError(f"sandbox endpoint must be one or more http:// URLs, got {endpoint!r}")
+        self._services = [_Endpoint(url) for url in self.endpoints]
+        if attempts < 1 or max_concurrency < 1:
+            raise ValueError("attempts and max_concurrency must be at least 1")
+        self.counters = ClientCounters()
+        self._headers = {wire.CLIENT_HEADER: name or secrets.token_hex(8)}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._attempts = attempts
+        self._backoff = backoff
+        self._limit = max_concurrency
+        self._session: aiohttp.ClientSession | None = None
+        self._semaphore: asyncio.Semaphore | None = None
+        self._checks: dict[str, asyncio.Task[None]] = {}
+
+    async def run_code(self, request: wire.RunCodeRequest) -> wire.RunCodeResponse:
+        """Run a program. Raises ``SandboxError`` (service fault), ``ValueError`` (bad request)."""
+        return await self._call("/run_code", request, wire.RunCodeResponse)
+
+    async def submit(self, request: wire.SubmitRequest) -> wire.EvalResult:
+        """Judge a completion. Raises ``SandboxError`` or ``ValueError`` like ``run_code``."""
+        return await self._call("/submit", request, wire.EvalResult)
+
+    async def ping(self) -> dict[str, str]:
+        """Service -> isolation level it reached, empty for a service that does not say.
+
+        Raises ``SandboxError`` naming one that does not answer.
+        """
+        levels = {}
+        for endpoint in self.endpoints:
+            trouble, levels[endpoint] = await self._health(endpoint)
+            if trouble:
+                raise SandboxError(f"sandbox {endpoint} {trouble}")
+        return levels
+
+    async def close(self) -> None:
+        """Close the connections; a later call opens new ones."""
+        session, self._session, self._semaphore = self._session, None, None
+        checks, self._checks = list(self._checks.values()), {}
+        for check in checks:
+            check.cancel()
+        await asyncio.gather(*checks, return_exceptions=True)
+        if session is not None:
+            await session.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._limit)
+            self._session = aiohttp.ClientSession(
+                timeout=self._timeout, connector=connector, headers=self._headers
+            )
+        return self._session
+
+    def _slot(self) -> asyncio.Semaphore:
+        if self._semaphore is None:
+            self._semaphore = asyncio.Semaphore(self._limit)
+        return self._semaphore
+
+    async def _call(self, path: str, request: BaseModel, answer: type[AnswerT]) -> AnswerT:
+        self.counters.requests += 1
+        tried: set[str] = set()
+        body = request.model_dump_json().encode()
+        for failed in range(self._attempts):
+            try:
+                return await self._attempt(path, body, answer, tried)
+            except _Fault as fault:
+                if failed + 1 == self._attempts:
+                    self.counters.failures += 1
+                    text = f"{fault} (gave up after {self._attempts} attempts)"
+                    raise SandboxError(text) from fault
+                self.counters.retries += 1
+                if any(service.healthy and service.url not in tried for service in self._services):
+                    continue
+                # Every service had its chance: start over after a pause.
+                tried.clear()
+                pause = min(self._backoff * 2**failed, 60.0) + random.uniform(0.0, self._backoff)
+                await asyncio.sleep(max(pause, fault.retry_after))
+        raise AssertionError("unreachable")
+
+    async def _attempt(
+        self, path: str, body: bytes, answer: type[AnswerT], tried: set[str]
+    ) -> AnswerT:
+        async with self._slot():
+            # The least loaded one; healthy ones first, among them those that were not tried.
+            endpoint = min(
+                self._services, key=lambda e: (not e.healthy, e.url in tried, e.in_flight)
+            )
+            url = endpoint.url + path
+            tried.add(endpoint.url)
+            endpoint.in_flight += 1
+            try:
+                async with self._open_session().post(url, data=body, headers=_JSON) as response:
+                    status, text = response.status, await response.text()
+                    retry_after = _seconds(response.headers.get("Retry-After", ""))
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                self._distrust(endpoint)
+                raise _Fault(f"sandbox {url} failed: {_text(error)}") from error
+            finally:
+                endpoint.in_flight -= 1
+        if status in _UNAVAILABLE:
+            self._distrust(endpoint)
+        if 400 <= status < 500 and status not in _TRY_AGAIN:
+            raise ValueError(f"sandbox {url} refused the request ({status}): {_detail(text)}")
+        if status != 200:
+            raise _Fault(f"sandbox {url} answered {status}: {_detail(text)}", retry_after)
+        return _parse(url, text, answer)
+
+    def _distrust(self, endpoint: _Endpoint) -> None:
+        """No more requests for ``endpoint`` until it answers a health check."""
+        if len(self._services) > 1 and endpoint.url not in self._checks:
+            endpoint.healthy = False
+            self._checks[endpoint.url] = asyncio.create_task(self._check(endpoint))
+
+    async def _check(self, endpoint: _Endpoint) -> None:
+        while (await self._health(endpoint.url))[0]:
+            await asyncio.sleep(_CHECK_PAUSE_SECONDS)
+        endpoint.healthy = True
+        del self._checks[endpoint.url]
+
+    async def _health(self, url: str) -> tuple[str, str]:
+        """What is wrong with a service, empty when it is healthy, and its isolation level."""
+        limit = aiohttp.ClientTimeout(total=_CHECK_SECONDS)
+        try:
+            async with self._open_session().get(url + "/v1/ping", timeout=limit) as response:
+                status, level = response.status, response.headers.get(wire.LEVEL_HEADER, "")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return f"does not answer: {_text(error)}", ""
+        return ("" if status == 200 else f"answers /v1/ping with {status}"), level
+
+
+def _parse(url: str, text: str, answer: type[AnswerT]) -> AnswerT:
+    try:
+        parsed = answer.model_validate_json(text)
+    except ValidationError as error:
+        raise _Fault(f"sandbox {url} sent a malformed answer: {error}") from error
+    runs = (
+        [test.exec_info for test in parsed.tests]
+        if isinstance(parsed, wire.EvalResult)
+        else [parsed]
+    )
+    for run in runs:
+        if isinstance(run, wire.RunCodeResponse) and run.status is wire.RunStatus.SANDBOX_ERROR:
+            raise _Fault(f"sandbox {url} reports SandboxError: {run.message}")
+    return parsed
+
+
+def _seconds(header: str) -> float:
+    """``Retry-After`` in seconds; 0.0 for its absence and for a date."""
+    return min(float(header), 60.0) if header.isdigit() else 0.0
+
+
+def _detail(text: str) -> str:
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return text[:500]
+    return str(parsed.get("detail", parsed) if isinstance(parsed, dict) else parsed)[:2000]
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,193 @@
+"""Forks the processes of a worker's jobs and ends them. It never sees a job: what is in its memory
+is in every candidate's, so specifications go past it, through pipes that its children read.
+
+In a worker with namespaces it is the first process of the worker's pid namespace, and a candidate
+the first of one of its own: with it ends everything it started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from ctrl_megatron.sandbox.jail import frames, linux, namespaces
+from ctrl_megatron.sandbox.jail.isolation import Confinement
+from ctrl_megatron.sandbox.jail.judge import run_tests
+from ctrl_megatron.sandbox.jail.program import run_init
+from ctrl_megatron.sandbox.jail.remote_calls import serve_calls
+
+_JUDGE_SECONDS = 3600
+_ANSWER_BYTES = 1 << 12
+_MOST_DESCRIPTORS = 8
+_JUDGE, _CANDIDATE, _PROGRAM, _END = b"J", b"C", b"P", b"E"
+
+
+@dataclass(frozen=True, slots=True)
+class ForkServer:
+    """The supervisor's side; a lost fork server raises ``ConnectionError``."""
+
+    _line: socket.socket
+    _pid: int
+
+    def close(self) -> None:
+        """Let it end, and with it everything it started; returns when it has."""
+        self._line.close()
+        os.waitpid(self._pid, 0)
+
+    def fileno(self) -> int:
+        """Readable, while no answer is awaited, only when the fork server has ended."""
+        return self._line.fileno()
+
+    def judge(self, spec: int, verdicts: int, requests: int) -> None:
+        """Start the job's judge: it reads its specification and asks for candidates."""
+        socket.send_fds(self._line, [_JUDGE], [spec, verdicts, requests])
+
+    def candidate(self, spec: int, calls: int, stdout: int, stderr: int) -> None:
+        """Start a candidate in place of the one before it, if there was one."""
+        socket.send_fds(self._line, [_CANDIDATE], [spec, calls, stdout, stderr])
+
+    def program(self, spec: int, report: int, stdin: int, stdout: int, stderr: int) -> None:
+        """Start an init and its program."""
+        socket.send_fds(self._line, [_PROGRAM], [spec, report, stdin, stdout, stderr])
+
+    def end(self) -> dict[str, int]:
+        """Kill what is left of the job; role -> wait status of what it started."""
+        self._line.send(_END)
+        answer = self._line.recv(_ANSWER_BYTES)
+        if not answer:
+            raise ConnectionError("the fork server of the worker ended")
+        return json.loads(answer)
+
+
+def serve_forks(line: socket.socket, confinement: Confinement, own_pids: int | None) -> NoReturn:
+    """Serve a ``ForkServer`` until it is gone. ``own_pids``: descriptor of this process's pid
+    namespace, where candidates get one of their own.
+    """
+    status = 1
+    try:
+        linux.die_with_parent()
+        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+        _ForkServerProcess(line, confinement, own_pids).serve()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+@dataclass(frozen=True, slots=True)
+class _ForkServerProcess:
+    _line: socket.socket
+    _confinement: Confinement
+    _own_pids: int | None
+    _running: dict[str, int] = field(default_factory=dict)
+    """Role -> pid."""
+
+    def serve(self) -> None:
+        while True:
+            kind, fds, _, _ = socket.recv_fds(self._line, 1, _MOST_DESCRIPTORS)
+            if not kind:
+                self._end_all()
+                return
+            if kind == _END:
+                self._line.send(json.dumps(self._end_all()).encode())
+            elif kind == _JUDGE:
+                self._start("judge", _run_judge, fds, os.fork)
+            elif kind == _CANDIDATE:
+                before = self._running.pop("candidate", None)
+                if before is not None:
+                    os.kill(before, signal.SIGKILL)
+                    os.waitpid(before, 0)
+                self._start("candidate", _run_candidate, fds, self._fork_first)
+            else:  # _PROGRAM
+                self._start("init", run_init, fds, self._fork_first)
+            for fd in fds:
+                os.close(fd)
+
+    def _fork_first(self) -> int:
+        return os.fork() if self._own_pids is None else namespaces.fork_first(self._own_pids)
+
+    def _start(
+        self, role: str, body: Callable[..., object], fds: Sequence[int], fork: Callable[[], int]
+    ) -> None:
+        """Fork a process that does ``body`` with the descriptors."""
+        pid = fork()
+        if pid:
+            self._running[role] = pid
+            return
+        try:
+            linux.die_with_parent()
+            body(self._confinement, *fds)
+        finally:
+            os._exit(1)
+
+    def _end_all(self) -> dict[str, int]:
+        """Kill everything that was started and all below it, and wait until nothing is left; role
+        -> wait status.
+
+        With a pid namespace the kernel ends all processes of a candidate with it. Otherwise orphans
+        become children of this process, a subreaper, and are killed until there are none.
+        """
+        roles = {pid: role for role, pid in self._running.items()}
+        self._running.clear()
+        statuses: dict[str, int] = {}
+        for pid in roles:
+            _kill(pid)
+        if self._confinement.isolated:
+            return {role: os.waitpid(pid, 0)[1] for pid, role in roles.items()}
+        while True:
+            for child in _children():
+                _kill(child)
+            try:
+                pid, status = os.waitpid(-1, 0)
+            except ChildProcessError:
+                return statuses
+            if pid in roles:
+                statuses[roles[pid]] = status
+
+
+def _run_judge(confinement: Confinement, spec: int, verdicts: int, requests: int) -> None:
+    linux.set_standard_streams(None, None, None)
+    linux.close_all_but(2, spec, verdicts, requests)
+    linux.drop_capabilities()
+    job = frames.receive_spec(spec)
+    confinement.apply(None, memory_mb=job["memory_mb"], cpu_seconds=_JUDGE_SECONDS)
+    run_tests(socket.socket(fileno=requests), verdicts, job)
+
+
+def _run_candidate(
+    confinement: Confinement, spec: int, calls: int, stdout: int, stderr: int
+) -> None:
+    linux.set_standard_streams(None, stdout, stderr)
+    linux.close_all_but(2, spec, calls)
+    job = frames.receive_spec(spec)
+    directory = confinement.enter(job)
+    seconds = confinement.limits.job_seconds
+    confinement.apply(directory, memory_mb=job["memory_mb"], cpu_seconds=seconds)
+    serve_calls(calls, job["prelude"], job["code"])
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _children() -> list[int]:
+    own = os.getpid()
+    children = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stream:
+                parent = int(stream.read().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # ended while we looked
+        if parent == own:
+            children.append(int(name))
+    return children

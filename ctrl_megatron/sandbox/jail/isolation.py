@@ -1,0 +1,259 @@
+"""The isolation of a worker and of its jobs: tried for real before it is promised.
+
+Tiers: ``namespaces`` (own root, pids, network, user; system call filter; Landlock), ``landlock``
+(no namespaces: Landlock and the filter), ``limits`` (resource limits only).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from ctrl_megatron.sandbox.jail import files, landlock, linux, namespaces, seccomp
+from ctrl_megatron.sandbox.limits import MECHANISMS, Level, Profile, SandboxLimits
+
+
+class IsolationRefused(RuntimeError):
+    """The kernel does not give what was asked for; the text says what is missing and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolationReport:
+    """The isolation that a worker really has."""
+
+    requested: str
+    tier: Literal["namespaces", "landlock", "limits"]
+    seccomp: bool
+    landlock: int
+    """ABI version in force, 0 for none."""
+    uid: int
+    missing: tuple[str, ...]
+    """What the kernel refused, with the error text of the call."""
+
+    @property
+    def level(self) -> Level:
+        """The strictest level that this isolation fulfils, whatever was asked for."""
+        if self.seccomp and self.tier == "namespaces":
+            return "strict"
+        return "none" if self.tier == "limits" else "standard"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for reports."""
+        return {"level": self.level, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confinement:
+    """How to confine the processes of a worker's jobs; built once per worker."""
+
+    report: IsolationReport
+    limits: SandboxLimits
+    scratch: str
+    """Directory for private directories where there are no mount namespaces."""
+    readable: tuple[str, ...]
+    filters: Mapping[Profile | None, seccomp.SyscallFilter]
+    """By profile, None for Python; empty where the kernel filters no system calls."""
+
+    @property
+    def isolated(self) -> bool:
+        """Whether jobs get namespaces."""
+        return self.report.tier == "namespaces"
+
+    def enter(self, spec: Mapping[str, Any]) -> str:
+        """Take the calling process to its private directory, write the job's files there and drop
+        every capability; the directory's path.
+
+        A tmpfs of its own that ends with the process, or ``spec["directory"]`` where there are no
+        mount namespaces.
+        """
+        directory = namespaces.TMP if self.isolated else spec["directory"]
+        if self.isolated:
+            # The worker's own System V namespace serves where the filter refuses its calls.
+            namespaces.enter_job(self.limits.disk_mb << 20, ipc=not self.report.seccomp)
+        os.chdir(directory)
+        linux.drop_capabilities()
+        files.write(directory, spec["files"])
+        return directory
+
+    def apply(
+        self,
+        directory: str | None,
+        *,
+        memory_mb: int,
+        cpu_seconds: float,
+        profile: Profile | None = None,
+    ) -> None:
+        """Confine the calling process for good: limits, then Landlock, then the system call filter.
+
+        It may write below ``directory`` only, None for nowhere. ``profile`` is of a program
+        that is not Python.
+        """
+        processes = self.limits.processes
+        if not self.isolated:
+            processes += linux.tasks_of_user()
+        linux.limit_resources(
+            memory_bytes=memory_mb << 20,
+            cpu_seconds=cpu_seconds,
+            file_bytes=self.limits.file_bytes,
+            open_files=self.limits.open_files,
+            processes=processes,
+        )
+        linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+        if self.report.landlock:
+            tools = namespaces.tool_paths() if profile in ("compiler", "shell") else ()
+            landlock.restrict(
+                self.report.landlock,
+                readable=(*self.readable, *tools, "/dev/urandom", "/dev/random"),
+                writable=(*filter(None, (directory,)), "/dev/null", "/dev/zero"),
+            )
+        if self.filters:
+            self.filters[profile].install()
+
+
+def establish(
+    level: Level,
+    *,
+    limits: SandboxLimits,
+    scratch: str,
+    staging: str,
+    user: int | None,
+    without: tuple[str, ...] = (),
+) -> tuple[Confinement, int | None]:
+    """Isolate this worker process as far as ``level`` asks. Raises ``IsolationRefused``.
+
+    With namespaces also what ``namespaces.fork_owner`` takes. ``staging`` is an empty directory to
+    build a root on, ``user`` the id to take on when started as root, ``without`` names mechanisms
+    not to try.
+    """
+    missing: list[str] = []
+    off = MECHANISMS if level == "none" else without
+    refused = dict.fromkeys(off, "switched off by the configuration")
+    abi = 0 if "landlock" in refused else landlock.abi()
+    if not abi:
+        missing.append(f"landlock: {refused.get('landlock', 'not in this kernel')}")
+    filtering = _usable("seccomp", refused, missing, lambda: seccomp.SyscallFilter().install())
+    isolated = _usable("namespaces", refused, missing, lambda: _try_namespaces(staging, user))
+    if level == "strict" and not (isolated and filtering):
+        raise IsolationRefused(
+            f"isolation strict needs namespaces and seccomp; missing: {'; '.join(missing)}. "
+            "Enable unprivileged user namespaces or use isolation standard."
+        )
+    # Each place once, whatever its names: a rule costs every job four system calls.
+    readable = tuple(dict.fromkeys(map(os.path.realpath, namespaces.library_paths())))
+    process = None
+    if isolated:
+        process = namespaces.enter_worker(staging, user)
+    elif user is not None:
+        namespaces.become(user)
+        try:
+            os.listdir(os.path.join(sys.base_prefix, "lib"))
+        except OSError as error:
+            raise IsolationRefused(
+                f"without namespaces, user {user} must be able to read the interpreter under "
+                f"{sys.base_prefix}: {error}. Choose another interpreter (python=...) or run as an "
+                "ordinary user."
+            ) from error
+    report = IsolationReport(
+        requested=level,
+        tier="namespaces" if isolated else "landlock" if abi and filtering else "limits",
+        seccomp=filtering,
+        landlock=abi,
+        uid=os.getuid(),
+        missing=tuple(missing) if level != "none" else (),
+    )
+    filters: dict[Profile | None, seccomp.SyscallFilter] = {}
+    if filtering:
+        filters[None] = seccomp.SyscallFilter()
+    if filtering and isolated:
+        # Processes only where a pid namespace bounds them.
+        filters["binary"] = seccomp.SyscallFilter(execute=True)
+        filters["compiler"] = filters["shell"] = seccomp.SyscallFilter(execute=True, processes=True)
+    confinement = Confinement(
+        report=report, limits=limits, scratch=scratch, readable=readable, filters=filters
+    )
+    return confinement, process
+
+
+def check_canaries(confinement: Confinement, directory: str) -> None:
+    """Try what no job may do. Raises ``IsolationRefused`` if any of it succeeds."""
+    if not confinement.report.seccomp:
+        return
+    # Limits that are not the reason why an attempt fails.
+    roomy = replace(confinement, limits=SandboxLimits())
+    reason = _in_child(lambda: _try_forbidden(roomy, directory))
+    if reason:
+        raise IsolationRefused(f"the isolation does not hold: {reason}")
+
+
+def _usable(
+    name: str, refused: dict[str, str], missing: list[str], attempt: Callable[[], None]
+) -> bool:
+    reason = refused.get(name) or _in_child(attempt)
+    if reason:
+        missing.append(f"{name}: {reason}")
+    return not reason
+
+
+def _in_child(attempt: Callable[[], None]) -> str:
+    """Run ``attempt`` in a child; the text of what went wrong, empty when nothing did."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            attempt()
+            os._exit(0)
+        except BaseException as error:
+            os.write(writer, f"{error}"[:2000].encode())
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        text = stream.read().decode()
+    status = os.waitpid(pid, 0)[1]
+    return text or ("" if status == 0 else f"the trial ended with status {status}")
+
+
+def _try_namespaces(staging: str, user: int | None) -> None:
+    process = namespaces.enter_worker(staging, user)
+    if reason := _in_child(lambda: namespaces.enter_job(1 << 20)):
+        raise IsolationRefused(reason)
+    pid, own = namespaces.fork_owner(process)
+    if pid:
+        if os.waitpid(pid, 0)[1]:
+            raise IsolationRefused("a process cannot become the first of a pid namespace")
+        return
+    try:
+        for _ in range(2):
+            inner = namespaces.fork_first(own)
+            if inner == 0:
+                os._exit(0 if os.getpid() == 1 else 1)
+            if os.waitpid(inner, 0)[1]:
+                os._exit(1)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _try_forbidden(confinement: Confinement, directory: str) -> None:
+    confinement.apply(directory, memory_mb=1024, cpu_seconds=5)
+    attempts: list[tuple[str, Callable[[], object]]] = [
+        ("a socket", socket.socket),
+        ("a child process", lambda: os.fork() or os._exit(0)),
+        ("a signal to other processes", lambda: os.kill(-1, 0)),
+    ]
+    if confinement.report.landlock or confinement.isolated:
+        attempts += [
+            ("a file in the library", lambda: os.open("/usr/lib/canary", os.O_CREAT | os.O_WRONLY)),
+            ("the machine's password file", lambda: os.open("/etc/passwd", os.O_RDONLY)),
+        ]
+    for what, attempt in attempts:
+        try:
+            attempt()
+        except OSError:
+            continue
+        raise IsolationRefused(f"a program could get {what}")
+    if os.environ:
+        raise IsolationRefused("the environment is not empty")

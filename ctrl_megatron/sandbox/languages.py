@@ -1,0 +1,147 @@
+"""The languages that this sandbox runs, and how a program of each is found in a completion."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from ctrl_megatron.sandbox.limits import Profile
+
+ExtractionKind = Literal["fenced", "incomplete_fenced", "heuristic", "none"]
+
+_FENCED = re.compile(
+    r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
+)
+_OPEN = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*)", re.DOTALL | re.MULTILINE)
+_CODE_LINE = re.compile(
+    r"(import |from \S+ import |(async )?def \w+\s*\(|class \w+|@\w|[A-Za-z_]\w*\s*=[^=]|print\(|"
+    r"(for|while|if|with) .+:\s*$|try:)"
+)
+_CPP_START = re.compile(r"(#\s*(include|define|pragma)\b|using namespace |int main\s*\()")
+_BASH_START = re.compile(r"#!\S*(/|\s)(ba)?sh\b")
+_MAX_CUTS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Language:
+    """One language. ``profile`` is None for Python, which the worker itself runs."""
+
+    name: str
+    aliases: frozenset[str]
+    """Names in requests and behind code fences, in lower case."""
+    source: str
+    """File name of the program."""
+    profile: Profile | None = None
+    command: tuple[str, ...] = ()
+    """What starts the program; its arguments follow."""
+    compiled: bool = False
+
+
+PYTHON = Language(name="python", aliases=frozenset({"python", "py", "python3"}), source="main.py")
+CPP = Language(
+    name="cpp",
+    aliases=frozenset({"cpp", "c++", "cc", "cxx"}),
+    source="main.cpp",
+    profile="binary",
+    command=("./main",),
+    compiled=True,
+)
+BASH = Language(
+    name="bash",
+    aliases=frozenset({"bash", "sh", "shell"}),
+    source="main.sh",
+    profile="shell",
+    command=("bash", "main.sh"),
+)
+LANGUAGES = (PYTHON, CPP, BASH)
+
+
+def language_named(name: str | None) -> Language:
+    """The language that a request names. Raises ``ValueError`` for one that is not run here."""
+    for language in LANGUAGES:
+        if name is not None and name.lower() in language.aliases:
+            return language
+    known = ", ".join(language.name for language in LANGUAGES)
+    if not name:
+        raise ValueError(f"language is missing; this sandbox runs {known}")
+    raise ValueError(
+        f"language {name!r} is not supported; this sandbox runs {known}. For others point "
+        "sandbox.endpoint at an external SandboxFusion service"
+    )
+
+
+def require_isolation(language: Language, tier: str) -> None:
+    """Raise ``ValueError`` where programs of ``language`` cannot be confined.
+
+    Compilers and shells start processes, which only a pid namespace holds together; without any
+    isolation (tier ``limits``) nothing is promised for Python either.
+    """
+    if language.profile is not None and tier == "landlock":
+        raise ValueError(
+            f"language {language.name!r} needs namespaces, which this kernel does not give "
+            "(tier landlock); enable unprivileged user namespaces or use python"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedProgram:
+    """The program and how it was found; an empty program when nothing was."""
+
+    code: str
+    kind: ExtractionKind
+
+
+def extract_code(completion: str, language: Language) -> ExtractedProgram:
+    """The program in a completion, by SandboxFusion's priorities: fenced, then an unclosed fence,
+    then bare code. Of each kind the first block in ``language``, else the first block.
+
+    Without a fence: Python from its first line of code to where it stops to parse, C++ from its
+    first include, define or main to the last closing brace, Bash from its first interpreter line.
+    """
+    text = completion.replace("\r\n", "\n")
+    fenced = _FENCED.findall(text)
+    if fenced:
+        return ExtractedProgram(_choose(fenced, language), "fenced")
+    unclosed = _OPEN.findall(text)
+    if unclosed:
+        return ExtractedProgram(_choose(unclosed, language), "incomplete_fenced")
+    if language is BASH:
+        bare = _from_line(text, _BASH_START)
+    else:
+        bare = _bare_cpp(text) if language is CPP else _bare_python(text)
+    return ExtractedProgram(bare, "heuristic" if bare else "none")
+
+
+def _choose(blocks: list[tuple[str, str]], language: Language) -> str:
+    return next((code for name, code in blocks if name.lower() in language.aliases), blocks[0][1])
+
+
+def _from_line(text: str, start: re.Pattern[str]) -> str:
+    lines = text.split("\n")
+    first = next((i for i, line in enumerate(lines) if start.match(line.lstrip())), None)
+    return "" if first is None else "\n".join(lines[first:])
+
+
+def _bare_cpp(text: str) -> str:
+    code = _from_line(text, _CPP_START)
+    return code[: code.rfind("}") + 1] or code
+
+
+def _bare_python(text: str) -> str:
+    lines = text.split("\n")
+    start = next((i for i, line in enumerate(lines) if _CODE_LINE.match(line)), None)
+    if start is None:
+        return ""
+    rest = kept = lines[start:]
+    for _ in range(_MAX_CUTS):
+        try:
+            ast.parse("\n".join(kept))
+        except SyntaxError as error:
+            kept = kept[: min((error.lineno or 1) - 1, len(kept) - 1)]
+        except (ValueError, RecursionError, MemoryError):
+            break
+        else:
+            return "\n".join(kept) if kept else "\n".join(rest)
+    return "\n".join(rest)

@@ -1,0 +1,1 @@
+"""The service: HTTP endpoints, the queue of jobs, data sets, grading."""

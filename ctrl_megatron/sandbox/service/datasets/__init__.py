@@ -1,0 +1,28 @@
+"""Data set kinds: how each writes down the tests of a problem. Reading only; nothing runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ctrl_megatron.sandbox.service.datasets.functions import read_human_eval, read_mbpp
+from ctrl_megatron.sandbox.service.datasets.problems import GradedProblem
+from ctrl_megatron.sandbox.service.datasets.stdio import (
+    read_code_contests,
+    read_common_oj,
+    read_input_output,
+    read_ioi,
+    read_live_code_bench,
+)
+
+READERS: dict[str, Callable[[Mapping[str, Any]], GradedProblem]] = {
+    "APPSDataset": read_input_output,
+    "CodeContestsDataset": read_code_contests,
+    "CommonOJDataset": read_common_oj,
+    "HumanEvalDataset": read_human_eval,
+    "IOIDataset": read_ioi,
+    "LiveCodeBenchDataset": read_live_code_bench,
+    "MBPPDataset": read_mbpp,
+    "TACODataset": read_input_output,
+}
+"""By data set kind; each raises ``ValueError`` for a record that cannot be judged."""

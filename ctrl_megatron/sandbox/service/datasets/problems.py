@@ -1,0 +1,154 @@
+"""What a record of any kind becomes: functions to call, cases of stdin and stdout, or subtasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionProblem:
+    """Python functions, judged by asserts that run outside the program."""
+
+    tests: tuple[str, ...]
+    setup: str
+    """Runs in the judge before the tests."""
+    prelude: str
+    """Imports that run in the program's module before it: all of the setup that it gets."""
+    stubs: tuple[str, ...]
+    """Names that the program has to define."""
+    adapter: str = ""
+    """Python text that goes behind the program, in the program's own process."""
+    cases: tuple[Mapping[str, Any], ...] = ()
+    """What to tell of each test instead of its text."""
+    single: bool = False
+    """Answer with one verdict for all tests."""
+    seconds: float | None = None
+    """Wall clock per test where the request names none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StdioCase:
+    """One run of a program. ``output`` is the expected output, or a checker's reference."""
+
+    input: str
+    output: str
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    """Told with the verdict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckerProgram:
+    """A special judge: a program that reads input, answer and output from files."""
+
+    code: str
+    language: str
+    order: tuple[str, ...]
+    """Which of ``input``, ``answer``, ``output`` are its arguments, in order."""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StdioProblem:
+    """A program judged by what it writes for each input."""
+
+    cases: tuple[StdioCase, ...]
+    checker: CheckerProgram | None = None
+    prelude: str = ""
+    """Python only: runs before the program in its module."""
+    single: bool = False
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredSubtask:
+    """Worth ``points`` times the least score of its tests."""
+
+    name: str
+    points: float
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredProblem:
+    """A problem of an olympiad: cases by name, grouped into subtasks."""
+
+    cases: Mapping[str, StdioCase]
+    subtasks: tuple[ScoredSubtask, ...]
+    checker: CheckerProgram | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """C++ only: the olympiad's own source files, compiled with the program."""
+    seconds: float | None = None
+
+
+GradedProblem = FunctionProblem | StdioProblem | ScoredProblem
+
+
+def text_field(value: Any, where: str) -> str:
+    """``value`` if it is text, or the joined lines of a list of text. Raises ``ValueError``."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        value = "\n".join(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{where} must be text, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds half a character (a lone surrogate)") from error
+    return value
+
+
+def list_field(value: Any, where: str) -> list[Any]:
+    """``value`` if it is a list that is not empty. Raises ``ValueError``."""
+    if not isinstance(value, list):
+        raise ValueError(f"{where} must be a list, got {type(value).__name__}")
+    if not value:
+        raise ValueError(f"{where} is empty: nothing to judge")
+    return value
+
+
+def object_field(value: Any, where: str) -> dict[str, Any]:
+    """``value`` if it is an object. Raises ``ValueError``."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be an object, got {type(value).__name__}")
+    return value
+
+
+def positive_field(value: Any, where: str) -> float:
+    """``value`` if it is a finite number above 0. Raises ``ValueError``."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise ValueError(f"{where} must be a positive number, got {value!r}"[:200])
+    return float(value)
+
+
+def json_field(value: Any, where: str) -> Any:
+    """``value``, or what its text says as JSON. Raises ``ValueError``."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
+
+
+def read_checker(data: Mapping[str, Any]) -> CheckerProgram | None:
+    """``provided_data.checker``: Python text, or an object with ``code``, ``language`` (python),
+    ``order`` (input, answer, output) and ``run_timeout`` in seconds. Raises ``ValueError``.
+    """
+    given = data.get("checker")
+    if given is None or given == "":
+        return None
+    where, names = "provided_data.checker", ("input", "answer", "output")
+    record = object_field({"code": given} if isinstance(given, str) else given, where)
+    order = record.get("order") or names
+    if not isinstance(order, (list, tuple)) or sorted(map(str, order)) != sorted(names):
+        raise ValueError(f"{where}.order must hold {', '.join(names)}, each once")
+    seconds = record.get("run_timeout")
+    return CheckerProgram(
+        code=text_field(record.get("code"), f"{where}.code"),
+        language=text_field(record.get("language", "python"), f"{where}.language"),
+        order=tuple(order),
+        seconds=None if seconds is None else positive_field(seconds, f"{where}.run_timeout"),
+    )

@@ -1,0 +1,146 @@
+"""Running the service until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from ctrl_megatron.sandbox.access import publish_endpoints, require_safe_address
+from ctrl_megatron.sandbox.jail import linux
+from ctrl_megatron.sandbox.service.http import STATE, build_app
+from ctrl_megatron.sandbox.service.workers import WorkerPool, WorkerSettings
+
+_OWNER_POLL_SECONDS = 0.5
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: a trainer opens hundreds at the same moment."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Where the service listens, whom it lets in, and how it ends."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    token: str | None = None
+    """Bearer token that clients must send; None lets everybody in."""
+    allow_open: bool = False
+    """Listen beyond loopback without a token."""
+    drain_seconds: float = 10.0
+    """What running requests get to finish once the service is told to stop."""
+    endpoint_file: Path | None = None
+    """Holds the service's address while it answers."""
+    owner: int = 0
+    """Pid of the process that the service must not outlive, 0 for none."""
+    owner_main_thread: bool = False
+    """Started by the owner's main thread: the kernel's parent-death signal follows the thread, not
+    the process.
+    """
+
+
+async def serve(settings: WorkerSettings, *, workers: int, options: ServerOptions) -> None:
+    """Serve until SIGTERM or SIGINT, or until the owner is gone.
+
+    After the signal new work is answered 503 and running requests finish within
+    ``drain_seconds``; a second signal ends them at once, as does the owner's end. Prints one
+    line of JSON with the address and the isolation once it answers. Raises ``OSError`` when the
+    address is taken, ``OpenAddress`` for one that everybody reaches, ``IsolationRefused`` when the
+    kernel does not give the isolation asked for.
+    """
+    require_safe_address(options.host, options.token, allow_open=options.allow_open)
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
+    watch = asyncio.create_task(_watch_owner(options, stop_now)) if options.owner else None
+    pool = WorkerPool(settings, workers)
+    app = build_app(pool, token=options.token)
+    state = app[STATE]
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, options.host, options.port, backlog=_BACKLOG)
+        try:
+            await site.start()
+        except OSError as error:
+            raise OSError(error.errno, _bind_error(options, error)) from error
+        await pool.start()
+        _announce(runner, pool, options)
+        await _first(stop.wait(), stop_now.wait())
+        if not stop_now.is_set():
+            if options.endpoint_file is not None:
+                options.endpoint_file.unlink(missing_ok=True)
+            _log.info("draining", extra={"fields": {"running": state.running}})
+            await _first(state.drain(options.drain_seconds), stop_now.wait())
+        _log.info("stopping", extra={"fields": {"cut_off": state.running}})
+    finally:
+        if watch is not None:
+            watch.cancel()
+        if options.endpoint_file is not None:
+            options.endpoint_file.unlink(missing_ok=True)
+        await runner.cleanup()
+        await pool.stop()
+
+
+def _announce(runner: web.AppRunner, pool: WorkerPool, options: ServerOptions) -> None:
+    host, port = runner.addresses[0][:2]
+    if options.endpoint_file is not None:
+        publish_endpoints(options.endpoint_file, [_endpoint_of(host, port)])
+    note = {"host": host, "port": port, "isolation": pool.isolation, "scratch": pool.scratch}
+    print(json.dumps(note), flush=True)
+    _log.info("serving", extra={"fields": {**note, "workers": pool.size}})
+    if missing := pool.isolation.get("missing"):
+        _log.warning("isolation is not complete", extra={"fields": {"missing": missing}})
+
+
+def _endpoint_of(host: str, port: int) -> str:
+    """The address that other machines use: a wildcard becomes this machine's name."""
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Return when one of them does; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _bind_error(options: ServerOptions, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {options.port} on {options.host} is taken; choose another with --port"
+    return f"cannot listen on {options.host}:{options.port}: {error.strerror}"
+
+
+async def _watch_owner(options: ServerOptions, stop: asyncio.Event) -> None:
+    """Stop when the owner ends: by its end of our stdin, or because we have another parent."""
+    if options.owner_main_thread:
+        linux.die_with_parent(options.owner, signal.SIGTERM)
+    loop = asyncio.get_running_loop()
+
+    def stdin_event() -> None:
+        if not os.read(sys.stdin.fileno(), 1024):
+            loop.remove_reader(sys.stdin.fileno())
+            stop.set()
+
+    loop.add_reader(sys.stdin.fileno(), stdin_event)
+    while os.getppid() == options.owner:
+        await asyncio.sleep(_OWNER_POLL_SECONDS)
+    stop.set()

@@ -1,0 +1,116 @@
+"""What operators see of a service: counts and durations for Prometheus, log lines as JSON objects.
+
+Source: Prometheus text exposition format, version 0.0.4.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 160.0)
+
+
+@dataclass(slots=True)
+class DurationHistogram:
+    """Durations in seconds, counted by upper bound."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
+    total: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        self.counts[bisect_left(_BOUNDS, seconds)] += 1
+        self.total += seconds
+
+    def lines(self, name: str, labels: Mapping[str, str]) -> Iterable[str]:
+        """Its samples, cumulative as the format has it."""
+        seen = 0
+        for bound, count in zip((*map(str, _BOUNDS), "+Inf"), self.counts, strict=True):
+            seen += count
+            yield _sample(f"{name}_bucket", {**labels, "le": bound}, seen)
+        yield _sample(f"{name}_sum", labels, self.total)
+        yield _sample(f"{name}_count", labels, seen)
+
+
+@dataclass(slots=True)
+class RequestTelemetry:
+    """What the service's routes did."""
+
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """By route and HTTP status."""
+    durations: dict[str, DurationHistogram] = field(default_factory=dict)
+    """By route, from the first byte of the request to the answer."""
+
+    def add(self, route: str, status: int, seconds: float) -> None:
+        """Count one answered request."""
+        self.requests[route, status] += 1
+        self.durations.setdefault(route, DurationHistogram()).add(seconds)
+
+    def lines(self) -> Iterable[str]:
+        """All samples."""
+        yield from _head("sandbox_requests_total", "counter", "Answered requests.")
+        for (route, status), count in sorted(self.requests.items()):
+            labels = {"route": route, "status": str(status)}
+            yield _sample("sandbox_requests_total", labels, count)
+        yield from _head("sandbox_request_seconds", "histogram", "Seconds to the answer.")
+        for route, histogram in sorted(self.durations.items()):
+            yield from histogram.lines("sandbox_request_seconds", {"route": route})
+
+
+def metric_lines(
+    kind: str,
+    name: str,
+    text: str,
+    value: float | DurationHistogram,
+    labels: Mapping[str, str] | None = None,
+) -> list[str]:
+    """A metric of ``kind`` (``counter``, ``gauge``, ``histogram``)."""
+    if isinstance(value, DurationHistogram):
+        return [*_head(name, kind, text), *value.lines(name, labels or {})]
+    return [*_head(name, kind, text), _sample(name, labels or {}, value)]
+
+
+class JsonLogFormatter(logging.Formatter):
+    """``time``, ``level``, ``logger``, ``message``, the record's ``fields``, any traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def log_json_lines(level: str) -> None:
+    """Send this process's log records of at least ``level`` to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLogFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _head(name: str, kind: str, text: str) -> list[str]:
+    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+
+
+def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
+    inner = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+    return f"{name}{{{inner}}} {value:.17g}" if inner else f"{name} {value:.17g}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

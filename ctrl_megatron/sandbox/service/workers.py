@@ -1,0 +1,369 @@
+"""The pool of worker processes: start them, give each one job at a time, fairly to the clients that
+wait, replace one that dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import OrderedDict, deque
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from ctrl_megatron.sandbox.jail import frames
+from ctrl_megatron.sandbox.jail.isolation import IsolationRefused
+from ctrl_megatron.sandbox.jail.supervisor import Job, JobReport
+from ctrl_megatron.sandbox.limits import Level, SandboxLimits
+from ctrl_megatron.sandbox.service.cgroups import CgroupSubtree, NotDelegated
+from ctrl_megatron.sandbox.service.telemetry import DurationHistogram
+
+ItemT = TypeVar("ItemT")
+
+PROCESS_MARK = "sandbox-of-"
+"""In the command line of every process of a worker, followed by the service's pid."""
+CURRENT_CLIENT: ContextVar[str] = ContextVar("sandbox_client", default="")
+"""Name of the client on whose behalf the current task works."""
+_FIRST_UID, _UID_BLOCKS, _UIDS_PER_SERVICE = 20_001, 256, 128
+_START_SECONDS, _END_SECONDS = 60.0, 2.0
+_JOB_MARGIN_SECONDS = 30.0
+_ATTEMPTS = 3
+_BOOT = (
+    "import sys; sys.path.insert(0, {root!r}); "
+    "from ctrl_megatron.sandbox.jail.zygote import main; main({fd})"
+)
+
+
+class WorkerFault(RuntimeError):
+    """A worker failed, not the program that it ran."""
+
+
+class QueueFull(RuntimeError):
+    """More jobs wait than the service accepts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """How to start workers."""
+
+    level: Level
+    limits: SandboxLimits
+    python: str = os.path.realpath(sys.executable)
+    """Interpreter that runs programs; only its standard library is used."""
+    preload: tuple[str, ...] = ()
+    """Modules imported once per worker besides the usual ones."""
+    without: tuple[str, ...] = ()
+    """Mechanisms not to try: ``namespaces``, ``seccomp``, ``landlock``."""
+
+
+@dataclass(slots=True)
+class PoolCounters:
+    """What the workers did so far."""
+
+    executions: int = 0
+    timeouts: int = 0
+    faults: int = 0
+    restarts: int = 0
+
+
+class FairQueue(Generic[ItemT]):
+    """Items that waiting clients get in turn; one that sends a thousand requests delays another
+    client's single request by at most one item.
+
+    For one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[ItemT] = deque()
+        self.queues: OrderedDict[str, deque[asyncio.Future[ItemT]]] = OrderedDict()
+        self.waiting = 0
+        """Tasks that wait for an item."""
+
+    @property
+    def clients(self) -> int:
+        """Clients that have a task waiting."""
+        return len(self.queues)
+
+    @property
+    def free(self) -> int:
+        """Items that nobody holds."""
+        return len(self._free)
+
+    async def acquire(self, client: str) -> ItemT:
+        """The next item for ``client``; who takes it gives it back."""
+        if self._free:
+            return self._free.popleft()
+        place: asyncio.Future[ItemT] = asyncio.get_running_loop().create_future()
+        self.queues.setdefault(client, deque()).append(place)
+        self.waiting += 1
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.release(place.result())
+            else:
+                self._leave(client, place)
+            raise
+
+    def release(self, item: ItemT) -> None:
+        """Hand ``item`` to the client whose turn it is, or keep it for the next that asks."""
+        while self.queues:
+            client, queue = next(iter(self.queues.items()))
+            place = queue.popleft()
+            self.waiting -= 1
+            if queue:
+                self.queues.move_to_end(client)
+            else:
+                del self.queues[client]
+            if not place.done():
+                place.set_result(item)
+                return
+        self._free.append(item)
+
+    def _leave(self, client: str, place: asyncio.Future[ItemT]) -> None:
+        queue = self.queues.get(client)
+        if queue is None or place not in queue:
+            return  # its turn came and passed while it was cancelled
+        queue.remove(place)
+        self.waiting -= 1
+        if not queue:
+            del self.queues[client]
+
+
+class SandboxWorker:
+    """One worker process."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self.isolation: dict[str, Any] = {}
+        """Reached; empty before it is started."""
+
+    @classmethod
+    async def start(
+        cls,
+        settings: WorkerSettings,
+        scratch: str,
+        number: int,
+        cgroups: CgroupSubtree | None = None,
+    ) -> SandboxWorker:
+        """Start, isolate. Raises ``IsolationRefused``, ``WorkerFault`` or ``OSError``."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            root = str(Path(__file__).resolve().parents[3])
+            boot = _BOOT.format(root=root, fd=theirs.fileno())
+            process = subprocess.Popen(
+                [
+                    *(settings.python, "-I", "-S", "-B", "-X", "utf8", "-c", boot),
+                    f"{PROCESS_MARK}{os.getpid()}",
+                ],
+                env={},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        worker = cls(process, reader, writer)
+        try:
+            if cgroups is not None:
+                # Before it knows anything: all it starts is born there.
+                cgroups.confine(number, process.pid, settings.limits)
+            await worker._introduce(settings, scratch, number)
+        except BaseException:
+            await worker.stop()
+            raise
+        return worker
+
+    async def run(self, job: Job, seconds: float) -> JobReport:
+        """Run one job. Raises ``WorkerFault``, after which the worker must be stopped."""
+        message = await self._ask(job, seconds)
+        if message["kind"] != "end":
+            raise WorkerFault(message.get("reason", "a worker sent an unknown message"))
+        return cast("JobReport", message)
+
+    async def stop(self) -> None:
+        """Let the worker end, and its job with it; kill it if it does not."""
+        self._writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    async def _introduce(self, settings: WorkerSettings, scratch: str, number: int) -> None:
+        staging, private = (tempfile.mkdtemp(dir=scratch, prefix=f"{number}-") for _ in range(2))
+        setup = {
+            "service_pid": os.getpid(),
+            "level": settings.level,
+            "staging": staging,
+            "scratch": private,
+            "user": _user(number) if os.getuid() == 0 else None,
+            "without": settings.without,
+            "preload": settings.preload,
+            "limits": settings.limits.as_dict(),
+        }
+        answer = await self._ask(setup, _START_SECONDS)
+        if answer["kind"] != "ready":
+            raise IsolationRefused(answer["reason"])
+        self.isolation = answer["isolation"]
+
+    async def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        self._writer.write(frames.encode(message))
+        try:
+            async with asyncio.timeout(seconds):
+                await self._writer.drain()
+                (size,) = frames.HEADER.unpack(await self._reader.readexactly(frames.HEADER.size))
+                return json.loads(await self._reader.readexactly(size))
+        except TimeoutError as error:
+            raise WorkerFault(f"a worker did not answer within {seconds:.0f} s") from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise WorkerFault("a worker died") from error
+
+
+@dataclass(slots=True)
+class WorkerPool:
+    """Workers behind a queue of jobs; clients take turns."""
+
+    settings: WorkerSettings
+    size: int
+    counters: PoolCounters = field(default_factory=PoolCounters)
+    queue_seconds: DurationHistogram = field(default_factory=DurationHistogram)
+    """From a job's arrival to its worker."""
+    job_seconds: DurationHistogram = field(default_factory=DurationHistogram)
+    """On the worker."""
+    queue: FairQueue[tuple[int, SandboxWorker | None]] = field(default_factory=FairQueue)
+    _workers: dict[int, SandboxWorker] = field(default_factory=dict)
+    _scratch: tempfile.TemporaryDirectory[str] | None = None
+    _cgroups: CgroupSubtree | None = None
+    _no_cgroups: str = ""
+    """Why there is no limit on a worker's processes together."""
+
+    async def start(self) -> None:
+        """Start every worker. Raises ``IsolationRefused`` or ``WorkerFault``."""
+        self._scratch = tempfile.TemporaryDirectory(prefix="sandbox-")
+        os.chmod(self._scratch.name, 0o711)
+        if self.settings.level == "none":
+            self._no_cgroups = "switched off by the configuration"
+        else:
+            try:
+                self._cgroups = CgroupSubtree.take()
+            except NotDelegated as why:
+                self._no_cgroups = str(why)
+
+        async def add(number: int) -> None:
+            self.queue.release((number, await self._new(number)))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(self.size):
+                    group.create_task(add(number))
+        except* (IsolationRefused, WorkerFault, OSError) as errors:
+            await self.stop()
+            raise errors.exceptions[0] from None
+
+    async def stop(self) -> None:
+        """End every worker and remove what they left."""
+        await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
+        self._workers.clear()
+        if self._cgroups is not None:
+            self._cgroups.close()
+            self._cgroups = None
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
+
+    @property
+    def scratch(self) -> str:
+        """Directory for what the workers leave on disk; gone after ``stop``."""
+        assert self._scratch is not None
+        return self._scratch.name
+
+    @property
+    def isolation(self) -> dict[str, Any]:
+        """The isolation that the workers reached (the same kernel gives all of them the same)."""
+        reached = next((worker.isolation for worker in self._workers.values()), None)
+        if reached is None:
+            return {}
+        counted = sorted(self._cgroups.controllers) if self._cgroups else []
+        return {**reached, "cgroups": counted, "no_cgroups": self._no_cgroups}
+
+    async def run(self, job: Job, *, seconds: float) -> JobReport:
+        """Run a job on the next free worker; a fault of the worker is repeated on another one.
+
+        ``seconds`` is what the job itself may take. Raises ``WorkerFault`` after the last attempt,
+        ``QueueFull``.
+        """
+        if self.queue.waiting >= self.settings.limits.queue:
+            raise QueueFull(f"{self.queue.waiting} jobs are waiting already")
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return await self._run_once(job, seconds + _JOB_MARGIN_SECONDS)
+            except WorkerFault:
+                self.counters.faults += 1
+                if attempt == _ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _run_once(self, job: Job, seconds: float) -> JobReport:
+        arrived = time.perf_counter()
+        number, worker = await self.queue.acquire(CURRENT_CLIENT.get())
+        began = time.perf_counter()
+        self.queue_seconds.add(began - arrived)
+        try:
+            if worker is None:
+                worker = await self._restart(number)
+            report = await worker.run(job, seconds)
+        except BaseException:
+            # Also when the caller was cancelled: what is left on the wire belongs to nobody.
+            self._workers.pop(number, None)
+            if worker is not None:
+                await asyncio.shield(worker.stop())
+            self.queue.release((number, None))
+            raise
+        self.queue.release((number, worker))
+        self.job_seconds.add(time.perf_counter() - began)
+        self.counters.executions += 1
+        timeouts = (status == "timeout" for _, status, *_ in report["verdicts"])
+        self.counters.timeouts += "timeout" in (report["stopped"] or "") or any(timeouts)
+        return report
+
+    async def _restart(self, number: int) -> SandboxWorker:
+        self.counters.restarts += 1
+        try:
+            return await self._new(number)
+        except (IsolationRefused, OSError) as error:
+            raise WorkerFault(f"a worker could not be restarted: {error}") from error
+
+    async def _new(self, number: int) -> SandboxWorker:
+        assert self._scratch is not None
+        worker = await SandboxWorker.start(self.settings, self._scratch.name, number, self._cgroups)
+        self._workers[number] = worker
+        return worker
+
+
+def _user(number: int) -> int:
+    """The user id of a worker started by root: its own on this machine, as far as ids below 65,536
+    go, because limits on processes and leftover files are per user.
+    """
+    block = os.getpid() % _UID_BLOCKS
+    return _FIRST_UID + block * _UIDS_PER_SERVICE + number % _UIDS_PER_SERVICE
