@@ -1,0 +1,123 @@
+"""How every command begins: arguments are read, the configuration is checked, ranks are started.
+
+Wrong input is printed once, whatever the number of ranks, and gives the exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
+from ctrl_megatron.config.environment import read_launch, read_log_level
+
+# When this file is loaded, so that processes which a command spawns are quiet too.
+warnings.filterwarnings("ignore", module=r"megatron|torch")
+
+WRONG_INPUT, STOPPED = 2, 130
+"""Exit codes: refused before anything ran; stopped by a signal, with the state saved."""
+_SHUTDOWN_SECONDS = 300
+"""What ranks get after a signal to finish the update they are in and to save."""
+_PATIENCE_SECONDS = 5.0
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Raises ValueError for wrong arguments, so that they are refused like a wrong key."""
+
+    def __init__(self, description: str | None) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=formatter)
+
+    def error(self, message: str) -> NoReturn:
+        """Wrong arguments."""
+        raise ValueError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Config:
+    """The configuration, and Python's logging as the environment wants it. ValueError if wrong."""
+    logging.basicConfig(level=read_log_level())
+    config = load_config(path, overrides, purpose)
+    check_files(config, purpose)
+    return config
+
+
+def refuse(name: str, error: ValueError) -> int:
+    """Print why the command ``name`` does not run; returns the exit code.
+
+    All ranks find the same fault. Rank 0 prints it and ends, and the launcher ends the others,
+    which wait here for that. If it does not, this is another machine, or rank 0 found nothing
+    wrong: then the machine's first rank prints what it found.
+    """
+    try:
+        launch = read_launch()
+    except ValueError:
+        launch = None  # the fault itself; it names the variable
+    if launch is not None and launch.rank > 0:
+        time.sleep(_PATIENCE_SECONDS if launch.local_rank == 0 else 2 * _PATIENCE_SECONDS)
+    if launch is None or launch.local_rank == 0:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+    return WRONG_INPUT
+
+
+def train_command(
+    name: str,
+    purpose: Purpose,
+    train: Callable[[Config], bool],
+    arguments: Sequence[str] | None,
+    description: str | None,
+) -> int:
+    """Parse, check, then run ``train`` on this rank, or start the ranks that run it.
+
+    ``train`` returns False where a signal stopped it. Returns the exit code.
+    """
+    parser = CommandParser(description)
+    parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
+    parser.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="start N ranks on this machine"
+    )
+    parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.experiment_name=mine")
+    try:
+        options = parser.parse_args(arguments)
+        launch, ranks = read_launch(), options.nproc_per_node
+        if ranks is not None and ranks < 1:
+            raise ValueError(f"--nproc-per-node={ranks} must be at least 1")
+        if ranks is not None and (launch.launcher == "torchrun" or launch.world_size > 1):
+            raise ValueError(
+                f"--nproc-per-node starts ranks, and {launch.launcher} has started this one; "
+                "leave it out"
+            )
+        config = checked_config(options.config, options.overrides, purpose)
+        check_world_size(config, launch.world_size if ranks is None else ranks, purpose)
+    except ValueError as error:
+        return refuse(name, error)
+    if ranks is not None:
+        return _start_ranks(name, ranks, ["--config", options.config, *options.overrides])
+    return 0 if train(config) else STOPPED
+
+
+def _start_ranks(name: str, ranks: int, arguments: Sequence[str]) -> int:
+    """Run this program again as ``ranks`` processes under torch's launcher; its exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    spec = sys.modules["__main__"].__spec__  # set by python -m
+    program = [sys.argv[0]] if spec is None else ["-m", spec.name]
+    flags = ["--standalone", "--nproc-per-node", str(ranks)]
+    flags += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS)]
+    try:
+        torchrun([*flags, *program, *arguments])
+    except SignalException as signal:
+        return 128 + signal.sigval
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        if code not in (WRONG_INPUT, STOPPED):
+            print(f"{name}: rank {rank} ended with exit code {code}", file=sys.stderr)
+        return code if code > 0 else 128 - code  # negative: the signal that killed it
+    return 0
