@@ -35,9 +35,9 @@ OWNERS = {
     "ray": ("pipeline/",),
     "aiohttp": ("sandbox/", "rewards/providers/piston.py", "rollout/", "generation/"),
     "matplotlib": ("metrics/report/", "eval/"),
-    "tensorboard": ("metrics/sinks",),
-    "wandb": ("metrics/sinks",),
-    "mlflow": ("metrics/sinks",),
+    "tensorboard": ("metrics/sinks.py",),
+    "wandb": ("metrics/sinks.py",),
+    "mlflow": ("metrics/sinks.py",),
     "omegaconf": ("config/",),
     "pyarrow": ("data/", "rewards/samples.py", "sft/examples.py"),
 }
