@@ -98,7 +98,7 @@ def test_a_full_run_gives_a_full_page(tmp_path: Path, steps: int) -> None:
     assert "not recorded" not in page.text
     drawn = [alt for alt, _ in page.images]
     assert drawn == [
-        *("Reward by step", "Style by step", "Length: words by step"),
+        *("Reward by step", "Style, shares by step", "Length: words by step"),
         *("KL of the update by step", "Clipped tokens by step", "Entropy by step"),
         *("Gradient norm by step", "Engine against trainer by step", "Throughput by step"),
         *("Time by step", "Phases of one step"),

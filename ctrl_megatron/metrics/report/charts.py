@@ -87,7 +87,8 @@ def is_share(name: str, series: Series) -> bool:
 
 
 def _chart(names: list[str], series: Series) -> Chart:
-    title = title_of(names[0] if len(names) == 1 else _group(names[0]))
+    shares = ", shares" if _group(names[0]) != "time" else ""
+    title = title_of(names[0]) if len(names) == 1 else title_of(_group(names[0])) + shares
     note = _TITLES[names[0]][1] if names[0] in _TITLES else ", ".join(names)
     percent = all(is_share(name, series) for name in names)
     return Chart(title=title, note=note, metrics=tuple(names), percent=percent)
