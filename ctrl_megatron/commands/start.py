@@ -23,7 +23,8 @@ WRONG_INPUT, STOPPED = 2, 130
 """Exit codes: refused before anything ran; stopped by a signal, with the state saved."""
 _SHUTDOWN_SECONDS = 300
 """What ranks get after a signal to finish the update they are in and to save."""
-_PATIENCE_SECONDS = 5.0
+_FIRST_WAITS, _OTHERS_WAIT = 10.0, 60.0
+"""Seconds that a machine's first rank and its other ranks wait to be ended by the launcher."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -58,7 +59,7 @@ def refuse(name: str, error: ValueError) -> int:
     except ValueError:
         launch = None  # the fault itself; it names the variable
     if launch is not None and launch.rank > 0:
-        time.sleep(_PATIENCE_SECONDS if launch.local_rank == 0 else 2 * _PATIENCE_SECONDS)
+        time.sleep(_FIRST_WAITS if launch.local_rank == 0 else _OTHERS_WAIT)
     if launch is None or launch.local_rank == 0:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
     return WRONG_INPUT
