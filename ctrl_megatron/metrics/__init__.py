@@ -3,14 +3,13 @@
 from ctrl_megatron.metrics.display import Display
 from ctrl_megatron.metrics.flops import device_peak, measure_peak_flops, mfu, model_flops
 from ctrl_megatron.metrics.json_lines import JsonlWriter, read_json_lines
-from ctrl_megatron.metrics.sinks import Sink, build_sinks
+from ctrl_megatron.metrics.sinks import build_sinks
 from ctrl_megatron.metrics.timeline import Phase, Timeline, hidden_seconds, seconds_by_name
 
 __all__ = [
     "Display",
     "JsonlWriter",
     "Phase",
-    "Sink",
     "Timeline",
     "build_sinks",
     "device_peak",
