@@ -1,6 +1,7 @@
 # make demo   a small model learns to criticise code, on a CPU, with a report at the end
 # make test   style, types and all tests
-# make env    only the environment (.venv); reused while requirements/cpu.txt is unchanged
+# make env    only the environment (.venv) with this package in it, editable; reused while
+#             requirements/cpu.txt and pyproject.toml are unchanged
 # make clean  remove what the tools and tests left; keeps .venv and runs
 
 PYTHON ?= python3.11
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 .PHONY: help env test demo clean
 
 help:
-	@sed -n 's/^# \(make .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
+	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
 
 env:
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \

@@ -26,11 +26,7 @@ MODEL, DATA = "runs/models/smollm2", "runs/data"
 SFT_RUN, RL_RUN = "demo_sft", "demo"
 CRITIC = f"runs/{SFT_RUN}/hf"
 PYTHON, RANKS = sys.executable, "2"
-TORCHRUN = [
-    *(PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS),
-    # After Ctrl-C the ranks finish the update they are in and save.
-    *("--shutdown-timeout", "120"),
-]
+ON_RANKS = ("--nproc-per-node", RANKS)
 
 
 def stages(dtype: str) -> list[tuple[str, list[str], str]]:
@@ -42,23 +38,15 @@ def stages(dtype: str) -> list[tuple[str, list[str], str]]:
         (
             "judge the first solutions, synthesise critiques",
             [
-                PYTHON,
-                "tools/prepare_data.py",
-                "--out",
-                DATA,
-                "--max-difficulty",
-                "1",
-                "--val-size",
-                "32",
+                *(PYTHON, "tools/prepare_data.py", "--out", DATA),
+                *("--max-difficulty", "1", "--val-size", "32"),
             ],
             f"{DATA}/train.parquet",
         ),
         (
             "teach the critique format (SFT)",
             [
-                *TORCHRUN,
-                "tools/train_sft.py",
-                *configured,
+                *(PYTHON, "tools/train_sft.py", *ON_RANKS, *configured),
                 typed,
                 f"trainer.experiment_name={SFT_RUN}",
                 f"actor_rollout_ref.model.path={MODEL}",
@@ -80,9 +68,7 @@ def stages(dtype: str) -> list[tuple[str, list[str], str]]:
         (
             "train the critic (GRPO)",
             [
-                *TORCHRUN,
-                "tools/train_rl.py",
-                *configured,
+                *(PYTHON, "tools/train_rl.py", *ON_RANKS, *configured),
                 typed,
                 f"actor_rollout_ref.model.path={CRITIC}",
                 f"actor_rollout_ref.proxy.model.path={MODEL}",
@@ -96,8 +82,8 @@ def faster_dtype(console: Console) -> str:
     """The type this CPU multiplies faster in; without bfloat16 instructions that is float32."""
     rates = {name: measure_peak_flops(name) for name in ("bfloat16", "float32")}
     chosen = max(rates, key=rates.__getitem__)
-    told = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {name}" for name, rate in rates.items())
-    console.print(f"this CPU multiplies matrices at {told}: the models are {chosen}")
+    measured = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {name}" for name, rate in rates.items())
+    console.print(f"this CPU multiplies matrices at {measured}: the models are {chosen}")
     return chosen
 
 

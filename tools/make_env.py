@@ -3,7 +3,7 @@
 ``python3.11 tools/make_env.py --venv .venv --lock requirements/cpu.txt [-- flags for pip]`` runs on
 a bare Python. The lock file names every package, direct or not, so pip's resolver stays out
 (``--no-deps``): that keeps away CUDA builds of packages that vLLM asks for and never needs without
-a GPU.
+a GPU. Last comes this checkout itself, editable: what it holds is imported from any folder.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 LOCKED_FOR = (3, 11)
 STAMP = "ctrl_megatron.lock.sha256"
 INTRUDERS = {
@@ -67,6 +68,7 @@ def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
         print(f"creating {venv} ...", flush=True)
         run([sys.executable, "-m", "venv", "--clear", str(venv)], "the environment was not created")
     install(venv, lock, pip_flags)
+    install_checkout(venv, ROOT)
     check_no_intruders(venv)
     print("checking that the libraries load ...", flush=True)
     run(
@@ -78,10 +80,14 @@ def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
 
 
 def digest_of(lock: Path) -> str:
-    """Names the environment by lock file and Python version. ValueError if missing."""
+    """Names the environment by lock file, Python version and the checkout's console scripts.
+
+    Raises ``ValueError`` if the lock file is missing.
+    """
     if not lock.is_file():
         raise ValueError(f"lock file {lock} not found; run from the root of the checkout")
-    return hashlib.sha256(lock.read_bytes() + repr(LOCKED_FOR).encode()).hexdigest()
+    parts = (lock.read_bytes(), repr(LOCKED_FOR).encode(), (ROOT / "pyproject.toml").read_bytes())
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def check_python() -> None:
@@ -115,8 +121,7 @@ def install(venv: Path, lock: Path, pip_flags: Sequence[str]) -> None:
     """Install what the lock file names, torch first, since pip may need to be told where to find
     it.
     """
-    pip = [str(venv / "bin/python"), "-m", "pip", "install", "--no-deps", "--no-input"]
-    pip += ["--disable-pip-version-check", *pip_flags]
+    pip = [*pip_install(venv), *pip_flags]
     torch = next(
         (line for line in lock.read_text().splitlines() if line.startswith("torch==")), None
     )
@@ -128,6 +133,19 @@ def install(venv: Path, lock: Path, pip_flags: Sequence[str]) -> None:
         "or an extra index in pip's configuration or as make PIP_FLAGS='--extra-index-url ...'",
     )
     run([*pip, "-r", str(lock)], f"pip did not install everything that {lock} names, see above")
+
+
+def install_checkout(venv: Path, root: Path) -> None:
+    """Install the package in ``root``, editable, with its console scripts, without a download."""
+    # Without isolation pip builds with the locked setuptools, which is there already.
+    command = [*pip_install(venv), "--no-build-isolation", "--quiet", "--editable", str(root)]
+    run(command, f"pip did not install the checkout {root}, see above")
+
+
+def pip_install(venv: Path) -> list[str]:
+    """The beginning of every installation."""
+    pip = [str(venv / "bin/python"), "-m", "pip", "install", "--no-deps", "--no-input"]
+    return [*pip, "--disable-pip-version-check"]
 
 
 def check_no_intruders(venv: Path) -> None:

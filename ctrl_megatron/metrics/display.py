@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 _RECENT = 10
@@ -33,17 +33,14 @@ class Display:
                 "start", total=total_steps, completed=first_step, phases="", eta="-"
             )
 
-    def __enter__(self) -> Display:
+    def start(self) -> Display:
+        """Show the live bar from now on."""
         if self._bar is not None:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Take the live bar away."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -62,7 +59,7 @@ class Display:
             seconds = time.monotonic() - self._step_start
             aside = f" (beside {', '.join(beside)})" if beside else ""
             step = min(self._done + 1, self.total_steps)
-            self.say(f"[step {step}/{self.total_steps}] {seconds:7.1f}s {name}{aside}")
+            self.print_line(f"[step {step}/{self.total_steps}] {seconds:7.1f}s {name}{aside}")
         self._show_phases()
 
     def end_phase(self, name: str) -> None:
@@ -80,13 +77,9 @@ class Display:
             self._bar.update(self._task, completed=step, eta=eta)
         else:
             took = format_seconds(self._durations[-1])
-            self.say(f"[step {step}/{self.total_steps}] done in {took}, {eta} to go")
+            self.print_line(f"[step {step}/{self.total_steps}] done in {took}, {eta} to go")
 
-    def print(self, content: RenderableType) -> None:
-        """Print above the live bar."""
-        self.console.print(content)
-
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print one line as it is, however long."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -101,6 +94,19 @@ def eta_seconds(durations: Sequence[float], steps_left: int) -> float:
     """Seconds to go if the steps left take as long as the recent ones."""
     recent = durations[-_RECENT:]
     return sum(recent) / len(recent) * max(0, steps_left)
+
+
+def format_number(value: float, *, percent: bool = False) -> str:
+    """For people: four significant digits, no exponent where possible, or a percentage."""
+    if not math.isfinite(value):
+        return str(value)
+    if percent:
+        return f"{value:.1%}"
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return f"{value:.3g}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-class JsonLines:
+class JsonlWriter:
     """Appends whole lines: one write per line, so that no reader ever sees half of one."""
 
     def __init__(self, path: Path) -> None:

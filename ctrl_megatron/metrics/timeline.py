@@ -36,7 +36,7 @@ class Phase:
 class Timeline:
     """Records the phases of the current step; safe to use from several threads.
 
-    ``on_begin`` and ``on_end`` are told the name of every phase (a live display listens there).
+    ``on_begin`` and ``on_end`` are called with the name of every phase (by a live display).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Timeline:
     ) -> None:
         self._clock, self._on_begin, self._on_end = clock, on_begin, on_end
         self._lock = threading.Lock()
-        self._phases: list[tuple[str, Kind, float, float]] = []
+        self._phases: list[Phase] = []
         self._origin = clock()
 
     def begin_step(self) -> None:
@@ -67,15 +67,14 @@ class Timeline:
         finally:
             end = self._clock()
             with self._lock:
-                self._phases.append((name, kind, start, end))
+                self._phases.append(Phase(name, kind, start - self._origin, end - self._origin))
             if self._on_end is not None:
                 self._on_end(name)
 
     def phases(self) -> tuple[Phase, ...]:
         """The finished phases of this step by start."""
         with self._lock:
-            found = [Phase(n, k, s - self._origin, e - self._origin) for n, k, s, e in self._phases]
-        return tuple(sorted(found, key=lambda p: (p.start, p.end, p.name)))
+            return tuple(sorted(self._phases, key=lambda p: (p.start, p.end, p.name)))
 
     def elapsed(self) -> float:
         """Seconds since the step began."""
@@ -126,12 +125,8 @@ def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]
     return shared
 
 
-def overlap_seconds(a: Sequence[Interval], b: Sequence[Interval]) -> float:
-    """Seconds in which something of ``a`` and something of ``b`` ran at the same time."""
-    return sum(end - start for start, end in intersection(a, b))
-
-
 def hidden_seconds(phases: Sequence[Phase]) -> float:
     """Seconds of host work that main-thread work covered (``perf/overlap_seconds``)."""
     host = [p.interval for p in phases if p.kind == "host"]
-    return overlap_seconds(host, [p.interval for p in phases if p.kind == "main"])
+    main = [p.interval for p in phases if p.kind == "main"]
+    return sum(end - start for start, end in intersection(host, main))

@@ -9,7 +9,7 @@ from typing import Any
 
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.config import Config, to_dict, to_yaml
-from ctrl_megatron.metrics import Display, JsonLines, Timeline, build_sinks
+from ctrl_megatron.metrics import Display, JsonlWriter, Timeline, build_sinks
 from ctrl_megatron.metrics.report import write_report
 
 
@@ -23,13 +23,12 @@ class Recorder:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", to_yaml(config))
-        self.display = Display(total_steps)
-        self.display.__enter__()
+        self.display = Display(total_steps).start()
         self._sinks = build_sinks(
             config.trainer.logger, self.run_dir, to_dict(config), self.display
         )
-        self._timelines = JsonLines(self.run_dir / "timeline.jsonl")
-        self._examples = JsonLines(self.run_dir / "examples.jsonl")
+        self._timelines = JsonlWriter(self.run_dir / "timeline.jsonl")
+        self._examples = JsonlWriter(self.run_dir / "examples.jsonl")
 
     def timeline(self) -> Timeline:
         """A timeline that also shows its phases on the terminal."""
@@ -40,7 +39,7 @@ class Recorder:
     def say(self, text: str) -> None:
         """One line on the terminal."""
         if self.display is not None:
-            self.display.say(text)
+            self.display.print_line(text)
 
     def begin_step(self, step: int) -> None:
         """Step number ``step`` (from 1) begins."""
@@ -85,7 +84,7 @@ class Recorder:
         self._timelines.close()
         self._examples.close()
         if self.display is not None:
-            self.display.__exit__(None, None, None)
+            self.display.close()
         return write_report(self.run_dir) if report else None
 
 

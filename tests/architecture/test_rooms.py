@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "ctrl_megatron"
-NAME = PACKAGE.name
+from package_imports import FILES, NAME, PACKAGE, ROOT, Import, imports_of, library
 
 ORDER = (
     *("types", "config", "metrics", "prompts", "data", "sandbox", "rewards", "algorithms"),
     *("parallel", "models", "rollout", "resharding", "checkpoint", "generation", "eval"),
-    *("pipeline", "sft"),
+    *("pipeline", "sft", "commands"),
 )
 """A room imports itself and the rooms before it."""
 
-TORCH_FREE = ("types", "config", "metrics", "prompts", "data", "sandbox", "rewards")
+TORCH_FREE = ("types", "config", "metrics", "prompts", "data", "sandbox", "rewards", "commands")
 HEAVY = ("torch", "tensordict", "transformers", "vllm", "sglang", "megatron", "ray")
 
 OWNERS = {
     "torch": (
         *("algorithms/", "parallel/", "models/", "rollout/", "resharding/", "checkpoint/"),
-        *("pipeline/", "sft/", "metrics/sinks/", "metrics/flops.py"),
+        *("pipeline/", "sft/", "metrics/flops.py", "commands/start.py"),
     ),
     "tensordict": ("pipeline/", "sft/"),
     "megatron": ("parallel/", "models/", "checkpoint/"),
@@ -40,49 +35,13 @@ OWNERS = {
     "ray": ("pipeline/",),
     "aiohttp": ("sandbox/", "rewards/providers/piston.py", "rollout/", "generation/"),
     "matplotlib": ("metrics/report/", "eval/"),
-    "tensorboard": ("metrics/sinks/",),
-    "wandb": ("metrics/sinks/",),
-    "mlflow": ("metrics/sinks/",),
+    "tensorboard": ("metrics/sinks.py",),
+    "wandb": ("metrics/sinks.py",),
+    "mlflow": ("metrics/sinks.py",),
     "omegaconf": ("config/",),
     "pyarrow": ("data/", "rewards/samples.py", "sft/examples.py"),
 }
 """Where a library may be imported at all: paths inside the package, by their beginnings."""
-
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """One imported module."""
-
-    module: str
-    line: int
-    at_load: bool
-    """Whether loading the file runs it: not inside a function, not for type checkers only."""
-
-
-def imports_of(file: Path) -> list[Import]:
-    """Every import of the file, those inside functions and under TYPE_CHECKING included."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return list(_imports(tree, at_load=True))
-
-
-def _imports(node: ast.AST, *, at_load: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            for alias in child.names:
-                yield Import(alias.name, child.lineno, at_load)
-        elif isinstance(child, ast.ImportFrom):
-            dots = "." * child.level
-            yield Import(dots + (child.module or ""), child.lineno, at_load)
-            if child.module == NAME:
-                yield from (Import(f"{NAME}.{a.name}", child.lineno, at_load) for a in child.names)
-        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            yield from _imports(ast.Module(child.body, []), at_load=False)
-            yield from _imports(ast.Module(child.orelse, []), at_load=at_load)
-        else:
-            function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            yield from _imports(child, at_load=at_load and not function)
 
 
 def room_of(module: str) -> str | None:
@@ -98,10 +57,6 @@ def inside(file: Path) -> str:
 def module_name(file: Path) -> str:
     parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def library(module: str) -> str:
-    return module.split(".")[0]
 
 
 def places(file: Path, found: Iterator[Import]) -> list[str]:
@@ -123,11 +78,14 @@ def test_the_import_finder_sees_every_kind(tmp_path: Path) -> None:
         "class K:\n    import e\n    def f(self):\n        from g.h import i\n"
         f"from {NAME} import types\n"
         "from .x import y\n"
+        "import importlib\n"
+        "j = importlib.import_module('j.k')\n"
+        "def l(): return __import__('l')\n"
     )
     found = {(i.module, i.at_load) for i in imports_of(file)}
     assert found >= {
         *(("a", False), ("b", True), ("c.d", True), ("e", True), ("g.h", False)),
-        *((f"{NAME}.types", True), (".x", True)),
+        *((f"{NAME}.types", True), (".x", True), ("j.k", True), ("l", False)),
     }
 
 

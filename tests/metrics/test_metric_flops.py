@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.metrics import device_peak, mfu, model_flops, peak_flops
-from ctrl_megatron.metrics.flops import measure_peak_flops
+from ctrl_megatron.metrics import device_peak, mfu, model_flops
+from ctrl_megatron.metrics.flops import measure_peak_flops, peak_flops
 
 
 def matmul(m: int, k: int, n: int) -> int:

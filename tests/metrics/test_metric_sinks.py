@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ctrl_megatron.metrics import Display, JsonLines, build_sinks, read_json_lines
-from ctrl_megatron.metrics.display import eta_seconds, format_seconds
-from ctrl_megatron.metrics.sinks.console import format_value, step_table
+from ctrl_megatron.metrics import Display, JsonlWriter, build_sinks, read_json_lines
+from ctrl_megatron.metrics.display import eta_seconds, format_number, format_seconds
+from ctrl_megatron.metrics.sinks import step_table
 
 CONFIG = {"trainer": {"project_name": "project", "experiment_name": "run"}}
 METRICS = {"reward/mean": 0.25, "actor/ppo_kl": 1e-5, "perf/tokens_per_second": 240.0}
@@ -43,7 +43,7 @@ def test_jsonl_appends_whole_lines(tmp_path: Path) -> None:
 
 
 def test_non_finite_numbers_stay_valid_json(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "x.jsonl")
+    lines = JsonlWriter(tmp_path / "x.jsonl")
     lines.append({"a": math.nan, "b": [math.inf, -math.inf, 1.5]})
     lines.close()
     lines.close()
@@ -61,7 +61,7 @@ def test_a_killed_writer_does_not_spoil_the_next_line(tmp_path: Path, tail: str)
     path = tmp_path / "x.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n' + tail)
     assert read_json_lines(path) == [{"step": 1}, {"step": 2}]
-    lines = JsonLines(path)
+    lines = JsonlWriter(path)
     lines.append({"step": 3})
     lines.close()
     assert read_json_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
@@ -116,18 +116,23 @@ def test_a_table_of_anything_fits_any_width(metrics: dict[str, float], width: in
     [(0.0, "0"), (12.0, "12"), (0.12345, "0.1235"), (1e-6, "1e-06"), (12345.678, "12346")],
 )
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert format_value(value) == text
+    assert format_number(value) == text
+
+
+def test_a_share_is_shown_as_a_percentage() -> None:
+    assert [format_number(v, percent=True) for v in (0.125, 1.0)] == ["12.5%", "100.0%"]
 
 
 def test_display_writes_plain_lines_without_a_terminal() -> None:
     display, buffer = plain_display()
-    with display:
-        display.begin_step(1)
-        display.begin_phase("sandbox")
-        display.begin_phase("old_log_probs")
-        display.end_phase("old_log_probs")
-        display.end_phase("sandbox")
-        display.end_step(1)
+    display.start()
+    display.begin_step(1)
+    display.begin_phase("sandbox")
+    display.begin_phase("old_log_probs")
+    display.end_phase("old_log_probs")
+    display.end_phase("sandbox")
+    display.end_step(1)
+    display.close()
     first, second, third = buffer.getvalue().splitlines()
     assert first.startswith("[step 1/3]") and first.endswith("sandbox")
     assert second.endswith("old_log_probs (beside sandbox)")
@@ -138,15 +143,15 @@ def test_display_writes_plain_lines_without_a_terminal() -> None:
 
 def test_display_shows_phases_on_a_terminal() -> None:
     buffer = io.StringIO()
-    display = Display(3, console=Console(file=buffer, width=100, force_terminal=True))
-    with display:
-        display.begin_step(1)
-        display.begin_phase("critiques")
-        assert display._bar is not None
-        display._bar.refresh()
-        display.print("above the bar")
-        display.end_phase("critiques")
-        display.end_step(1)
+    display = Display(3, console=Console(file=buffer, width=100, force_terminal=True)).start()
+    display.begin_step(1)
+    display.begin_phase("critiques")
+    assert display._bar is not None
+    display._bar.refresh()
+    display.console.print("above the bar")
+    display.end_phase("critiques")
+    display.end_step(1)
+    display.close()
     text = buffer.getvalue()
     for fragment in ("step 1", "critiques", "0/3", "above the bar", "to go"):
         assert fragment in text
@@ -219,10 +224,10 @@ def test_metrics_load_without_heavy_libraries() -> None:
 def test_a_resumed_run_counts_on_and_long_lines_stay_whole() -> None:
     display, buffer = plain_display(steps=7)
     line = f"saved /runs/{'x' * 200}/[red]"
-    with display:
-        display.say(line)
-        display.begin_step(5)
-        display.begin_phase("generate")
-    said = buffer.getvalue().splitlines()
-    assert said[0] == line
-    assert said[1].startswith("[step 5/7]") and said[1].endswith("generate")
+    display.start().print_line(line)
+    display.begin_step(5)
+    display.begin_phase("generate")
+    display.close()
+    first, second = buffer.getvalue().splitlines()
+    assert first == line
+    assert second.startswith("[step 5/7]") and second.endswith("generate")

@@ -15,22 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ctrl_megatron.metrics.report import write_report
-from ctrl_megatron.metrics.report.examples import choose
+from ctrl_megatron.metrics.report.charts import charts, tiles
 from ctrl_megatron.metrics.report.figures import trailing_mean
 from ctrl_megatron.metrics.report.run_files import read_run_files
 
 EXAMPLE = {
     "step": 2,
-    "problem": "add <two> numbers & stop",
-    "solution": "def add(a, b): return a - b",
-    "critique": "<script>alert(1)</script> Overall judgment: Incorrect",
-    "judgment": "Incorrect",
-    "revision": "def add(a, b): return a + b",
     "reward": 1.0,
-    "passed_before": False,
-    "passed_after": True,
-    "detail": ["", "wrong answer"],
-    "versions": {"critique": "actor@1", "revision": "proxy"},
+    "judgment_right": True,
+    "question": "add <two> numbers & stop\nwithout a loop",
+    "answer": "<script>alert(1)</script> def add(a, b):\n    return a + b",
+    "tests": ["passed", "wrong answer"],
 }
 PHASES = [
     {"name": "sandbox", "kind": "host", "start": 0.5, "end": 2.0},
@@ -77,17 +72,17 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 def full_run(run_dir: Path, steps: int = 3) -> Path:
     names = (
-        *("reward/mean", "critique/valid_rate", "pass_rate/before", "pass_rate/after"),
+        *("reward/mean", "style/kept_rate", "style/cut_rate", "length/words"),
         *("actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy", "actor/grad_norm"),
         *("perf/tokens_per_second", "rollout/probs_diff_mean", "perf/overlap_seconds"),
-        "sync/gigabytes_per_second",
+        *("sync/gigabytes_per_second", "time/step", "time/generate"),
     )
     run_dir.mkdir(exist_ok=True)
     rows = [{"step": s, "metrics": dict.fromkeys(names, s / steps)} for s in range(1, steps + 1)]
     write_lines(run_dir / "metrics.jsonl", rows)
     write_lines(run_dir / "timeline.jsonl", [{"step": 3, "rank": 0, "phases": PHASES}])
     write_lines(run_dir / "examples.jsonl", [EXAMPLE])
-    table = [{"stage": "before SFT", "valid_critique_rate": 0.125, "problems": 40}]
+    table = [{"stage": "before SFT", "right_rate": 0.125, "problems": 40}]
     (run_dir / "summary.json").write_text(json.dumps({"table": table}))
     (run_dir / "config.yaml").write_text("trainer:\n  seed: 1\n")
     return run_dir
@@ -101,9 +96,14 @@ def report(run_dir: Path) -> Page:
 def test_a_full_run_gives_a_full_page(tmp_path: Path, steps: int) -> None:
     page = report(full_run(tmp_path / "demo", steps))
     assert "not recorded" not in page.text
-    assert [alt for alt, _ in page.images].count("Phases of one step") == 1
-    assert len(page.images) == 10
-    for fragment in ("demo", "before SFT", "12.5%", "actor@1", "wrong answer", "seed: 1"):
+    drawn = [alt for alt, _ in page.images]
+    assert drawn == [
+        *("Reward by step", "Style, shares by step", "Length: words by step"),
+        *("KL of the update by step", "Clipped tokens by step", "Entropy by step"),
+        *("Gradient norm by step", "Engine against trainer by step", "Throughput by step"),
+        *("Time by step", "Phases of one step"),
+    ]
+    for fragment in ("demo", "before SFT", "12.5%", "2: wrong answer", "seed: 1"):
         assert fragment in page.text
     assert "sandbox took 1.50 s, of which 0.50 s ran beside old_log_probs." in page.text
     assert [p.name for p in (tmp_path / "demo").iterdir() if p.name.startswith(".")] == []
@@ -122,8 +122,35 @@ def test_the_page_works_offline_and_every_drawing_is_valid(tmp_path: Path) -> No
 
 def test_text_of_models_is_shown_and_not_interpreted(tmp_path: Path) -> None:
     page = report(full_run(tmp_path / "demo"))
-    assert "<script>alert(1)</script> Overall judgment: Incorrect" in page.text
+    assert "<script>alert(1)</script> def add(a, b):" in page.text
     assert "add <two> numbers & stop" in page.text
+
+
+def test_an_example_shows_its_own_fields_in_their_order(tmp_path: Path) -> None:
+    long = "word " * 20
+    examples = [
+        {"step": 1, "score": 0.25, "essay": "short", "grade_of_judge": None, "seen": False},
+        {"step": 2, "score": 0.5, "essay": long, "grade_of_judge": "B", "seen": True},
+        {"step": 2, "score": 0.75, "essay": "also short", "grade_of_judge": "C", "seen": True},
+    ]
+    write_lines(tmp_path / "examples.jsonl", examples)
+    page = report(tmp_path)
+    words = page.text[page.text.index("step 2") :]
+    for card in (
+        f"step 2 score: 0.5 grade of judge: B seen: yes essay {long}",
+        "step 2 score: 0.75 grade of judge: C seen: yes essay also short",
+        "step 1 score: 0.25 grade of judge: not recorded seen: no essay short",
+    ):
+        assert words.startswith(card.strip()), words
+        words = words[len(card) :].strip()
+    assert page.tags.count("pre") == 3
+
+
+def test_examples_of_an_abandoned_attempt_are_left_out(tmp_path: Path) -> None:
+    steps = [(1, "a"), (2, "b"), (3, "c"), (2, "d")]
+    write_lines(tmp_path / "examples.jsonl", [{"step": s, "field": v} for s, v in steps])
+    examples = read_run_files(tmp_path).examples or []
+    assert [(e["step"], e["field"]) for e in examples] == [(1, "a"), (2, "d")]
 
 
 @settings(
@@ -135,17 +162,17 @@ def test_any_text_and_any_number_keep_the_page_whole(
 ) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir(exist_ok=True)
-    record = dict.fromkeys(EXAMPLE, text) | {"step": 1, "reward": number}
-    record |= {"passed_before": None, "passed_after": None}
+    record = dict.fromkeys(EXAMPLE, text) | {"step": 1, "reward": number, text: [text, number]}
+    record["step"] = 1
     (run_dir / "examples.jsonl").write_text(json.dumps(record) + "\n")
     (run_dir / "summary.json").write_text(json.dumps({"table": [{text: text, "b": number}]}))
-    assert set(report(run_dir).tags) >= {"table", "pre"}
+    assert set(report(run_dir).tags) >= {"table", "main"}
 
 
 @pytest.mark.parametrize(
     ("file", "note"),
     [
-        ("metrics.jsonl", "reward/mean: not recorded"),
+        ("metrics.jsonl", "metrics.jsonl: not recorded"),
         ("timeline.jsonl", "timeline.jsonl: not recorded"),
         ("examples.jsonl", "examples.jsonl: not recorded"),
         ("summary.json", "summary.json: not recorded"),
@@ -158,29 +185,69 @@ def test_a_missing_file_is_said(tmp_path: Path, file: str, note: str) -> None:
     assert note in report(run_dir).text
 
 
-def test_a_missing_metric_is_said_and_zero_is_not_missing(tmp_path: Path) -> None:
-    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "metrics": {"reward/mean": 0.0}}])
+def write_metrics(run_dir: Path, *records: tuple[int, dict[str, float | str]]) -> None:
+    write_lines(run_dir / "metrics.jsonl", [{"step": s, "metrics": m} for s, m in records])
+
+
+def test_a_step_that_validated_keeps_its_training_metrics(tmp_path: Path) -> None:
+    write_metrics(
+        tmp_path,
+        (0, {"val/right_rate": 0.25}),
+        *((step, {"reward/mean": step / 10, "time/step": 9.0}) for step in range(1, 6)),
+        (5, {"val/right_rate": 0.5}),
+    )
+    series = read_run_files(tmp_path).series
+    assert series is not None
+    assert [step for step, _ in series["reward/mean"]] == [1, 2, 3, 4, 5]
+    assert series["val/right_rate"] == [(0, 0.25), (5, 0.5)]
     text = report(tmp_path).text
-    assert "reward/mean: not recorded" not in text
-    assert "actor/entropy: not recorded" in text
-    assert "pass_rate/before, pass_rate/after: not recorded" in text
+    assert "Steps 5 last is 5" in text
+    assert "Reward 0.5 first step 0.1" in text
+
+
+def test_a_pipeline_of_another_shape_gets_its_own_tiles_and_curves() -> None:
+    names = (
+        *("actor/entropy", "actor/kl_coef", "reward/mean", "reward/style", "reward/cached_rate"),
+        *("judge/right_rate", "judge/seconds", "sync/pushes", "time/step", "time/judge"),
+    )
+    series = {name: [(1, 0.5), (2, 0.75)] for name in names}
+    assert [(c.title, c.metrics, c.percent) for c in charts(series)] == [
+        ("Reward", ("reward/mean",), False),
+        ("Reward: cached rate", ("reward/cached_rate",), True),
+        ("Judge: right rate", ("judge/right_rate",), True),
+        ("Reward: style", ("reward/style",), False),
+        ("Judge: seconds", ("judge/seconds",), False),
+        ("Entropy", ("actor/entropy",), False),
+        ("Time", ("time/step", "time/judge"), False),
+    ]
+    own = ["judge/right_rate", "reward/cached_rate", "judge/seconds", "reward/style"]
+    assert tiles(series) == ["reward/mean", *own, "time/step"]
+
+
+def test_shares_of_a_group_are_drawn_together_four_at_a_time() -> None:
+    names = [f"test/{letter}_rate" for letter in "abcdef"]
+    series = {name: [(1, 0.5)] for name in names}
+    assert [c.metrics for c in charts(series)] == [tuple(names[:4]), tuple(names[4:])]
+    series["test/b_rate"] = [(1, 7.0)]  # called a rate and none
+    assert [c.metrics for c in charts(series)][-1] == ("test/b_rate",)
+
+
+def test_zero_is_a_value(tmp_path: Path) -> None:
+    write_metrics(tmp_path, (1, {"reward/mean": 0.0}))
+    assert "Reward 0 first step 0" in report(tmp_path).text
 
 
 def test_a_resumed_run_counts_the_later_line_of_a_step(tmp_path: Path) -> None:
     rows = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9)]
-    write_lines(
-        tmp_path / "metrics.jsonl", [{"step": s, "metrics": {"reward/mean": v}} for s, v in rows]
-    )
+    write_metrics(tmp_path, *((step, {"reward/mean": value}) for step, value in rows))
     series = read_run_files(tmp_path).series
     assert series == {"reward/mean": [(1, 0.1), (2, 0.9), (3, 0.3)]}
 
 
 def test_non_finite_values_do_not_break_the_drawing(tmp_path: Path) -> None:
     values = [0.5, "nan", "inf", "nan"]
-    write_lines(
-        tmp_path / "metrics.jsonl",
-        [{"step": i, "metrics": {"actor/grad_norm": v}} for i, v in enumerate(values, start=1)],
-    )
+    records = ((i, {"actor/grad_norm": value}) for i, value in enumerate(values, start=1))
+    write_metrics(tmp_path, *records)
     assert len(report(tmp_path).images) == 1
 
 
@@ -202,16 +269,6 @@ def test_a_malformed_file_is_an_error(tmp_path: Path, file: str, text: str, mess
 def test_a_directory_that_is_no_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is it a run's directory"):
         write_report(tmp_path)
-
-
-def test_examples_show_different_outcomes_and_the_newest_first() -> None:
-    def example(step: int, before: float, after: float) -> dict[str, Any]:
-        return {"step": step, "passed_before": before, "passed_after": after}
-
-    ups = [example(step, 0, 1) for step in range(10)]
-    shown = choose([*ups, example(3, 1, 0.5), example(2, 0, 0)], 4)
-    outcomes = [(e["step"], e["passed_before"], e["passed_after"]) for e in shown]
-    assert outcomes == [(9, 0, 1), (3, 1, 0.5), (2, 0, 0), (8, 0, 1)]
 
 
 @given(values=st.lists(st.floats(-100, 100), max_size=20), window=st.integers(1, 8))

@@ -46,6 +46,15 @@ def test_an_up_to_date_environment_is_left_alone(
         make_env.make_env(venv, lock)
 
 
+def test_new_console_scripts_make_it_out_of_date(
+    lock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = make_env.digest_of(lock)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + "\n# more\n")
+    monkeypatch.setattr(make_env, "ROOT", tmp_path)
+    assert make_env.digest_of(lock) != before
+
+
 def test_an_interrupted_installation_is_not_up_to_date(
     lock: Path, venv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,54 +4,47 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from ctrl_megatron.metrics.display import format_number
 from ctrl_megatron.metrics.timeline import Kind, Phase, intersection, union
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e6eaee"
-BLUE, ORANGE, GREY, SHADE = "#2563c9", "#e0701a", "#9aa5b1", "#fde3cf"
+BLUE, ORANGE, GREY, GREEN, SHADE = "#2563c9", "#e0701a", "#9aa5b1", "#17734f", "#fde3cf"
+CURVE_COLOURS = (BLUE, ORANGE, GREEN, GREY)
 KIND_COLOURS: dict[Kind, str] = {"main": BLUE, "host": ORANGE, "wait": GREY}
+Points = Sequence[tuple[int, float]]
+"""(step, value) by step."""
 _POINTS_WITH_MARKERS, _POINTS_SMOOTHED, _WINDOW = 40, 60, 15
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One curve."""
-
-    label: str
-    points: Sequence[tuple[int, float]]
-    """(step, value) by step."""
-    colour: str = BLUE
-
-
-def curve_svg(lines: Sequence[Line], *, percent: bool = False) -> str:
-    """Curves over the steps; the last value of each stands at its end.
+def curve_svg(curves: Mapping[str, Points], *, percent: bool = False) -> str:
+    """Up to four curves by label; the last value of each stands at its end.
 
     Long curves are drawn pale, under their mean over the last 15 steps.
     """
     figure, axes = _canvas(3.9, 2.3)
-    for line in lines:
-        steps, values = zip(*line.points, strict=True)
+    for (label, points), colour in zip(curves.items(), CURVE_COLOURS, strict=False):
+        steps, values = zip(*points, strict=True)
         many = len(steps) > _POINTS_SMOOTHED
         if many:
-            axes.plot(steps, values, color=line.colour, lw=0.9, alpha=0.35)
+            axes.plot(steps, values, color=colour, lw=0.9, alpha=0.35)
         marker = "o" if len(steps) <= _POINTS_WITH_MARKERS else ""
         drawn = trailing_mean(values, _WINDOW) if many else values
-        axes.plot(steps, drawn, color=line.colour, lw=1.8, marker=marker, ms=3.5, label=line.label)
-    _label_ends(axes, lines, percent)
+        axes.plot(steps, drawn, color=colour, lw=1.8, marker=marker, ms=3.5, label=label)
+    _label_ends(axes, [points[-1] for points in curves.values()], percent)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.set_xlabel("step", color=MUTED, fontsize=9)
     if percent:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
         axes.set_ylim(-0.03, 1.03)
-    if len(lines) > 1:
+    if len(curves) > 1:
         axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
     axes.grid(axis="y", color=GRID, lw=0.8)
     return _svg(figure)
@@ -89,23 +82,10 @@ def gantt_svg(phases: Sequence[Phase]) -> str:
     return _svg(figure)
 
 
-def format_number(value: float, *, percent: bool = False) -> str:
-    """A number for people: three significant digits, or a percentage with one decimal."""
-    if not math.isfinite(value):
-        return str(value)
-    if percent:
-        return f"{value:.1%}"
-    if value != 0 and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.2e}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _label_ends(axes: Any, lines: Sequence[Line], percent: bool) -> None:
-    ends = [(line.points[-1], line.colour) for line in lines if math.isfinite(line.points[-1][1])]
-    order = sorted(range(len(ends)), key=lambda i: ends[i][0][1])
-    for place, index in enumerate(order):
-        (step, value), colour = ends[index]
-        below = len(ends) > 1 and place == 0
+def _label_ends(axes: Any, ends: Points, percent: bool) -> None:
+    finite = [pair for pair in zip(ends, CURVE_COLOURS, strict=False) if math.isfinite(pair[0][1])]
+    for place, ((step, value), colour) in enumerate(sorted(finite, key=lambda pair: pair[0][1])):
+        below = len(finite) > 1 and place == 0
         axes.annotate(
             format_number(value, percent=percent),
             (step, value),

@@ -3,84 +3,42 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 from html import escape
+from typing import Any
 
-from ctrl_megatron.metrics.report.examples import examples_section
+from ctrl_megatron.metrics.display import format_number
+from ctrl_megatron.metrics.report.charts import charts, is_share, tiles, title_of
 from ctrl_megatron.metrics.report.figures import (
     BLUE,
     GREY,
     ORANGE,
     SHADE,
-    Line,
     curve_svg,
-    format_number,
     gantt_svg,
 )
-from ctrl_megatron.metrics.report.run_files import RunFiles, Series, StepTimeline
+from ctrl_megatron.metrics.report.run_files import RunFiles, Series, Timelines
 from ctrl_megatron.metrics.report.style import CSS
 from ctrl_megatron.metrics.timeline import hidden_seconds, intersection
 
-_CHARTS: tuple[tuple[str, str, tuple[tuple[str, str, str], ...], bool], ...] = (
-    ("Reward", "mean over critiques", (("reward/mean", "reward", BLUE),), False),
-    (
-        "Valid critiques",
-        "share that states a judgment",
-        (("critique/valid_rate", "valid", BLUE),),
-        True,
-    ),
-    (
-        "Pass rate around the revision",
-        "mean over tests and critiques",
-        (
-            ("pass_rate/before", "first solution", GREY),
-            ("pass_rate/after", "after revision", BLUE),
-        ),
-        True,
-    ),
-    ("KL of the update", "old policy to new policy", (("actor/ppo_kl", "KL", BLUE),), False),
-    (
-        "Clipped tokens",
-        "share whose ratio left the clip range",
-        (("actor/pg_clipfrac", "clipped", BLUE),),
-        False,
-    ),
-    ("Entropy", "nats per critique token", (("actor/entropy", "entropy", BLUE),), False),
-    ("Gradient norm", "before clipping", (("actor/grad_norm", "norm", BLUE),), False),
-    ("Throughput", "tokens per second", (("perf/tokens_per_second", "tokens/s", BLUE),), False),
-    (
-        "Engine against trainer",
-        "mean absolute difference of token probabilities",
-        (("rollout/probs_diff_mean", "difference", BLUE),),
-        False,
-    ),
-)
-_TILES = (
-    ("Reward", "reward/mean", False),
-    ("Valid critiques", "critique/valid_rate", True),
-    ("Passed after revision", "pass_rate/after", True),
-    ("Tokens per second", "perf/tokens_per_second", False),
-    ("Overlapped seconds", "perf/overlap_seconds", False),
-    ("Weight sync, GB/s", "sync/gigabytes_per_second", False),
-)
+_EXAMPLES, _CHIP_LENGTH = 6, 40
 
 
 def render(run: RunFiles) -> str:
     """The whole page."""
     body = [
         f"<h1>{escape(run.name)}</h1>",
-        '<p class="note">Critique, revision, verdict: what the run measured.</p>',
+        '<p class="note">What the run measured.</p>',
         _tiles(run.series),
-        "<h2>Before and after</h2>",
+        "<h2>Stages</h2>",
         _summary_table(run),
         "<h2>Training curves</h2>",
         '<p class="note">Numbers are last values; long curves are drawn pale under their mean '
         "over the last 15 steps.</p>",
-        f'<div class="charts">{"".join(_charts(run.series))}</div>',
+        _charts(run.series),
         "<h2>One step in time</h2>",
         _timeline(run.timelines),
-        "<h2>Critique, revision, verdict</h2>",
-        examples_section(run.examples),
+        "<h2>Examples</h2>",
+        _examples(run.examples),
         "<h2>Configuration</h2>",
         _config(run.config),
         "<footer>Made from metrics.jsonl, timeline.jsonl, examples.jsonl, summary.json and "
@@ -95,9 +53,8 @@ def render(run: RunFiles) -> str:
     )
 
 
-def missing(what: str) -> str:
-    """The note that stands where something was not recorded."""
-    return f'<div class="missing">{escape(what)}: not recorded</div>'
+def _missing(file: str) -> str:
+    return f'<div class="card"><div class="missing">{file}: not recorded</div></div>'
 
 
 def _image(svg: str, text: str) -> str:
@@ -106,30 +63,30 @@ def _image(svg: str, text: str) -> str:
 
 
 def _tiles(series: Series | None) -> str:
-    tiles = []
-    if series:
-        steps = {step for points in series.values() for step, _ in points}
-        tiles.append(("Steps", f"{len(steps)}", f"last is {max(steps)}"))
-    for label, name, percent in _TILES:
-        points = (series or {}).get(name)
-        if not points:
-            tiles.append((label, "&ndash;", "not recorded"))
-            continue
-        first, last = (format_number(points[i][1], percent=percent) for i in (0, -1))
-        tiles.append((label, last, f"first step {first}"))
+    if not series:
+        return ""
+    # Validation alone (before the first step, or of a step that was resumed from) is not a step.
+    trained = {name: points for name, points in series.items() if not name.startswith("val/")}
+    steps = {step for points in (trained or series).values() for step, _ in points}
+    shown = [("Steps", f"{len(steps)}", f"last is {max(steps)}")]
+    for name in tiles(series):
+        first, last = (
+            format_number(series[name][i][1], percent=is_share(name, series)) for i in (0, -1)
+        )
+        shown.append((title_of(name), last, f"first step {first}"))
     cells = (
         f'<div class="card tile"><div class="label">{escape(label)}</div>'
         f'<div class="value">{value}</div><div class="from">{escape(note)}</div></div>'
-        for label, value, note in tiles
+        for label, value, note in shown
     )
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
 def _summary_table(run: RunFiles) -> str:
     if not run.summary:
-        return f'<div class="card">{missing("summary.json")}</div>'
+        return _missing("summary.json")
     columns = list(dict.fromkeys(key for row in run.summary for key in row))
-    head = "".join(f"<th>{escape(column.replace('_', ' '))}</th>" for column in columns)
+    head = "".join(f"<th>{escape(_words(column))}</th>" for column in columns)
     rows = "".join(
         f"<tr>{''.join(f'<td>{_cell(c, row.get(c))}</td>' for c in columns)}</tr>"
         for row in run.summary
@@ -145,44 +102,53 @@ def _cell(column: str, value: object) -> str:
     return escape(str(value))
 
 
-def _charts(series: Series | None) -> Sequence[str]:
+def _charts(series: Series | None) -> str:
+    if not series:
+        return _missing("metrics.jsonl")
     cards = []
-    for title, subtitle, curves, percent in _CHARTS:
-        lines = [
-            Line(label=label, points=points, colour=colour)
-            for name, label, colour in curves
-            if (points := (series or {}).get(name))
-        ]
-        names = ", ".join(name for name, _, _ in curves)
-        drawing = (
-            _image(curve_svg(lines, percent=percent), f"{title} by step")
-            if lines
-            else missing(names)
-        )
+    for chart in charts(series):
+        curves = {name.partition("/")[2] or name: series[name] for name in chart.metrics}
+        drawing = _image(curve_svg(curves, percent=chart.percent), f"{chart.title} by step")
         cards.append(
-            f'<div class="card"><h3>{escape(title)}</h3>'
-            f'<p class="note">{escape(subtitle)}</p>{drawing}</div>'
+            f'<div class="card"><h3>{escape(chart.title)}</h3>'
+            f'<p class="note">{escape(chart.note)}</p>{drawing}</div>'
         )
-    return cards
+    return f'<div class="charts">{"".join(cards)}</div>{_all_metrics(series)}'
 
 
-def _timeline(timelines: list[StepTimeline] | None) -> str:
-    if not timelines or not any(t.phases for t in timelines):
-        return f'<div class="card">{missing("timeline.jsonl")}</div>'
-    chosen = _telling_step([t for t in timelines if t.phases])
-    host = [p for p in chosen.phases if p.kind == "host"]
-    hidden = hidden_seconds(chosen.phases)
+def _all_metrics(series: Series) -> str:
+    rows = []
+    for name, points in sorted(series.items()):
+        values = [value for _, value in points]
+        numbers = (values[0], values[-1], min(values), max(values))
+        cells = "".join(f"<td>{format_number(value)}</td>" for value in numbers)
+        rows.append(f"<tr><td>{escape(name)}</td>{cells}</tr>")
+    head = "".join(f"<th>{word}</th>" for word in ("metric", "first", "last", "least", "most"))
+    return (
+        '<div class="card all"><details><summary>All metrics</summary>'
+        f"<table><tr>{head}</tr>{''.join(rows)}</table></details></div>"
+    )
+
+
+def _timeline(timelines: Timelines | None) -> str:
+    timelines = {place: phases for place, phases in (timelines or {}).items() if phases}
+    if not timelines:
+        return _missing("timeline.jsonl")
+    step, rank = _telling_step(timelines)
+    phases = timelines[step, rank]
+    host = [p for p in phases if p.kind == "host"]
+    hidden = hidden_seconds(phases)
     partners = [
         p.name
-        for p in chosen.phases
+        for p in phases
         if p.kind == "main" and intersection([p.interval], [h.interval for h in host])
     ]
     names = ", ".join(dict.fromkeys(p.name for p in host))
     total = sum(p.end - p.start for p in host)
-    said = "No host phase was recorded in this step."
+    note = "No host phase was recorded in this step."
     if host:
-        said = f"{names} took {total:.2f} s, of which {hidden:.2f} s ran beside "
-        said += f"{', '.join(dict.fromkeys(partners)) or 'nothing'}."
+        note = f"{names} took {total:.2f} s, of which {hidden:.2f} s ran beside "
+        note += f"{', '.join(dict.fromkeys(partners)) or 'nothing'}."
     keys = "".join(
         f'<span class="key" style="background:{colour}"></span>{text}'
         for colour, text in (
@@ -193,26 +159,76 @@ def _timeline(timelines: list[StepTimeline] | None) -> str:
         )
     )
     return (
-        f'<div class="card"><h3>Step {chosen.step}, rank {chosen.rank}</h3>'
-        f'<p class="note">{escape(said)}<br>{keys}</p>'
-        f"{_image(gantt_svg(chosen.phases), 'Phases of one step')}</div>"
+        f'<div class="card"><h3>Step {step}, rank {rank}</h3>'
+        f'<p class="note">{escape(note)}<br>{keys}</p>'
+        f"{_image(gantt_svg(phases), 'Phases of one step')}</div>"
     )
 
 
-def _telling_step(timelines: list[StepTimeline]) -> StepTimeline:
-    """The newest step in which host work ran; among its ranks the one where most was hidden."""
-    with_host = [t for t in timelines if any(p.kind == "host" for p in t.phases)]
-    candidates = with_host or timelines
-    newest = max(t.step for t in candidates)
-    return max(
-        (t for t in candidates if t.step == newest),
-        key=lambda t: (hidden_seconds(t.phases), -t.rank),
+def _telling_step(timelines: Timelines) -> tuple[int, int]:
+    """The newest step in which host work ran; of its ranks the one where most was hidden."""
+    with_host = [at for at, phases in timelines.items() if any(p.kind == "host" for p in phases)]
+    newest = max(step for step, _ in with_host or timelines)
+    places = [at for at in with_host or timelines if at[0] == newest]
+    return max(places, key=lambda at: (hidden_seconds(timelines[at]), -at[1]))
+
+
+def _examples(examples: list[dict[str, Any]] | None) -> str:
+    """The newest examples; those of one step in the order in which the pipeline gave them."""
+    if not examples:
+        return _missing("examples.jsonl")
+    newest = sorted(examples, key=lambda example: -example["step"])[:_EXAMPLES]
+    # A field that is long in one example is a text in all of them: the cards look alike.
+    texts = {name for example in newest for name, value in example.items() if _is_long(value)}
+    return "".join(_example(example, texts) for example in newest)
+
+
+def _example(example: dict[str, Any], texts: set[str]) -> str:
+    """Short fields as chips, texts in full, both in the order of the record."""
+    fields = [(name, _value_text(value)) for name, value in example.items() if name != "step"]
+    chips = "".join(
+        f'<span class="chip">{escape(_words(name))}: {escape(text)}</span>'
+        for name, text in fields
+        if name not in texts
     )
+    parts = "".join(
+        f'<div><div class="part">{escape(_words(name))}</div><pre>{escape(text)}</pre></div>'
+        for name, text in fields
+        if name in texts
+    )
+    return (
+        f'<div class="card example"><header><span class="step">step {example["step"]}</span>'
+        f'{chips}</header><div class="pair">{parts}</div></div>'
+    )
+
+
+def _is_long(value: object) -> bool:
+    if isinstance(value, str):
+        return "\n" in value or len(value) > _CHIP_LENGTH
+    return isinstance(value, list | dict)
+
+
+def _value_text(value: object) -> str:
+    if value is None:
+        return "not recorded"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return format_number(value)
+    if isinstance(value, list):
+        return "\n".join(f"{i}: {_value_text(item)}" for i, item in enumerate(value, start=1))
+    if isinstance(value, dict):
+        return "\n".join(f"{name}: {_value_text(item)}" for name, item in value.items())
+    return str(value)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _config(text: str | None) -> str:
     if text is None:
-        return f'<div class="card">{missing("config.yaml")}</div>'
+        return _missing("config.yaml")
     return (
         f'<div class="card"><details><summary>config.yaml</summary>'
         f"<pre>{escape(text)}</pre></details></div>"

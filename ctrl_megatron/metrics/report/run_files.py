@@ -13,15 +13,8 @@ from ctrl_megatron.metrics.timeline import Phase
 _NAMES = ("metrics.jsonl", "timeline.jsonl", "examples.jsonl", "summary.json", "config.yaml")
 Series = dict[str, list[tuple[int, float]]]
 """For every metric its (step, value) points by step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimeline:
-    """The phases of one step on one rank."""
-
-    step: int
-    rank: int
-    phases: tuple[Phase, ...]
+Timelines = dict[tuple[int, int], list[Phase]]
+"""The phases by step and rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +24,9 @@ class RunFiles:
     name: str
     """Name of the run, which is the name of its directory."""
     series: Series | None
-    timelines: list[StepTimeline] | None
+    timelines: Timelines | None
     examples: list[dict[str, Any]] | None
+    """In the order of steps, each ``{"step": int, field: value, ...}`` in the order of display."""
     summary: list[dict[str, Any]] | None
     """Rows of the final table."""
     config: str | None
@@ -41,44 +35,52 @@ class RunFiles:
 
 def read_run_files(run_dir: Path) -> RunFiles:
     """Read every file the report needs. Raises ValueError where none exists or one is malformed."""
-    found = {name: run_dir / name for name in _NAMES if (run_dir / name).is_file()}
-    if not found:
+    files = {name: run_dir / name for name in _NAMES if (run_dir / name).is_file()}
+    if not files:
         raise ValueError(f"{run_dir} holds none of {', '.join(_NAMES)}; is it a run's directory?")
-    metrics, timeline = found.get("metrics.jsonl"), found.get("timeline.jsonl")
-    examples, summary = found.get("examples.jsonl"), found.get("summary.json")
-    config = found.get("config.yaml")
+    metrics, timeline = files.get("metrics.jsonl"), files.get("timeline.jsonl")
+    examples, summary = files.get("examples.jsonl"), files.get("summary.json")
+    config = files.get("config.yaml")
     return RunFiles(
         name=run_dir.resolve().name,
         series=None if metrics is None else _series(metrics),
         timelines=None if timeline is None else _timelines(timeline),
-        examples=None if examples is None else read_json_lines(examples),
+        examples=None if examples is None else _examples(examples),
         summary=None if summary is None else _summary(summary),
         config=None if config is None else config.read_text(encoding="utf-8"),
     )
 
 
 def _series(path: Path) -> Series:
-    # A resumed run writes some steps again; the later line is what the weights really saw.
-    steps = {
-        int(_field(r, "step", path)): _field(r, "metrics", path) for r in read_json_lines(path)
-    }
-    series: Series = {}
-    for step, metrics in sorted(steps.items()):
-        for name, value in metrics.items():
-            series.setdefault(name, []).append((step, float(value)))
-    return series
-
-
-def _timelines(path: Path) -> list[StepTimeline]:
-    newest: dict[tuple[int, int], StepTimeline] = {}
+    # A step is logged in parts (training, then validation), and a resumed run logs some steps
+    # again: what was logged last counts, for every metric on its own.
+    values: dict[str, dict[int, float]] = {}
     for record in read_json_lines(path):
-        phases = tuple(
-            Phase(p["name"], p["kind"], float(p["start"]), float(p["end"]))
-            for p in _field(record, "phases", path)
-        )
-        step, rank = int(_field(record, "step", path)), int(_field(record, "rank", path))
-        newest[step, rank] = StepTimeline(step=step, rank=rank, phases=phases)
-    return [newest[key] for key in sorted(newest)]
+        step = int(_field(record, "step", path))
+        for name, value in _field(record, "metrics", path).items():
+            values.setdefault(name, {})[step] = float(value)
+    return {name: sorted(points.items()) for name, points in values.items()}
+
+
+def _timelines(path: Path) -> Timelines:
+    timelines: Timelines = {}
+    for record in read_json_lines(path):
+        step, rank, phases = (_field(record, name, path) for name in ("step", "rank", "phases"))
+        timelines[int(step), int(rank)] = [
+            Phase(p["name"], p["kind"], float(p["start"]), float(p["end"])) for p in phases
+        ]
+    return timelines
+
+
+def _examples(path: Path) -> list[dict[str, Any]]:
+    kept: list[dict[str, Any]] = []
+    for record in read_json_lines(path):
+        step = int(_field(record, "step", path))
+        if kept and step < kept[-1]["step"]:
+            # A resumed run went back: what had come after its checkpoint is not its past.
+            kept = [example for example in kept if example["step"] < step]
+        kept.append({**record, "step": step})
+    return kept
 
 
 def _summary(path: Path) -> list[dict[str, Any]]:

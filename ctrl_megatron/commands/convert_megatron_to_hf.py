@@ -1,0 +1,35 @@
+"""Megatron checkpoint -> HF directory.
+
+``ctrl-convert-megatron-to-hf --checkpoint DIR --out DIR [--model policy|value]``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ctrl_megatron.commands.start import CommandParser, refuse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Load the weights into one process and export them; 2 for wrong input."""
+    parser = CommandParser(__doc__)
+    parser.add_argument(
+        "--checkpoint", required=True, type=Path, help="runs/NAME/checkpoints/global_step_N"
+    )
+    parser.add_argument("--out", required=True, type=Path, help="directory to write")
+    parser.add_argument("--model", choices=("policy", "value"), default="policy")
+    try:
+        options = parser.parse_args(arguments)
+        from ctrl_megatron.checkpoint.convert import megatron_to_hf
+
+        megatron_to_hf(options.checkpoint, options.out, folder=options.model)
+    except ValueError as error:
+        return refuse("convert_megatron_to_hf", error)
+    engines = "transformers and vLLM" if options.model == "policy" else "transformers"
+    print(f"wrote {options.out} for {engines}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

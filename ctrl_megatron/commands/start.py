@@ -1,0 +1,122 @@
+"""How every command begins: arguments are read, the configuration is checked, ranks are started.
+
+Wrong input is printed once, whatever the number of ranks, and gives the exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
+from ctrl_megatron.config.environment import read_launch, read_log_level
+
+# When this file is loaded, so that processes which a command spawns are quiet too.
+warnings.filterwarnings("ignore", module=r"megatron|torch")
+
+WRONG_INPUT, STOPPED = 2, 130
+"""Exit codes: refused before anything ran; stopped by a signal, with the state saved."""
+_SHUTDOWN_SECONDS = 300
+"""What ranks get after a signal to finish the update they are in and to save."""
+_FIRST_WAITS, _OTHERS_WAIT = 10.0, 60.0
+"""Seconds that a machine's first rank and its other ranks wait to be ended by the launcher."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Raises ValueError for wrong arguments, so that they are refused like a wrong key."""
+
+    def __init__(self, description: str | None) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=formatter)
+
+    def error(self, message: str) -> NoReturn:
+        """Wrong arguments."""
+        raise ValueError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Config:
+    """The configuration, and Python's logging as the environment wants it. ValueError if wrong."""
+    logging.basicConfig(level=read_log_level())
+    config = load_config(path, overrides, purpose)
+    check_files(config, purpose)
+    return config
+
+
+def refuse(name: str, error: ValueError) -> int:
+    """Print why the command ``name`` does not run; returns the exit code.
+
+    All ranks find the same fault. Rank 0 prints it and ends, and the launcher ends the others,
+    which wait here for that. If it does not, this is another machine, or rank 0 found nothing
+    wrong: then the machine's first rank prints what it found.
+    """
+    try:
+        launch = read_launch()
+    except ValueError:
+        launch = None  # the fault itself; it names the variable
+    if launch is not None and launch.rank > 0:
+        time.sleep(_FIRST_WAITS if launch.local_rank == 0 else _OTHERS_WAIT)
+    if launch is None or launch.local_rank == 0:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+    return WRONG_INPUT
+
+
+def training_config(
+    name: str, purpose: Purpose, arguments: Sequence[str] | None, description: str | None
+) -> Config | int:
+    """The checked configuration of this rank, or the exit code where there is nothing to run here:
+    wrong input, or ``--nproc-per-node``, for which ranks were started and have ended.
+    """
+    parser = CommandParser(description)
+    parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
+    parser.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="start N ranks on this machine"
+    )
+    parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.experiment_name=mine")
+    # A pipeline or a reward function of the user's own may stand where the command is given.
+    sys.path.append(os.getcwd())
+    try:
+        options = parser.parse_args(arguments)
+        launch, ranks = read_launch(), options.nproc_per_node
+        if ranks is not None and ranks < 1:
+            raise ValueError(f"--nproc-per-node={ranks} must be at least 1")
+        if ranks is not None and (launch.launcher == "torchrun" or launch.world_size > 1):
+            raise ValueError(
+                f"--nproc-per-node starts ranks, and {launch.launcher} has started this one; "
+                "leave it out"
+            )
+        config = checked_config(options.config, options.overrides, purpose)
+        check_world_size(config, launch.world_size if ranks is None else ranks, purpose)
+    except ValueError as error:
+        return refuse(name, error)
+    if ranks is not None:
+        return _start_ranks(name, ranks, ["--config", options.config, *options.overrides])
+    return config
+
+
+def _start_ranks(name: str, ranks: int, arguments: Sequence[str]) -> int:
+    """Run this program again as ``ranks`` processes under torch's launcher; its exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    spec = sys.modules["__main__"].__spec__  # set by python -m
+    program = [sys.argv[0]] if spec is None else ["-m", spec.name]
+    flags = ["--standalone", "--nproc-per-node", str(ranks)]
+    flags += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS)]
+    try:
+        torchrun([*flags, *program, *arguments])
+    except SignalException as signal:
+        return 128 + signal.sigval
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        if code not in (WRONG_INPUT, STOPPED):
+            print(f"{name}: rank {rank} ended with exit code {code}", file=sys.stderr)
+        return code if code > 0 else 128 - code  # negative: the signal that killed it
+    return 0

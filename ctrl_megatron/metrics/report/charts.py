@@ -1,0 +1,103 @@
+"""Which metrics of a run become tiles and curves: those that it recorded, whatever its pipeline."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ctrl_megatron.metrics.report.run_files import Series
+
+_TITLES = {
+    "reward/mean": ("Reward", "mean over samples"),
+    "actor/ppo_kl": ("KL of the update", "old policy to new policy"),
+    "actor/kl_to_reference": ("KL to the reference", "policy to reference model"),
+    "actor/pg_clipfrac": ("Clipped tokens", "share whose ratio left the clip range"),
+    "actor/entropy": ("Entropy", "nats per response token"),
+    "actor/grad_norm": ("Gradient norm", "before clipping"),
+    "critic/explained_variance": ("Value model", "explained share of the returns' variance"),
+    "rollout/probs_diff_mean": ("Engine against trainer", "mean difference of probabilities"),
+    "perf/tokens_per_second": ("Throughput", "tokens per second"),
+    "perf/mfu": ("MFU", "share of the devices' peak that the model's arithmetic used"),
+}
+"""Title and note of what every trainer measures."""
+_TRAINER = ("actor", "critic", "advantage", "rollout", "sampling", "sync", "perf", "time")
+"""Groups that the trainer writes: only those above are drawn. Others belong to a pipeline, which
+chose what to measure: all of it is drawn.
+"""
+_SPEED = (
+    *("time/step", "perf/tokens_per_second", "perf/overlap_seconds"),
+    "sync/gigabytes_per_second",
+)
+_TILES_OF_PIPELINE, _CURVES_PER_CHART = 5, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Metrics drawn on the same axes."""
+
+    title: str
+    note: str
+    metrics: tuple[str, ...]
+    percent: bool = False
+
+
+def charts(series: Series) -> list[Chart]:
+    """The reward, what the pipeline measures, the trainer's part, and where the time goes."""
+    own = _of_pipeline(series)
+    named = [name for name in _TITLES if name in series]
+    shares: dict[str, list[str]] = {}
+    for name in own:
+        if name not in named and is_share(name, series):
+            shares.setdefault(_group(name), []).append(name)
+    shown = [_chart([name], series) for name in named if name in own]
+    for names in shares.values():
+        parts = range(0, len(names), _CURVES_PER_CHART)
+        shown += [_chart(names[start : start + _CURVES_PER_CHART], series) for start in parts]
+    drawn = {*named, *(name for names in shares.values() for name in names)}
+    shown += [_chart([name], series) for name in own if name not in drawn]
+    shown += [_chart([name], series) for name in named if name not in own]
+    seconds = [name for name in series if _group(name) == "time"]
+    # The step itself is the longest.
+    seconds.sort(key=lambda name: -series[name][-1][1])
+    return [*shown, _chart(seconds[:_CURVES_PER_CHART], series)] if seconds else shown
+
+
+def tiles(series: Series) -> list[str]:
+    """The metrics whose last values are shown big."""
+    own = [name for name in _of_pipeline(series) if _group(name) != "val"]
+    # Shares can be read without knowing the metric; the rewards' details come last.
+    own.sort(key=lambda name: (not is_share(name, series), _group(name) == "reward"))
+    own = [name for name in own if name not in _TITLES][:_TILES_OF_PIPELINE]
+    shown = ("reward/mean", *own, *_SPEED)
+    return [name for name in shown if name in series]
+
+
+def title_of(name: str) -> str:
+    """A metric's title, or its name in words."""
+    if name in _TITLES:
+        return _TITLES[name][0]
+    words = name.replace("_", " ").replace("/", ": ")
+    return words[:1].upper() + words[1:]
+
+
+def is_share(name: str, series: Series) -> bool:
+    """Whether the values are parts of a whole, shown as percentages; nan may be among them."""
+    named = re.search(r"rate|frac|share|accuracy", name)
+    return named is not None and not any(value < 0 or value > 1 for _, value in series[name])
+
+
+def _chart(names: list[str], series: Series) -> Chart:
+    shares = ", shares" if _group(names[0]) != "time" else ""
+    title = title_of(names[0]) if len(names) == 1 else title_of(_group(names[0])) + shares
+    note = _TITLES[names[0]][1] if names[0] in _TITLES else ", ".join(names)
+    percent = all(is_share(name, series) for name in names)
+    return Chart(title=title, note=note, metrics=tuple(names), percent=percent)
+
+
+def _of_pipeline(series: Series) -> list[str]:
+    own = [name for name in series if _group(name) not in _TRAINER]
+    return sorted(own, key=lambda name: _group(name) == "val")
+
+
+def _group(name: str) -> str:
+    return name.partition("/")[0]

@@ -1,0 +1,207 @@
+"""Where metrics go: terminal, JSON lines, TensorBoard, Weights & Biases, MLflow.
+
+Each sink imports its library when it is built.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from ctrl_megatron.metrics.display import Display, format_number
+from ctrl_megatron.metrics.json_lines import JsonlWriter
+
+_FIRST_ROWS = ("reward", "actor")
+
+
+class Sink(Protocol):
+    """Takes the metrics of a step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics of step ``step``; a step may be logged in several parts."""
+        ...
+
+    def close(self) -> None:
+        """Write everything out and let go of files and connections."""
+        ...
+
+
+def build_sinks(
+    names: Sequence[str],
+    run_dir: Path,
+    config: Mapping[str, Any],
+    display: Display | None = None,
+) -> list[Sink]:
+    """The sinks called ``names`` for a run in ``run_dir``; call it on one rank only.
+
+    ``config`` is the configuration as nested dicts (its ``trainer`` group names project and run).
+    Raises ValueError for an unknown name or a library that is not installed.
+    """
+    kinds: dict[str, Callable[[], Sink]] = {
+        "console": lambda: ConsoleSink(display or Display(0)),
+        "jsonl": lambda: JsonlSink(run_dir / "metrics.jsonl"),
+        "tensorboard": lambda: TensorboardSink(run_dir / "tensorboard"),
+        "wandb": lambda: WandbSink(run_dir, config),
+        "mlflow": lambda: MlflowSink(run_dir, config),
+    }
+    sinks: list[Sink] = []
+    try:
+        for name in dict.fromkeys(names):
+            if name not in kinds:
+                known = ", ".join(kinds)
+                raise ValueError(f"trainer.logger: unknown sink {name!r}; choose from {known}")
+            with _library_of(name):
+                sinks.append(kinds[name]())
+    except BaseException:
+        for sink in sinks:
+            sink.close()
+        raise
+    return sinks
+
+
+@contextmanager
+def _library_of(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(
+            f"trainer.logger names {name}, which is not installed; "
+            f"pip install {name} or remove it from the list"
+        ) from error
+
+
+class ConsoleSink:
+    """Prints the metrics of a step, one row per group (the part of the name before the slash)."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print one table."""
+        self._display.console.print(step_table(step, self._display.total_steps, metrics))
+
+    def close(self) -> None:
+        """Nothing to let go of; the display belongs to the caller."""
+
+
+def step_table(step: int, total_steps: int, metrics: Mapping[str, float]) -> Table:
+    """The metrics of one step as a table that wraps to any width."""
+    groups: dict[str, Text] = {}
+    for name, value in metrics.items():
+        group, _, rest = name.rpartition("/")
+        text = groups.setdefault(group, Text())
+        if text:
+            text.append("  ")
+        # No-break spaces keep a name and its number together when the row wraps.
+        text.append(f"{rest}\u00a0", style="dim").append(format_number(value), style="bold")
+    title = f"step {step}/{total_steps}" if total_steps else f"step {step}"
+    table = Table(title=title, box=box.ROUNDED, show_header=False, title_justify="left")
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    first = [group for group in _FIRST_ROWS if group in groups]
+    for group in (*first, *sorted(set(groups) - set(first))):
+        table.add_row(group, groups[group])
+    return table
+
+
+class JsonlSink:
+    """``{"step": int, "metrics": {name: number}}``, one line per call, written at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = JsonlWriter(path)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line."""
+        self._lines.append({"step": step, "metrics": dict(metrics)})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+class TensorboardSink:
+    """TensorBoard events, written by the tensorboard package alone."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        self._events, self._summaries = event_pb2, summary_pb2
+        self._writer = EventFileWriter(str(directory))
+        self._started = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one event that holds all metrics, and flush."""
+        if not self._started:
+            # A resumed run repeats steps; this tells TensorBoard to drop what came after them.
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._add(step, session_log=start)
+            self._started = True
+        values = [
+            self._summaries.Summary.Value(tag=name, simple_value=value)
+            for name, value in metrics.items()
+        ]
+        self._add(step, summary=self._summaries.Summary(value=values))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+    def _add(self, step: int, **content: object) -> None:
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))
+
+
+class WandbSink:
+    """Weights & Biases: one run, resumed under the same id when the training resumes."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+        import wandb  # type: ignore[import-not-found]  # optional
+
+        trainer = config["trainer"]
+        self._run = wandb.init(
+            project=trainer["project_name"],
+            name=trainer["experiment_name"],
+            id=trainer["experiment_name"],
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        self._run.finish()
+
+
+class MlflowSink:
+    """MLflow: one run per start, the configuration as an artifact."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+        import mlflow  # type: ignore[import-not-found]  # optional
+
+        self._mlflow = mlflow
+        trainer = config["trainer"]
+        mlflow.set_experiment(trainer["project_name"])
+        mlflow.start_run(run_name=trainer["experiment_name"])
+        mlflow.log_dict(dict(config), "config.yaml")
+        mlflow.set_tag("run_dir", str(run_dir))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics."""
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()

@@ -1,0 +1,76 @@
+"""Installed, the package is imported and its commands run from any folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tools.make_env import install_checkout, pip_install
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "examples/ctrl_smollm2_cpu.yaml"
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+
+
+@pytest.fixture(scope="module", params=["editable", "plain"])
+def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter with the package installed from a copy of the checkout; the libraries are
+    those of the running one.
+    """
+    folder = tmp_path_factory.mktemp(request.param)
+    venv, checkout = folder / "env", folder / "checkout"
+    nothing_compiled = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "ctrl_megatron", checkout / "ctrl_megatron", ignore=nothing_compiled)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout / name)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = (venv / "lib").glob("python*/site-packages")
+    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    if request.param == "editable":
+        install_checkout(venv, checkout)
+    else:
+        plain = [*pip_install(venv), "--no-build-isolation", "--quiet", str(checkout)]
+        subprocess.run(plain, check=True)
+    return venv / "bin/python"
+
+
+def run(command: list[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def test_the_package_is_imported_from_another_folder(python: Path, tmp_path: Path) -> None:
+    code = "import ctrl_megatron, ctrl_megatron.sandbox.jail; print(ctrl_megatron.__file__)"
+    done = run([python, "-c", code], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(python.parents[2])
+    installed = Path(done.stdout.strip()).parent
+    files = {p.relative_to(installed) for p in installed.rglob("*.py")}
+    here = ROOT / "ctrl_megatron"
+    assert files == {p.relative_to(here) for p in here.rglob("*.py")}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_console_script_helps(python: Path, tmp_path: Path, script: str) -> None:
+    done = run([python.parent / script, "--help"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: {script} ")
+
+
+@pytest.mark.parametrize("name", ["train_rl", "train_sft"])
+def test_a_wrong_key_is_refused_from_another_folder(
+    python: Path, tmp_path: Path, name: str
+) -> None:
+    script = python.parent / f"ctrl-{name.replace('_', '-')}"
+    for command in ([script], [python, "-m", f"ctrl_megatron.commands.{name}"]):
+        done = run([*command, "--config", CONFIG, "trainer.sead=1"], tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"{name}: ") and "'trainer.sead'" in done.stderr
+        assert "Traceback" not in done.stderr

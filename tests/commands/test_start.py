@@ -1,0 +1,160 @@
+"""Wrong input is refused once and without a traceback; ranks are started, and end, as asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ctrl_megatron.commands import start
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "examples/ctrl_smollm2_cpu.yaml"
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run"),
+    *("--standalone", "--nproc-per-node", "2"),
+)
+MISSPELT = ("--config", CONFIG, "data.train_bach_size=4")
+
+PROGRAM = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from ctrl_megatron.commands.start import train_command
+
+def on_signal(number, frame):
+    print("asked to stop", flush=True)
+
+def train(config):
+    signal.signal(signal.SIGTERM, on_signal)
+    print(f"rank {{os.environ['RANK']}} of {{os.environ['WORLD_SIZE']}}", flush=True)
+    how = config.trainer.project_name
+    if how == "killed":
+        os.kill(os.getpid(), 9)
+    if how == "failed":
+        os._exit(13)
+    if how == "waiting":
+        signal.pause()
+    return how == "finished"
+
+if __name__ == "__main__":
+    raise SystemExit(train_command("program", "sft", train, None, None))
+"""
+
+
+def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def test_a_misspelt_key_under_torchrun_is_printed_once() -> None:
+    done = run(*TORCHRUN, "tools/train_rl.py", *MISSPELT)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count("unknown key 'data.train_bach_size'") == 1
+    assert "exitcode  : 2" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["train_rl", "train_sft"])
+def test_a_misspelt_key_is_refused_before_ranks_are_started(name: str) -> None:
+    module = ("-m", f"ctrl_megatron.commands.{name}", "--nproc-per-node", "2")
+    done = run(sys.executable, *module, *MISSPELT)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{name}: ") and "did you mean 'data.train_batch_size'?" in line
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "words"),
+    [
+        ("train_rl", (), "required: --config"),
+        ("train_rl", ("--config", "none.yaml"), "none.yaml"),
+        ("train_rl", ("--config", CONFIG, "--nproc-per-node", "0"), "must be at least 1"),
+        ("evaluate", ("--config", CONFIG, "no_equals_sign"), "STAGE=DIR"),
+        ("evaluate", ("--config", CONFIG, "a=b", "--set", "data.sead=1"), "'data.sead'"),
+        ("convert_hf_to_megatron", ("--hf", "nowhere"), "required: --out"),
+        ("convert_megatron_to_hf", ("--model", "both"), "invalid choice: 'both'"),
+    ],
+)
+def test_a_tool_refuses_from_a_checkout(
+    tmp_path: Path, tool: str, arguments: tuple[str, ...], words: str
+) -> None:
+    given = [str(ROOT / word) if word == CONFIG else word for word in arguments]
+    done = run(sys.executable, str(ROOT / "tools" / f"{tool}.py"), *given, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{tool}: ") and words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> list[str]:
+    """A command whose ``train`` ends as trainer.project_name says, with a configuration for it."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "model").mkdir()
+    for name in (
+        "model/config.json",
+        "model/tokenizer.json",
+        "model/tokenizer_config.json",
+        "rows",
+    ):
+        (tmp_path / name).touch()
+    model, rows = tmp_path / "model", tmp_path / "rows"
+    return [
+        *(sys.executable, str(tmp_path / "program.py"), "--config", str(ROOT / CONFIG)),
+        *(f"actor_rollout_ref.model.path={model}", f"sft.train_files=[{rows}]"),
+        f"sft.val_files=[{rows}]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("finished", 0), ("stopped", 130), ("failed", 13), ("killed", 137)]
+)
+def test_started_ranks_end_the_command_with_their_code(
+    program: list[str], how: str, code: int
+) -> None:
+    done = run(*program, f"trainer.project_name={how}", "--nproc-per-node", "2")
+    assert done.returncode == code, done.stderr
+    assert "of 2" in done.stdout and "Traceback" not in done.stderr
+    assert ("program: rank" in done.stderr) == (how in ("failed", "killed"))
+
+
+def test_ranks_are_not_started_twice(program: list[str]) -> None:
+    done = run(*TORCHRUN, *program[1:], "--nproc-per-node", "2")
+    text = "torchrun has started this one; leave it out"
+    assert (done.stdout + done.stderr).count(text) == 1
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "printed"), [(0, "program: wrong\n"), (1, "")], ids=["first", "other"]
+)
+def test_a_machine_whose_launcher_leaves_it_alone_speaks_once(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    local_rank: int,
+    printed: str,
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    launched = {"RANK": 4 + local_rank, "WORLD_SIZE": 8, "LOCAL_RANK": local_rank}
+    launched |= {"LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "first", "MASTER_PORT": 1}
+    monkeypatch.setattr(os, "environ", {k: str(v) for k, v in launched.items()})
+    assert start.refuse("program", ValueError("wrong")) == 2
+    assert capsys.readouterr().err == printed
+    assert len(waited) == 1 and waited[0] > 0
+
+
+def test_a_signal_reaches_the_ranks_and_ends_the_command(program: list[str]) -> None:
+    command = [*program, "trainer.project_name=waiting", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+    assert output.count("asked to stop") == 2
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "Traceback" not in errors
