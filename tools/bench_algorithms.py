@@ -2,8 +2,7 @@
 masked copy of the memory it touches.
 
 Losses are timed with their backward pass. The loops look at one row after the other, recursions
-along a row at one token after the other; ``--no-loops`` leaves them out. Large tensors ask for huge
-pages, as a trainer's do; THP_MEM_ALLOC_ENABLE=0 measures without.
+along a row at one token after the other; ``--no-loops`` leaves them out.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from ctrl_megatron.algorithms import (
     policy_loss_names,
     policy_loss_options,
 )
-from ctrl_megatron.config.environment import use_huge_pages
 
 CONFIG = SimpleNamespace(
     **{"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0},
@@ -303,7 +301,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names to measure; all without")
     parser.add_argument("--no-loops", action="store_true", help="leave the loops out")
     args = parser.parse_args()
-    use_huge_pages()
     table = Table(title=f"{args.rows} x {args.columns} tokens, {args.device}")
     for column in ("", "ms", "loop ms", "/ ours", "copy ms", "ours / copy", "MiB", "loop MiB"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)

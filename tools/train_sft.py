@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 warnings.filterwarnings("ignore", module=r"megatron|torch")
 
 from ctrl_megatron.config import check_files, check_world_size, load_config
-from ctrl_megatron.config.environment import read_launch, read_log_level, use_huge_pages
+from ctrl_megatron.config.environment import read_launch, read_log_level
 
 
 def main() -> int:
@@ -24,7 +24,6 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. sft.total_epochs=2")
     arguments = parser.parse_args()
-    use_huge_pages()
     try:
         logging.basicConfig(level=read_log_level())
         config = load_config(arguments.config, arguments.overrides, "sft")

@@ -11,61 +11,50 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union
 
+from ctrl_megatron.config.foreign import unknown_key
+from ctrl_megatron.config.keys import declared
+
 T = TypeVar("T")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
-def build(cls: type[T], tree: Mapping[str, Any], places: Mapping[str, str]) -> T:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a key was written."""
+
+    text: str
+    """``run.yaml line 7`` or ``override 'a.b=1'``."""
+    is_override: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def build(cls: type[T], tree: Mapping[str, Any], places: Mapping[str, Place]) -> T:
     """The dataclass ``cls`` filled from ``tree``; fields that are absent keep their default.
 
     ``places`` maps a dotted key to where it was written (``run.yaml line 7``).
     Raises ValueError with one line per unknown key or wrong value.
     """
     problems: list[str] = []
-    result = _Builder(root=cls, places=places, problems=problems).group(cls, tree, "")
+    result = _Builder(places, problems, tuple(k.name for k in declared(cls))).group(cls, tree, "")
     if problems:
         raise ValueError("\n".join(problems))
     return result
 
 
-def leaf_keys(cls: type, prefix: str = "") -> list[str]:
-    """Dotted names of all fields that are not groups, in the order of the schema."""
-    keys: list[str] = []
-    for name, hint in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            keys += leaf_keys(typing.cast(type, hint), f"{prefix}{name}.")
-        else:
-            keys.append(prefix + name)
-    return keys
-
-
-def unknown_key(root: type, group: type, key: str) -> str:
-    """One sentence about a key that does not exist, with the nearest one that does."""
-    prefix, _, name = key.rpartition(".")
-    siblings = list(typing.get_type_hints(group))
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
-    candidates = [f"{prefix}.{near[0]}" if prefix else near[0]] if near else []
-    leaves = leaf_keys(root)
-    by_name = difflib.get_close_matches(name, {k.rpartition(".")[2] for k in leaves}, n=1)
-    if by_name and not near:
-        candidates = [k for k in leaves if k.rpartition(".")[2] == by_name[0]][:3]
-    where = f"{prefix} has the keys" if prefix else "the groups are"
-    hint = f"did you mean {' or '.join(map(repr, candidates))}? " if candidates else ""
-    return f"unknown key {key!r}: {hint}({where} {', '.join(siblings)})"
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True)
 class _Builder:
     """One pass over a tree; collects every problem so that the user sees all of them at once."""
 
-    root: type
-    places: Mapping[str, str]
+    places: Mapping[str, Place]
     problems: list[str]
+    keys: tuple[str, ...]
 
     def report(self, key: str, text: str) -> None:
         inside = (p for k, p in self.places.items() if k.startswith(f"{key}."))
-        place = self.places.get(key) or next(inside, "")
+        place = self.places.get(key) or next(inside, None)
         self.problems.append(f"{place}: {text}" if place else text)
 
     def group(self, cls: type[T], tree: object, prefix: str) -> T:
@@ -78,7 +67,7 @@ class _Builder:
         for name, value in tree.items():
             key = f"{prefix}.{name}" if prefix else str(name)
             if name not in hints:
-                self.report(key, unknown_key(self.root, cls, key))
+                self.report(key, unknown_key(key, cls, self.keys))
             elif dataclasses.is_dataclass(hints[name]):
                 values[name] = self.group(hints[name], value, key)
             else:

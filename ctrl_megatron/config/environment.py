@@ -65,15 +65,6 @@ class SlurmJob:
     """Compressed host list, e.g. ``gpu[01-08]``."""
 
 
-def use_huge_pages() -> None:
-    """Has PyTorch ask for huge pages for tensors of 2 MiB and more in a CPU's memory, for this
-    process and its children; to be called before the first tensor. What the user has set stays.
-
-    A fresh page costs a fault of some microseconds, however large the page is.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Where this process stands. Raises ValueError naming a variable that is missing or wrong."""
     environ = os.environ if environ is None else environ

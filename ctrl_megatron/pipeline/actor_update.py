@@ -13,7 +13,7 @@ from ctrl_megatron.algorithms import (
     over_tokens,
     token_selection,
 )
-from ctrl_megatron.config.actor import Actor
+from ctrl_megatron.config import Actor
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.pipeline.batch import tensors_of
 from ctrl_megatron.pipeline.executor import NodeOutput

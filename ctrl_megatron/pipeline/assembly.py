@@ -72,7 +72,6 @@ def reward_model(config: Config, services: Services, codec: TextCodec) -> Reward
     return RewardModelForCritic(
         [*config.data.train_files, *config.data.val_files],
         codec.tokenizer,
-        num_examine=config.reward.num_examine,
         run_all_cases=config.reward.run_all_cases,
         max_requests=config.reward.max_requests,
         run_timeout=config.reward.run_timeout,
@@ -124,16 +123,14 @@ def isolation_metrics(worker: Speaker) -> dict[str, float]:
 
 def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | CodeProvider:
     """Who runs the revisions. Raises ValueError naming a missing key, package or option."""
-    attempts, at_once = config.sandbox.attempts, config.sandbox.max_concurrency
-    name = config.reward.provider
+    name, at_once = config.reward.provider, config.reward.max_requests
     if name == "local":
         file = config.sandbox.token_file
         return SandboxClient(
             sandbox_endpoint,
-            attempts=attempts,
             max_concurrency=at_once,
             token=None if file is None else read_token(file),
             identity={"provider": name, "isolation": config.sandbox.isolation},
         )
     options = {**read_provider_keys(name), **config.reward.provider_options}
-    return make_provider(name, attempts=attempts, max_concurrency=at_once, **options)
+    return make_provider(name, max_concurrency=at_once, **options)

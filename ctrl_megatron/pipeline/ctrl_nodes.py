@@ -219,7 +219,6 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         "lam": algorithm.lam,
         "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
         "weight_factor_in_cpgd": algorithm.weight_factor_in_cpgd,
-        "f_norm": algorithm.f_norm,
     }
     for name in ("values", "reward_baselines"):
         if name in batch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.actor import Optim
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape, value_shape
 from ctrl_megatron.models.optimizer import OptimizerOptions
@@ -49,31 +48,30 @@ def actor_optimizer(config: Config, total_steps: int) -> OptimizerOptions:
     actor = config.actor_rollout_ref.actor
     per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
     learning = max(1, total_steps - config.trainer.critic_warmup)
-    return _optimizer_options(config, actor.optim, learning * per_step, actor.grad_clip)
+    return _optimizer_options(config, actor.optim.lr, learning * per_step)
 
 
 def value_optimizer(config: Config, total_steps: int) -> OptimizerOptions:
     """The value model's optimizer for a run of ``total_steps`` training steps."""
-    critic = config.critic
-    per_step = config.value_epochs * (config.data.train_batch_size // config.value_mini_batch_size)
-    return _optimizer_options(config, critic.optim, total_steps * per_step, critic.grad_clip)
+    size = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    per_step = config.value_epochs * (config.data.train_batch_size // size)
+    return _optimizer_options(config, config.critic.optim.lr, total_steps * per_step)
 
 
-def _optimizer_options(
-    config: Config, optim: Optim, steps: int, grad_clip: float
-) -> OptimizerOptions:
-    total = optim.total_training_steps or steps
+def _optimizer_options(config: Config, lr: float, steps: int) -> OptimizerOptions:
+    actor = config.actor_rollout_ref.actor
+    optim = actor.optim
     return OptimizerOptions(
-        lr=optim.lr,
-        total_steps=total,
+        lr=lr,
+        total_steps=steps,
         weight_decay=optim.weight_decay,
         betas=optim.betas,
         eps=optim.eps,
-        warmup_steps=optim.lr_warmup_steps or int(optim.lr_warmup_steps_ratio * total),
+        warmup_steps=int(optim.lr_warmup_steps_ratio * steps),
         schedule=optim.lr_scheduler_type,
         min_lr_ratio=optim.min_lr_ratio,
-        clip_grad=grad_clip,
-        distributed=config.actor_rollout_ref.actor.megatron.use_distributed_optimizer,
+        clip_grad=actor.grad_clip,
+        distributed=actor.megatron.use_distributed_optimizer,
     )
 
 
@@ -90,7 +88,7 @@ def build_policies(config: Config, groups: Groups, total: int) -> tuple[Policy, 
     if not config.needs_reference:
         return policy, None
     reference = build_policy(
-        config, groups, path=family.ref_path, optimizer=None, budget=family.ref_token_budget
+        config, groups, path=family.ref_path, optimizer=None, budget=family.log_prob_token_budget
     )
     if family.actor.megatron.param_offload:
         reference.to_host()
@@ -101,11 +99,10 @@ def build_value_model(config: Config, groups: Groups, total: int) -> ValueModel 
     """The value model for ``total`` training steps; None where nothing reads its values."""
     if not config.needs_values:
         return None
-    budget = config.critic.ppo_max_token_len_per_gpu
     options = model_options(
         config,
         optimizer=value_optimizer(config, total),
-        budget=budget or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+        budget=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
     )
     model = ValueModel(value_shape(read_model_shape(config.value_path)), groups, options)
     load_hf(model, config.value_path)

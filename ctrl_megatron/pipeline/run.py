@@ -64,7 +64,7 @@ def join(config: Config, launch: Launch | None = None) -> Groups:
     )
     return initialize(
         layout,
-        seed=megatron.seed,
+        seed=config.trainer.seed,
         timeout_seconds=config.trainer.distributed_timeout,
         launch=launch,
     )

@@ -80,7 +80,7 @@ def engine_spec(config: Config, log: Path) -> EngineSpec:
         may_sleep=rollout.free_cache_engine,
         seed=rollout.seed,
         threads=rollout.threads,
-        startup_timeout=rollout.startup_timeout,
+        startup_timeout=config.trainer.distributed_timeout,
         log_path=str(log),
         extra=dict(rollout.engine_kwargs),
     )
@@ -130,5 +130,4 @@ def _embedded(config: Config) -> EmbeddedSandbox:
     return EmbeddedSandbox.start(
         workers=config.sandbox.workers,
         isolation=config.sandbox.isolation,  # type: ignore[arg-type]
-        start_seconds=config.sandbox.startup_timeout,
     )

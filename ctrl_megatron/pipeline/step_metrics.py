@@ -11,6 +11,8 @@ from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.parallel.groups import Groups
 from ctrl_megatron.pipeline.worker import DAGWorker, texts
 
+EXAMPLES_PER_STEP = 6
+"""Critiques that are kept for the report."""
 _TRAINER_PHASES = ("old_log_prob", "ref_log_prob", "values", "critic_update", "actor_update")
 
 
@@ -80,7 +82,7 @@ def examples_of(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
     seen: set[str] = set()
     found = []
     for i in order:
-        if uids[i] in seen or len(found) == worker.config.trainer.examples_in_report:
+        if uids[i] in seen or len(found) == EXAMPLES_PER_STEP:
             continue
         seen.add(uids[i])
         row = worker.train.row(problem[i])

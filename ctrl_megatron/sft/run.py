@@ -127,7 +127,8 @@ def _total_steps(config: Config, rows: int) -> int:
 
 
 def _optimizer(config: Config, total: int) -> OptimizerOptions:
-    sft, optim = config.sft, config.actor_rollout_ref.actor.optim
+    sft, actor = config.sft, config.actor_rollout_ref.actor
+    optim = actor.optim
     return OptimizerOptions(
         lr=sft.lr,
         total_steps=total,
@@ -136,8 +137,8 @@ def _optimizer(config: Config, total: int) -> OptimizerOptions:
         eps=optim.eps,
         warmup_steps=int(sft.warmup_steps_ratio * total),
         schedule=sft.lr_scheduler_type,
-        clip_grad=sft.grad_clip,
-        distributed=config.actor_rollout_ref.actor.megatron.use_distributed_optimizer,
+        clip_grad=actor.grad_clip,
+        distributed=actor.megatron.use_distributed_optimizer,
     )
 
 

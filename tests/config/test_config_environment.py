@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -112,27 +110,6 @@ def test_own_variables_are_checked() -> None:
 def test_children_do_not_inherit_the_launcher() -> None:
     environ = {**TORCHRUN, "PATH": "/bin", "TORCHELASTIC_RUN_ID": "x", "CTRL_LOG_LEVEL": "INFO"}
     assert child_environment({"A": "1"}, environ) == {"PATH": "/bin", "A": "1"}
-
-
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages"
-)
-def test_large_tensors_ask_for_huge_pages_unless_told_not_to() -> None:
-    program = """
-import sys
-from ctrl_megatron.config.environment import use_huge_pages
-use_huge_pages()
-import torch
-held = torch.empty(2**24)
-flags = [x.split() for x in open("/proc/self/smaps") if x.startswith("VmFlags")]
-sys.exit(not any("hg" in x for x in flags))
-"""
-
-    def asked(**environ: str) -> bool:
-        command = [sys.executable, "-c", program]
-        return subprocess.run(command, env=child_environment(environ), timeout=120).returncode == 0
-
-    assert asked() and not asked(THP_MEM_ALLOC_ENABLE="0")
 
 
 def test_no_other_file_reads_the_environment() -> None:

@@ -147,7 +147,7 @@ def objectives(
     from types import SimpleNamespace
 
     from ctrl_megatron.checkpoint.hf import save_hf
-    from ctrl_megatron.config.actor import Actor
+    from ctrl_megatron.config import Actor
     from ctrl_megatron.pipeline.actor_update import ActorLoss, selected_tokens
 
     groups, results = start(layout), {}
@@ -234,14 +234,13 @@ def value_steps(
 def value_learns(rank: int, layout: dict, directory: str, batch: dict, steps: int) -> list[float]:
     """The explained variance before every step of the trainer's own loss on the same returns."""
     from ctrl_megatron.algorithms import explained_variance, explained_variance_sums
-    from ctrl_megatron.config.algorithm import Critic
     from ctrl_megatron.pipeline.value_update import ValueLoss
 
     groups, found = start(layout), []
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     options = {"lr": 3e-3, "total_steps": steps}
     model = make_value_model(groups, directory, optimizer=options, token_budget=64)
-    loss = ValueLoss(Critic(), response_limit=9)
+    loss = ValueLoss(0.5, loss_agg_mode="token-mean", response_limit=9)
     for _ in range(steps):
         values = model.values(mine)
         sums = explained_variance_sums(values, mine["returns"], mine["response_mask"])

@@ -11,6 +11,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.pipeline.prompts_table import PromptTable
+from ctrl_megatron.pipeline import step_metrics
 from ctrl_megatron.pipeline.step_metrics import examples_of, flops_of, performance
 
 SHAPE: Any = SimpleNamespace(
@@ -29,7 +30,7 @@ def worker(reference: Any, clock: Any, other_rank: list[int]) -> Any:
         timeline=Timeline(clock=clock),
         config=SimpleNamespace(
             actor_rollout_ref=SimpleNamespace(actor=SimpleNamespace(ppo_epochs=2)),
-            trainer=SimpleNamespace(examples_in_report=2, critic_warmup=0),
+            trainer=SimpleNamespace(critic_warmup=0),
         ),
         groups=SimpleNamespace(
             layout=SimpleNamespace(world_size=4),
@@ -70,7 +71,10 @@ def test_speed_counts_every_rank_and_every_pass() -> None:
     assert found["perf/mfu"] == pytest.approx(forward * (1 + 1 + 2 * 3) / (7 * 4 * 1e3))
 
 
-def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:
+def test_examples_prefer_valid_critiques_and_show_one_per_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_metrics, "EXAMPLES_PER_STEP", 2)
     stage = worker(None, lambda: 0.0, [])
     rows = [SimpleNamespace(id=i, problem=f"P{i}", solution="s", pass_rate=0.5) for i in "xyz"]
     stage.train = PromptTable(rows=tuple(rows), prompts=(), dropped=0)  # type: ignore[arg-type]

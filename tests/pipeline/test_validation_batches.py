@@ -23,7 +23,9 @@ class Stage:
     """One of several data-parallel ranks; notes what it asks for and what it judges."""
 
     def __init__(self, rows: int, size: int, rank: int, ranks: int) -> None:
-        self.config = load_config(None, [f"data.val_batch_size={size}"], "none")
+        self.config = load_config(
+            None, ["data.val_files=v.parquet", f"data.val_batch_size={size}"], "none"
+        )
         self.calls: list[Any] = []
         self.judged: list[tuple[int, str, int]] = []
         self.timeline = Timeline()
