@@ -15,6 +15,7 @@ from ctrl_megatron.config.keys import (
     SHARE,
     SOME_SHARE,
     Condition,
+    Range,
     group,
     key,
     when,
@@ -36,10 +37,12 @@ Dtype = Literal["bfloat16", "float32"]
 
 CTRL_PIPELINE = "ctrl_megatron.pipeline:ctrl_pipeline"
 GRPO_PIPELINE = "ctrl_megatron.pipeline:grpo_pipeline"
-CTRL_ONLY = when(
-    "dag.custom_pipeline_fn", None, CTRL_PIPELINE, known=(None, CTRL_PIPELINE, GRPO_PIPELINE)
+REVISIONS = Condition(
+    ("dag.custom_pipeline_fn",),
+    lambda pipeline: pipeline != GRPO_PIPELINE,
+    "{0}=null or a pipeline of your own",
 )
-"""Of keys that only a step with revisions reads; a pipeline of somebody's own may have them too."""
+"""Of keys that only a step with revisions reads."""
 REFERENCE = Condition(
     ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"),
     lambda in_loss, in_reward: in_loss or in_reward,
@@ -58,6 +61,9 @@ _ONE_SIDE = Condition(
     (".clip_ratio_low", ".clip_ratio_high"),
     lambda low, high: low is None or high is None,
     "{0}=null or {1}=null",
+)
+_SAMPLES = Range(
+    "greater than 0; at 0, which is greedy, all critiques of a prompt are equal", ABOVE_0.holds
 )
 _CACHING = when(".name", "vllm", "sglang")
 
@@ -199,7 +205,7 @@ class Rollout:
     """Engine; hf is transformers' own generation, embedded."""
     n: int = key(8, AT_LEAST_1)
     """Critiques per prompt (the group size of GRPO)."""
-    temperature: float = key(1.0, AT_LEAST_0)
+    temperature: float = key(1.0, _SAMPLES)
     """Sampling temperature of critiques; log-probs are taken at the same temperature."""
     top_p: float = key(1.0, SOME_SHARE)
     """Nucleus of the critique sampling."""
@@ -211,7 +217,7 @@ class Rollout:
     """Share of device memory that the engine may take."""
     max_model_len: int | None = key(None, AT_LEAST_1)
     """Longest sequence of the engine; None for what prompts, critiques and revisions need."""
-    revision_max_tokens: int = key(1024, AT_LEAST_1, read=CTRL_ONLY)
+    revision_max_tokens: int = key(1024, AT_LEAST_1, read=REVISIONS)
     """Longest revision, in tokens."""
     seed: int = 0
     """Base seed of the sampling."""
@@ -259,7 +265,7 @@ class ActorRolloutRef:
     """The policy, its reference, the reviser, and the engine that generates for them."""
 
     model: Model = group(Model, stage="both")
-    proxy: Proxy = group(Proxy, read=CTRL_ONLY)
+    proxy: Proxy = group(Proxy, read=REVISIONS)
     actor: Actor = group(Actor)
     ref: Ref = group(Ref, read=REFERENCE)
     rollout: Rollout = group(Rollout)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ctrl_megatron.config.actor_rollout_ref import CTRL_ONLY, KlName, ModelFiles
+from ctrl_megatron.config.actor_rollout_ref import REVISIONS, KlName, ModelFiles
 from ctrl_megatron.config.keys import (
     ABOVE_0,
     AT_LEAST_0,
@@ -185,7 +185,7 @@ class Reward:
     """One weight per reward function; empty for 1 each."""
     reward_options: dict[str, Any] = field(default_factory=dict)
     """Reward function -> its options."""
-    run_all_cases: bool = key(True, read=CTRL_ONLY)
+    run_all_cases: bool = key(True, read=REVISIONS)
     """Score is the pass rate; False scores 1 only where every test passes."""
     max_requests: int = key(256, AT_LEAST_1)
     """Programs that are judged at the same time, by each trainer process."""
@@ -200,13 +200,13 @@ class Reward:
     environment."""
     cache_path: str | None = None
     """SQLite file of verdicts that runs share; None keeps them in memory."""
-    compare_lax: bool = key(False, read=(CTRL_ONLY, _OWN_SANDBOX))
+    compare_lax: bool = key(False, read=(REVISIONS, _OWN_SANDBOX))
     """Also ask a grader that believes exit codes and report reward/forgery_rate: the share of
     revisions that only it accepts. Costs a second run of function problems."""
-    judgment_weight: float = key(0.0, AT_LEAST_0, read=CTRL_ONLY)
+    judgment_weight: float = key(0.0, AT_LEAST_0, read=REVISIONS)
     """Added to the reward where the judgment is true of the first solution; an ablation (the
     paper's reward never looks)."""
-    transition: Transition = group(Transition, read=CTRL_ONLY)
+    transition: Transition = group(Transition, read=REVISIONS)
     overlong_buffer: OverlongBuffer = group(
         OverlongBuffer, read=when("reward.overlong_buffer.enable", True)
     )

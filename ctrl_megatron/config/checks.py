@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,12 +36,10 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         *_unread(config, purpose, written),
         *_required(config, purpose),
         *_names(config),
-        *_batches(config),
-        *_lengths(config),
+        *_sizes(config),
         *_parallelism(config),
         *_objective(config),
-        *_sampling(config),
-        *_correction(config),
+        *_groups(config),
         *_reward(config),
         *_validation(config),
     ]
@@ -148,7 +146,8 @@ def _ranges(config: Config, written: Mapping[str, Place]) -> Iterator[str]:
     for name, key in KEYS.items():
         value = value_of(config, name)
         if key.allowed is not None and not key.allowed.admits(value):
-            yield f"{_place(written, name)}{name}={_words(value)} must be {key.allowed.text}"
+            place = f"{written[name]}: " if name in written else ""
+            yield f"{place}{name}={_words(value)} must be {key.allowed.text}"
 
 
 def _unread(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Iterator[str]:
@@ -158,15 +157,12 @@ def _unread(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> I
     meant to be off.
     """
     for name, condition in unread(config).items():
-        if name not in written:
-            continue
-        if not written[name].is_override and any(
-            switch in written and written[switch].is_override for switch in condition.switches
-        ):
+        by_override = {s for s in condition.switches if s in written and written[s].is_override}
+        if name not in written or (by_override and not written[name].is_override):
             continue
         off = " and ".join(f"{s}={_words(value_of(config, s))}" for s in condition.switches)
         yield (
-            f"{_place(written, name)}{name}={_words(value_of(config, name))} is not read with "
+            f"{written[name]}: {name}={_words(value_of(config, name))} is not read with "
             f"{off}; set {condition.text}, or leave it out"
         )
     for name, place in written.items():
@@ -183,19 +179,16 @@ def _required(config: Config, purpose: Purpose) -> Iterator[str]:
         yield (
             "actor_rollout_ref.model.path is not set; give the Hugging Face directory of the model"
         )
-    name = "sft" if purpose == "sft" else "data"
-    if not value_of(config, f"{name}.train_files"):
-        yield f"{name}.train_files is not set; give one parquet file or a list of them"
+    files = "sft.train_files" if purpose == "sft" else "data.train_files"
+    if not value_of(config, files):
+        yield f"{files} is not set; give one parquet file or a list of them"
 
 
 def _names(config: Config) -> Iterator[str]:
     if config.dag.custom_pipeline_fn not in (None, CTRL_PIPELINE, GRPO_PIPELINE):
         return  # Its module may register estimators and losses; the registries judge them.
-    named: tuple[tuple[str, Sequence[str]], ...] = (
-        ("algorithm.adv_estimator", ADV_ESTIMATORS),
-        (_A + "policy_loss", POLICY_LOSSES),
-    )
-    for key, names in named:
+    named = {"algorithm.adv_estimator": ADV_ESTIMATORS, _A + "policy_loss": POLICY_LOSSES}
+    for key, names in named.items():
         value = value_of(config, key)
         if value not in names:
             near = difflib.get_close_matches(value, names, n=1)
@@ -206,35 +199,24 @@ def _names(config: Config) -> Iterator[str]:
             )
 
 
-def _batches(config: Config) -> Iterator[str]:
-    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+def _sizes(config: Config) -> Iterator[str]:
+    data, model, longest = config.data, config.actor_rollout_ref, config.sequence_tokens
+    batch, mini = data.train_batch_size, model.actor.ppo_mini_batch_size
     if mini >= 1 and batch % mini:
         yield (
             f"{_A}ppo_mini_batch_size={mini} must divide data.train_batch_size={batch}; "
             f"both count prompts"
         )
-
-
-def _lengths(config: Config) -> Iterator[str]:
-    model, longest = config.actor_rollout_ref, config.sequence_tokens
-    given = model.rollout.max_model_len
-    if given is not None and given < config.needed_model_len:
-        parts = (
-            f"data.max_prompt_length={config.data.max_prompt_length} + "
-            f"data.max_response_length={config.data.max_response_length}"
-        )
-        if config.writes_revisions:
-            # A revision prompt holds the problem, the solution and the critique.
-            parts += f" + {_R}revision_max_tokens={model.rollout.revision_max_tokens}"
+    given, needed = model.rollout.max_model_len, config.needed_model_len
+    if given is not None and given < needed:
+        # A revision prompt holds the problem, the solution and the critique.
+        revision = f" + {_R}revision_max_tokens" if config.writes_revisions else ""
         yield (
-            f"{_R}max_model_len={given} is smaller than {parts} = {config.needed_model_len}; "
-            f"raise it or leave it unset"
+            f"{_R}max_model_len={given} is smaller than data.max_prompt_length + "
+            f"data.max_response_length{revision} = {needed}; raise it or leave it unset"
         )
-    budgets = {
-        _A + "ppo_max_token_len_per_gpu": model.actor.ppo_max_token_len_per_gpu,
-        _R + "log_prob_max_token_len_per_gpu": model.rollout.log_prob_max_token_len_per_gpu,
-    }
-    for key, budget in budgets.items():
+    for key in (_A + "ppo_max_token_len_per_gpu", _R + "log_prob_max_token_len_per_gpu"):
+        budget = value_of(config, key)
         if budget is not None and budget < longest:
             yield (
                 f"{key}={budget} cannot hold one sequence of data.max_prompt_length + "
@@ -245,22 +227,27 @@ def _lengths(config: Config) -> Iterator[str]:
             f"sft.max_token_len_per_gpu={config.sft.max_token_len_per_gpu} cannot hold one "
             f"sequence of sft.max_length={config.sft.max_length} tokens; raise it"
         )
+    buffer, limit = config.reward.overlong_buffer, data.max_response_length
+    if buffer.enable and buffer.len > limit:
+        yield (
+            f"reward.overlong_buffer.len={buffer.len} is longer than data.max_response_length="
+            f"{limit}; lower it"
+        )
 
 
 def _parallelism(config: Config) -> Iterator[str]:
-    megatron = config.actor_rollout_ref.actor.megatron
+    megatron, rollout = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.rollout
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         yield (
             f"{_M}sequence_parallel=true needs {_M}tensor_model_parallel_size of 2 or more; "
             f"turn it off or raise the size"
         )
-    virtual = megatron.virtual_pipeline_model_parallel_size
-    if virtual is not None and virtual > 1 and megatron.pipeline_model_parallel_size == 1:
+    virtual = megatron.virtual_pipeline_model_parallel_size or 1
+    if virtual > 1 and megatron.pipeline_model_parallel_size == 1:
         yield (
             f"{_M}virtual_pipeline_model_parallel_size={virtual} needs "
             f"{_M}pipeline_model_parallel_size of 2 or more; unset it or raise the size"
         )
-    rollout = config.actor_rollout_ref.rollout
     if rollout.name == "hf" and rollout.tensor_model_parallel_size != 1:
         yield (
             f"{_R}tensor_model_parallel_size={rollout.tensor_model_parallel_size} is not possible "
@@ -281,22 +268,30 @@ def _objective(config: Config) -> Iterator[str]:
             f"{_A}use_kl_loss and algorithm.use_kl_in_reward are both on; the KL belongs either "
             f"in the loss or in the reward, turn one of them off"
         )
-    prompts, each = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    horizon, sequences = algorithm.kl_ctrl.horizon, prompts * each
-    adaptive = algorithm.kl_ctrl.type == "adaptive" and algorithm.use_kl_in_reward
+    horizon, adaptive = algorithm.kl_ctrl.horizon, algorithm.kl_ctrl.type == "adaptive"
+    sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     # An update changes the coefficient by up to a fifth of sequences / horizon of itself.
-    if adaptive and 5 * horizon <= sequences:
+    if adaptive and algorithm.use_kl_in_reward and 5 * horizon <= sequences:
         yield (
-            f"algorithm.kl_ctrl.horizon={horizon} is too short for steps of data.train_batch_size="
-            f"{prompts} x {_R}n={each} = {sequences} sequences, the coefficient would turn "
-            f"negative; raise it to at least {sequences // 5 + 1}"
+            f"algorithm.kl_ctrl.horizon={horizon} is too short for steps of data.train_batch_size "
+            f"x {_R}n = {sequences} sequences, the coefficient would turn negative; raise it to at "
+            f"least {sequences // 5 + 1}"
         )
     if actor.policy_loss == "clip_cov" and actor.clip_cov_lb > actor.clip_cov_ub:
         yield (
             f"{_A}clip_cov_lb={actor.clip_cov_lb} is above {_A}clip_cov_ub={actor.clip_cov_ub}; "
             f"no covariance lies between, lower it or raise the other"
         )
-    estimator, enable = config.algorithm.adv_estimator, config.critic.enable
+    keys = algorithm.rollout_correction
+    upper, lower = keys.rollout_rs_threshold, keys.rollout_rs_threshold_lower
+    bound = lower if lower is not None else 1 / upper if upper > 0 else 0.0
+    if keys.rollout_rs != "none" and bound > upper:
+        yield (
+            f"algorithm.rollout_correction.rollout_rs_threshold={upper} is below "
+            f"rollout_rs_threshold_lower={bound:g} (1 / {upper} where that is unset); nothing "
+            f"would stay, raise it or lower the other"
+        )
+    estimator, enable = algorithm.adv_estimator, config.critic.enable
     if estimator == "gae" and enable is False:
         yield (
             "algorithm.adv_estimator=gae reads the values of a value model, which "
@@ -314,51 +309,30 @@ def _objective(config: Config) -> Iterator[str]:
         )
 
 
-def _sampling(config: Config) -> Iterator[str]:
-    rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
-    if estimator in _GROUPED and rollout.n == 1:
-        yield (
-            f"{_R}n=1 gives algorithm.adv_estimator={estimator} groups of one, without a baseline; "
-            f"set {_R}n to 2 or more"
-        )
-    if config.algorithm.filter_groups.enable and rollout.n == 1:
-        yield (
-            f"{_R}n=1 gives algorithm.filter_groups groups of one, which never have different "
-            f"rewards; set {_R}n to 2 or more"
-        )
-    if config.algorithm.filter_groups.enable and estimator == "remax":
+def _groups(config: Config) -> Iterator[str]:
+    estimator, filtered = config.algorithm.adv_estimator, config.algorithm.filter_groups.enable
+    for name, grouped in (
+        (f"algorithm.adv_estimator={estimator}", estimator in _GROUPED),
+        ("algorithm.filter_groups.enable=true", filtered),
+    ):
+        if grouped and config.actor_rollout_ref.rollout.n == 1:
+            yield (
+                f"{_R}n=1 gives {name} groups of one, which have no baseline and never differ; "
+                f"set {_R}n to 2 or more"
+            )
+    if filtered and estimator == "remax":
         yield (
             "algorithm.filter_groups replaces prompts whose greedy critique "
             "algorithm.adv_estimator=remax would need; turn it off or choose another estimator"
         )
-    if rollout.temperature == 0:
+    if (
+        filtered
+        and "critic" not in config.reward.reward_funcs
+        and config.dag.custom_pipeline_fn in (None, CTRL_PIPELINE)
+    ):
         yield (
-            f"{_R}temperature=0 is greedy, which makes all critiques of a prompt equal; "
-            f"give a temperature above 0 (validation is greedy by itself)"
-        )
-    buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
-    if buffer.enable and buffer.len > longest:
-        yield (
-            f"reward.overlong_buffer.len={buffer.len} is longer than data.max_response_length="
-            f"{longest}; lower it"
-        )
-
-
-def _correction(config: Config) -> Iterator[str]:
-    keys = config.algorithm.rollout_correction
-    upper, lower = keys.rollout_rs_threshold, keys.rollout_rs_threshold_lower
-    if keys.rollout_rs == "none":
-        return
-    if lower is not None and lower > upper:
-        yield (
-            f"{_I}rollout_rs_threshold_lower={lower} is above {_I}rollout_rs_threshold={upper}; "
-            f"nothing would stay, lower it"
-        )
-    if lower is None and 0 < upper < 1:
-        yield (
-            f"{_I}rollout_rs_threshold={upper} is below 1 / {upper}, which is the lower threshold "
-            f"where {_I}rollout_rs_threshold_lower is unset; nothing would stay, raise it to 1 or "
-            f"more or set the lower one"
+            "algorithm.filter_groups looks at the critic's reward, which reward.reward_funcs "
+            "lacks; name it, or turn filter_groups off"
         )
 
 
@@ -373,34 +347,30 @@ def _reward(config: Config) -> Iterator[str]:
         )
     elif not any(config.reward.weights.values()):
         yield "reward.reward_weights are all 0; nothing would be rewarded"
-    unread = set(config.reward.reward_options) - (set(names) - {"critic"})
-    if unread:
+    others = set(config.reward.reward_options) - (set(names) - {"critic"})
+    if others:
         yield (
-            f"reward.reward_options.{min(unread)} belongs to no function of reward.reward_funcs "
+            f"reward.reward_options.{min(others)} belongs to no function of reward.reward_funcs "
             "(critic takes its options from reward.*)"
         )
-    pipeline = config.dag.custom_pipeline_fn
-    if pipeline == GRPO_PIPELINE and "critic" in names:
+    if "critic" in names and not config.writes_revisions:
         yield (
             f"reward.reward_funcs={list(names)} names critic, the pass rate of a revision, which "
             f"{GRPO_PIPELINE} does not write; name code or functions of your own"
         )
-    if "critic" not in names and config.algorithm.filter_groups.enable and pipeline is None:
-        yield (
-            "algorithm.filter_groups looks at the critic's reward, which reward.reward_funcs "
-            "lacks; name it, or turn filter_groups off"
-        )
 
 
 def _validation(config: Config) -> Iterator[str]:
-    if config.trainer.val_before_train and not config.data.val_files:
+    trainer, files = config.trainer, set(config.data.val_files)
+    if trainer.val_before_train and not files:
         yield "trainer.val_before_train=true needs data.val_files; set them or turn it off"
-    if config.trainer.test_freq > 0 and not config.data.val_files:
+    if trainer.test_freq > 0 and not files:
         yield "trainer.test_freq needs data.val_files; set them or use test_freq=-1"
-
-
-def _place(written: Mapping[str, Place], name: str) -> str:
-    return f"{written[name]}: " if name in written else ""
+    if shared := files & set(config.data.train_files):
+        yield (
+            f"data.val_files and data.train_files both name {min(shared)}; validate on other rows "
+            f"than those that are trained on"
+        )
 
 
 def _words(value: Any) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from ctrl_megatron.config.actor_rollout_ref import (
-    GRPO_PIPELINE,
     REFERENCE,
+    REVISIONS,
     ActorRolloutRef,
     Schedule,
 )
@@ -196,7 +196,7 @@ class Config:
     @property
     def writes_revisions(self) -> bool:
         """False where the pipeline is known to have no revisions, hence no proxy."""
-        return self.dag.custom_pipeline_fn != GRPO_PIPELINE
+        return REVISIONS.is_met(self)
 
     @property
     def needs_values(self) -> bool:
