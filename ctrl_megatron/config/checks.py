@@ -288,7 +288,7 @@ def _objective(config: Config) -> Iterator[str]:
     if keys.rollout_rs != "none" and bound > upper:
         yield (
             f"algorithm.rollout_correction.rollout_rs_threshold={upper} is below "
-            f"rollout_rs_threshold_lower={bound:g} (1 / {upper} where that is unset); nothing "
+            f"rollout_rs_threshold_lower={bound} (1 / {upper} where that is unset); nothing "
             f"would stay, raise it or lower the other"
         )
     estimator, enable = algorithm.adv_estimator, config.critic.enable

@@ -189,18 +189,18 @@ def test_a_runs_own_file_starts_it_again(kl: str, tmp_path: Path) -> None:
         ),
         (
             (CORRECTION + "rollout_rs=token", CORRECTION + "rollout_rs_threshold=0.5"),
-            ["rollout_rs_threshold=0.5", "rollout_rs_threshold_lower is unset", "1 or more"],
+            ["rollout_rs_threshold=0.5 is below", "lower=2.0 (1 / 0.5 where that is unset)"],
         ),
         (
             (
                 *(CORRECTION + "rollout_rs=token", CORRECTION + "rollout_rs_threshold=0.5"),
                 CORRECTION + "rollout_rs_threshold_lower=0.6",
             ),
-            ["rollout_rs_threshold_lower=0.6 is above", "rollout_rs_threshold=0.5", "lower it"],
+            ["rollout_rs_threshold=0.5 is below", "lower=0.6", "raise it or lower the other"],
         ),
         (
             (IN_REWARD, CONTROL + "type=adaptive", CONTROL + "horizon=1638"),
-            ["kl_ctrl.horizon=1638 is too short", "train_batch_size=1024", "n=8", "least 1639"],
+            ["kl_ctrl.horizon=1638 is too short", "train_batch_size x", "8192 sequences", "least 1639"],
         ),
     ],
 )
