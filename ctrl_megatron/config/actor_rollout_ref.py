@@ -164,16 +164,6 @@ class Actor:
     optim: Optim = group(Optim)
     megatron: Megatron = group(Megatron, stage="both")
 
-    @property
-    def clip_low(self) -> float:
-        """Clip range below 1 that applies."""
-        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-
-    @property
-    def clip_high(self) -> float:
-        """Clip range above 1 that applies."""
-        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,7 +92,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The configuration as plain nested dicts and lists, every default written out."""
-    return _plain(dataclasses.asdict(config))
+    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def to_yaml(config: Config) -> str:
@@ -189,11 +190,3 @@ def _overlay(below: Any, above: Any) -> Any:
         return above
     both = {k: _overlay(below[k], above[k]) for k in below.keys() & above.keys()}
     return {**below, **above, **both}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value

@@ -200,7 +200,12 @@ def test_a_runs_own_file_starts_it_again(kl: str, tmp_path: Path) -> None:
         ),
         (
             (IN_REWARD, CONTROL + "type=adaptive", CONTROL + "horizon=1638"),
-            ["kl_ctrl.horizon=1638 is too short", "train_batch_size x", "8192 sequences", "least 1639"],
+            [
+                "kl_ctrl.horizon=1638 is too short",
+                "train_batch_size x",
+                "8192 sequences",
+                "least 1639",
+            ],
         ),
     ],
 )
