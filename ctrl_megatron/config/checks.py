@@ -22,6 +22,7 @@ _A, _R, _M = (
     "actor_rollout_ref.actor.megatron.",
 )
 _I = "algorithm.rollout_correction."
+_BUILT_IN = (None, CTRL_PIPELINE, GRPO_PIPELINE)
 _GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
 """Estimators whose baseline is the group."""
 
@@ -185,7 +186,7 @@ def _required(config: Config, purpose: Purpose) -> Iterator[str]:
 
 
 def _names(config: Config) -> Iterator[str]:
-    if config.dag.custom_pipeline_fn not in (None, CTRL_PIPELINE, GRPO_PIPELINE):
+    if config.dag.custom_pipeline_fn not in _BUILT_IN:
         return  # Its module may register estimators and losses; the registries judge them.
     named = {"algorithm.adv_estimator": ADV_ESTIMATORS, _A + "policy_loss": POLICY_LOSSES}
     for key, names in named.items():
@@ -297,7 +298,7 @@ def _objective(config: Config) -> Iterator[str]:
             "algorithm.adv_estimator=gae reads the values of a value model, which "
             "critic.enable=false turns off; leave critic.enable unset or choose another estimator"
         )
-    if estimator != "gae" and enable and config.dag.custom_pipeline_fn is None:
+    if estimator != "gae" and enable and config.dag.custom_pipeline_fn in _BUILT_IN:
         yield (
             f"critic.enable=true trains a value model that algorithm.adv_estimator={estimator} "
             f"never reads; leave critic.enable unset or use adv_estimator=gae"
