@@ -29,7 +29,7 @@ from ctrl_megatron.config.keys import (
     when,
 )
 
-Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
+SinkName = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
 """Where metrics go."""
 _FILTERED = when("algorithm.filter_groups.enable", True)
 _VALIDATED = Condition(("data.val_files",), bool, "{0}=FILES")
@@ -94,7 +94,7 @@ class Trainer:
     """Training steps in which only the value model learns."""
     resume_mode: str = "auto"
     """auto continues from the newest checkpoint, disable starts over, a path names one."""
-    logger: tuple[Sink, ...] = ("console", "jsonl", "tensorboard")
+    logger: tuple[SinkName, ...] = ("console", "jsonl", "tensorboard")
     """Sinks of the metrics."""
     seed: int = 1
     """Seed of everything that has no seed of its own."""

@@ -10,8 +10,8 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.pipeline.prompts_table import PromptTable
 from ctrl_megatron.pipeline import step_metrics
+from ctrl_megatron.pipeline.prompts_table import PromptTable
 from ctrl_megatron.pipeline.step_metrics import examples_of, flops_of, performance
 
 SHAPE: Any = SimpleNamespace(
