@@ -129,12 +129,12 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
 
 def _slurm(environ: Mapping[str, str]) -> Launch:
     rank, world_size, local_rank = (_integer(environ, name) for name in _SLURM_TASK)
-    hosts = environ.get("SLURM_JOB_NODELIST") or _text(environ, "SLURM_NODELIST")
     tasks = re.match(r"\d+", _text(environ, "SLURM_STEP_TASKS_PER_NODE"))
     if tasks is None:
         raise ValueError("SLURM_STEP_TASKS_PER_NODE must start with a number")
     # Every rank must compute the same port, and two jobs on one machine different ones.
     port = _FIRST_PORT + int(re.sub(r"\D", "", _text(environ, "SLURM_JOB_ID")) or "0") % _PORTS
+    nodes = "SLURM_NODELIST" if "SLURM_NODELIST" in environ else "SLURM_JOB_NODELIST"
     named = next((name for name in ("MASTER_PORT", "CTRL_MASTER_PORT") if name in environ), None)
     return Launch(
         launcher="slurm",
@@ -142,7 +142,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=int(tasks.group()),
-        master_addr=environ.get("MASTER_ADDR") or first_host(hosts),
+        master_addr=environ.get("MASTER_ADDR") or first_host(_text(environ, nodes)),
         master_port=_integer(environ, named) if named else port,
     )
 
