@@ -134,7 +134,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
         raise ValueError("SLURM_STEP_TASKS_PER_NODE must start with a number")
     # Every rank must compute the same port, and two jobs on one machine different ones.
     port = _FIRST_PORT + int(re.sub(r"\D", "", _text(environ, "SLURM_JOB_ID")) or "0") % _PORTS
-    nodes = "SLURM_NODELIST" if "SLURM_NODELIST" in environ else "SLURM_JOB_NODELIST"
+    nodes = "SLURM_JOB_NODELIST" if "SLURM_JOB_NODELIST" in environ else "SLURM_NODELIST"
     named = next((name for name in ("MASTER_PORT", "CTRL_MASTER_PORT") if name in environ), None)
     return Launch(
         launcher="slurm",
