@@ -19,7 +19,9 @@ from typing import Any, Literal
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ctrl_megatron.config import RESERVED, Config
+from ctrl_megatron.config import KEYS, Config
+from ctrl_megatron.config.foreign import ABSENT, RENAMED
+from ctrl_megatron.config.keys import Key
 
 TARGET = ROOT / "docs/configuration.md"
 _INTRODUCTION = """# Configuration
@@ -33,19 +35,24 @@ torchrun --nproc-per-node 2 tools/train_rl.py --config examples/ctrl_smollm2_cpu
   trainer.total_training_steps=2
 ```
 
-- Keys that are not given keep the default of the tables below. The values of a run stand in
-  `runs/NAME/config.yaml`, every default written out.
+- Keys that are not given keep the default of the tables below. Every key that a run reads stands
+  with its value in `runs/NAME/config.yaml`, from which the run can be started again.
 - An unknown key, a value of the wrong type or keys that do not fit together stop the run before a
   model is loaded, with one line per problem: the key, where it was written, and the remedy.
-- So does an option that is not at its default and that nothing reads: one of another estimator or
-  loss, the coefficient of a KL that is off, a key of `critic` without a value model.
+- So does a key that somebody wrote and that nothing reads, also where it has its default: an option
+  of another estimator or loss, the coefficient of a KL that is off, a key of `critic` without a
+  value model. The tables say with which setting of another key a key is read. Three things are no
+  mistake: a key of the file that an argument has switched off, a file with the keys of both
+  trainings, and `null`.
+- What estimators, losses and pipelines of your own read is not known, so what only they could read
+  is accepted: options of any loss with a loss of your own, revisions with a pipeline of your own.
+  A key with a switch needs its switch turned on there, too.
 - YAML is read by the rules of YAML 1.2: `1e-6` is a number, only `true` and `false` are booleans.
   The value of an argument is YAML too: `trainer.logger='[console, jsonl]'`.
 - A value may refer to another one as `${group.key}`.
 - `tools/train_rl.py` needs `actor_rollout_ref.model.path` and `data.train_files`;
   `tools/train_sft.py` needs `actor_rollout_ref.model.path` and `sft.train_files`.
 - None, True and False in the tables are written `null`, `true` and `false`.
-- Keys marked *reserved* name what is not available yet: any value but the default is refused.
 - `trainer.nnodes` times `trainer.n_gpus_per_node` must be the number of started processes.
 
 Two environment variables belong to the package; another name that begins with `CTRL_` is an error.
@@ -55,6 +62,14 @@ of Python's logging the trainer processes print, Megatron-Core's among them. `CT
 otherwise it follows from the job's number. A code provider (`reward.provider`) takes its key or
 address from the variable that its users know: `E2B_API_KEY`, `MORPH_API_KEY`, `PISTON_ENDPOINT`,
 `PISTON_API_KEY`, `SANDBOX_FUSION_ENDPOINT`.
+"""
+_FOREIGN = """## Keys of other trainers
+
+Keys that users of CTRL, siiRL, verl or DiffuCoder know. Each is refused with the name it has here,
+or with what holds instead.
+
+| key | here |
+|---|---|
 """
 
 
@@ -93,6 +108,12 @@ def default_words(value: Any) -> str:
     return f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
 
 
+def reading_words(key: Key) -> str:
+    """Under which settings of other keys, and in which trainings, the key is read."""
+    words = "".join(f" Read with `{c.text}`." for c in key.read)
+    return words + (" SFT reads it too." if key.stage == "both" else "")
+
+
 def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
     """(dotted name, dataclass) of every group that has keys of its own, in the schema's order."""
     hints = typing.get_type_hints(cls)
@@ -105,27 +126,39 @@ def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
 
 def section_table(prefix: str, cls: type) -> str:
     """One group's heading and table; ValueError for a key without a text."""
-    hints, texts, defaults = typing.get_type_hints(cls), field_texts(cls), cls()
-    rows = []
-    for name, hint in hints.items():
-        if dataclasses.is_dataclass(hint):
+    texts, rows = field_texts(cls), []
+    for name in texts | typing.get_type_hints(cls):
+        key = KEYS.get(f"{prefix}.{name}")
+        if key is None:
             continue
-        key = f"{prefix}.{name}"
         if name not in texts:
-            raise ValueError(f"{key} has no docstring in ctrl_megatron/config")
-        reserved = " *Reserved; only the default is accepted.*" if key in RESERVED else ""
-        meaning = texts[name] + reserved
-        cells = (f"`{key}`", type_words(hint), default_words(getattr(defaults, name)), meaning)
+            raise ValueError(f"{key.name} has no text below it in ctrl_megatron/config")
+        allowed = "" if key.allowed is None else key.allowed.text
+        meaning = texts[name] + reading_words(key)
+        cells = (
+            f"`{key.name}`",
+            type_words(key.type),
+            default_words(key.default),
+            allowed,
+            meaning,
+        )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     purpose = " ".join((cls.__doc__ or "").split()).replace("``", "`")
-    head = "| key | type | default | meaning |\n|---|---|---|---|"
+    head = "| key | type | default | range | meaning |\n|---|---|---|---|---|"
     return "\n".join((f"## `{prefix}`\n\n{purpose}\n\n{head}", *rows)) + "\n"
+
+
+def foreign_table() -> str:
+    """Keys that users of other trainers know."""
+    rows = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
+    rows += [f"| `{old}` | none: {instead} |" for old, instead in ABSENT.items()]
+    return _FOREIGN + "\n".join(rows) + "\n"
 
 
 def render() -> str:
     """The whole page."""
     tables = [section_table(prefix, cls) for prefix, cls in sections(Config)]
-    return "\n".join((_INTRODUCTION, *tables))
+    return "\n".join((_INTRODUCTION, *tables, foreign_table()))
 
 
 def main() -> int:

@@ -1,14 +1,19 @@
 """What a run is told: typed keys, YAML and overrides, checks, and the environment."""
 
-from ctrl_megatron.config.checks import RESERVED, Purpose, check, check_files, check_world_size
+from ctrl_megatron.config.actor_rollout_ref import GRPO_PIPELINE, Actor, Optim
+from ctrl_megatron.config.algorithm import Critic
+from ctrl_megatron.config.checks import Purpose, check_files, check_world_size
 from ctrl_megatron.config.load import load_config, parse_override, to_dict, to_yaml
-from ctrl_megatron.config.schema import Config
+from ctrl_megatron.config.schema import KEYS, Config
 
 __all__ = [
-    "RESERVED",
+    "GRPO_PIPELINE",
+    "KEYS",
+    "Actor",
     "Config",
+    "Critic",
+    "Optim",
     "Purpose",
-    "check",
     "check_files",
     "check_world_size",
     "load_config",

@@ -2,10 +2,50 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ctrl_megatron.config.actor import KlName, LossAggregation, ModelFiles, Optim
+from ctrl_megatron.config.actor_rollout_ref import REVISIONS, KlName, ModelFiles
+from ctrl_megatron.config.keys import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    SHARE,
+    Condition,
+    Range,
+    group,
+    key,
+    when,
+)
+
+ADV_ESTIMATORS = (
+    *("grpo", "gae", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("remax", "opo", "gpg", "cpgd", "grpo_passk"),
+)
+
+
+def trains_values(enable: bool | None, estimator: str) -> bool:
+    """Whether a run with this ``critic.enable`` and this estimator has a value model."""
+    return estimator == "gae" if enable is None else enable
+
+
+VALUE_MODEL = Condition(
+    ("critic.enable", "algorithm.adv_estimator"),
+    trains_values,
+    "{1}=gae (or {0}=true with a pipeline of your own)",
+)
+"""Of keys of the value model."""
+
+
+def _estimators(*names: str) -> Condition:
+    return when(".adv_estimator", *names, known=ADV_ESTIMATORS)
+
+
+_IN_REWARD = when("algorithm.use_kl_in_reward", True)
+_ADAPTIVE = when(".type", "adaptive")
+_OWN_SANDBOX = when("reward.provider", "local")
+_EMBEDDED = (_OWN_SANDBOX, when("sandbox.endpoint", None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,13 +54,13 @@ class KlControl:
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """Constant, or steered towards target_kl."""
-    kl_coef: float = 0.001
+    kl_coef: float = key(0.001, AT_LEAST_0)
     """The coefficient, or where it starts."""
-    target_kl: float = 0.1
+    target_kl: float = key(0.1, ABOVE_0, read=_ADAPTIVE)
     """Mean KL per token that the adaptive controller aims at."""
-    horizon: int = 10000
-    """Sequences over which the adaptive controller corrects an error; more than a fifth of those
-    of a step."""
+    horizon: int = key(10000, AT_LEAST_1, read=_ADAPTIVE)
+    """Sequences over which the adaptive controller corrects an error; more than a fifth of those of
+    a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +69,7 @@ class FilterGroups:
 
     enable: bool = False
     """Train only on groups with different rewards; sample more prompts until there are enough."""
-    max_num_gen_batches: int = 10
+    max_num_gen_batches: int = key(10, AT_LEAST_1, read=when(".enable", True))
     """Batches of data.gen_batch_size prompts that one step may sample before it gives up."""
 
 
@@ -39,14 +79,18 @@ class RolloutCorrection:
 
     rollout_is: Literal["none", "token", "sequence"] = "none"
     """Weigh the loss by trainer over engine probability, per token or per sequence."""
-    rollout_is_threshold: float = 2.0
+    rollout_is_threshold: float = key(2.0, ABOVE_0, read=when(".rollout_is", "token", "sequence"))
     """Weights are truncated here."""
     rollout_rs: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave tokens or whole sequences out of the loss whose ratio is out of bounds; geometric
-    takes a sequence's mean log ratio."""
-    rollout_rs_threshold: float = 2.0
+    """Leave tokens or whole sequences out of the loss whose ratio is out of bounds; geometric takes
+    a sequence's mean log ratio."""
+    rollout_rs_threshold: float = key(
+        2.0, ABOVE_0, read=when(".rollout_rs", "token", "sequence", "geometric")
+    )
     """Largest ratio that stays."""
-    rollout_rs_threshold_lower: float | None = None
+    rollout_rs_threshold_lower: float | None = key(
+        None, AT_LEAST_0, read=when(".rollout_rs", "token", "sequence", "geometric")
+    )
     """Smallest ratio that stays, 0 for no bound; None for 1 / rollout_rs_threshold."""
 
 
@@ -56,45 +100,47 @@ class Algorithm:
 
     adv_estimator: str = "grpo"
     """Registered name of the advantage estimator."""
-    gamma: float = 1.0
+    gamma: float = key(1.0, SHARE, read=_estimators("gae", "reinforce_plus_plus"))
     """Discount per token."""
-    lam: float = 1.0
+    lam: float = key(1.0, SHARE, read=_estimators("gae"))
     """Trace decay of GAE."""
-    norm_adv_by_std_in_grpo: bool = True
+    norm_adv_by_std_in_grpo: bool = key(True, read=_estimators("grpo", "grpo_passk"))
     """Divide by the group's standard deviation; False is Dr.GRPO."""
-    weight_factor_in_cpgd: Literal["STD_weight", "clip_filter_like_weight", "naive"] = "STD_weight"
+    weight_factor_in_cpgd: Literal["STD_weight", "clip_filter_like_weight", "naive"] = key(
+        "STD_weight", read=_estimators("cpgd")
+    )
     """How cpgd scales a group: by its standard deviation, like filtering, or not at all."""
-    f_norm: float = 1.0
-    """What gpg divides its advantages by."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the token rewards (excludes actor.use_kl_loss)."""
-    kl_penalty: KlName = "kl"
+    kl_penalty: KlName = key("kl", read=_IN_REWARD)
     """Estimator of the KL in the reward."""
-    kl_ctrl: KlControl = field(default_factory=KlControl)
-    filter_groups: FilterGroups = field(default_factory=FilterGroups)
-    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    kl_ctrl: KlControl = group(KlControl, read=_IN_REWARD)
+    filter_groups: FilterGroups = group(FilterGroups)
+    rollout_correction: RolloutCorrection = group(RolloutCorrection)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueOptim:
+    """The value model's optimizer; everything else is that of ``actor_rollout_ref.actor.optim``."""
+
+    lr: float = key(1e-5, ABOVE_0)
+    """Peak learning rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """The value model."""
+    """The value model. Mini-batches, token budget, aggregation and gradient clipping are those of
+    ``actor_rollout_ref.actor``.
+    """
 
     enable: bool | None = None
     """Train a value model; None for where the estimator reads its values (gae)."""
-    model: ModelFiles = field(default_factory=ModelFiles)
-    optim: Optim = field(default_factory=lambda: Optim(lr=1e-5))
-    ppo_mini_batch_size: int | None = None
-    """Prompts per optimizer step, over all ranks; None takes the actor's."""
-    ppo_epochs: int | None = None
+    model: ModelFiles = group(ModelFiles)
+    optim: ValueOptim = group(ValueOptim)
+    ppo_epochs: int | None = key(None, AT_LEAST_1)
     """Passes over the batch of one training step; None takes the actor's."""
-    ppo_max_token_len_per_gpu: int | None = None
-    """Token budget of a packed micro-batch; None takes the actor's."""
-    cliprange_value: float = 0.5
+    cliprange_value: float = key(0.5, AT_LEAST_0)
     """How far a value may move from where it was before it stops to count."""
-    loss_agg_mode: LossAggregation = "token-mean"
-    """How per-token losses become one number."""
-    grad_clip: float = 1.0
-    """Largest global gradient norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +149,9 @@ class OverlongBuffer:
 
     enable: bool = False
     """Subtract from the reward where a critique nears data.max_response_length."""
-    len: int = 64
+    len: int = key(64, AT_LEAST_1)
     """Tokens before the limit over which the punishment grows from nothing to all."""
-    penalty_factor: float = 1.0
+    penalty_factor: float = key(1.0, AT_LEAST_0)
     """The punishment at the limit."""
 
 
@@ -139,30 +185,31 @@ class Reward:
     """One weight per reward function; empty for 1 each."""
     reward_options: dict[str, Any] = field(default_factory=dict)
     """Reward function -> its options."""
-    run_all_cases: bool = True
+    run_all_cases: bool = key(True, read=REVISIONS)
     """Score is the pass rate; False scores 1 only where every test passes."""
-    num_examine: int = 0
-    """Critiques per step that are printed."""
-    max_requests: int = 256
-    """Programs that one engine leader has judged at the same time; a run has a leader per model
-    copy."""
-    run_timeout: float = 10.0
+    max_requests: int = key(256, AT_LEAST_1)
+    """Programs that are judged at the same time, by each trainer process."""
+    run_timeout: float = key(10.0, ABOVE_0)
     """Seconds per test where the row has no time limit."""
     provider: Literal["local", "sandbox_fusion", "e2b", "morph", "piston"] = "local"
-    """Who runs the revisions: our sandbox, or a service outside of the run."""
-    provider_options: dict[str, Any] = field(default_factory=dict)
+    """Who runs the programs: our sandbox, or a service outside of the run."""
+    provider_options: dict[str, Any] = key(
+        {}, read=when(".provider", "sandbox_fusion", "e2b", "morph", "piston")
+    )
     """Options of the provider's class, such as a template; keys and addresses come from the
     environment."""
     cache_path: str | None = None
     """SQLite file of verdicts that runs share; None keeps them in memory."""
-    compare_lax: bool = False
+    compare_lax: bool = key(False, read=(REVISIONS, _OWN_SANDBOX))
     """Also ask a grader that believes exit codes and report reward/forgery_rate: the share of
-    revisions that only it accepts. Costs a second run of function problems; our sandbox only."""
-    judgment_weight: float = 0.0
+    revisions that only it accepts. Costs a second run of function problems."""
+    judgment_weight: float = key(0.0, AT_LEAST_0, read=REVISIONS)
     """Added to the reward where the judgment is true of the first solution; an ablation (the
     paper's reward never looks)."""
-    transition: Transition = field(default_factory=Transition)
-    overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
+    transition: Transition = group(Transition, read=REVISIONS)
+    overlong_buffer: OverlongBuffer = group(
+        OverlongBuffer, read=when("reward.overlong_buffer.enable", True)
+    )
 
     @property
     def weights(self) -> dict[str, float]:
@@ -175,17 +222,17 @@ class Reward:
 class Sandbox:
     """The service that runs untrusted programs."""
 
-    endpoint: str | None = None
+    endpoint: str | None = key(
+        None,
+        Range("an address such as http://127.0.0.1:8080", re.compile(r"https?://[^/\s]+").match),
+        read=_OWN_SANDBOX,
+    )
     """Address of a running service, http(s)://host:port; None starts an embedded one."""
-    token_file: str | None = None
+    token_file: str | None = key(
+        None, read=Condition((".endpoint",), lambda endpoint: endpoint is not None, "{0}=ADDRESS")
+    )
     """File whose first line is the bearer token of the services at endpoint."""
-    isolation: Literal["strict", "standard", "none"] = "standard"
+    isolation: Literal["strict", "standard", "none"] = key("standard", read=_EMBEDDED)
     """Isolation level of the embedded service; strict refuses to start without namespaces."""
-    workers: int | None = None
+    workers: int | None = key(None, AT_LEAST_1, read=_EMBEDDED)
     """Programs that the embedded service runs at the same time; None for one per CPU."""
-    max_concurrency: int = 256
-    """Requests that one trainer process keeps open."""
-    attempts: int = 5
-    """Tries per request before a service fault counts as an error."""
-    startup_timeout: float = 60.0
-    """Seconds until an embedded service that does not answer counts as failed."""

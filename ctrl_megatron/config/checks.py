@@ -1,108 +1,61 @@
-"""Checks between keys. Every message names the key and says what to do."""
+"""What a configuration is refused for. Every message names the key and says what to do."""
 
 from __future__ import annotations
 
+import difflib
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ctrl_megatron.config.objective import objective_problems, unknown_name
-from ctrl_megatron.config.schema import Config
-from ctrl_megatron.config.unread import value_of
+from ctrl_megatron.config.actor_rollout_ref import CTRL_PIPELINE, GRPO_PIPELINE, POLICY_LOSSES
+from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
+from ctrl_megatron.config.coerce import Place
+from ctrl_megatron.config.keys import Condition, value_of
+from ctrl_megatron.config.schema import KEYS, Config
 
 Purpose = Literal["rl", "sft", "none"]
 """What the run does, hence which keys it needs; ``none`` requires no key at all."""
-
-SINKS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
-
-_A, _R, _M, _O, _C, _I = (
+_A, _R, _M = (
     "actor_rollout_ref.actor.",
     "actor_rollout_ref.rollout.",
     "actor_rollout_ref.actor.megatron.",
-    "actor_rollout_ref.actor.optim.",
-    "critic.optim.",
-    "algorithm.rollout_correction.",
 )
-_AT_LEAST_ONE = (
-    *(f"data.{k}" for k in ("max_prompt_length", "max_response_length", "train_batch_size")),
-    *("data.val_batch_size", "data.gen_batch_size", "critic.ppo_mini_batch_size"),
-    *("critic.ppo_epochs", "critic.ppo_max_token_len_per_gpu", "reward.overlong_buffer.len"),
-    *("critic.optim.total_training_steps", "algorithm.filter_groups.max_num_gen_batches"),
-    *(_A + k for k in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu")),
-    *(_M + k for k in ("tensor_model_parallel_size", "pipeline_model_parallel_size")),
-    *(_M + k for k in ("recompute_num_layers", "logprob_chunk_size")),
-    *(_M + k for k in ("virtual_pipeline_model_parallel_size",)),
-    _O + "total_training_steps",
-    *(_R + k for k in ("n", "tensor_model_parallel_size", "max_model_len", "revision_max_tokens")),
-    *(_R + k for k in ("max_num_seqs", "threads", "update_bucket_megabytes")),
-    _R + "log_prob_max_token_len_per_gpu",
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-    *("algorithm.kl_ctrl.horizon", "reward.max_requests"),
-    *(f"sandbox.{k}" for k in ("workers", "max_concurrency", "attempts")),
-    *(f"trainer.{k}" for k in ("total_epochs", "total_training_steps", "nnodes")),
-    "trainer.n_gpus_per_node",
-    *(f"sft.{k}" for k in ("train_batch_size", "max_length", "total_epochs")),
-    *("sft.total_training_steps", "sft.max_token_len_per_gpu"),
-)
-_ABOVE_ZERO = (
-    *(_A + "grad_clip", _O + "eps", _R + "kv_cache_gib", _R + "startup_timeout"),
-    *("algorithm.kl_ctrl.target_kl", "reward.run_timeout"),
-    *("sandbox.startup_timeout", "trainer.peak_tflops_per_device", "trainer.failure_timeout"),
-    *("trainer.distributed_timeout", "sft.lr", "sft.grad_clip", _O + "lr", _C + "lr", _C + "eps"),
-    *("algorithm.f_norm", "critic.grad_clip"),
-    *(_I + "rollout_is_threshold", _I + "rollout_rs_threshold"),
-)
-_NOT_NEGATIVE = (
-    *(_A + k for k in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")),
-    *("critic.cliprange_value", _I + "rollout_rs_threshold_lower"),
-    *(_A + "entropy_coeff", _A + "kl_loss_coef", _O + "weight_decay", _O + "lr_warmup_steps"),
-    *(_R + "temperature", "algorithm.kl_ctrl.kl_coef", "reward.num_examine"),
-    *("trainer.examples_in_report", "trainer.critic_warmup", _C + "weight_decay"),
-    *(_C + "lr_warmup_steps", "reward.judgment_weight", _A + "ppo_kl_coef"),
-    "reward.overlong_buffer.penalty_factor",
-)
-_SHARES = (
-    *(_O + "lr_warmup_steps_ratio", _O + "min_lr_ratio", "sft.warmup_steps_ratio"),
-    *(_C + "lr_warmup_steps_ratio", _C + "min_lr_ratio", "algorithm.gamma", "algorithm.lam"),
-    *(_A + "clip_cov_ratio", _A + "kl_cov_ratio"),
-)
-_FREQUENCIES = ("trainer.save_freq", "trainer.test_freq", "trainer.max_ckpt_to_keep")
-_RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
-    (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
-    (_ABOVE_ZERO, lambda v: v > 0, "greater than 0"),
-    (_NOT_NEGATIVE, lambda v: v >= 0, "0 or more"),
-    (_SHARES, lambda v: 0 <= v <= 1, "between 0 and 1"),
-    ((*_FREQUENCIES, "sft.save_freq"), lambda v: v == -1 or v >= 1, "-1 or at least 1"),
-    ((_R + "top_p", _R + "gpu_memory_utilization"), lambda v: 0 < v <= 1, "in (0, 1]"),
-    ((_R + "top_k",), lambda v: v == -1 or v >= 1, "-1 (keep all) or at least 1"),
-    ((_A + "clip_ratio_c",), lambda v: v > 1, "greater than 1"),
-)
-RESERVED: Mapping[str, str] = {
-    "actor_rollout_ref.hybrid_engine": "trainer and engine share the devices",
-    _R + "revision_n": "a critique's reward is that of one greedy revision",
-    "dag.enable_perf": "runs/NAME/timeline.jsonl has every node's wall time",
-}
-"""Keys without an effect so far, and what holds instead; only their defaults are accepted."""
+_I = "algorithm.rollout_correction."
+_BUILT_IN = (None, CTRL_PIPELINE, GRPO_PIPELINE)
+_GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
+"""Estimators whose baseline is the group."""
 
 
-def check(config: Config, purpose: Purpose) -> None:
-    """ValueError with one line per problem; silent where the keys fit together."""
+def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> None:
+    """ValueError with one line per problem; silent where the keys fit together.
+
+    ``written`` holds the keys that somebody gave a value, and where.
+    """
     problems = [
-        *_ranges(config),
+        *_ranges(config, written),
+        *_unread(config, purpose, written),
         *_required(config, purpose),
-        *_reserved(config),
         *_names(config),
-        *_batches(config),
-        *_lengths(config),
+        *_sizes(config),
         *_parallelism(config),
-        *objective_problems(config),
-        *_schedule(config),
-        *_services(config),
+        *_objective(config),
+        *_groups(config),
+        *_reward(config),
+        *_validation(config),
     ]
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def unread(config: Config) -> dict[str, Condition]:
+    """The keys that nothing reads with these settings, and the first condition that is not met."""
+    unmet = {}
+    for name, key in KEYS.items():
+        for condition in key.read:
+            if not condition.is_met(config):
+                unmet.setdefault(name, condition)
+    return unmet
 
 
 def check_files(config: Config, purpose: Purpose) -> None:
@@ -117,7 +70,8 @@ def check_files(config: Config, purpose: Purpose) -> None:
         "actor_rollout_ref.model.tokenizer_path": model.model.tokenizer,
     }
     if purpose == "rl":
-        directories["actor_rollout_ref.proxy.model.path"] = model.proxy_path
+        if config.writes_revisions:
+            directories["actor_rollout_ref.proxy.model.path"] = model.proxy_path
         if config.needs_values:
             directories["critic.model.path"] = config.value_path
         directories["actor_rollout_ref.ref.model.path"] = model.ref_path
@@ -189,12 +143,34 @@ def _marker(key: str) -> str:
     return "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
 
 
-def _ranges(config: Config) -> Iterator[str]:
-    for keys, holds, text in _RANGES:
-        for key in keys:
-            value = value_of(config, key)
-            if value is not None and not holds(value):
-                yield f"{key}={value} must be {text}"
+def _ranges(config: Config, written: Mapping[str, Place]) -> Iterator[str]:
+    for name, key in KEYS.items():
+        value = value_of(config, name)
+        if key.allowed is not None and not key.allowed.admits(value):
+            place = f"{written[name]}: " if name in written else ""
+            yield f"{place}{name}={_words(value)} must be {key.allowed.text}"
+
+
+def _unread(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Iterator[str]:
+    """What somebody wrote and nothing reads, so that nobody waits for its effect.
+
+    A file may serve both trainings, and a key of the file that an override has switched off is
+    meant to be off.
+    """
+    for name, condition in unread(config).items():
+        by_override = {s for s in condition.switches if s in written and written[s].is_override}
+        if name not in written or (by_override and not written[name].is_override):
+            continue
+        off = " and ".join(f"{s}={_words(value_of(config, s))}" for s in condition.switches)
+        yield (
+            f"{written[name]}: {name}={_words(value_of(config, name))} is not read with "
+            f"{off}; set {condition.text}, or leave it out"
+        )
+    for name, place in written.items():
+        if purpose != "none" and place.is_override and KEYS[name].stage not in (purpose, "both"):
+            own = f"sft.{name.rpartition('.')[2]}"
+            instead = f", which reads {own}" if purpose == "sft" and own in KEYS else ""
+            yield f"{place}: {name} has no effect on {purpose.upper()}{instead}; leave it out"
 
 
 def _required(config: Config, purpose: Purpose) -> Iterator[str]:
@@ -204,85 +180,44 @@ def _required(config: Config, purpose: Purpose) -> Iterator[str]:
         yield (
             "actor_rollout_ref.model.path is not set; give the Hugging Face directory of the model"
         )
-    name = "sft" if purpose == "sft" else "data"
-    if not value_of(config, f"{name}.train_files"):
-        yield f"{name}.train_files is not set; give one parquet file or a list of them"
-
-
-def _reserved(config: Config) -> Iterator[str]:
-    plain = Config()
-    for key, instead in RESERVED.items():
-        value, default = value_of(config, key), value_of(plain, key)
-        if value != default:
-            yield (
-                f"{key}={json.dumps(value)} is not available yet: {instead}; "
-                f"leave it at {json.dumps(default)}"
-            )
-    for key in ("actor_rollout_ref.model.dtype", _R + "dtype"):
-        if value_of(config, key) == "float16":
-            yield (
-                f"{key}=float16 is not available yet: it would need a loss scale; "
-                f"use bfloat16 or float32"
-            )
+    files = "sft.train_files" if purpose == "sft" else "data.train_files"
+    if not value_of(config, files):
+        yield f"{files} is not set; give one parquet file or a list of them"
 
 
 def _names(config: Config) -> Iterator[str]:
-    for sink in config.trainer.logger:
-        yield from unknown_name("trainer.logger", sink, SINKS)
-    custom = config.dag.custom_pipeline_fn
-    if custom is not None and not re.fullmatch(r"[\w.]+:[\w.]+", custom):
-        yield "dag.custom_pipeline_fn must have the form 'package.module:function'"
+    if config.dag.custom_pipeline_fn not in _BUILT_IN:
+        return  # Its module may register estimators and losses; the registries judge them.
+    named = {"algorithm.adv_estimator": ADV_ESTIMATORS, _A + "policy_loss": POLICY_LOSSES}
+    for key, names in named.items():
+        value = value_of(config, key)
+        if value not in names:
+            near = difflib.get_close_matches(value, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield (
+                f"{key} must be one of {', '.join(names)}, not {value!r}{hint}; names of your own "
+                f"need the module that registers them in dag.custom_pipeline_fn"
+            )
 
 
-def _batches(config: Config) -> Iterator[str]:
-    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+def _sizes(config: Config) -> Iterator[str]:
+    data, model, longest = config.data, config.actor_rollout_ref, config.sequence_tokens
+    batch, mini = data.train_batch_size, model.actor.ppo_mini_batch_size
     if mini >= 1 and batch % mini:
         yield (
             f"{_A}ppo_mini_batch_size={mini} must divide data.train_batch_size={batch}; "
             f"both count prompts"
         )
-    yield from _value_batches(config)
-    gen, filtered = config.data.gen_batch_size, config.algorithm.filter_groups.enable
-    if gen is not None and not filtered:
+    given, needed = model.rollout.max_model_len, config.needed_model_len
+    if given is not None and given < needed:
+        # A revision prompt holds the problem, the solution and the critique.
+        revision = f" + {_R}revision_max_tokens" if config.writes_revisions else ""
         yield (
-            f"data.gen_batch_size={gen} has no effect without algorithm.filter_groups.enable=true; "
-            f"turn that on or leave it unset"
+            f"{_R}max_model_len={given} is smaller than data.max_prompt_length + "
+            f"data.max_response_length{revision} = {needed}; raise it or leave it unset"
         )
-
-
-def _value_batches(config: Config) -> Iterator[str]:
-    mini, batch = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.data.train_batch_size
-    given = config.critic.ppo_mini_batch_size
-    if given is None or mini < 1 or given < 1:
-        return
-    if given % mini or batch % given:
-        yield (
-            f"critic.ppo_mini_batch_size={given} must be a multiple of {_A}ppo_mini_batch_size="
-            f"{mini} and divide data.train_batch_size={batch}; all count prompts"
-        )
-
-
-def _lengths(config: Config) -> Iterator[str]:
-    model, longest = config.actor_rollout_ref, config.sequence_tokens
-    given = model.rollout.max_model_len
-    if given is not None and given < config.needed_model_len:
-        yield (
-            f"{_R}max_model_len={given} is smaller than data.max_prompt_length="
-            f"{config.data.max_prompt_length} + data.max_response_length="
-            f"{config.data.max_response_length} + {_R}revision_max_tokens="
-            f"{model.rollout.revision_max_tokens} = {config.needed_model_len}; raise it or leave "
-            f"it unset (a revision prompt holds the problem, the solution and the critique)"
-        )
-    budgets = {
-        _A + "ppo_max_token_len_per_gpu": model.actor.ppo_max_token_len_per_gpu,
-        _R + "log_prob_max_token_len_per_gpu": model.rollout.log_prob_max_token_len_per_gpu,
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": (
-            model.ref.log_prob_max_token_len_per_gpu
-        ),
-    }
-    if config.needs_values:
-        budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
-    for key, budget in budgets.items():
+    for key in (_A + "ppo_max_token_len_per_gpu", _R + "log_prob_max_token_len_per_gpu"):
+        budget = value_of(config, key)
         if budget is not None and budget < longest:
             yield (
                 f"{key}={budget} cannot hold one sequence of data.max_prompt_length + "
@@ -293,36 +228,31 @@ def _lengths(config: Config) -> Iterator[str]:
             f"sft.max_token_len_per_gpu={config.sft.max_token_len_per_gpu} cannot hold one "
             f"sequence of sft.max_length={config.sft.max_length} tokens; raise it"
         )
+    buffer, limit = config.reward.overlong_buffer, data.max_response_length
+    if buffer.enable and buffer.len > limit:
+        yield (
+            f"reward.overlong_buffer.len={buffer.len} is longer than data.max_response_length="
+            f"{limit}; lower it"
+        )
 
 
 def _parallelism(config: Config) -> Iterator[str]:
-    megatron = config.actor_rollout_ref.actor.megatron
+    megatron, rollout = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.rollout
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         yield (
             f"{_M}sequence_parallel=true needs {_M}tensor_model_parallel_size of 2 or more; "
             f"turn it off or raise the size"
         )
-    virtual = megatron.virtual_pipeline_model_parallel_size
-    if virtual is not None and virtual > 1 and megatron.pipeline_model_parallel_size == 1:
+    virtual = megatron.virtual_pipeline_model_parallel_size or 1
+    if virtual > 1 and megatron.pipeline_model_parallel_size == 1:
         yield (
             f"{_M}virtual_pipeline_model_parallel_size={virtual} needs "
             f"{_M}pipeline_model_parallel_size of 2 or more; unset it or raise the size"
         )
-    yield from _offload(config)
-    rollout = config.actor_rollout_ref.rollout
     if rollout.name == "hf" and rollout.tensor_model_parallel_size != 1:
         yield (
             f"{_R}tensor_model_parallel_size={rollout.tensor_model_parallel_size} is not possible "
             f"with {_R}name=hf; use vllm or sglang, or set it to 1"
-        )
-
-
-def _offload(config: Config) -> Iterator[str]:
-    megatron = config.actor_rollout_ref.actor.megatron
-    if megatron.param_offload and not config.needs_reference:
-        yield (
-            f"{_M}param_offload=true has no effect without a reference, whose weights it moves; "
-            f"turn it off, or turn on {_A}use_kl_loss or algorithm.use_kl_in_reward"
         )
     float32 = config.actor_rollout_ref.model.dtype == "float32"
     if megatron.optimizer_offload and float32 and not megatron.use_distributed_optimizer:
@@ -332,42 +262,112 @@ def _offload(config: Config) -> Iterator[str]:
         )
 
 
-def _schedule(config: Config) -> Iterator[str]:
-    for key, optim in ((_O, config.actor_rollout_ref.actor.optim), (_C, config.critic.optim)):
-        if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
-            yield (
-                f"{key}lr_warmup_steps and {key}lr_warmup_steps_ratio are both set; keep one of "
-                f"them"
-            )
-        if not all(0 <= beta < 1 for beta in optim.betas):
-            yield f"{key}betas={list(optim.betas)} must both be in [0, 1)"
-        total = optim.total_training_steps
-        if total is not None and optim.lr_warmup_steps >= total:
-            yield (
-                f"{key}lr_warmup_steps={optim.lr_warmup_steps} must be smaller than "
-                f"{key}total_training_steps={total}"
-            )
-
-
-def _services(config: Config) -> Iterator[str]:
-    provider = config.reward.provider
-    if config.reward.provider_options and provider == "local":
+def _objective(config: Config) -> Iterator[str]:
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    if actor.use_kl_loss and algorithm.use_kl_in_reward:
         yield (
-            "reward.provider_options has no effect with reward.provider=local; leave it empty or "
-            "name another provider"
+            f"{_A}use_kl_loss and algorithm.use_kl_in_reward are both on; the KL belongs either "
+            f"in the loss or in the reward, turn one of them off"
         )
-    if config.reward.compare_lax and provider != "local":
-        yield f"reward.compare_lax needs reward.provider=local, not {provider}; turn it off"
-    if config.sandbox.token_file is not None and config.sandbox.endpoint is None:
-        yield "sandbox.token_file belongs to services at sandbox.endpoint, which is not set"
-    if config.sandbox.endpoint is not None and provider != "local":
-        yield f"sandbox.endpoint has no effect with reward.provider={provider}; leave it unset"
-    endpoint, name = config.sandbox.endpoint, config.trainer.experiment_name
-    if endpoint is not None and not re.match(r"https?://[^/\s]+", endpoint):
-        yield f"sandbox.endpoint={endpoint!r} must be an address such as http://127.0.0.1:8080"
-    if not name or name in (".", "..") or "/" in name or "\\" in name:
-        yield f"trainer.experiment_name={name!r} must be a plain directory name"
-    if config.trainer.val_before_train and not config.data.val_files:
+    horizon, adaptive = algorithm.kl_ctrl.horizon, algorithm.kl_ctrl.type == "adaptive"
+    sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    # An update changes the coefficient by up to a fifth of sequences / horizon of itself.
+    if adaptive and algorithm.use_kl_in_reward and 5 * horizon <= sequences:
+        yield (
+            f"algorithm.kl_ctrl.horizon={horizon} is too short for steps of data.train_batch_size "
+            f"x {_R}n = {sequences} sequences, the coefficient would turn negative; raise it to at "
+            f"least {sequences // 5 + 1}"
+        )
+    if actor.policy_loss == "clip_cov" and actor.clip_cov_lb > actor.clip_cov_ub:
+        yield (
+            f"{_A}clip_cov_lb={actor.clip_cov_lb} is above {_A}clip_cov_ub={actor.clip_cov_ub}; "
+            f"no covariance lies between, lower it or raise the other"
+        )
+    keys = algorithm.rollout_correction
+    upper, lower = keys.rollout_rs_threshold, keys.rollout_rs_threshold_lower
+    bound = lower if lower is not None else 1 / upper if upper > 0 else 0.0
+    if keys.rollout_rs != "none" and bound > upper:
+        yield (
+            f"algorithm.rollout_correction.rollout_rs_threshold={upper} is below "
+            f"rollout_rs_threshold_lower={bound} (1 / {upper} where that is unset); nothing "
+            f"would stay, raise it or lower the other"
+        )
+    estimator, enable = algorithm.adv_estimator, config.critic.enable
+    if estimator == "gae" and enable is False:
+        yield (
+            "algorithm.adv_estimator=gae reads the values of a value model, which "
+            "critic.enable=false turns off; leave critic.enable unset or choose another estimator"
+        )
+    if estimator != "gae" and enable and config.dag.custom_pipeline_fn in _BUILT_IN:
+        yield (
+            f"critic.enable=true trains a value model that algorithm.adv_estimator={estimator} "
+            f"never reads; leave critic.enable unset or use adv_estimator=gae"
+        )
+    if config.trainer.critic_warmup and not config.needs_values:
+        yield (
+            f"trainer.critic_warmup={config.trainer.critic_warmup} has nobody to warm up: "
+            f"algorithm.adv_estimator={estimator} has no value model; set it to 0"
+        )
+
+
+def _groups(config: Config) -> Iterator[str]:
+    estimator, filtered = config.algorithm.adv_estimator, config.algorithm.filter_groups.enable
+    for name, grouped in (
+        (f"algorithm.adv_estimator={estimator}", estimator in _GROUPED),
+        ("algorithm.filter_groups.enable=true", filtered),
+    ):
+        if grouped and config.actor_rollout_ref.rollout.n == 1:
+            yield (
+                f"{_R}n=1 gives {name} groups of one, which have no baseline and never differ; "
+                f"set {_R}n to 2 or more"
+            )
+    if filtered and estimator == "remax":
+        yield (
+            "algorithm.filter_groups replaces prompts whose greedy critique "
+            "algorithm.adv_estimator=remax would need; turn it off or choose another estimator"
+        )
+    if (
+        filtered
+        and "critic" not in config.reward.reward_funcs
+        and config.dag.custom_pipeline_fn in (None, CTRL_PIPELINE)
+    ):
+        yield (
+            "algorithm.filter_groups looks at the critic's reward, which reward.reward_funcs "
+            "lacks; name it, or turn filter_groups off"
+        )
+
+
+def _reward(config: Config) -> Iterator[str]:
+    names, weights = config.reward.reward_funcs, config.reward.reward_weights
+    if not names or len(set(names)) < len(names):
+        yield f"reward.reward_funcs={list(names)} must name at least one reward function, each once"
+    elif weights and len(weights) != len(names):
+        yield (
+            f"reward.reward_weights has {len(weights)} entries for {len(names)} reward functions "
+            f"({', '.join(names)}); give one each, or none for 1 each"
+        )
+    elif not any(config.reward.weights.values()):
+        yield "reward.reward_weights are all 0; nothing would be rewarded"
+    others = set(config.reward.reward_options) - (set(names) - {"critic"})
+    if others:
+        yield (
+            f"reward.reward_options.{min(others)} belongs to no function of reward.reward_funcs "
+            "(critic takes its options from reward.*)"
+        )
+    if "critic" in names and not config.writes_revisions:
+        yield (
+            f"reward.reward_funcs={list(names)} names critic, the pass rate of a revision, which "
+            f"{GRPO_PIPELINE} does not write; name code or functions of your own"
+        )
+
+
+def _validation(config: Config) -> Iterator[str]:
+    trainer, files = config.trainer, config.data.val_files
+    if trainer.val_before_train and not files:
         yield "trainer.val_before_train=true needs data.val_files; set them or turn it off"
-    if config.trainer.test_freq > 0 and not config.data.val_files:
+    if trainer.test_freq > 0 and not files:
         yield "trainer.test_freq needs data.val_files; set them or use test_freq=-1"
+
+
+def _words(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

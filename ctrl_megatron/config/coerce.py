@@ -8,95 +8,76 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
+
+from ctrl_megatron.config.foreign import unknown_key
+from ctrl_megatron.config.keys import declared
 
 T = TypeVar("T")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
-def build(cls: type[T], tree: Mapping[str, Any], places: Mapping[str, str]) -> T:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a key was written."""
+
+    text: str
+    """``run.yaml line 7`` or ``override 'a.b=1'``."""
+    is_override: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def build(cls: type[T], tree: Mapping[str, Any], places: Mapping[str, Place]) -> T:
     """The dataclass ``cls`` filled from ``tree``; fields that are absent keep their default.
 
-    ``places`` maps a dotted key to where it was written (``run.yaml line 7``).
-    Raises ValueError with one line per unknown key or wrong value.
+    ``places`` maps a dotted key to where it was written.
+    Raises ValueError with one line per unknown key or wrong value, all of them at once.
     """
-    problems: list[str] = []
-    result = _Builder(root=cls, places=places, problems=problems).group(cls, tree, "")
-    if problems:
-        raise ValueError("\n".join(problems))
+    problems: list[tuple[str, str]] = []
+    result = _group(cls, tree, "", tuple(key.name for key in declared(cls)), problems)
+    lines = []
+    for name, text in problems:
+        inside = (place for key, place in places.items() if key.startswith(f"{name}."))
+        place = places.get(name) or next(inside, None)
+        lines.append(f"{place}: {text}" if place else text)
+    if lines:
+        raise ValueError("\n".join(lines))
     return result
 
 
-def leaf_keys(cls: type, prefix: str = "") -> list[str]:
-    """Dotted names of all fields that are not groups, in the order of the schema."""
-    keys: list[str] = []
-    for name, hint in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            keys += leaf_keys(typing.cast(type, hint), f"{prefix}{name}.")
+def _group(
+    cls: type[T], tree: object, prefix: str, keys: Sequence[str], problems: list[tuple[str, str]]
+) -> T:
+    tree = {} if tree is None else tree  # a group whose keys are all commented out
+    if not isinstance(tree, Mapping):
+        problems.append((prefix, f"{prefix} is a group of keys, not the value {tree!r}"))
+        return cls()
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}.{name}" if prefix else str(name)
+        if name not in hints:
+            problems.append((key, unknown_key(key, cls, keys)))
+        elif dataclasses.is_dataclass(hints[name]):
+            values[name] = _group(hints[name], value, key, keys, problems)
         else:
-            keys.append(prefix + name)
-    return keys
-
-
-def unknown_key(root: type, group: type, key: str) -> str:
-    """One sentence about a key that does not exist, with the nearest one that does."""
-    prefix, _, name = key.rpartition(".")
-    siblings = list(typing.get_type_hints(group))
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
-    candidates = [f"{prefix}.{near[0]}" if prefix else near[0]] if near else []
-    leaves = leaf_keys(root)
-    by_name = difflib.get_close_matches(name, {k.rpartition(".")[2] for k in leaves}, n=1)
-    if by_name and not near:
-        candidates = [k for k in leaves if k.rpartition(".")[2] == by_name[0]][:3]
-    where = f"{prefix} has the keys" if prefix else "the groups are"
-    hint = f"did you mean {' or '.join(map(repr, candidates))}? " if candidates else ""
-    return f"unknown key {key!r}: {hint}({where} {', '.join(siblings)})"
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Builder:
-    """One pass over a tree; collects every problem so that the user sees all of them at once."""
-
-    root: type
-    places: Mapping[str, str]
-    problems: list[str]
-
-    def report(self, key: str, text: str) -> None:
-        inside = (p for k, p in self.places.items() if k.startswith(f"{key}."))
-        place = self.places.get(key) or next(inside, "")
-        self.problems.append(f"{place}: {text}" if place else text)
-
-    def group(self, cls: type[T], tree: object, prefix: str) -> T:
-        tree = {} if tree is None else tree  # a group whose keys are all commented out
-        if not isinstance(tree, Mapping):
-            self.report(prefix, f"{prefix} is a group of keys, not the value {tree!r}")
-            return cls()
-        hints = typing.get_type_hints(cls)
-        values: dict[str, Any] = {}
-        for name, value in tree.items():
-            key = f"{prefix}.{name}" if prefix else str(name)
-            if name not in hints:
-                self.report(key, unknown_key(self.root, cls, key))
-            elif dataclasses.is_dataclass(hints[name]):
-                values[name] = self.group(hints[name], value, key)
-            else:
-                self.leaf(values, name, hints[name], value, key)
-        return cls(**values)
-
-    def leaf(self, values: dict[str, Any], name: str, hint: Any, value: Any, key: str) -> None:
-        try:
-            values[name] = coerce(hint, value)
-        except ValueError as error:
-            self.report(key, f"{key} {error}")
+            try:
+                values[name] = coerce(hints[name], value)
+            except ValueError as error:
+                problems.append((key, f"{key} {error}"))
+    return cls(**values)
 
 
 def coerce(hint: Any, value: Any) -> Any:
     """``value`` as the type ``hint``; ValueError (to be read after the key) where it is not one."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        return None if value is None else coerce(_without_none(arguments), value)
+        (inner,) = (a for a in arguments if a is not type(None))
+        return None if value is None else coerce(inner, value)
     if origin is Literal:
         return _choice(arguments, value)
     if origin is tuple:
@@ -104,11 +85,6 @@ def coerce(hint: Any, value: Any) -> Any:
     if origin is dict:
         return _mapping(value)
     return {bool: _bool, int: _int, float: _float, str: _str}[hint](value)
-
-
-def _without_none(arguments: tuple[Any, ...]) -> Any:
-    (hint,) = (a for a in arguments if a is not type(None))
-    return hint
 
 
 def _choice(allowed: tuple[str, ...], value: Any) -> str:

@@ -47,23 +47,6 @@ class Launch:
     master_port: int
     """Port on which rank 0 listens; 0 (single process only) lets the system choose."""
 
-    @property
-    def node_rank(self) -> int:
-        """Number of the machine; all machines run the same number of processes."""
-        return self.rank // self.local_world_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmJob:
-    """The SLURM job this process belongs to."""
-
-    job_id: str
-    """Number of the job; the same after a requeue."""
-    restart_count: int
-    """How often the job was requeued."""
-    node_list: str
-    """Compressed host list, e.g. ``gpu[01-08]``."""
-
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Where this process stands. Raises ValueError naming a variable that is missing or wrong."""
@@ -80,20 +63,6 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
         local_world_size=1,
         master_addr="127.0.0.1",
         master_port=0,
-    )
-
-
-def read_slurm_job(environ: Mapping[str, str] | None = None) -> SlurmJob | None:
-    """The SLURM job around this process; None outside SLURM."""
-    environ = os.environ if environ is None else environ
-    if "SLURM_JOB_ID" not in environ:
-        return None
-    return SlurmJob(
-        job_id=environ["SLURM_JOB_ID"],
-        restart_count=_integer(environ, "SLURM_RESTART_COUNT")
-        if "SLURM_RESTART_COUNT" in environ
-        else 0,
-        node_list=environ.get("SLURM_JOB_NODELIST", environ.get("SLURM_NODELIST", "")),
     )
 
 
@@ -123,21 +92,18 @@ def read_provider_keys(
     return found | {key: environ[name] for key, name in optional.items() if name in environ}
 
 
-def child_environment(
-    extra: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """The environment for a helper process: ours without the launcher's variables, plus ``extra``.
+def child_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a helper process: ours without the launcher's variables.
 
     An engine that saw RANK or MASTER_ADDR would try to join the trainer's process group.
     """
     environ = os.environ if environ is None else environ
     dropped = {*_TORCHRUN, "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
-    kept = {
+    return {
         name: value
         for name, value in environ.items()
         if name not in dropped and not name.startswith(("TORCHELASTIC_", "CTRL_"))
     }
-    return {**kept, **(extra or {})}
 
 
 def first_host(node_list: str) -> str:
@@ -163,14 +129,12 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
 
 def _slurm(environ: Mapping[str, str]) -> Launch:
     rank, world_size, local_rank = (_integer(environ, name) for name in _SLURM_TASK)
-    job = read_slurm_job(environ)
-    if job is None:
-        raise ValueError("SLURM_PROCID is set but SLURM_JOB_ID is not; start the ranks with srun")
     tasks = re.match(r"\d+", _text(environ, "SLURM_STEP_TASKS_PER_NODE"))
     if tasks is None:
         raise ValueError("SLURM_STEP_TASKS_PER_NODE must start with a number")
     # Every rank must compute the same port, and two jobs on one machine different ones.
-    port = _FIRST_PORT + int(re.sub(r"\D", "", job.job_id) or "0") % _PORTS
+    port = _FIRST_PORT + int(re.sub(r"\D", "", _text(environ, "SLURM_JOB_ID")) or "0") % _PORTS
+    nodes = "SLURM_JOB_NODELIST" if "SLURM_JOB_NODELIST" in environ else "SLURM_NODELIST"
     named = next((name for name in ("MASTER_PORT", "CTRL_MASTER_PORT") if name in environ), None)
     return Launch(
         launcher="slurm",
@@ -178,7 +142,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=int(tasks.group()),
-        master_addr=environ.get("MASTER_ADDR") or first_host(job.node_list),
+        master_addr=environ.get("MASTER_ADDR") or first_host(_text(environ, nodes)),
         master_port=_integer(environ, named) if named else port,
     )
 

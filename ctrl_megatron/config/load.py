@@ -1,21 +1,54 @@
-"""From a YAML file and dotted overrides to a checked ``Config``, and back to text."""
+"""From a YAML file and dotted overrides to a checked ``Config``, and back to text.
+
+YAML is read by the rules of YAML 1.2's core schema: PyYAML follows YAML 1.1, where ``1e-6`` is
+text, ``on`` is true and ``010`` is eight. Here a number is what a programmer would call one, and
+only ``true`` and ``false`` are booleans.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ctrl_megatron.config import yaml_text
-from ctrl_megatron.config.checks import Purpose, check
-from ctrl_megatron.config.coerce import build
-from ctrl_megatron.config.schema import Config
-from ctrl_megatron.config.trainer import Sft
+from ctrl_megatron.config.checks import Purpose, check, unread
+from ctrl_megatron.config.coerce import Place, build
+from ctrl_megatron.config.schema import KEYS, Config
+
+_NUMBERS = (
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|(?:0|[1-9][0-9]*)(?=[eE]))(?:[eE][-+]?[0-9]+)?",
+        "-+.0123456789",
+    ),
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:merge", r"<<", "<"),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with its own table of implicit types."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  PyYAML's interface
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes what either version of YAML would misread."""
+
+
+for _tag, _pattern, _first in _NUMBERS:
+    for _kind in (_Loader, _Dumper):
+        _kind.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), list(_first))
 
 
 def load_config(
@@ -30,13 +63,13 @@ def load_config(
     tree, places = _read_file(Path(path)) if path is not None else (DictConfig({}), {})
     for text in overrides:
         key, value = parse_override(text)
-        if purpose == "sft":
-            _require_own_key(key, text)
         _assign(tree, key, value, text)
-        places[key] = f"override {text!r}"
+        places = {k: place for k, place in places.items() if not k.startswith(key + ".")}
+        places[key] = Place(f"override {text!r}", is_override=True)
+    given = OmegaConf.to_container(tree, resolve=False)
     try:
         # The defaults take part so that a reference can name a key that nobody set.
-        merged = _overlay(to_dict(Config()), OmegaConf.to_container(tree, resolve=False))
+        merged = _overlay(to_dict(Config()), given)
         plain = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0]
@@ -44,7 +77,7 @@ def load_config(
         raise ValueError(f"{key}: the reference cannot be resolved: {reason}") from error
     assert isinstance(plain, dict)
     config = build(Config, {str(key): value for key, value in plain.items()}, places)
-    check(config, purpose)
+    check(config, purpose, _written(given, places))
     return config
 
 
@@ -54,45 +87,95 @@ def parse_override(text: str) -> tuple[str, Any]:
     key = key.strip()
     if not equals or not key or not all(key.split(".")):
         raise ValueError(f"override {text!r} is not of the form group.key=value")
-    return key, yaml_text.read(value, f"override {text!r}")[0]
+    return key, read_yaml(value, f"override {text!r}")[0]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The configuration as plain nested dicts and lists, every default written out."""
-    return _plain(dataclasses.asdict(config))
+    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML; ``load_config`` reads it back to an equal object."""
-    return yaml_text.write(to_dict(config))
+    """Every key that is read, as YAML; ``load_config`` makes the same run of it.
 
-
-def _require_own_key(key: str, text: str) -> None:
-    """SFT has keys of its own for what RL trains with; the file may hold both, but who types the
-    other one would wait for an effect in vain.
+    Keys that nothing reads with these settings are left out, as they are refused where they stand.
     """
-    group, _, name = key.rpartition(".")
-    if group != "sft" and name in {field.name for field in dataclasses.fields(Sft)}:
-        raise ValueError(f"override {text!r} has no effect on SFT, which reads sft.{name}")
+    tree = to_dict(config)
+    for name in unread(config):
+        *groups, last = name.split(".")
+        parents = [tree]
+        for group in groups:
+            parents.append(parents[-1][group])
+        del parents.pop()[last]
+        for parent, group in zip(reversed(parents), reversed(groups), strict=True):
+            if not parent[group]:
+                del parent[group]
+    return write_yaml(tree)
 
 
-def _read_file(path: Path) -> tuple[DictConfig, dict[str, str]]:
+def read_yaml(text: str, source: str) -> tuple[Any, dict[str, Place]]:
+    """The tree of ``text``, and for every dotted key the place where it stands.
+
+    Raises ValueError naming ``source`` and the line for text that is not YAML or repeats a key.
+    """
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            places: dict[str, Place] = {}
+            if node is None:
+                return None, places
+            _locate(node, "", source, places)
+            return loader.construct_document(node), places
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is not valid YAML: {error}") from error
+
+
+def write_yaml(tree: Any) -> str:
+    """``tree`` as YAML text in the order of its keys; ``read_yaml`` gives it back."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _locate(node: yaml.Node, prefix: str, source: str, places: dict[str, Place]) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for name, value in node.value:
+        key = f"{prefix}.{name.value}" if prefix else str(name.value)
+        place = Place(f"{source} line {name.start_mark.line + 1}")
+        if key in places and name.value != "<<":
+            raise ValueError(f"{place}: the key {key!r} stands twice (first at {places[key]})")
+        places[key] = place
+        _locate(value, key, source, places)
+
+
+def _written(given: Any, places: Mapping[str, Place]) -> dict[str, Place]:
+    """The keys that somebody gave a value, and where; a null only says that there is none."""
+    written = {}
+    for name in KEYS:
+        parts, value = name.split("."), given
+        for part in parts:
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+            # What YAML's << brings along stands nowhere under its own name.
+            written[name] = next((places[k] for k in above if k in places), Place("the file"))
+    return written
+
+
+def _read_file(path: Path) -> tuple[DictConfig, dict[str, Place]]:
     if not path.is_file():
-        near = _nearest_file(path)
-        hint = f"; did you mean {near}?" if near else ""
+        names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ValueError(f"the configuration file {path} does not exist{hint}")
-    tree, places = yaml_text.read(path.read_text(encoding="utf-8"), str(path))
+    tree, places = read_yaml(path.read_text(encoding="utf-8"), str(path))
     if tree is None:
         return DictConfig({}), places
     if isinstance(tree, dict):
         return DictConfig(tree), places
     raise ValueError(f"{path} must hold groups of keys, not {type(tree).__name__}")
-
-
-def _nearest_file(path: Path) -> Path | None:
-    names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return path.parent / near[0] if near else None
 
 
 def _assign(tree: DictConfig, key: str, value: Any, text: str) -> None:
@@ -107,11 +190,3 @@ def _overlay(below: Any, above: Any) -> Any:
         return above
     both = {k: _overlay(below[k], above[k]) for k in below.keys() & above.keys()}
     return {**below, **above, **both}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value

@@ -1,28 +1,179 @@
-"""The root of the configuration: one group per top-level key."""
+"""The root of the configuration, and the keys of ``data``, ``trainer``, ``dag`` and ``sft``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
-from ctrl_megatron.config.algorithm import Algorithm, Critic, Reward, Sandbox
-from ctrl_megatron.config.data import Data
-from ctrl_megatron.config.rollout import ActorRolloutRef
-from ctrl_megatron.config.trainer import Dag, Sft, Trainer
+from ctrl_megatron.config.actor_rollout_ref import (
+    REFERENCE,
+    REVISIONS,
+    ActorRolloutRef,
+    Schedule,
+)
+from ctrl_megatron.config.algorithm import VALUE_MODEL, Algorithm, Critic, Reward, Sandbox
+from ctrl_megatron.config.keys import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    COUNT_OR_MINUS_1,
+    SHARE,
+    Condition,
+    Key,
+    Range,
+    declared,
+    group,
+    key,
+    when,
+)
+
+SinkName = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
+"""Where metrics go."""
+_FILTERED = when("algorithm.filter_groups.enable", True)
+_VALIDATED = Condition(("data.val_files",), bool, "{0}=FILES")
+_TRACKED = Condition(
+    (".logger",), lambda names: bool({"wandb", "mlflow"} & set(names)), "{0}=[wandb] or [mlflow]"
+)
+_IN_EPOCHS = when(".total_training_steps", None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """The training and validation rows of the RL stage."""
+
+    train_files: tuple[str, ...] = ()
+    """Parquet file or list of parquet files to train on (required)."""
+    val_files: tuple[str, ...] = ()
+    """Parquet file or list of parquet files to validate on; empty for no validation."""
+    prompt_key: str = "prompt"
+    """Column that holds the critique prompt."""
+    max_prompt_length: int = key(1536, AT_LEAST_1)
+    """Longest critique prompt, in tokens."""
+    max_response_length: int = key(768, AT_LEAST_1)
+    """Longest critique, in tokens."""
+    train_batch_size: int = key(1024, AT_LEAST_1)
+    """Prompts per training step, over all ranks."""
+    gen_batch_size: int | None = key(None, AT_LEAST_1, read=_FILTERED)
+    """Prompts that dynamic sampling draws at a time; None takes train_batch_size."""
+    val_batch_size: int = key(256, AT_LEAST_1, read=_VALIDATED)
+    """Prompts that are sent to the engine together in validation, over all ranks."""
+    shuffle: bool = True
+    """Draw the training rows in a new random order every epoch."""
+    seed: int = key(1, stage="both")
+    """Seed of the row order."""
+    filter_overlong_prompts: bool = True
+    """Drop (and count) rows whose prompt exceeds max_prompt_length; False makes them an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """The training loop and what it writes."""
+
+    project_name: str = key("ctrl_megatron", read=_TRACKED)
+    """Project under which trackers file the run."""
+    experiment_name: str = key(
+        "run",
+        Range("a plain directory name", re.compile(r"(?!\.{1,2}$)[^/\\]+$").match),
+    )
+    """Name of the run and of its directory."""
+    default_local_dir: str = "runs"
+    """Directory that holds the run's directory."""
+    total_epochs: int = key(1, AT_LEAST_1, read=_IN_EPOCHS, stage="rl")
+    """Passes over the training rows."""
+    total_training_steps: int | None = key(None, AT_LEAST_1, stage="rl")
+    """Steps after which training ends, whatever the epochs say; None for all epochs."""
+    save_freq: int = key(-1, COUNT_OR_MINUS_1, stage="rl")
+    """Steps between checkpoints; -1 saves only at the end."""
+    test_freq: int = key(-1, COUNT_OR_MINUS_1, stage="rl")
+    """Steps between validations; -1 validates at the end, where there are data.val_files."""
+    val_before_train: bool = key(False, stage="rl")
+    """Validate before the first step."""
+    critic_warmup: int = key(0, AT_LEAST_0, stage="rl")
+    """Training steps in which only the value model learns."""
+    resume_mode: str = "auto"
+    """auto continues from the newest checkpoint, disable starts over, a path names one."""
+    logger: tuple[SinkName, ...] = ("console", "jsonl", "tensorboard")
+    """Sinks of the metrics."""
+    seed: int = 1
+    """Seed of everything that has no seed of its own."""
+    verify_weight_sync: bool = key(False, stage="rl")
+    """Compare checksums of trainer and engine after every weight update."""
+    max_ckpt_to_keep: int = key(2, COUNT_OR_MINUS_1)
+    """Checkpoints that stay on disk; -1 keeps all."""
+    nnodes: int = key(1, AT_LEAST_1)
+    """Machines of the run, compared with what was started."""
+    n_gpus_per_node: int = key(1, AT_LEAST_1)
+    """Processes per machine; nnodes times this must be what was started."""
+    balance_batch: bool = key(True, stage="rl")
+    """Level the token counts of the data-parallel ranks."""
+    peak_tflops_per_device: float | None = key(None, ABOVE_0)
+    """Peak of one device in the model's type, for MFU; None looks the device up."""
+    failure_timeout: float = key(20.0, ABOVE_0)
+    """Seconds until a silent rank or service counts as dead."""
+    distributed_timeout: float = key(600.0, ABOVE_0)
+    """Seconds until a collective, or an engine that starts, gives up."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory of everything the run writes."""
+        return Path(self.default_local_dir) / self.experiment_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dag:
+    """The task graph."""
+
+    custom_pipeline_fn: str | None = key(
+        None, Range("of the form package.module:function", re.compile(r"[\w.]+:[\w.]+$").match)
+    )
+    """Function that builds the pipeline, as module:function; None for the built-in one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sft:
+    """Supervised fine-tuning on synthesised critiques; models, AdamW's constants and outputs are
+    those of ``actor_rollout_ref`` and ``trainer``.
+    """
+
+    train_files: tuple[str, ...] = ()
+    """Parquet file or list of parquet files to train on (required for SFT)."""
+    val_files: tuple[str, ...] = ()
+    """Parquet file or list of parquet files to validate on; empty for no validation."""
+    train_batch_size: int = key(16, AT_LEAST_1)
+    """Sequences per optimizer step, over all ranks."""
+    max_length: int = key(1024, AT_LEAST_1)
+    """Longest sequence, prompt and critique together, in tokens."""
+    total_epochs: int = key(1, AT_LEAST_1, read=_IN_EPOCHS)
+    """Passes over the training rows."""
+    total_training_steps: int | None = key(None, AT_LEAST_1)
+    """Steps after which fine-tuning ends, whatever the epochs say; None for all epochs."""
+    lr: float = key(2e-5, ABOVE_0)
+    """Peak learning rate."""
+    warmup_steps_ratio: float = key(0.0, SHARE)
+    """Warm-up as a share of all optimizer steps."""
+    lr_scheduler_type: Schedule = "cosine"
+    """Shape of the schedule after the warm-up."""
+    max_token_len_per_gpu: int = key(16384, AT_LEAST_1)
+    """Token budget of a packed micro-batch."""
+    save_freq: int = key(-1, COUNT_OR_MINUS_1)
+    """Steps between checkpoints; -1 saves only at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything a run is told. Build it with ``load_config``."""
 
-    data: Data = field(default_factory=Data)
-    actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)
-    critic: Critic = field(default_factory=Critic)
-    algorithm: Algorithm = field(default_factory=Algorithm)
-    reward: Reward = field(default_factory=Reward)
-    sandbox: Sandbox = field(default_factory=Sandbox)
-    trainer: Trainer = field(default_factory=Trainer)
-    dag: Dag = field(default_factory=Dag)
-    sft: Sft = field(default_factory=Sft)
+    data: Data = group(Data)
+    actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
+    critic: Critic = group(Critic, read=VALUE_MODEL)
+    algorithm: Algorithm = group(Algorithm)
+    reward: Reward = group(Reward)
+    sandbox: Sandbox = group(Sandbox)
+    trainer: Trainer = group(Trainer, stage="both")
+    dag: Dag = group(Dag)
+    sft: Sft = group(Sft, stage="sft")
 
     @property
     def sequence_tokens(self) -> int:
@@ -33,7 +184,8 @@ class Config:
     def needed_model_len(self) -> int:
         """Longest sequence that the engine can meet: a revision prompt holds the problem, the
         solution and the critique, so it counts as a whole critique sequence."""
-        return self.sequence_tokens + self.actor_rollout_ref.rollout.revision_max_tokens
+        revision = self.actor_rollout_ref.rollout.revision_max_tokens
+        return self.sequence_tokens + (revision if self.writes_revisions else 0)
 
     @property
     def max_model_len(self) -> int:
@@ -42,20 +194,24 @@ class Config:
         return self.needed_model_len if given is None else given
 
     @property
+    def writes_revisions(self) -> bool:
+        """False where the pipeline is known to have no revisions, hence no proxy."""
+        return REVISIONS.is_met(self)
+
+    @property
     def needs_values(self) -> bool:
         """True where a value model is trained."""
-        enable = self.critic.enable
-        return self.algorithm.adv_estimator == "gae" if enable is None else enable
+        return VALUE_MODEL.is_met(self)
+
+    @property
+    def needs_reference(self) -> bool:
+        """True where the objective contains a KL to the reference model."""
+        return REFERENCE.is_met(self)
 
     @property
     def value_path(self) -> str:
         """What the value model starts from."""
         return self.critic.model.path or self.actor_rollout_ref.model.path
-
-    @property
-    def value_mini_batch_size(self) -> int:
-        """Prompts per optimizer step of the value model."""
-        return self.critic.ppo_mini_batch_size or self.actor_rollout_ref.actor.ppo_mini_batch_size
 
     @property
     def value_epochs(self) -> int:
@@ -69,7 +225,6 @@ class Config:
             return self.data.train_batch_size
         return self.data.gen_batch_size
 
-    @property
-    def needs_reference(self) -> bool:
-        """True where the objective contains a KL to the reference model."""
-        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+KEYS: dict[str, Key] = {k.name: k for k in declared(Config)}
+"""Every key with all that is declared about it, by its dotted name, in the schema's order."""

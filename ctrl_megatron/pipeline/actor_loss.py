@@ -17,7 +17,7 @@ from ctrl_megatron.algorithms import (
     over_tokens,
     token_selection,
 )
-from ctrl_megatron.config.actor import Actor
+from ctrl_megatron.config import Actor
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.pipeline.sampling import tensors_of
 from ctrl_megatron.pipeline.worker import DAGWorker
@@ -113,14 +113,9 @@ def select_tokens(
     return {"selected": over_tokens(chosen[first : first + len(covariances)], mask)}
 
 
-def mini_batches(
-    batch: TensorDict, *, epochs: int, merged: int = 1
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of every mini-batch in the order of its number, ``epochs`` times over.
-
-    ``merged`` neighbours make one.
-    """
-    fields, numbers = tensors_of(batch), batch["mini_batch"] // merged
+def mini_batches(batch: TensorDict, *, epochs: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of every mini-batch in the order of its number, ``epochs`` times over."""
+    fields, numbers = tensors_of(batch), batch["mini_batch"]
     for _ in range(epochs):
         for number in sorted(set(numbers.tolist())):
             rows = (numbers == number).nonzero().squeeze(-1)

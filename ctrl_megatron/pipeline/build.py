@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from ctrl_megatron.algorithms import get_kl_controller
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.actor import Optim
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
 from ctrl_megatron.data.rows import rows_by_id
 from ctrl_megatron.data.sampler import ResumableSampler
@@ -172,7 +171,7 @@ def build_policies(
     if not config.needs_reference:
         return policy, None
     reference = build_policy(
-        config, groups, path=family.ref_path, optimizer=None, budget=family.ref_token_budget
+        config, groups, path=family.ref_path, optimizer=None, budget=family.log_prob_token_budget
     )
     if family.actor.megatron.param_offload:
         reference.to_host()
@@ -200,11 +199,10 @@ def build_value_model(config: Config, groups: ProcessGroups, steps: int) -> Valu
     """The value model for ``steps`` training steps; None where nothing reads its values."""
     if not config.needs_values:
         return None
-    budget = config.critic.ppo_max_token_len_per_gpu
     options = _model_options(
         config,
         optimizer=value_optimizer(config, steps),
-        budget=budget or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+        budget=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
     )
     model = ValueModel(value_shape(read_model_shape(config.value_path)), groups, options)
     load_hf(model, config.value_path)
@@ -217,14 +215,14 @@ def actor_optimizer(config: Config, steps: int) -> OptimizerOptions:
     actor = config.actor_rollout_ref.actor
     per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
     learning = max(1, steps - config.trainer.critic_warmup)
-    return _optimizer_options(config, actor.optim, learning * per_step, actor.grad_clip)
+    return _optimizer_options(config, actor.optim.lr, learning * per_step)
 
 
 def value_optimizer(config: Config, steps: int) -> OptimizerOptions:
-    """The value model's optimizer for a run of ``steps`` training steps."""
-    critic = config.critic
-    per_step = config.value_epochs * (config.data.train_batch_size // config.value_mini_batch_size)
-    return _optimizer_options(config, critic.optim, steps * per_step, critic.grad_clip)
+    """The value model's: the actor's with a learning rate of its own, in every step of the run."""
+    size = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    per_step = config.value_epochs * (config.data.train_batch_size // size)
+    return _optimizer_options(config, config.critic.optim.lr, steps * per_step)
 
 
 def _model_options(
@@ -244,21 +242,20 @@ def _model_options(
     )
 
 
-def _optimizer_options(
-    config: Config, optim: Optim, steps: int, grad_clip: float
-) -> OptimizerOptions:
-    total = optim.total_training_steps or steps
+def _optimizer_options(config: Config, lr: float, steps: int) -> OptimizerOptions:
+    actor = config.actor_rollout_ref.actor
+    optim = actor.optim
     return OptimizerOptions(
-        lr=optim.lr,
-        total_steps=total,
+        lr=lr,
+        total_steps=steps,
         weight_decay=optim.weight_decay,
         betas=optim.betas,
         eps=optim.eps,
-        warmup_steps=optim.lr_warmup_steps or int(optim.lr_warmup_steps_ratio * total),
+        warmup_steps=int(optim.lr_warmup_steps_ratio * steps),
         schedule=optim.lr_scheduler_type,
         min_lr_ratio=optim.min_lr_ratio,
-        clip_grad=grad_clip,
-        distributed=config.actor_rollout_ref.actor.megatron.use_distributed_optimizer,
+        clip_grad=actor.grad_clip,
+        distributed=actor.megatron.use_distributed_optimizer,
     )
 
 

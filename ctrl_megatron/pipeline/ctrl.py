@@ -58,6 +58,7 @@ from ctrl_megatron.pipeline.greedy_baseline import (
 )
 from ctrl_megatron.pipeline.performance import performance
 from ctrl_megatron.pipeline.sampling import (
+    EXAMPLES_PER_STEP,
     Sample,
     columns,
     draw_samples,
@@ -235,7 +236,10 @@ def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``old_log_probs`` (B, R): the trainer's own log-probs before the update."""
     worker.weights.rest()  # from here on the trainer needs the device
-    log_probs, entropy = worker.policy.log_probs(tensors_of(batch), worker.temperature)
+    budget = worker.config.actor_rollout_ref.log_prob_token_budget
+    log_probs, entropy = worker.policy.log_probs(
+        tensors_of(batch), worker.temperature, token_budget=budget
+    )
     mask = batch["response_mask"]
     metrics = worker.means({"actor/entropy": entropy[mask]})
     return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
@@ -347,7 +351,6 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         "lam": algorithm.lam,
         "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
         "weight_factor_in_cpgd": algorithm.weight_factor_in_cpgd,
-        "f_norm": algorithm.f_norm,
     }
     for name in ("values", "reward_baselines"):
         if name in batch:
@@ -439,4 +442,4 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
             "detail": written["detail"][i],
             "versions": f"critique by {written['version'][i]}, revision by proxy",
         }
-    return list(examples.values())[: worker.config.trainer.examples_in_report]
+    return list(examples.values())[:EXAMPLES_PER_STEP]

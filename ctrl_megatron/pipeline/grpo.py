@@ -30,6 +30,7 @@ from ctrl_megatron.pipeline.graph import (
 )
 from ctrl_megatron.pipeline.performance import performance
 from ctrl_megatron.pipeline.sampling import (
+    EXAMPLES_PER_STEP,
     Sample,
     columns,
     draw_samples,
@@ -172,7 +173,7 @@ def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, 
                 "versions": f"completion by {versions[i]}",
             },
         )
-    return list(examples.values())[: worker.config.trainer.examples_in_report]
+    return list(examples.values())[:EXAMPLES_PER_STEP]
 
 
 def validate_completions(worker: RolloutWorker) -> dict[str, float]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ctrl_megatron.resharding.engine_weights import Role
 
 
+EXAMPLES_PER_STEP = 6
+"""Samples of a step that are kept for the report."""
 Fields = Mapping[str, str | bool | int | float | None]
 """What nodes know of one row beyond its tokens, by field of the batch."""
 

@@ -102,7 +102,7 @@ def join(config: Config) -> ProcessGroups:
     )
     return initialize(
         layout,
-        seed=megatron.seed,
+        seed=config.trainer.seed,
         timeout_seconds=config.trainer.distributed_timeout,
         launch=launch,
     )
@@ -156,7 +156,6 @@ class Services:
         self._sandbox = box = EmbeddedSandbox.start(
             workers=config.sandbox.workers,
             isolation=config.sandbox.isolation,  # type: ignore[arg-type]
-            start_seconds=config.sandbox.startup_timeout,
         )
         watch.guard(
             ChildProcess(name="sandbox service", alive=box.alive, pid=box.pid, last_words=box.log)
@@ -210,7 +209,7 @@ def engine_spec(config: Config, log: Path) -> EngineSpec:
         may_sleep=rollout.free_cache_engine,
         seed=rollout.seed,
         threads=rollout.threads,
-        startup_timeout=rollout.startup_timeout,
+        startup_timeout=config.trainer.distributed_timeout,
         log_path=str(log),
         extra=dict(rollout.engine_kwargs),
     )

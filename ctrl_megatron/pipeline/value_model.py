@@ -11,7 +11,6 @@ from ctrl_megatron.algorithms import (
     explained_variance_sums,
     value_loss_terms,
 )
-from ctrl_megatron.config.algorithm import Critic
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.pipeline.actor_loss import means_over_steps, mini_batches
@@ -26,8 +25,9 @@ class ValueLoss:
     ``response_limit`` is the constant of ``seq-mean-token-sum-norm``.
     """
 
-    def __init__(self, critic: Critic, *, response_limit: int) -> None:
-        self._critic, self._response_limit = critic, response_limit
+    def __init__(self, cliprange: float, *, loss_agg_mode: str, response_limit: int) -> None:
+        self._cliprange, self._loss_agg_mode = cliprange, loss_agg_mode
+        self._response_limit = response_limit
 
     def __call__(
         self, values: torch.Tensor, rows: dict[str, torch.Tensor], counts: GlobalCounts
@@ -44,10 +44,8 @@ class ValueLoss:
                 loss_scale_factor=self._response_limit,
             )
 
-        terms = value_loss_terms(
-            values, rows["returns"], rows["values"], mask, self._critic.cliprange_value
-        )
-        loss = whole(terms.loss, self._critic.loss_agg_mode)
+        terms = value_loss_terms(values, rows["returns"], rows["values"], mask, self._cliprange)
+        loss = whole(terms.loss, self._loss_agg_mode)
         scalars = {
             "critic/vf_loss": loss,
             "critic/vf_clipfrac": whole(terms.clipped, "token-mean"),
@@ -67,11 +65,15 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     ``critic/explained_variance`` speaks of the values before the update.
     """
     config, model = worker.config, value_model(worker)
-    loss, steps = ValueLoss(config.critic, response_limit=config.data.max_response_length), []
-    merged = config.value_mini_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
+    steps = []
+    loss = ValueLoss(
+        config.critic.cliprange_value,
+        loss_agg_mode=config.actor_rollout_ref.actor.loss_agg_mode,
+        response_limit=config.data.max_response_length,
+    )
     # Rows that leave the policy's loss for the engine's sake still have returns to learn.
     learned = batch.exclude("loss_mask")
-    for rows in mini_batches(learned, epochs=config.value_epochs, merged=merged):
+    for rows in mini_batches(learned, epochs=config.value_epochs):
         steps.append(model.step(rows, loss))
     sums = worker.groups.sum_over_data(
         explained_variance_sums(batch["values"], batch["returns"], batch["response_mask"])

@@ -88,19 +88,17 @@ def check_reward_functions(config: Config) -> None:
 
 def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | CodeProvider:
     """Who runs the programs. Raises ``ValueError`` naming a missing key, package or option."""
-    attempts, at_once = config.sandbox.attempts, config.sandbox.max_concurrency
-    name = config.reward.provider
+    name, at_once = config.reward.provider, config.reward.max_requests
     if name == "local":
         file = config.sandbox.token_file
         return SandboxClient(
             sandbox_endpoint,
-            attempts=attempts,
             max_concurrency=at_once,
             token=None if file is None else read_token(file),
             identity={"provider": name, "isolation": config.sandbox.isolation},
         )
     options = {**read_provider_keys(name), **config.reward.provider_options}
-    return make_provider(name, attempts=attempts, max_concurrency=at_once, **options)
+    return make_provider(name, max_concurrency=at_once, **options)
 
 
 def _functions(

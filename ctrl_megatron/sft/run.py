@@ -113,7 +113,8 @@ def total_steps(config: Config, rows: int) -> int:
 
 def optimizer_options(config: Config, steps: int) -> OptimizerOptions:
     """The optimizer of the run: ``sft.*``, and of the actor's what ``sft`` does not have."""
-    sft, optim = config.sft, config.actor_rollout_ref.actor.optim
+    sft, actor = config.sft, config.actor_rollout_ref.actor
+    optim = actor.optim
     return OptimizerOptions(
         lr=sft.lr,
         total_steps=steps,
@@ -122,6 +123,6 @@ def optimizer_options(config: Config, steps: int) -> OptimizerOptions:
         eps=optim.eps,
         warmup_steps=int(sft.warmup_steps_ratio * steps),
         schedule=sft.lr_scheduler_type,
-        clip_grad=sft.grad_clip,
-        distributed=config.actor_rollout_ref.actor.megatron.use_distributed_optimizer,
+        clip_grad=actor.grad_clip,
+        distributed=actor.megatron.use_distributed_optimizer,
     )

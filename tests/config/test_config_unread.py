@@ -7,217 +7,173 @@ from pathlib import Path
 import pytest
 from refusals import ACTOR, PATHS, messages
 
-from ctrl_megatron.config import Config, load_config, to_yaml
-from ctrl_megatron.config.algorithm import Critic
-from ctrl_megatron.config.coerce import leaf_keys
-from ctrl_megatron.config.unread import ADV_ESTIMATORS, POLICY_LOSSES
+from ctrl_megatron.config import KEYS, Config, load_config, to_yaml
+from ctrl_megatron.config.actor_rollout_ref import POLICY_LOSSES
+from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 
 CONTROL = "algorithm.kl_ctrl."
 CORRECTION = "algorithm.rollout_correction."
+FILTER = "algorithm.filter_groups."
+OVERLONG = "reward.overlong_buffer."
+MEGATRON = ACTOR + "megatron."
+ENGINE = "actor_rollout_ref.rollout."
+GSPO = ACTOR + "policy_loss=gspo"
+LISTENING = "sandbox.endpoint=http://127.0.0.1:8080"
+ELSEWHERE = "reward.provider=e2b"
 OWN_PIPELINE = "dag.custom_pipeline_fn=my.module:build"
 IN_REWARD = "algorithm.use_kl_in_reward=true"
 IN_LOSS = ACTOR + "use_kl_loss=true"
 
 
 @pytest.mark.parametrize(
-    ("option", "others", "why", "remedy", "read_with"),
+    ("option", "others", "settings", "read_with"),
     [
-        (
-            CONTROL + "kl_coef=0.5",
-            (),
-            "algorithm.use_kl_in_reward=false",
-            "turn that on or leave it at 0.001",
-            (IN_REWARD,),
-        ),
-        (
-            CONTROL + "kl_coef=0.5",
-            (IN_LOSS,),
-            "algorithm.use_kl_in_reward=false",
-            "leave it at 0.001",
-            (IN_REWARD, ACTOR + "use_kl_loss=false"),
-        ),
-        (
-            'algorithm.kl_penalty="k3"',
-            (),
-            "algorithm.use_kl_in_reward=false",
-            'turn that on or leave it at "kl"',
-            (IN_REWARD,),
-        ),
-        (
-            ACTOR + "kl_loss_coef=0.5",
-            (),
-            ACTOR + "use_kl_loss=false",
-            "turn that on or leave it at 0.001",
-            (IN_LOSS,),
-        ),
-        (
-            ACTOR + 'kl_loss_type="k2"',
-            (IN_REWARD,),
-            ACTOR + "use_kl_loss=false",
-            'leave it at "low_var_kl"',
-            (IN_LOSS, "algorithm.use_kl_in_reward=false"),
-        ),
-        (
-            CONTROL + "target_kl=0.5",
-            (IN_REWARD,),
-            CONTROL + "type=fixed",
-            "use type=adaptive or leave it at 0.1",
-            (CONTROL + "type=adaptive",),
-        ),
-        (
-            CONTROL + "horizon=5000",
-            (),
-            CONTROL + "type=fixed",
-            "use type=adaptive or leave it at 10000",
-            (CONTROL + "type=adaptive", IN_REWARD),
-        ),
-        (
-            'actor_rollout_ref.ref.model.path="anchor"',
-            (),
-            "without a KL to the reference",
-            f"turn on {ACTOR}use_kl_loss or {IN_REWARD.partition('=')[0]}, or leave it at null",
-            (IN_LOSS,),
-        ),
-        (
-            "algorithm.filter_groups.max_num_gen_batches=3",
-            (),
-            "algorithm.filter_groups.enable=false",
-            "turn that on or leave it at 10",
-            ("algorithm.filter_groups.enable=true",),
-        ),
-        (
-            "reward.overlong_buffer.len=5",
-            (),
-            "reward.overlong_buffer.enable=false",
-            "turn that on or leave it at 64",
-            ("reward.overlong_buffer.enable=true",),
-        ),
-        (
-            "reward.overlong_buffer.penalty_factor=2.0",
-            (),
-            "reward.overlong_buffer.enable=false",
-            "turn that on or leave it at 1.0",
-            ("reward.overlong_buffer.enable=true",),
-        ),
-        (
-            CORRECTION + "rollout_is_threshold=3.0",
-            (),
-            CORRECTION + "rollout_is=none",
-            "use token or sequence there or leave it at 2.0",
-            (CORRECTION + "rollout_is=token",),
-        ),
+        (CONTROL + "kl_coef=0.5", (), (IN_REWARD,), ()),
+        (CONTROL + "kl_coef=0.001", (), (IN_REWARD,), ()),
+        (CONTROL + "kl_coef=0.5", (IN_LOSS,), (IN_REWARD,), (ACTOR + "use_kl_loss=false",)),
+        (CONTROL + 'type="fixed"', (), (IN_REWARD,), ()),
+        ('algorithm.kl_penalty="k3"', (), (IN_REWARD,), ()),
+        (ACTOR + "kl_loss_coef=0.5", (), (IN_LOSS,), ()),
+        (ACTOR + 'kl_loss_type="k2"', (), (IN_LOSS,), ()),
+        (CONTROL + "target_kl=0.5", (IN_REWARD,), (CONTROL + "type=adaptive",), ()),
+        (CONTROL + "horizon=5000", (IN_REWARD,), (CONTROL + "type=adaptive",), ()),
+        ('actor_rollout_ref.ref.model.path="anchor"', (), (IN_LOSS, IN_REWARD), ()),
+        (MEGATRON + "param_offload=false", (), (IN_LOSS, IN_REWARD), ()),
+        (MEGATRON + "recompute_num_layers=2", (), (MEGATRON + "recompute_granularity=full",), ()),
+        (FILTER + "max_num_gen_batches=3", (), (FILTER + "enable=true",), ()),
+        ("data.gen_batch_size=8", (), (FILTER + "enable=true",), ()),
+        (OVERLONG + "len=5", (), (OVERLONG + "enable=true",), ()),
+        (OVERLONG + "penalty_factor=1.0", (), (OVERLONG + "enable=true",), ()),
+        (CORRECTION + "rollout_is_threshold=3.0", (), (CORRECTION + "rollout_is=token",), ()),
         (
             CORRECTION + "rollout_rs_threshold=3.0",
             (),
-            CORRECTION + "rollout_rs=none",
-            "use token, sequence or geometric there or leave it at 2.0",
-            (CORRECTION + "rollout_rs=geometric",),
-        ),
-        (
-            CORRECTION + "rollout_rs_threshold_lower=3.0",
+            (CORRECTION + "rollout_rs=token", "sequence", "geometric"),
             (),
-            CORRECTION + "rollout_rs=none",
-            "leave it at null",
-            (CORRECTION + "rollout_rs=token", CORRECTION + "rollout_rs_threshold=4"),
         ),
         (
-            ACTOR + "optim.min_lr_ratio=0.1",
+            CORRECTION + "rollout_rs_threshold_lower=1.0",
             (),
-            ACTOR + "optim.lr_scheduler_type=constant",
-            "use cosine there or leave it at 0.0",
-            (ACTOR + "optim.lr_scheduler_type=cosine",),
+            (CORRECTION + "rollout_rs=token",),
+            (),
         ),
-        (
-            "critic.optim.min_lr_ratio=0.1",
-            ("algorithm.adv_estimator=gae",),
-            "critic.optim.lr_scheduler_type=constant",
-            "use cosine there or leave it at 0.0",
-            ("critic.optim.lr_scheduler_type=cosine",),
-        ),
+        (ACTOR + "optim.min_lr_ratio=0.1", (), (ACTOR + "optim.lr_scheduler_type=cosine",), ()),
         (
             ACTOR + "clip_ratio=0.4",
             (ACTOR + "clip_ratio_low=0.1", ACTOR + "clip_ratio_high=0.2"),
-            f"{ACTOR}clip_ratio_low and {ACTOR}clip_ratio_high are both set",
-            "unset one of them or leave it at 0.2",
-            (ACTOR + "clip_ratio_low=null",),
-        ),
-        (
-            ACTOR + "clip_cov_ratio=0.1",
-            (OWN_PIPELINE,),
-            ACTOR + "policy_loss=vanilla",
-            "leave it at 0.0002",
-            (ACTOR + "policy_loss=clip_cov",),
-        ),
-        (
-            ACTOR + "clip_cov_ratio=0.1",
-            (OWN_PIPELINE, "algorithm.adv_estimator=mine"),
-            ACTOR + "policy_loss=vanilla",
-            "leave it at 0.0002",
-            (ACTOR + "policy_loss=mine",),
-        ),
-        (
-            "algorithm.lam=0.9",
-            (OWN_PIPELINE, ACTOR + "policy_loss=mine"),
-            "algorithm.adv_estimator=grpo",
-            "leave it at 1.0",
-            ("algorithm.adv_estimator=mine",),
-        ),
-        (
-            "critic.cliprange_value=0.1",
+            (ACTOR + "clip_ratio_low=null", ACTOR + "clip_ratio_high=null"),
             (),
-            "without a value model, which algorithm.adv_estimator=grpo does not train",
-            "use adv_estimator=gae or leave it at 0.5",
-            ("algorithm.adv_estimator=gae",),
         ),
+        (ACTOR + "clip_ratio_c=3.0", (GSPO,), (ACTOR + "policy_loss=vanilla",), ()),
+        (ACTOR + "clip_cov_ratio=0.0002", (), (ACTOR + "policy_loss=clip_cov",), ()),
+        (ACTOR + "clip_cov_ratio=0.1", (OWN_PIPELINE,), (ACTOR + "policy_loss=clip_cov",), ()),
+        ("algorithm.lam=1.0", (), ("algorithm.adv_estimator=gae",), ()),
+        ("algorithm.gamma=0.9", (), ("algorithm.adv_estimator=gae",), ()),
         (
-            "critic.optim.lr=0.001",
-            (OWN_PIPELINE,),
-            "without a value model, which algorithm.adv_estimator=grpo does not train",
-            "set critic.enable=true or leave it at 1e-05",
-            ("critic.enable=true",),
+            "algorithm.norm_adv_by_std_in_grpo=true",
+            ("algorithm.adv_estimator=rloo",),
+            ("algorithm.adv_estimator=grpo",),
+            (),
         ),
+        ("critic.cliprange_value=0.1", (), ("algorithm.adv_estimator=gae",), ()),
+        ("critic.optim.lr=1e-05", (), ("algorithm.adv_estimator=gae",), ()),
         (
             "critic.ppo_epochs=4",
             ("algorithm.adv_estimator=rloo", "critic.enable=false"),
-            "critic.enable=false",
-            "leave that unset with adv_estimator=gae or leave it at null",
-            ("algorithm.adv_estimator=gae", "critic.enable=null"),
+            ("algorithm.adv_estimator=gae",),
+            ("critic.enable=null",),
+        ),
+        (ENGINE + "gpu_memory_utilization=0.5", (), (ENGINE + "name=vllm", "sglang"), ()),
+        ("data.val_batch_size=4", (), ("data.val_files=FILES",), ()),
+        ('trainer.project_name="p"', (), ("trainer.logger=[wandb]",), ()),
+        (
+            "trainer.total_epochs=2",
+            ("trainer.total_training_steps=3",),
+            ("trainer.total_training_steps=null",),
+            (),
+        ),
+        ('sandbox.token_file="t"', (), ("sandbox.endpoint=ADDRESS",), (LISTENING,)),
+        ("sandbox.workers=2", (LISTENING,), ("sandbox.endpoint=null",), ()),
+        ('sandbox.isolation="strict"', (ELSEWHERE,), ("reward.provider=local",), ()),
+        ("reward.compare_lax=true", (ELSEWHERE,), ("reward.provider=local",), ()),
+        (
+            'reward.provider_options={"template": "t"}',
+            (),
+            ("reward.provider=sandbox_fusion", "piston"),
+            (),
         ),
     ],
 )
 def test_what_nothing_reads_is_one_line(
-    option: str, others: tuple[str, ...], why: str, remedy: str, read_with: tuple[str, ...]
+    option: str, others: tuple[str, ...], settings: tuple[str, ...], read_with: tuple[str, ...]
 ) -> None:
     (line,) = messages(option, *others)
-    assert line.startswith(f"{option} is not read ")
-    said, _, mend = line.partition("; ")
-    assert why in said and mend.endswith(remedy)
-    assert messages(option, *others, *read_with) == []
+    place, _, text = line.partition(f": {option} is not read with ")
+    assert place.startswith(f"override '{option.partition('=')[0]}=")
+    why, _, remedy = text.partition("; set ")
+    assert all(setting in remedy for setting in settings), remedy
+    assert remedy.endswith(", or leave it out")
+    if settings[0].endswith("ADDRESS"):
+        settings = ()
+    assert settings == () or settings[0].partition("=")[0] in why
+    assert messages(option, *others, *settings[:1], *read_with) == []
+
+
+def test_only_what_somebody_wrote_is_judged(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm:\n  adv_estimator: grpo\n  kl_ctrl:\n    kl_coef: 0.001\n")
+    with pytest.raises(ValueError) as caught:
+        load_config(file, PATHS)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{file} line 4: algorithm.kl_ctrl.kl_coef=0.001 is not read with ")
+    assert load_config(None, PATHS).algorithm.kl_ctrl.kl_coef == 0.001
+    assert len(messages("algorithm={kl_ctrl: {kl_coef: 0.001}}")) == 1
+    assert messages(ACTOR + "clip_ratio_low=null", ACTOR + "policy_loss=gpg") == []
+
+
+def test_a_key_of_the_file_may_be_switched_off_by_an_override(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    actor = "{use_kl_loss: true, kl_loss_coef: 0.01}"
+    file.write_text(f"actor_rollout_ref:\n  actor: {actor}\nalgorithm: {{lam: 0.9}}\n")
+    assert load_config(file, [*PATHS, "algorithm.adv_estimator=gae"])
+    off = [*PATHS, "algorithm.adv_estimator=grpo", IN_LOSS.replace("true", "false")]
+    config = load_config(file, off)
+    file.write_text(to_yaml(config))
+    assert "lam" not in file.read_text() and "kl_loss_coef" not in file.read_text()
+    again = load_config(file)
+    assert again.algorithm.adv_estimator == "grpo" and to_yaml(again) == to_yaml(config)
+    with pytest.raises(ValueError, match=r"override .*kl_loss_coef=0\.02 is not read"):
+        load_config(file, [*off, ACTOR + "kl_loss_coef=0.02"])
+
+
+def test_an_override_of_the_other_training_is_refused() -> None:
+    assert messages("sft.lr=1e-4") == [
+        "override 'sft.lr=1e-4': sft.lr has no effect on RL; leave it out"
+    ]
+
+
+def test_what_names_and_pipelines_of_ones_own_read_is_not_judged() -> None:
+    options = (ACTOR + "clip_cov_ratio=0.1", ACTOR + "ppo_kl_coef=2", "algorithm.lam=0.9")
+    own = (ACTOR + "policy_loss=mine", "algorithm.adv_estimator=mine")
+    assert messages(OWN_PIPELINE, *own, *options) == []
+    revisions = (ENGINE + "revision_max_tokens=9", "reward.judgment_weight=0.1")
+    assert messages(OWN_PIPELINE, *revisions, "critic.enable=true", "critic.optim.lr=1e-4") == []
 
 
 def test_every_option_of_the_value_model_needs_one() -> None:
-    other = {
-        **{"critic.model.path": "m", "critic.loss_agg_mode": "seq-mean-token-sum"},
-        **{"critic.optim.betas": "[0.8, 0.9]", "critic.optim.lr_scheduler_type": "cosine"},
-        **{"critic.ppo_mini_batch_size": "512", "critic.ppo_max_token_len_per_gpu": "9000"},
-        "critic.optim.lr_warmup_steps_ratio": "0.3",
-    }
-    for key in leaf_keys(Critic, "critic."):
-        if key == "critic.enable":
+    for key in KEYS:
+        if not key.startswith("critic.") or key == "critic.enable":
             continue
-        lines = messages(f"{key}={other.get(key, '7')}")
-        assert any(
-            line.startswith(f"{key}=") and "is not read without a value model" in line
-            for line in lines
-        ), key
+        (line,) = messages(f"{key}=7")
+        assert f"{key}=" in line and "is not read with critic.enable=null" in line
 
 
 @pytest.mark.parametrize("kl", [IN_REWARD, IN_LOSS, "data.seed=1"])
-def test_defaults_that_are_written_out_are_no_settings(kl: str, tmp_path: Path) -> None:
+def test_a_runs_own_file_starts_it_again(kl: str, tmp_path: Path) -> None:
     config = load_config(None, [*PATHS, kl])
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(config))
-    assert load_config(file) == config
+    assert load_config(file) == config == load_config(file, purpose="none")
     for loss in POLICY_LOSSES:
         load_config(file, [f"{ACTOR}policy_loss={loss}"])
     for estimator in ADV_ESTIMATORS:
@@ -233,18 +189,23 @@ def test_defaults_that_are_written_out_are_no_settings(kl: str, tmp_path: Path) 
         ),
         (
             (CORRECTION + "rollout_rs=token", CORRECTION + "rollout_rs_threshold=0.5"),
-            ["rollout_rs_threshold=0.5", "rollout_rs_threshold_lower is unset", "1 or more"],
+            ["rollout_rs_threshold=0.5 is below", "lower=2.0 (1 / 0.5 where that is unset)"],
         ),
         (
             (
                 *(CORRECTION + "rollout_rs=token", CORRECTION + "rollout_rs_threshold=0.5"),
                 CORRECTION + "rollout_rs_threshold_lower=0.6",
             ),
-            ["rollout_rs_threshold_lower=0.6 is above", "rollout_rs_threshold=0.5", "lower it"],
+            ["rollout_rs_threshold=0.5 is below", "lower=0.6", "raise it or lower the other"],
         ),
         (
             (IN_REWARD, CONTROL + "type=adaptive", CONTROL + "horizon=1638"),
-            ["kl_ctrl.horizon=1638 is too short", "train_batch_size=1024", "n=8", "least 1639"],
+            [
+                "kl_ctrl.horizon=1638 is too short",
+                "train_batch_size x",
+                "8192 sequences",
+                "least 1639",
+            ],
         ),
     ],
 )

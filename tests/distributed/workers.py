@@ -155,8 +155,8 @@ def objectives(
     from types import SimpleNamespace
 
     from ctrl_megatron.checkpoint.hf import save_hf
-    from ctrl_megatron.config.actor import Actor
-    from ctrl_megatron.pipeline.actor_loss import ActorLoss, selected_tokens
+    from ctrl_megatron.config import Actor
+    from ctrl_megatron.pipeline.actor_loss import ActorLoss, select_tokens
 
     groups, results = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -172,7 +172,7 @@ def objectives(
                 actor_rollout_ref=SimpleNamespace(actor=actor), trainer=SimpleNamespace(seed=1)
             ),
         )
-        rows = {**mine, **selected_tokens(worker, mine, draw=0)}
+        rows = {**mine, **select_tokens(worker, mine, draw=0)}
         optimizer = {"lr": 1.0, "eps": 1.0, "weight_decay": 0.0, "total_steps": 10}
         policy = make_policy(groups, directory, optimizer=optimizer, token_budget=budget)
         results[name] = policy.step(rows, ActorLoss(actor, response_limit=11))
@@ -242,14 +242,13 @@ def value_steps(
 def value_learns(rank: int, layout: dict, directory: str, batch: dict, steps: int) -> list[float]:
     """The explained variance before every step of the trainer's own loss on the same returns."""
     from ctrl_megatron.algorithms import explained_variance, explained_variance_sums
-    from ctrl_megatron.config.algorithm import Critic
     from ctrl_megatron.pipeline.value_model import ValueLoss
 
     groups, found = start(layout), []
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     options = {"lr": 3e-3, "total_steps": steps}
     model = make_value_model(groups, directory, optimizer=options, token_budget=64)
-    loss = ValueLoss(Critic(), response_limit=9)
+    loss = ValueLoss(0.5, loss_agg_mode="token-mean", response_limit=9)
     for _ in range(steps):
         values = model.values(mine)
         sums = explained_variance_sums(values, mine["returns"], mine["response_mask"])

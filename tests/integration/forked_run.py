@@ -44,8 +44,12 @@ def run_forked(
     extra: tuple[str, ...] = (),
     timeout: float = 280.0,
     purpose: str = "rl",
+    reads: str = "",
 ) -> ForkedRun:
-    """Two ranks from start to end; neither outlives the call. ``purpose`` is ``rl`` or ``sft``."""
+    """Two ranks from start to end; neither outlives the call. ``purpose`` is ``rl`` or ``sft``.
+
+    The keys that the first rank reads are written to the file ``reads``, one a line.
+    """
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / f"{name}.{time.monotonic_ns()}.log"
     with socket.socket() as probe:
@@ -57,7 +61,7 @@ def run_forked(
     overrides = [*settings, *extra]
     forks = fork_context()
     ranks = [
-        forks.Process(target=_rank, args=(rank, launch, overrides, str(log), purpose))
+        forks.Process(target=_rank, args=(rank, launch, overrides, str(log), purpose, reads))
         for rank in range(_RANKS)
     ]
     for process in ranks:
@@ -74,19 +78,28 @@ def run_forked(
     return ForkedRun(codes=codes, output=log.read_text(errors="replace"), folder=job.folder / name)
 
 
-def _rank(rank: int, launch: dict[str, str], overrides: list[str], log: str, purpose: str) -> None:
+def _rank(
+    rank: int, launch: dict[str, str], overrides: list[str], log: str, purpose: str, reads: str
+) -> None:
     os.environ |= launch | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(REPOSITORY)
     import torch
+    from recorded_reads import record_reads
 
-    from ctrl_megatron.config import load_config
+    from ctrl_megatron.config import check_files, check_world_size, load_config
     from ctrl_megatron.pipeline.run import train
     from ctrl_megatron.sft.run import train_sft
 
     torch.set_num_threads(1)
     config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides, purpose)
+    seen = record_reads(config) if reads and rank == 0 else set()
+    check_files(config, purpose)
+    check_world_size(config, _RANKS, purpose)
     run = train_sft if purpose == "sft" else train
-    raise SystemExit(0 if run(config) else 130)
+    finished = run(config)
+    if seen:
+        Path(reads).write_text("\n".join(sorted(seen)))
+    raise SystemExit(0 if finished else 130)

@@ -67,8 +67,8 @@ def run_rl(job: Job, name: str, folder: str, stops: tuple[int, ...] = ()) -> lis
     return steps_of(run)
 
 
-def run_sft(job: Job) -> list[dict[str, Any]]:
-    """The steps of a fine-tuning run."""
+def sft_examples(path: Path) -> Path:
+    """Twelve rows to fine-tune on."""
     from ctrl_megatron.sft.examples import SftExample, write_examples
 
     examples = [
@@ -79,8 +79,13 @@ def run_sft(job: Job) -> list[dict[str, Any]]:
         )
         for number in range(12)
     ]
-    path = job.folder.parent / "sft.parquet"
     write_examples(path, examples)
+    return path
+
+
+def run_sft(job: Job) -> list[dict[str, Any]]:
+    """The steps of a fine-tuning run."""
+    path = sft_examples(job.folder.parent / "sft.parquet")
     run = run_forked(
         job, "golden_sft", steps=STEPS, extra=(f"sft.train_files={path}",), purpose="sft"
     )

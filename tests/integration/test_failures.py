@@ -48,10 +48,9 @@ def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: s
     if victim == "vllm core" and "vllm" not in available_engines():
         pytest.skip("vllm is not installed; `make env` brings it")
     engine = "vllm" if victim == "vllm core" else "hf"
-    extra = (
-        f"actor_rollout_ref.rollout.name={engine}",
-        "actor_rollout_ref.rollout.kv_cache_gib=0.1",
-    )
+    rollout = "actor_rollout_ref.rollout."
+    cache = (rollout + "kv_cache_gib=0.1",) if engine == "vllm" else ()
+    extra = (f"{rollout}name={engine}", *cache)
     name = f"without {victim}".replace(" ", "_")
     with job.launch(name, steps=10_000, extra=extra) as run:
         run.wait_for_steps(1)

@@ -109,12 +109,12 @@ def problem(number: int, statement: str, answer: str) -> Problem:
     )
 
 
-def write_problems(path: Path) -> Path:
-    """Eight rows: seven things that are seven, and one that is not."""
+def write_problems(path: Path, first: int = 0) -> Path:
+    """Eight rows, numbered from ``first``: seven things that are seven, and one that is not."""
     statements = [f"Print the number of {s}." for s in _SEVENS]
     statements += [f"Print the result of {a} + {7 - a}." for a in (1, 2, 3)]
-    problems = [problem(i, s, "7") for i, s in enumerate(statements)]
-    problems.append(problem(7, "Print the number of legs of a spider.", "8"))
+    problems = [problem(first + i, s, "7") for i, s in enumerate(statements)]
+    problems.append(problem(first + 7, "Print the number of legs of a spider.", "8"))
     attempts = [
         Attempt(
             id=f"{p.id}/0",

@@ -14,8 +14,7 @@ from ctrl_megatron.algorithms import (
     POLICY_LOSS_REGISTRY,
     register_policy_loss,
 )
-from ctrl_megatron.config.actor import Actor
-from ctrl_megatron.config.algorithm import Critic
+from ctrl_megatron.config import Actor
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.pipeline.actor_loss import ActorLoss
 from ctrl_megatron.pipeline.value_model import ValueLoss
@@ -141,7 +140,7 @@ def test_terms_that_are_off_add_nothing() -> None:
 def test_the_value_models_loss_is_half_the_larger_square(mode: str) -> None:
     rows, _ = some_rows()
     mask, bound = rows["response_mask"], 0.4
-    critic = Critic(loss_agg_mode=mode, cliprange_value=bound)  # type: ignore[arg-type]
+    value_loss = ValueLoss(bound, loss_agg_mode=mode, response_limit=LIMIT)
     new = noise(9, 1.0)
 
     def whole(values: list[list[float]]) -> float:
@@ -154,7 +153,7 @@ def test_the_value_models_loss_is_half_the_larger_square(mode: str) -> None:
         return math.fsum(total)
 
     leaf = new.clone().requires_grad_()
-    loss, scalars = ValueLoss(critic, response_limit=LIMIT)(leaf, rows, COUNTS)
+    loss, scalars = value_loss(leaf, rows, COUNTS)
     assert loss.item() == pytest.approx(whole(new.tolist()), rel=1e-12)
     assert float(scalars["critic/vf_loss"]) == loss.item()
     loss.backward()

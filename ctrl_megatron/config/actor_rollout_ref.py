@@ -1,0 +1,282 @@
+"""Keys of ``actor_rollout_ref``: the trained policy, its reference, the reviser, the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ctrl_megatron.config.keys import (
+    ABOVE_0,
+    ABOVE_1,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    COUNT_OR_MINUS_1,
+    DECAY,
+    SHARE,
+    SOME_SHARE,
+    Condition,
+    Range,
+    group,
+    key,
+    when,
+)
+
+KlName = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+"""Estimators of the KL divergence; k1, k2, k3 are other names of kl, mse, low_var_kl."""
+KlPlusName = Literal["kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+KlLossName = Literal[KlName, KlPlusName]
+"""The same, and forms with that estimator's value and k2's gradient."""
+LossAggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+"""How per-token losses become one number."""
+Schedule = Literal["constant", "cosine"]
+"""How the learning rate moves after the warm-up."""
+Dtype = Literal["bfloat16", "float32"]
+"""Types of parameters; float16 would need a loss scale."""
+
+CTRL_PIPELINE = "ctrl_megatron.pipeline:ctrl_pipeline"
+GRPO_PIPELINE = "ctrl_megatron.pipeline:grpo_pipeline"
+REVISIONS = Condition(
+    ("dag.custom_pipeline_fn",),
+    lambda pipeline: pipeline != GRPO_PIPELINE,
+    "{0}=null or a pipeline of your own",
+)
+"""Of keys that only a step with revisions reads."""
+REFERENCE = Condition(
+    ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"),
+    lambda in_loss, in_reward: in_loss or in_reward,
+    "{0}=true or {1}=true",
+)
+"""Of keys of the frozen reference."""
+POLICY_LOSSES = ("vanilla", "gspo", "cpgd", "gpg", "cispo", "clip_cov", "kl_cov", "geo_mean")
+
+
+def _losses(*names: str) -> Condition:
+    return when("actor_rollout_ref.actor.policy_loss", *names, known=POLICY_LOSSES)
+
+
+_CLIPPED = _losses("vanilla", "gspo", "cpgd", "cispo", "clip_cov", "geo_mean")
+_ONE_SIDE = Condition(
+    (".clip_ratio_low", ".clip_ratio_high"),
+    lambda low, high: low is None or high is None,
+    "{0}=null or {1}=null",
+)
+_SAMPLES = Range(
+    "greater than 0; at 0, which is greedy, all critiques of a prompt are equal", ABOVE_0.holds
+)
+_CACHING = when(".name", "vllm", "sglang")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optim:
+    """AdamW and its learning-rate schedule, which ends with the last training step."""
+
+    lr: float = key(1e-6, ABOVE_0)
+    """Peak learning rate."""
+    weight_decay: float = key(0.01, AT_LEAST_0, stage="both")
+    """Decoupled weight decay of matrices."""
+    betas: tuple[float, float] = key((0.9, 0.999), DECAY, stage="both")
+    """Decay of the two moments."""
+    eps: float = key(1e-8, ABOVE_0, stage="both")
+    """Added to the root of the second moment."""
+    lr_warmup_steps_ratio: float = key(0.0, SHARE)
+    """Linear warm-up as a share of all optimizer steps."""
+    lr_scheduler_type: Schedule = "constant"
+    """Shape of the schedule after the warm-up."""
+    min_lr_ratio: float = key(0.0, SHARE, read=when(".lr_scheduler_type", "cosine"))
+    """Where the cosine ends, as a share of lr."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Megatron:
+    """How Megatron-Core holds and splits the models."""
+
+    tensor_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share one layer."""
+    pipeline_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share the stack of layers."""
+    virtual_pipeline_model_parallel_size: int | None = key(None, AT_LEAST_1)
+    """Model chunks per pipeline rank (interleaved schedule); None for one."""
+    sequence_parallel: bool = False
+    """Split norms and residuals over the tensor-parallel ranks."""
+    use_distributed_optimizer: bool = True
+    """Shard optimizer state over the data-parallel ranks."""
+    param_offload: bool = key(False, read=REFERENCE, stage="rl")
+    """Keep the frozen reference's parameters in host memory while it is not used; the trained
+    actor's always stay on the device."""
+    optimizer_offload: bool = key(False, stage="rl")
+    """Keep the actor's optimizer state in host memory while the engine generates."""
+    grad_offload: bool = key(False, stage="rl")
+    """Free the actor's gradient buffers while the engine generates."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute activations in the backward pass: whole layers, attention only, or nothing."""
+    recompute_num_layers: int = key(1, AT_LEAST_1, read=when(".recompute_granularity", "full"))
+    """Layers per recomputed block."""
+    logprob_chunk_size: int = key(1024, AT_LEAST_1)
+    """Tokens whose fp32 logits exist at the same time."""
+    override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    """Passed through to Megatron's TransformerConfig."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actor:
+    """The policy update; the value model's follows it where ``critic`` has no key of its own."""
+
+    ppo_mini_batch_size: int = key(256, AT_LEAST_1)
+    """Prompts per optimizer step, over all ranks."""
+    ppo_epochs: int = key(1, AT_LEAST_1)
+    """Passes over the batch of one training step."""
+    ppo_max_token_len_per_gpu: int = key(16384, AT_LEAST_1)
+    """Token budget of a packed micro-batch in the update."""
+    clip_ratio: float = key(0.2, AT_LEAST_0, read=(_CLIPPED, _ONE_SIDE))
+    """PPO clip range of the sides whose key below is None."""
+    clip_ratio_low: float | None = key(None, AT_LEAST_0, read=_CLIPPED)
+    """Clip range below 1; 0 is a range, None takes clip_ratio."""
+    clip_ratio_high: float | None = key(None, AT_LEAST_0, read=_CLIPPED)
+    """Clip range above 1; 0 is a range, None takes clip_ratio."""
+    clip_ratio_c: float = key(3.0, ABOVE_1, read=_losses("vanilla"))
+    """Dual clip: upper bound of the ratio for negative advantages."""
+    entropy_coeff: float = key(0.0, AT_LEAST_0)
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Put the KL to the reference into the loss (excludes algorithm.use_kl_in_reward)."""
+    kl_loss_coef: float = key(0.001, AT_LEAST_0, read=when(".use_kl_loss", True))
+    """Weight of the KL in the loss."""
+    kl_loss_type: KlLossName = key("low_var_kl", read=when(".use_kl_loss", True))
+    """Estimator of the KL in the loss."""
+    loss_agg_mode: LossAggregation = "token-mean"
+    """How per-token losses become one number."""
+    policy_loss: str = "vanilla"
+    """Registered name of the policy loss."""
+    clip_cov_ratio: float = key(0.0002, SHARE, read=_losses("clip_cov"))
+    """Share of tokens that clip_cov takes out of the gradient."""
+    clip_cov_lb: float = key(1.0, read=_losses("clip_cov"))
+    """Smallest covariance that clip_cov may choose."""
+    clip_cov_ub: float = key(5.0, read=_losses("clip_cov"))
+    """Largest covariance that clip_cov may choose."""
+    kl_cov_ratio: float = key(0.0002, SHARE, read=_losses("kl_cov"))
+    """Share of tokens, those of largest covariance, that kl_cov penalises."""
+    ppo_kl_coef: float = key(1.0, AT_LEAST_0, read=_losses("kl_cov"))
+    """Weight of kl_cov's penalty."""
+    grad_clip: float = key(1.0, ABOVE_0, stage="both")
+    """Largest global gradient norm."""
+    optim: Optim = group(Optim)
+    megatron: Megatron = group(Megatron, stage="both")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """A Hugging Face directory that may be left out."""
+
+    path: str | None = None
+    """Hugging Face directory; None for the files the actor starts from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ref:
+    """The frozen model that anchors the KL."""
+
+    model: ModelFiles = group(ModelFiles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proxy:
+    """The frozen generator that writes the revisions."""
+
+    model: ModelFiles = group(ModelFiles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """The inference engine and how it samples."""
+
+    name: Literal["vllm", "sglang", "hf"] = "hf"
+    """Engine; hf is transformers' own generation, embedded."""
+    n: int = key(8, AT_LEAST_1)
+    """Critiques per prompt (the group size of GRPO)."""
+    temperature: float = key(1.0, _SAMPLES)
+    """Sampling temperature of critiques; log-probs are taken at the same temperature."""
+    top_p: float = key(1.0, SOME_SHARE)
+    """Nucleus of the critique sampling."""
+    top_k: int = key(-1, COUNT_OR_MINUS_1)
+    """Keep the k likeliest tokens; -1 keeps all."""
+    tensor_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Devices per engine."""
+    gpu_memory_utilization: float = key(0.5, SOME_SHARE, read=_CACHING)
+    """Share of device memory that the engine may take."""
+    max_model_len: int | None = key(None, AT_LEAST_1)
+    """Longest sequence of the engine; None for what prompts, critiques and revisions need."""
+    revision_max_tokens: int = key(1024, AT_LEAST_1, read=REVISIONS)
+    """Longest revision, in tokens."""
+    seed: int = 0
+    """Base seed of the sampling."""
+    dtype: Dtype | None = None
+    """Parameter type inside the engine; None takes model.dtype."""
+    max_num_seqs: int = key(64, AT_LEAST_1)
+    """Sequences that the engine decodes at the same time."""
+    kv_cache_gib: float = key(2.0, ABOVE_0, read=_CACHING)
+    """Size of the key-value cache where the engine runs on a CPU, in GiB."""
+    enforce_eager: bool = key(True, read=_CACHING)
+    """Do not capture graphs."""
+    free_cache_engine: bool = True
+    """Release the engine's device memory, weights and cache, while the trainer computes; nothing to
+    release on a CPU."""
+    threads: int | None = key(None, AT_LEAST_1)
+    """CPU threads of the engine; None lets the engine decide."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed through to the engine's constructor."""
+    update_bucket_megabytes: int = key(128, AT_LEAST_1)
+    """Size of one bucket of a weight update, in 2**20 bytes."""
+    log_prob_max_token_len_per_gpu: int | None = key(None, AT_LEAST_1)
+    """Token budget of a packed micro-batch in forward-only passes; None takes
+    actor.ppo_max_token_len_per_gpu."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The files the actor starts from."""
+
+    path: str = ""
+    """Hugging Face directory of the actor (required)."""
+    tokenizer_path: str | None = None
+    """Directory of the tokenizer; None for model.path."""
+    dtype: Dtype = "bfloat16"
+    """Type of the parameters in compute; the master copy is float32."""
+
+    @property
+    def tokenizer(self) -> str:
+        """Directory of the tokenizer that applies."""
+        return self.tokenizer_path or self.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorRolloutRef:
+    """The policy, its reference, the reviser, and the engine that generates for them."""
+
+    model: Model = group(Model, stage="both")
+    proxy: Proxy = group(Proxy, read=REVISIONS)
+    actor: Actor = group(Actor)
+    ref: Ref = group(Ref, read=REFERENCE)
+    rollout: Rollout = group(Rollout)
+
+    @property
+    def proxy_path(self) -> str:
+        """Files of the frozen reviser."""
+        return self.proxy.model.path or self.model.path
+
+    @property
+    def ref_path(self) -> str:
+        """Files of the frozen reference."""
+        return self.ref.model.path or self.model.path
+
+    @property
+    def rollout_dtype(self) -> Dtype:
+        """Parameter type inside the engine."""
+        return self.rollout.dtype or self.model.dtype
+
+    @property
+    def log_prob_token_budget(self) -> int:
+        """Token budget of micro-batches in forward-only passes."""
+        own = self.rollout.log_prob_max_token_len_per_gpu
+        return self.actor.ppo_max_token_len_per_gpu if own is None else own

@@ -1,0 +1,93 @@
+"""What to say about a key that does not exist: its name here, what holds instead, or a guess."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Collection, Mapping
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_OPTIM, _TOKENS = _ACTOR + "optim.", _ACTOR + "ppo_max_token_len_per_gpu"
+RENAMED: Mapping[str, str] = {
+    _ACTOR + "entropy_coef": _ACTOR + "entropy_coeff",
+    _ACTOR + "max_grad_norm": _ACTOR + "grad_clip",
+    _OPTIM + "scheduler": _OPTIM + "lr_scheduler_type",
+    _OPTIM + "warmup_style": _OPTIM + "lr_scheduler_type",
+    _OPTIM + "warmup_ratio": _OPTIM + "lr_warmup_steps_ratio",
+    _OPTIM + "lr_warmup_steps": _OPTIM + "lr_warmup_steps_ratio",
+    _ACTOR + "megatron.seed": "trainer.seed",
+    _ACTOR + "use_dynamic_bsz": _TOKENS,
+    _ACTOR + "ppo_micro_batch_size": _TOKENS,
+    _ACTOR + "ppo_micro_batch_size_per_gpu": _TOKENS,
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": (
+        _ROLLOUT + "log_prob_max_token_len_per_gpu"
+    ),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size": _ROLLOUT + "log_prob_max_token_len_per_gpu",
+    _ROLLOUT + "log_prob_micro_batch_size": _ROLLOUT + "log_prob_max_token_len_per_gpu",
+    _ROLLOUT + "max_model_length": _ROLLOUT + "max_model_len",
+    _ROLLOUT + "startup_timeout": "trainer.distributed_timeout",
+    "sandbox.max_concurrency": "reward.max_requests",
+    **{
+        f"critic.{name}": _ACTOR + name
+        for name in (
+            *("ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "loss_agg_mode", "grad_clip"),
+            *("optim.weight_decay", "optim.betas", "optim.eps", "optim.lr_warmup_steps_ratio"),
+            *("optim.lr_scheduler_type", "optim.min_lr_ratio"),
+        )
+    },
+    "critic.optim.lr_warmup_steps": _OPTIM + "lr_warmup_steps_ratio",
+    "critic.use_dynamic_bsz": _TOKENS,
+    "sft.grad_clip": _ACTOR + "grad_clip",
+    "reward_funcs": "reward.reward_funcs",
+    "reward_weights": "reward.reward_weights",
+    "code_provider": "reward.provider",
+    "parallel_code_exec_per_proc": "reward.max_requests",
+    "max_completion_length": "data.max_response_length",
+    "generation_temperature": _ROLLOUT + "temperature",
+}
+"""Keys of CTRL, siiRL, verl or DiffuCoder, and the one that says the same here."""
+_NO_DIFFUSION, _WHOLE_RUN = "diffusion models are not trained", "the schedule lasts the whole run"
+ABSENT: Mapping[str, str] = {
+    "data.num_loader_workers": "all prompts are tokenised before the first step",
+    "actor_rollout_ref.hybrid_engine": "trainer and engine always share the devices",
+    "actor_rollout_ref.model.trust_remote_code": "no code of a model directory is ever run",
+    "actor_rollout_ref.model.model_type": "config.json of actor_rollout_ref.model.path says it",
+    _ACTOR + "strategy": "the trainer is always Megatron-Core",
+    _OPTIM + "total_training_steps": _WHOLE_RUN,
+    "critic.optim.total_training_steps": _WHOLE_RUN,
+    _ROLLOUT + "mode": "the engine is a process of its own and always answers asynchronously",
+    _ROLLOUT + "revision_n": "a critique's reward is that of one greedy revision",
+    "algorithm.workflow_type": (
+        f"DAPO is algorithm.filter_groups.enable=true with {_ACTOR}clip_ratio_high and "
+        "reward.overlong_buffer.enable=true"
+    ),
+    "algorithm.f_norm": "gpg does not scale its advantages",
+    "reward.num_examine": "runs/NAME/examples.jsonl and report.html have critiques of every step",
+    "sandbox.attempts": "a request is tried five times",
+    "sandbox.startup_timeout": "an embedded service has a minute to start",
+    "trainer.examples_in_report": "the report keeps six critiques of every step",
+    "dag.enable_perf": "runs/NAME/timeline.jsonl has every node's wall time",
+    "dag.backend_threshold": "groups use NCCL on GPUs and Gloo on CPUs, whatever their size",
+    "random_masking": _NO_DIFFUSION,
+    "p_mask_prompt": _NO_DIFFUSION,
+    "diffusion_steps": _NO_DIFFUSION,
+}
+"""Keys of theirs that have no counterpart, and what holds instead."""
+
+
+def unknown_key(name: str, group: type, keys: Collection[str]) -> str:
+    """One sentence about a key that does not exist below ``group``, a class of the schema."""
+    if name in RENAMED:
+        return f"unknown key {name!r}: here that is {RENAMED[name]}"
+    if name in ABSENT:
+        return f"unknown key {name!r}: {ABSENT[name]}; leave it out"
+    prefix, _, last = name.rpartition(".")
+    siblings = list(typing.get_type_hints(group))
+    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
+    candidates = [f"{prefix}.{near[0]}" if prefix else near[0]] if near else []
+    by_name = difflib.get_close_matches(last, {k.rpartition(".")[2] for k in keys}, n=1)
+    if by_name and not near:
+        candidates = [k for k in keys if k.rpartition(".")[2] == by_name[0]][:3]
+    where = f"{prefix} has the keys" if prefix else "the groups are"
+    hint = f"did you mean {' or '.join(map(repr, candidates))}? " if candidates else ""
+    return f"unknown key {name!r}: {hint}({where} {', '.join(siblings)})"
