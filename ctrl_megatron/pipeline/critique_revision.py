@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
+import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.eval.critique_revision import CritiqueResult, summarise
 from ctrl_megatron.pipeline.sampling import (
     Fields,
+    Sample,
+    columns,
+    draw_samples,
     generate,
     greedy_params,
+    length_metrics,
     reward_fields,
     validation_batches,
 )
-from ctrl_megatron.pipeline.worker import RolloutWorker
+from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.prompts import generation_messages, parse_judgment, revision_request, sanitize
 from ctrl_megatron.rewards import RewardItem, RewardOutcome, Scores
 from ctrl_megatron.types import Completion, Message
+
+
+def draw_critiques(
+    worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
+) -> list[Sample]:
+    """Critiques by the actor with the fields of ``read_critique``."""
+    drawn = draw_samples(worker, rows, mini_batch_size=mini_batch_size, attempt=attempt)
+    return [dataclasses.replace(s, fields=read_critique(worker, s.completion)) for s in drawn]
 
 
 def read_critique(worker: RolloutWorker, completion: Completion) -> Fields:
@@ -112,6 +126,38 @@ def _verdict_fields(outcome: RewardOutcome | None) -> Fields:
         "forged": None if forged is None else float(forged),
         "detail": outcome.detail,
     }
+
+
+def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
+    """Critiques of ``rows`` with what came of them, for dynamic sampling. Collective."""
+    drawn = draw_critiques(worker, rows, mini_batch_size=len(rows), attempt=attempt)
+    about = [worker.train.row(sample.problem_id) for sample in drawn]
+    critiques = [str(sample.fields["critique"]) for sample in drawn]
+    valid = [bool(sample.fields["valid"]) for sample in drawn]
+    judged = [judgment_of(sample.fields) for sample in drawn]
+    revisions, lengths = revise_valid(worker, about, critiques, valid)
+    sizes = [len(sample.completion.token_ids) for sample in drawn]
+    items = reward_items(about, critiques, judged, revisions, sizes)
+    scores = worker.ask(lambda: worker.score(items))
+    scored = score_fields(scores, worker.reward_weights)
+    return [
+        dataclasses.replace(
+            sample,
+            fields={**sample.fields, "revision": revision, "revision_length": length, **score},
+        )
+        for sample, revision, length, score in zip(drawn, revisions, lengths, scored, strict=True)
+    ]
+
+
+def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """What the metrics say of critiques as they were drawn, and of their revisions if there are."""
+    measured = length_metrics(samples, "critique")
+    fields = columns([sample.fields for sample in samples])
+    if samples:
+        measured["critique/valid_rate"] = fields["valid"].float()
+    if "revision_length" in fields:
+        measured["revision/length"] = fields["revision_length"]
+    return measured
 
 
 def validate(worker: RolloutWorker) -> dict[str, float]:

@@ -11,7 +11,6 @@ leader's event loop beside the log-probs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,9 +32,10 @@ from ctrl_megatron.pipeline.actor_loss import (
     select_tokens,
 )
 from ctrl_megatron.pipeline.critique_revision import (
-    judgment_of,
+    draw_and_judge,
+    draw_critiques,
     judgments,
-    read_critique,
+    measure_critiques,
     revise_valid,
     reward_items,
     score_fields,
@@ -59,11 +59,8 @@ from ctrl_megatron.pipeline.greedy_baseline import (
 from ctrl_megatron.pipeline.performance import performance
 from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
-    Sample,
     columns,
-    draw_samples,
     known,
-    length_metrics,
     level_over_data_ranks,
     make_batch,
     tensors_of,
@@ -166,14 +163,6 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     )
 
 
-def draw_critiques(
-    worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
-) -> list[Sample]:
-    """Critiques by the actor with the fields of ``read_critique``."""
-    drawn = draw_samples(worker, rows, mini_batch_size=mini_batch_size, attempt=attempt)
-    return [dataclasses.replace(s, fields=read_critique(worker, s.completion)) for s in drawn]
-
-
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``critique``, ``valid`` -> ``revision``: the frozen proxy's, empty for invalid critiques."""
     rows = [worker.train.row(row) for row in texts(batch["problem_id"])]
@@ -196,38 +185,6 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     )
     scores = await worker.score(items)
     return NodeOutput(fields=columns(score_fields(scores, worker.reward_weights)))
-
-
-def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
-    """The three functions above for dynamic sampling: critiques of ``rows``, revised and judged."""
-    drawn = draw_critiques(worker, rows, mini_batch_size=len(rows), attempt=attempt)
-    about = [worker.train.row(sample.problem_id) for sample in drawn]
-    critiques = [str(sample.fields["critique"]) for sample in drawn]
-    valid = [bool(sample.fields["valid"]) for sample in drawn]
-    judged = [judgment_of(sample.fields) for sample in drawn]
-    revisions, lengths = revise_valid(worker, about, critiques, valid)
-    sizes = [len(sample.completion.token_ids) for sample in drawn]
-    items = reward_items(about, critiques, judged, revisions, sizes)
-    scores = worker.ask(lambda: worker.score(items))
-    scored = score_fields(scores, worker.reward_weights)
-    return [
-        dataclasses.replace(
-            sample,
-            fields={**sample.fields, "revision": revision, "revision_length": length, **score},
-        )
-        for sample, revision, length, score in zip(drawn, revisions, lengths, scored, strict=True)
-    ]
-
-
-def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """What the metrics say of critiques as they were drawn, and of their revisions if there are."""
-    measured = length_metrics(samples, "critique")
-    fields = columns([sample.fields for sample in samples])
-    if samples:
-        measured["critique/valid_rate"] = fields["valid"].float()
-    if "revision_length" in fields:
-        measured["revision/length"] = fields["revision_length"]
-    return measured
 
 
 # Log-probs

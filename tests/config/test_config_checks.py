@@ -95,7 +95,6 @@ MEGATRON = ACTOR + "megatron."
         (("trainer.experiment_name=../x",), ["experiment_name", "plain directory name"]),
         (("trainer.val_before_train=true",), ["data.val_files"]),
         (("trainer.test_freq=5",), ["data.val_files"]),
-        (("data.val_files=[b.parquet,a.parquet]",), ["val_files", "a.parquet", "other rows"]),
         (("trainer.save_freq=0",), ["save_freq=0", "-1 or at least 1"]),
         (("data.max_prompt_length=0",), ["data.max_prompt_length=0", "at least 1"]),
         (("dag.custom_pipeline_fn=my.module.fn",), ["package.module:function"]),

@@ -92,9 +92,10 @@ def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:
     )
     for name, values in named.items():
         batch[name] = NonTensorStack(*values)
-    first, second = critique_examples(stage, batch)
+    first, second, third = critique_examples(stage, batch)
     assert (first["critique"], first["problem"], first["reward"]) == ("c1", "Px", 0.25)
     assert (first["judgment"], first["detail"], first["passed_before"]) == ("valid", "d1", 0.5)
     assert first["versions"] == "critique by actor@4, revision by proxy"
     assert (second["critique"], second["revision"], second["passed_after"]) == ("c3", "r3", 1.0)
     assert second["reward"] is None, "a row that could not be judged"
+    assert third["judgment"] == "none"

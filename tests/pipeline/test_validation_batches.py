@@ -26,7 +26,9 @@ class Rank:
     """One of several data-parallel ranks; notes what it asks for and what it judges."""
 
     def __init__(self, rows: int, size: int, rank: int, ranks: int, lost: int | None) -> None:
-        self.config = load_config(None, [f"data.val_batch_size={size}"], "none")
+        self.config = load_config(
+            None, [f"data.val_batch_size={size}", "data.val_files=rows.parquet"], "none"
+        )
         self.calls: list[Any] = []
         self.judged: list[int] = []
         self.timeline = Timeline()
