@@ -219,8 +219,9 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``token_level_scores`` (B, R): the weighted sum of all rewards on the last valid token.
+    """``token_level_scores`` (B, R): ``score`` (B,), the weighted sum of rewards, on the last token.
 
+    Rewards of single functions are reported where the batch has them (``reward/NAME``).
     A row without a reward (its sandbox failed) leaves the loss and its group: ``judged`` (B,) is
     False, its mask becomes empty and its uid its own.
     """
@@ -234,9 +235,10 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         uid if ok else f"{uid}/unjudged/{i}"
         for i, (uid, ok) in enumerate(zip(texts(batch["uid"]), judged.tolist(), strict=True))
     ]
-    first, *others = worker.reward_weights
-    measured = {"reward/mean": batch[f"reward/{first}"], "reward/judged_rate": judged.float()}
-    measured |= {f"reward/{name}": batch[f"reward/{name}"] for name in others}
+    parts = {n: batch[n] for n in map("reward/{}".format, worker.reward_weights) if n in batch}
+    first, *others = parts or {"score": total}
+    measured = {"reward/mean": batch[first], "reward/judged_rate": judged.float()}
+    measured |= {name: parts[name] for name in others}
     if others:
         measured["reward/total"] = total[judged]
     return NodeOutput(

@@ -191,9 +191,10 @@ def test_the_sandbox_page_gives_every_limit_with_its_default() -> None:
 
 
 def test_the_built_in_graph_is_the_one_described() -> None:
-    from ctrl_megatron.pipeline.builtin import ctrl_pipeline
+    from ctrl_megatron.config import load_config
+    from ctrl_megatron.pipeline import ctrl_pipeline
 
-    graph = ctrl_pipeline()
+    graph = ctrl_pipeline(load_config(None, [], "none"))
     rows = re.findall(
         r"^\| `(\w+)` \| (rollout|train|host) \| ([^|]*) \|",
         TEXTS["docs/architecture.md"].replace("| |", "|  |"),

@@ -14,6 +14,11 @@ pytestmark = pytest.mark.timeout(900)
 GRPO = (
     "dag.custom_pipeline_fn=ctrl_megatron.pipeline:grpo_pipeline",
     "reward.reward_funcs=[foreign_pipeline:brevity]",
+    # Nobody revises.
+    *(
+        "actor_rollout_ref.proxy.model.path=null",
+        "actor_rollout_ref.rollout.revision_max_tokens=null",
+    ),
 )
 DAPO = (
     *("algorithm.filter_groups.enable=true", "data.gen_batch_size=6"),
@@ -38,6 +43,14 @@ def test_completions_are_rewarded_by_a_function_of_ones_own(
     assert table[-1]["stage"] == "after RL"
     assert 0 < table[-1]["reward/foreign_pipeline:brevity"] < 1
     assert (run.folder / "report.html").is_file()
+
+
+def test_the_example_of_a_screen_runs(job: Job) -> None:
+    own = ("dag.custom_pipeline_fn=examples.own_pipeline:build",)
+    run = run_forked(job, "example", steps=2, extra=own)
+    assert run.codes == (0, 0), run.output[-8000:]
+    steps = [record["metrics"] for record in run.metrics()]
+    assert all(0 < step["reward/mean"] == step["reward/vowels"] < 1 for step in steps)
 
 
 def test_a_pipeline_of_a_foreign_shape_runs_is_reported_saved_and_resumed(job: Job) -> None:

@@ -1,0 +1,64 @@
+"""A pipeline and a reward function of one's own, in a file of a screen: GRPO on completions.
+
+    ctrl-train-rl --nproc-per-node 2 --config FILE \
+        dag.custom_pipeline_fn=examples.own_pipeline:build
+
+It is ``grpo_pipeline`` written out, with a reward that no registered function gives. Run it from
+the folder above this one, or put the file on the Python path and name it as it lies there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.pipeline import NodeOutput, NodePlace, NodeType, Pipeline, StepReport, TaskGraph
+from ctrl_megatron.pipeline.ctrl import add_update_nodes
+from ctrl_megatron.pipeline.performance import performance
+from ctrl_megatron.pipeline.sampling import draw_samples, make_batch, texts
+
+
+def build(config: Config) -> TaskGraph:
+    """Draw, reward, and the second half of every built-in pipeline."""
+    pipeline = Pipeline("own_pipeline", report=StepReport(metrics=metrics, examples=examples))
+    pipeline.add_node("draw", draw, node_type=NodeType.MODEL_INFERENCE, place=NodePlace.ROLLOUT)
+    pipeline.add_node(
+        "reward", reward, ["draw"], node_type=NodeType.ENV_INTERACT, place=NodePlace.HOST
+    )
+    add_update_nodes(pipeline, config, drawn="draw", judged=["reward"])
+    return pipeline.build()
+
+
+def draw(worker: Any, batch: TensorDict) -> NodeOutput:
+    """``row`` (positions of the global batch) -> this rank's samples, ``completion`` (B,) text."""
+    size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
+    drawn = draw_samples(worker, batch["row"].tolist(), mini_batch_size=size)
+    samples = [
+        dataclasses.replace(s, fields={"completion": worker.codec.decode(s.completion.token_ids)})
+        for s in drawn
+    ]
+    return NodeOutput(batch=make_batch(samples, pad_token_id=worker.codec.pad_token_id))
+
+
+async def reward(worker: Any, batch: TensorDict) -> NodeOutput:
+    """``score`` (B,) float32: a share of letters that are vowels. Runs beside the log-probs."""
+    shares = [
+        sum(c in "aeiou" for c in text.lower()) / max(1, len(text))
+        for text in texts(batch["completion"])
+    ]
+    score = torch.tensor(shares, dtype=torch.float32)
+    return NodeOutput(fields={"score": score})
+
+
+def metrics(worker: Any, batch: TensorDict) -> dict[str, float]:
+    """Speed, and what was rewarded."""
+    return {**performance(worker, batch), **worker.means({"reward/vowels": batch["score"]})}
+
+
+def examples(worker: Any, batch: TensorDict) -> list[dict[str, Any]]:
+    """One completion a step, as the report shows it."""
+    return [{"completion": texts(batch["completion"])[0], "score": float(batch["score"][0])}]
