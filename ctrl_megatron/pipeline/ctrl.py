@@ -219,9 +219,9 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``token_level_scores`` (B, R): ``score`` (B,), the weighted sum of rewards, on the last token.
+    """``token_level_scores`` (B, R): ``score``, the weighted sum of rewards, on the last token.
 
-    Rewards of single functions are reported where the batch has them (``reward/NAME``).
+    Single functions' rewards are reported where the batch has them (``reward/NAME``).
     A row without a reward (its sandbox failed) leaves the loss and its group: ``judged`` (B,) is
     False, its mask becomes empty and its uid its own.
     """

@@ -45,10 +45,12 @@ def run_forked(
     timeout: float = 280.0,
     purpose: str = "rl",
     reads: str = "",
+    without: tuple[str, ...] = (),
 ) -> ForkedRun:
     """Two ranks from start to end; neither outlives the call. ``purpose`` is ``rl`` or ``sft``.
 
-    The keys that the first rank reads are written to the file ``reads``, one a line.
+    The keys that the first rank reads are written to the file ``reads``, one a line; ``without``
+    names keys of the job that are left out.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / f"{name}.{time.monotonic_ns()}.log"
@@ -58,7 +60,8 @@ def run_forked(
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     launch |= {"WORLD_SIZE": str(_RANKS), "LOCAL_WORLD_SIZE": str(_RANKS)}
     settings = job.sft_overrides(name, steps) if purpose == "sft" else job.overrides(name, steps)
-    overrides = [*settings, *extra]
+    kept = [setting for setting in settings if setting.partition("=")[0] not in without]
+    overrides = [*kept, *extra]
     forks = fork_context()
     ranks = [
         forks.Process(target=_rank, args=(rank, launch, overrides, str(log), purpose, reads))

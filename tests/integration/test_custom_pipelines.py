@@ -14,11 +14,10 @@ pytestmark = pytest.mark.timeout(900)
 GRPO = (
     "dag.custom_pipeline_fn=ctrl_megatron.pipeline:grpo_pipeline",
     "reward.reward_funcs=[foreign_pipeline:brevity]",
-    # Nobody revises.
-    *(
-        "actor_rollout_ref.proxy.model.path=null",
-        "actor_rollout_ref.rollout.revision_max_tokens=null",
-    ),
+)
+NOBODY_REVISES = (
+    "actor_rollout_ref.proxy.model.path",
+    "actor_rollout_ref.rollout.revision_max_tokens",
 )
 DAPO = (
     *("algorithm.filter_groups.enable=true", "data.gen_batch_size=6"),
@@ -32,7 +31,8 @@ def test_completions_are_rewarded_by_a_function_of_ones_own(
 ) -> None:
     name = "grpo_dapo" if extra else "grpo"
     validation = (f"data.val_files={job.data}", "data.val_batch_size=4")
-    run = run_forked(job, name, steps=3, extra=(*GRPO, *extra, *validation))
+    given = (*GRPO, *extra, *validation)
+    run = run_forked(job, name, steps=3, extra=given, without=NOBODY_REVISES)
     assert run.codes == (0, 0), run.output[-8000:]
     steps = [record["metrics"] for record in run.metrics()]
     trained = [step for step in steps if "actor/grad_norm" in step]
