@@ -24,7 +24,7 @@ MISSPELT = ("--config", CONFIG, "data.train_bach_size=4")
 PROGRAM = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
-from ctrl_megatron.commands.start import train_command
+from ctrl_megatron.commands.start import STOPPED, training_config
 
 def on_signal(number, frame):
     print("asked to stop", flush=True)
@@ -32,7 +32,7 @@ def on_signal(number, frame):
 def train(config):
     signal.signal(signal.SIGTERM, on_signal)
     print(f"rank {{os.environ['RANK']}} of {{os.environ['WORLD_SIZE']}}", flush=True)
-    how = config.trainer.project_name
+    how = config.trainer.experiment_name
     if how == "killed":
         os.kill(os.getpid(), 9)
     if how == "failed":
@@ -42,7 +42,8 @@ def train(config):
     return how == "finished"
 
 if __name__ == "__main__":
-    raise SystemExit(train_command("program", "sft", train, None, None))
+    config = training_config("program", "sft", None, None)
+    raise SystemExit(config if isinstance(config, int) else 0 if train(config) else STOPPED)
 """
 
 
@@ -90,7 +91,7 @@ def test_a_tool_refuses_from_a_checkout(
 
 @pytest.fixture
 def program(tmp_path: Path) -> list[str]:
-    """A command whose ``train`` ends as trainer.project_name says, with a configuration for it."""
+    """A command whose ``train`` ends as trainer.experiment_name says, with a configuration for it."""
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "model").mkdir()
     for name in (
@@ -114,7 +115,7 @@ def program(tmp_path: Path) -> list[str]:
 def test_started_ranks_end_the_command_with_their_code(
     program: list[str], how: str, code: int
 ) -> None:
-    done = run(*program, f"trainer.project_name={how}", "--nproc-per-node", "2")
+    done = run(*program, f"trainer.experiment_name={how}", "--nproc-per-node", "2")
     assert done.returncode == code, done.stderr
     assert "of 2" in done.stdout and "Traceback" not in done.stderr
     assert ("program: rank" in done.stderr) == (how in ("failed", "killed"))
@@ -146,7 +147,7 @@ def test_a_machine_whose_launcher_leaves_it_alone_speaks_once(
 
 
 def test_a_signal_reaches_the_ranks_and_ends_the_command(program: list[str]) -> None:
-    command = [*program, "trainer.project_name=waiting", "--nproc-per-node", "2"]
+    command = [*program, "trainer.experiment_name=waiting", "--nproc-per-node", "2"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def judge_beside_log_probs(
     contain ``lost``.
     """
     from ctrl_megatron.config import load_config
+    from ctrl_megatron.pipeline.ctrl import critique_metrics
     from ctrl_megatron.pipeline.executor import Executor
     from ctrl_megatron.sandbox import EmbeddedSandbox
 
@@ -33,7 +35,8 @@ def judge_beside_log_probs(
         batch = _batch(worker.codec, rows)
         before = batch["response_mask"].clone()
         worker.timeline.begin_step()
-        done, metrics = Executor(_graph(), worker).run_step(batch)
+        done, metrics = Executor(_graph(config), worker).run_step(batch)
+        metrics |= critique_metrics(worker, done)
         worker.background.run(judge.client.close())
     names = ("token_level_scores", "response_mask", "old_log_probs", "ref_log_prob")
     return {
@@ -69,9 +72,9 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
     from ctrl_megatron.algorithms import FixedKLController
     from ctrl_megatron.data.tokens import TextCodec
     from ctrl_megatron.parallel.background import BackgroundLoop
-    from ctrl_megatron.pipeline.interrupt import StopFlag
-    from ctrl_megatron.pipeline.models import build_policy
-    from ctrl_megatron.pipeline.run import join, prompt_tables
+    from ctrl_megatron.pipeline.build import build_policy, prompt_tables
+    from ctrl_megatron.pipeline.session import join
+    from ctrl_megatron.pipeline.stop import StopFlag
     from ctrl_megatron.pipeline.worker import DAGWorker
     from ctrl_megatron.rewards import RewardModelForCritic, RewardSum
     from ctrl_megatron.sandbox import SandboxClient
@@ -94,9 +97,12 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
         codec=codec,
         engine=None,
         rewards=RewardSum({"critic": reward}, judge=judge),
-        weights=unused,
+        reward_weights={"critic": 1.0},
+        weights=SimpleNamespace(rest=lambda: None),  # type: ignore[arg-type]
         policy=policy,
         reference=reference,
+        value=None,
+        peak_flops=1e9,
         kl_controller=FixedKLController(0.0),
         draw=unused,
         train=prompt_tables(config, codec)[0],
@@ -108,7 +114,7 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
 def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
     from tensordict import NonTensorStack
 
-    from ctrl_megatron.pipeline.batch import CritiqueRow, make_batch
+    from ctrl_megatron.pipeline.sampling import Sample, make_batch
     from ctrl_megatron.prompts import parse_judgment
     from ctrl_megatron.types import Completion, VersionSpan
 
@@ -123,7 +129,7 @@ def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
         )
         prompt = tuple(codec.encode_chat([{"role": "user", "content": row["prompt"]}]))
         drawn.append(
-            CritiqueRow(
+            Sample(
                 uid=row["uid"],
                 problem_id=row["problem_id"],
                 mini_batch=0,
@@ -134,16 +140,17 @@ def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
     batch = make_batch(drawn, pad_token_id=codec.pad_token_id)
     batch["critique"] = NonTensorStack(*[row["critique"] for row in rows])
     batch["revision"] = NonTensorStack(*[row["revision"] for row in rows])
-    batch["valid"] = torch.tensor([parse_judgment(row["critique"]) is not None for row in rows])
+    judgments = [parse_judgment(row["critique"]) for row in rows]
+    batch["valid"] = torch.tensor([judgment is not None for judgment in judgments])
+    batch["judged_correct"] = torch.tensor([bool(judgment) for judgment in judgments])
     return batch
 
 
-def _graph() -> Any:
+def _graph(config: Any) -> Any:
     """The nodes of the built-in pipeline from the sandbox to the scores, in its order."""
-    from ctrl_megatron.pipeline import TaskGraph
-    from ctrl_megatron.pipeline.builtin import ctrl_pipeline
+    from ctrl_megatron.pipeline import TaskGraph, ctrl_pipeline
 
-    whole, part = ctrl_pipeline(), TaskGraph("judging")
+    whole, part = ctrl_pipeline(config), TaskGraph("judging")
     for name in ("sandbox", "old_log_prob", "ref_log_prob", "scores"):
         node = whole.get_node(name)
         node.remove_dependency("generate_revisions")
@@ -230,7 +237,7 @@ def _gaps(
     policy: Any, dialogues: list[list[int]], sampled: list[Any], pad_token_id: int
 ) -> torch.Tensor:
     """|p_engine - p_trainer| of every sampled token."""
-    from ctrl_megatron.pipeline.batch import pad_rows, tensors_of
+    from ctrl_megatron.pipeline.sampling import pad_rows, tensors_of
 
     batch = pad_rows(dialogues, [c.token_ids for c in sampled], pad_token_id=pad_token_id)
     log_probs, _ = policy.log_probs(tensors_of(batch), 1.0)
