@@ -61,8 +61,7 @@ from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
     columns,
     known,
-    level_over_data_ranks,
-    make_batch,
+    sampled,
     tensors_of,
     texts,
 )
@@ -155,12 +154,7 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``row`` (positions of the global batch) -> the critique batch of this data-parallel rank."""
     size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
     samples = draw_critiques(worker, batch["row"].tolist(), mini_batch_size=size)
-    if worker.config.trainer.balance_batch:
-        samples = level_over_data_ranks(samples, worker.groups)
-    return NodeOutput(
-        batch=make_batch(samples, pad_token_id=worker.codec.pad_token_id),
-        metrics=worker.means(measure_critiques(samples)),
-    )
+    return sampled(worker, samples, measure_critiques)
 
 
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:

@@ -38,9 +38,8 @@ from ctrl_megatron.pipeline.sampling import (
     greedy_params,
     known,
     length_metrics,
-    level_over_data_ranks,
-    make_batch,
     reward_fields,
+    sampled,
     texts,
     validation_batches,
 )
@@ -98,12 +97,7 @@ def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``row`` (positions of the global batch) -> this rank's completions, ``completion`` (B,)."""
     size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
     samples = draw_completions(worker, batch["row"].tolist(), mini_batch_size=size)
-    if worker.config.trainer.balance_batch:
-        samples = level_over_data_ranks(samples, worker.groups)
-    return NodeOutput(
-        batch=make_batch(samples, pad_token_id=worker.codec.pad_token_id),
-        metrics=worker.means(measure_completions(samples)),
-    )
+    return sampled(worker, samples, measure_completions)
 
 
 async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:

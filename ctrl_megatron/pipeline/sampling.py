@@ -6,7 +6,7 @@ B rows are samples of this data-parallel rank, P and R the longest prompt and re
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -15,6 +15,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.data.balance import partition_groups
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.pipeline.executor import NodeOutput
 from ctrl_megatron.rewards import Scores, weighted_sum
 from ctrl_megatron.types import Completion, SamplingParams
 
@@ -123,6 +124,20 @@ def greedy_params(worker: RolloutWorker, max_tokens: int) -> SamplingParams:
 def versions_of(completion: Completion) -> str:
     """The weights that drew the completion, joined by ``+`` where there are several."""
     return "+".join(dict.fromkeys(span.version for span in completion.spans))
+
+
+def sampled(
+    worker: DAGWorker,
+    samples: list[Sample],
+    measure: Callable[[Sequence[Sample]], dict[str, torch.Tensor]],
+) -> NodeOutput:
+    """The samples as this rank's batch, levelled by ``trainer.balance_batch``, with the means of
+    ``measure``. Collective.
+    """
+    if worker.config.trainer.balance_batch:
+        samples = level_over_data_ranks(samples, worker.groups)
+    batch = make_batch(samples, pad_token_id=worker.codec.pad_token_id)
+    return NodeOutput(batch=batch, metrics=worker.means(measure(samples)))
 
 
 def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:

@@ -91,7 +91,7 @@ def test_a_tool_refuses_from_a_checkout(
 
 @pytest.fixture
 def program(tmp_path: Path) -> list[str]:
-    """A command whose ``train`` ends as trainer.experiment_name says, with a configuration for it."""
+    """A command whose ``train`` ends as trainer.experiment_name says, and its configuration."""
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "model").mkdir()
     for name in (
