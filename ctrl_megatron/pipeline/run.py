@@ -19,8 +19,7 @@ from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.pipeline.worker import RolloutWorker
 from ctrl_megatron.rewards.build import check_reward_functions
 from ctrl_megatron.sandbox import SandboxClient
-
-_LEVELS = ("none", "standard", "strict")
+from ctrl_megatron.sandbox.limits import LEVELS
 
 
 def train(config: Config) -> bool:
@@ -135,8 +134,9 @@ async def isolation_level(worker: RolloutWorker) -> dict[str, float]:
     judge = None if worker.rewards is None else worker.rewards.judge
     if not isinstance(judge, SandboxClient):
         return {}
+    from_none = LEVELS[::-1]
     # A service that does not tell its level is not ours.
-    reached = [_LEVELS.index(level) for level in (await judge.ping()).values() if level in _LEVELS]
+    reached = [from_none.index(level) for level in (await judge.ping()).values() if level in LEVELS]
     return {"sandbox/isolation": float(min(reached))} if reached else {}
 
 
