@@ -8,7 +8,7 @@ from typing import Any
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_provider_keys
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.rewards.cache import ResultCache, verdict_cache
+from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.rewards.grading import Judge
 from ctrl_megatron.rewards.providers import CodeProvider, make_provider
@@ -16,7 +16,6 @@ from ctrl_megatron.rewards.registry import make_reward, reward_parameters
 from ctrl_megatron.rewards.reward_sum import RewardFunction, RewardSum
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.access import read_token
-from ctrl_megatron.types import Verdict
 
 
 def reward_functions_of(config: Config, measured: Sequence[str] = ()) -> dict[str, float]:
@@ -63,7 +62,7 @@ def build_reward_sum(
     ``measured``: see ``reward_functions_of``. Raises ``ValueError`` for different rows with one id
     and for a wrong name, option, import path, key, package or cache file.
     """
-    judge, cache = code_judge(config, sandbox_endpoint), verdict_cache(config.reward.cache_path)
+    judge, cache = code_judge(config, sandbox_endpoint), VerdictCache(config.reward.cache_path)
     weights = reward_functions_of(config, measured)
     functions = _functions(config, weights, judge, cache)
     if "critic" in weights:
@@ -105,7 +104,7 @@ def _functions(
     config: Config,
     names: Iterable[str],
     judge: Judge | None,
-    cache: ResultCache[Verdict] | None,
+    cache: VerdictCache | None,
 ) -> dict[str, RewardFunction]:
     """The functions but ``critic``. Without a judge they cannot run programs, but every mistake in
     their names and options shows.

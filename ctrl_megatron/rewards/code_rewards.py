@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.rewards.cache import ResultCache, verdict_cache
+from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
@@ -77,9 +77,9 @@ class CodeReward:
         require_format: bool = False,
         run_timeout: float = RUN_TIMEOUT,
         max_requests: int = MAX_REQUESTS,
-        cache: ResultCache[Verdict] | None = None,
+        cache: VerdictCache | None = None,
     ) -> None:
-        self._judge = CachedJudge(provider, verdict_cache() if cache is None else cache)
+        self._judge = CachedJudge(provider, VerdictCache() if cache is None else cache)
         self._require_format = require_format
         self._run_timeout, self._max_requests = run_timeout, max_requests
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from ctrl_megatron.data.rows import Paths, Row, read_rows, rows_by_id
 from ctrl_megatron.prompts import generation_messages, parse_judgment, revision_request, sanitize
-from ctrl_megatron.rewards.cache import CacheCounters, ResultCache, verdict_cache
+from ctrl_megatron.rewards.cache import CacheCounters, VerdictCache
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
@@ -59,7 +59,7 @@ class RewardModelForCritic:
         cache_capacity: int = 200_000,
         max_requests: int = MAX_REQUESTS,
         run_timeout: float = RUN_TIMEOUT,
-        cache: ResultCache[Verdict] | None = None,
+        cache: VerdictCache | None = None,
         compare_lax: bool = False,
     ) -> None:
         given = isinstance(file, Sequence) and any(isinstance(row, Row) for row in file)
@@ -72,7 +72,7 @@ class RewardModelForCritic:
         self.show_progress = show_progress
         self.max_requests, self.run_timeout = max_requests, run_timeout
         self.compare_lax = compare_lax
-        self._cache = verdict_cache(capacity=cache_capacity) if cache is None else cache
+        self._cache = VerdictCache(capacity=cache_capacity) if cache is None else cache
         self._judge = None if sandbox is None else CachedJudge(sandbox, self._cache)
 
     @property

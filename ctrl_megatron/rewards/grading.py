@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, Row
 from ctrl_megatron.prompts import extract_code, fenced
-from ctrl_megatron.rewards.cache import ResultCache, fingerprint
+from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.wire import (
     CommandRunStatus,
@@ -137,7 +137,7 @@ class CachedJudge:
     own ``identity``, where it has one.
     """
 
-    def __init__(self, judge: Judge, cache: ResultCache[Verdict], *, identity: Any = None) -> None:
+    def __init__(self, judge: Judge, cache: VerdictCache, *, identity: Any = None) -> None:
         self._judge = judge
         self._cache = cache
         self._identity = getattr(judge, "identity", None) if identity is None else identity
