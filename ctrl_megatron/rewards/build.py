@@ -11,7 +11,7 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.rewards.grading import Judge
-from ctrl_megatron.rewards.providers import CodeProvider, make_provider
+from ctrl_megatron.rewards.providers import ScriptProvider, make_provider
 from ctrl_megatron.rewards.registry import make_reward, reward_parameters
 from ctrl_megatron.rewards.reward_sum import RewardFunction, RewardSum
 from ctrl_megatron.sandbox import SandboxClient
@@ -85,19 +85,19 @@ def check_reward_functions(config: Config) -> None:
     _functions(config, reward_functions_of(config), None, None)
 
 
-def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | CodeProvider:
+def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | ScriptProvider:
     """Who runs the programs. Raises ``ValueError`` naming a missing key, package or option."""
-    name, at_once = config.reward.provider, config.reward.max_requests
+    name, file = config.reward.provider, config.sandbox.token_file
     if name == "local":
-        file = config.sandbox.token_file
-        return SandboxClient(
-            sandbox_endpoint,
-            max_concurrency=at_once,
-            token=None if file is None else read_token(file),
-            identity={"provider": name, "isolation": config.sandbox.isolation},
-        )
-    options = {**read_provider_keys(name), **config.reward.provider_options}
-    return make_provider(name, max_concurrency=at_once, **options)
+        options = {
+            "endpoint": sandbox_endpoint,
+            "token": None if file is None else read_token(file),
+            # For cache keys; without the endpoint, which is another one in every run.
+            "identity": {"provider": name, "isolation": config.sandbox.isolation},
+        }
+    else:
+        options = {**read_provider_keys(name), **config.reward.provider_options}
+    return make_provider(name, max_concurrency=config.reward.max_requests, **options)
 
 
 def _functions(

@@ -63,7 +63,7 @@ class CodeFormatReward:
 class CodeReward:
     """``code``: the share of a problem's tests that an answer's program passes.
 
-    ``provider`` judges: a ``CodeProvider`` or a ``SandboxClient``. With ``require_format`` an
+    ``provider`` judges: a ``ScriptProvider`` or a ``SandboxClient``. With ``require_format`` an
     answer that is not well-formed (``code_format`` below 1) earns 0 and does not run, as in
     DiffuCoder. Functions that share a ``cache`` run a program once between them.
     """

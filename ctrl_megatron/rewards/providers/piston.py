@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,8 +19,9 @@ from ctrl_megatron.rewards.providers.contract import (
     ProviderCounters,
     ProviderError,
     ProviderSetupError,
+    Script,
+    ScriptResult,
 )
-from ctrl_megatron.rewards.providers.scripts import Script, ScriptResult
 
 _LANGUAGES = {"python": "python", "cpp": "c++", "bash": "bash"}
 _FILES = {"python": "main.py", "cpp": "main.cpp", "bash": "main.sh"}
@@ -56,15 +57,11 @@ class PistonBackend:
             )
         self._url = endpoint.rstrip("/")
         self._headers = {"Authorization": api_key} if api_key else {}
+        self.identity = {"version": version, "memory_mb": memory_mb}
         self._version, self._memory_mb = version, memory_mb
         self._output_limit = output_limit
         self._http: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """Runtime version and memory limit."""
-        return {"version": self._version, "memory_mb": self._memory_mb}
 
     @asynccontextmanager
     async def session(self, counters: ProviderCounters) -> AsyncIterator[PistonBackend]:
