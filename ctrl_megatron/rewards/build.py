@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ctrl_megatron.config import Config
@@ -124,14 +125,7 @@ def _functions(
         }
         own["overlong"] = ("soft_overlong_punishment", lengths)
     if reward.transition.is_on:
-        table = reward.transition
-        values = {
-            "wrong_to_right": table.wrong_to_right,
-            "right_to_right": table.right_to_right,
-            "right_to_wrong": table.right_to_wrong,
-            "wrong_to_wrong": table.wrong_to_wrong,
-        }
-        own["transition"] = ("transition", values)
+        own["transition"] = ("transition", asdict(reward.transition))
     functions: dict[str, RewardFunction] = {}
     for name in names:
         if name != "critic":

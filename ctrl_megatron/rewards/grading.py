@@ -170,9 +170,7 @@ def _why(case: EvalTestCase) -> str:
         return TIMED_OUT
     run = case.exec_info.run_result
     crashed = run is not None and run.return_code not in (0, None)
-    last_line = (
-        (run.stderr or "").strip().rpartition("\n")[2] if run is not None and crashed else ""
-    )
+    last_line = (run.stderr or "").strip().rpartition("\n")[2] if run and crashed else ""
     reason = str((case.test_info or {}).get("reason") or case.exec_info.message or "")
     parts = (reason, last_line) if last_line not in reason else (reason,)
     return ": ".join(filter(None, parts))[:500] or str(case.exec_info.status)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -85,21 +86,18 @@ class CustomReward:
         given = await answer if inspect.isawaitable(answer) else answer
         if not isinstance(given, Sequence) or len(given) != len(items):
             raise ValueError(f"reward {self.path!r} must give a list of {len(items)} rewards")
-        return [self._checked(value) for value in given]
+        return [None if value is None else self._number(value) for value in given]
 
-    def _checked(self, value: Any) -> float | None:
-        if value is None:
-            return None
-        if isinstance(value, (str, bytes)):
-            raise ValueError(f"reward {self.path!r} gave {value!r}, not a number or None")
+    def _number(self, value: Any) -> float:
         try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
+            number = math.nan if isinstance(value, (str, bytes)) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
             raise ValueError(
-                f"reward {self.path!r} gave {value!r}, not a number or None"
-            ) from error
-        if number != number or number in (float("inf"), float("-inf")):
-            raise ValueError(f"reward {self.path!r} gave {number}; give None for what is not known")
+                f"reward {self.path!r} gave {value!r}, not a finite number; give None for what is "
+                "not known"
+            )
         return number
 
 

@@ -155,8 +155,8 @@ class MorphBackend(_CloudBackend):
         key = self._key(api_key, "MORPH_API_KEY")
         if not snapshot_id:
             raise ProviderSetupError("the provider morph needs snapshot_id, a snapshot with Python")
-        connect = connect or self._library("morphcloud.api").MorphCloudClient
-        self._instances = connect(api_key=key, base_url=base_url).instances
+        client: Any = connect or self._library("morphcloud.api").MorphCloudClient
+        self._instances = client(api_key=key, base_url=base_url).instances
         self.identity = {"snapshot_id": snapshot_id}
         self._options = {
             "ttl_seconds": lifetime,
