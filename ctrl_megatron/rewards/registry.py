@@ -19,7 +19,16 @@ from ctrl_megatron.rewards.shaping import JudgmentReward, SoftOverlongPunishment
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
-_FACTORIES: dict[str, Callable[..., Any]] = {}
+_FACTORIES: dict[str, Callable[..., Any]] = {
+    "critic": RewardModelForCritic,
+    "code": CodeReward,
+    "binary_code": BinaryCodeReward,
+    "code_format": CodeFormatReward,
+    "ioi_code": IoiCodeReward,
+    "soft_overlong_punishment": SoftOverlongPunishment,
+    "judgment": JudgmentReward,
+    "transition": TransitionReward,
+}
 
 
 def register_reward(name: str) -> Callable[[Factory], Factory]:
@@ -114,13 +123,3 @@ def _imported(path: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"reward {path!r} is not callable")
     return found
-
-
-register_reward("critic")(RewardModelForCritic)
-register_reward("code")(CodeReward)
-register_reward("binary_code")(BinaryCodeReward)
-register_reward("code_format")(CodeFormatReward)
-register_reward("ioi_code")(IoiCodeReward)
-register_reward("soft_overlong_punishment")(SoftOverlongPunishment)
-register_reward("judgment")(JudgmentReward)
-register_reward("transition")(TransitionReward)
