@@ -133,14 +133,13 @@ class CachedJudge:
     """``judge`` behind ``cache``: equal programs on equal tests are judged once.
 
     The key is the job's (exact program, tests, time limit, mode, grader version) and ``identity``:
-    whatever else may change a verdict, such as the judge's memory limit. It defaults to the judge's
-    own ``identity``, where it has one.
+    whatever else may change a verdict, such as the judge's memory limit; the judge's own, where it
+    has one.
     """
 
-    def __init__(self, judge: Judge, cache: VerdictCache, *, identity: Any = None) -> None:
-        self._judge = judge
-        self._cache = cache
-        self._identity = getattr(judge, "identity", None) if identity is None else identity
+    def __init__(self, judge: Judge, cache: VerdictCache) -> None:
+        self._judge, self._cache = judge, cache
+        self._identity = getattr(judge, "identity", None)
 
     def key(self, job: GradingJob) -> str:
         """The cache's key of ``job``."""

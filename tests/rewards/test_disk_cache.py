@@ -303,11 +303,11 @@ def test_a_second_run_of_a_critic_asks_nobody(tmp_path: Path) -> None:
 def test_the_key_tells_apart_whatever_may_change_a_verdict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    judge, cache = ScriptedSandbox(lambda request: [True]), VerdictCache()
-
     def key(code: str = "x = 1", run_all: bool = True, identity: Any = None, **fields: Any) -> str:
         job = grading_job(block(code), function_row(**fields), run_all_cases=run_all)
-        return CachedJudge(judge, cache, identity=identity).key(job)
+        judge: Any = ScriptedSandbox(lambda request: [True])
+        judge.identity = identity
+        return CachedJudge(judge, VerdictCache()).key(job)
 
     keys = [
         key(),
