@@ -9,18 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class _Partial:
-    """A partition of some of the items into k parts, heaviest part first."""
-
-    parts: tuple[tuple[float, tuple[int, ...]], ...]
-
-    @property
-    def spread(self) -> float:
-        return self.parts[0][0] - self.parts[-1][0]
+_Partial = tuple[tuple[float, tuple[int, ...]], ...]
+"""Some of the items in k parts, heaviest first: (sum of costs, indices) of each."""
 
 
 def partition(costs: Sequence[float], k: int, equal_size: bool) -> list[list[int]]:
@@ -44,8 +35,9 @@ def partition(costs: Sequence[float], k: int, equal_size: bool) -> list[list[int
     descending = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     width = k if equal_size else 1
     starts = [descending[i : i + width] for i in range(0, len(costs), width)]
-    merged = _difference([_start(items, costs, k) for items in starts])
-    parts = [sorted(items) for _, items in merged.parts]
+    empty = [(0.0, ())] * (k - width)
+    partials = [(*((costs[i], (i,)) for i in items), *empty) for items in starts]
+    parts = [sorted(items) for _, items in _difference(partials)]
     return sorted(parts, key=lambda part: part[0] if part else len(costs))
 
 
@@ -66,25 +58,16 @@ def partition_groups(
     return [sorted(i for block in part for i in blocks[block]) for part in shared]
 
 
-def _start(items: Sequence[int], costs: Sequence[float], k: int) -> _Partial:
-    """One part per item, heaviest first, and empty parts up to k."""
-    filled = [(costs[i], (i,)) for i in items]
-    return _Partial((*filled, *[(0.0, ())] * (k - len(filled))))
-
-
 def _difference(partials: Sequence[_Partial]) -> _Partial:
     """Merge the two partials of the largest spread until one is left: heavy meets light."""
     # The running number settles ties, so that partials themselves are never compared.
-    heap = [(-partial.spread, number, partial) for number, partial in enumerate(partials)]
+    heap = [(p[-1][0] - p[0][0], number, p) for number, p in enumerate(partials)]
     heapq.heapify(heap)
     number = len(heap)
     while len(heap) > 1:
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        joined = [
-            (a[0] + b[0], a[1] + b[1])
-            for a, b in zip(first.parts, reversed(second.parts), strict=True)
-        ]
-        merged = _Partial(tuple(sorted(joined, key=lambda part: (-part[0], part[1]))))
-        heapq.heappush(heap, (-merged.spread, number, merged))
+        joined = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)]
+        merged = tuple(sorted(joined, key=lambda part: (-part[0], part[1])))
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
         number += 1
     return heap[0][2]

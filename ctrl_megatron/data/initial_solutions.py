@@ -48,19 +48,17 @@ def read_initial_solutions(path: str | PathLike[str]) -> list[JudgedSolution]:
     solutions: list[JudgedSolution] = []
     counts: Counter[str] = Counter()
     for place, record in read_json_lines(Path(path)):
-        _check(record, place)
+        check_keys(record, _KEYS, place)
+        if len(record["stub"]) != 1:
+            raise ValueError(f"{place}: key 'stub' must name one function")
+        if not record["tests"] or len(record["tests"]) != len(record["verdicts"]):
+            raise ValueError(
+                f"{place}: keys 'tests' and 'verdicts' must be equally long and not empty"
+            )
         name = f"{record['source']}/{record['task_id']}/{record['model']}"
         solutions.append(_judged(record, f"{name}/{counts[name]}"))
         counts[name] += 1
     return solutions
-
-
-def _check(record: Mapping[str, Any], place: str) -> None:
-    check_keys(record, _KEYS, place)
-    if len(record["stub"]) != 1:
-        raise ValueError(f"{place}: key 'stub' must name one function")
-    if not record["tests"] or len(record["tests"]) != len(record["verdicts"]):
-        raise ValueError(f"{place}: keys 'tests' and 'verdicts' must be equally long and not empty")
 
 
 def _judged(record: Mapping[str, Any], identity: str) -> JudgedSolution:

@@ -106,17 +106,18 @@ def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
     row and column for anything that does not fit the schema, for different rows with one ``id``
     and for files without any row.
     """
-    import pyarrow.parquet as parquet
-
     given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
     files = [str(os.fspath(path)) for path in given]
     rows: list[Row] = []
     for file in files:
-        try:
-            table = parquet.read_table(file)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read parquet file {file}: {error}") from error
-        _check_columns(table.column_names, file, prompt_key)
+        table = read_parquet(file)
+        present = table.column_names
+        wanted = (*REQUIRED_COLUMNS, *(() if prompt_key is None else (prompt_key,)))
+        if missing := [name for name in wanted if name not in present]:
+            raise ValueError(
+                f"{file}: column(s) {', '.join(missing)} missing; "
+                f"it has {', '.join(present) or 'none'}"
+            )
         for number, record in enumerate(table.to_pylist()):
             rows.append(row_from(record, f"{file}: row {number}", prompt_key))
     if not rows:
@@ -151,7 +152,15 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
     """
     import pyarrow as pa
 
-    records = [_record_of(row) for row in rows]
+    records = [
+        {
+            **row.extra,
+            **{name: getattr(row, name) for name in _COLUMNS},
+            "selected_uts": [t] if isinstance(t := row.selected_uts, str) else list(t),
+            "prompt": list(row.prompt),
+        }
+        for row in rows
+    ]
     rows_by_id(row_from(record, f"{path}: row {n}", "prompt") for n, record in enumerate(records))
     text = pa.string()
     types = {
@@ -167,6 +176,16 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
     for name in dict.fromkeys(name for record in records for name in record if name not in names):
         table = table.append_column(name, pa.array([record.get(name) for record in records]))
     write_parquet(path, table)
+
+
+def read_parquet(file: str | os.PathLike[str]) -> Any:
+    """The pyarrow table of a file. Raises ``ValueError`` naming a file that cannot be read."""
+    import pyarrow.parquet as parquet
+
+    try:
+        return parquet.read_table(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the parquet file {file}: {error}") from error
 
 
 def write_parquet(path: str | os.PathLike[str], table: Any) -> None:
@@ -193,7 +212,18 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str):
         value = value[0]
     if kind == "mbppplus":
-        return _decode_asserts(value)
+        if isinstance(value, str):
+            # A JSON list is valid Python too: run as a test, it would pass for every program.
+            try:
+                listed = json.loads(value)
+            except json.JSONDecodeError:
+                listed = None
+            value = listed if isinstance(listed, list) else [value]
+        if not isinstance(value, (list, tuple)) or not value:
+            raise ValueError("must be a non-empty list of asserts")
+        if not all(isinstance(test, str) and test.strip() for test in value):
+            raise ValueError("has an entry that is empty or not text")
+        return tuple(value)
     if isinstance(value, (list, tuple)) and value and all(isinstance(c, dict) for c in value):
         value = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str):
@@ -206,44 +236,6 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
     if not isinstance(cases, list) or not cases or not all(cases):
         raise ValueError("must be a non-empty JSON list of cases")
     return value
-
-
-def _decode_asserts(value: object) -> tuple[str, ...]:
-    tests = value
-    if isinstance(value, str):
-        # A JSON list is a valid Python expression: run as a test, it would pass for every program.
-        listed = _json_list(value)
-        tests = [value] if listed is None else listed
-    if not isinstance(tests, (list, tuple)) or not tests:
-        raise ValueError("must be a non-empty list of asserts")
-    if not all(isinstance(test, str) and test.strip() for test in tests):
-        raise ValueError("has an entry that is empty or not text")
-    return tuple(tests)
-
-
-def _json_list(text: str) -> list[Any] | None:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    return value if isinstance(value, list) else None
-
-
-def _record_of(row: Row) -> dict[str, Any]:
-    record = {**row.extra, **{name: getattr(row, name) for name in _COLUMNS}}
-    tests = row.selected_uts
-    record["selected_uts"] = [tests] if isinstance(tests, str) else list(tests)
-    record["prompt"] = list(row.prompt)
-    return record
-
-
-def _check_columns(present: Sequence[str], file: str, prompt_key: str | None) -> None:
-    wanted = (*REQUIRED_COLUMNS, *(() if prompt_key is None else (prompt_key,)))
-    missing = [name for name in wanted if name not in present]
-    if missing:
-        raise ValueError(
-            f"{file}: column(s) {', '.join(missing)} missing; it has {', '.join(present) or 'none'}"
-        )
 
 
 def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> Row:

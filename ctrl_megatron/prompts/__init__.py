@@ -7,7 +7,6 @@ from ctrl_megatron.prompts.messages import (
     REVISION_SENTENCE,
     critique_messages,
     generation_messages,
-    hint_messages,
     parse_judgment,
     revision_request,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "extract_code",
     "fenced",
     "generation_messages",
-    "hint_messages",
     "parse_judgment",
     "revision_request",
     "sanitize",

@@ -1,7 +1,7 @@
 """Rewards: of critiques, from the execution of the revisions that they lead to, and of programs."""
 
 from ctrl_megatron.prompts import desanitize, sanitize
-from ctrl_megatron.rewards.cache import CacheFileError, verdict_cache
+from ctrl_megatron.rewards.cache import CacheFileError, VerdictCache
 from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.rewards.grading import MAX_REQUESTS, RUN_TIMEOUT
 from ctrl_megatron.rewards.normalize import normalize_code
@@ -30,6 +30,7 @@ __all__ = [
     "RewardOutcome",
     "RewardSum",
     "Scores",
+    "VerdictCache",
     "desanitize",
     "get_reward",
     "make_reward",
@@ -37,6 +38,5 @@ __all__ = [
     "register_reward",
     "reward_parameters",
     "sanitize",
-    "verdict_cache",
     "weighted_sum",
 ]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_provider_keys
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.rewards.cache import ResultCache, verdict_cache
+from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.rewards.grading import Judge
-from ctrl_megatron.rewards.providers import CodeProvider, make_provider
+from ctrl_megatron.rewards.providers import ScriptProvider, make_provider
 from ctrl_megatron.rewards.registry import make_reward, reward_parameters
 from ctrl_megatron.rewards.reward_sum import RewardFunction, RewardSum
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.access import read_token
-from ctrl_megatron.types import Verdict
 
 
 def reward_functions_of(config: Config, measured: Sequence[str] = ()) -> dict[str, float]:
@@ -63,7 +63,7 @@ def build_reward_sum(
     ``measured``: see ``reward_functions_of``. Raises ``ValueError`` for different rows with one id
     and for a wrong name, option, import path, key, package or cache file.
     """
-    judge, cache = code_judge(config, sandbox_endpoint), verdict_cache(config.reward.cache_path)
+    judge, cache = code_judge(config, sandbox_endpoint), VerdictCache(config.reward.cache_path)
     weights = reward_functions_of(config, measured)
     functions = _functions(config, weights, judge, cache)
     if "critic" in weights:
@@ -86,26 +86,26 @@ def check_reward_functions(config: Config) -> None:
     _functions(config, reward_functions_of(config), None, None)
 
 
-def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | CodeProvider:
+def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | ScriptProvider:
     """Who runs the programs. Raises ``ValueError`` naming a missing key, package or option."""
-    name, at_once = config.reward.provider, config.reward.max_requests
+    name, file = config.reward.provider, config.sandbox.token_file
     if name == "local":
-        file = config.sandbox.token_file
-        return SandboxClient(
-            sandbox_endpoint,
-            max_concurrency=at_once,
-            token=None if file is None else read_token(file),
-            identity={"provider": name, "isolation": config.sandbox.isolation},
-        )
-    options = {**read_provider_keys(name), **config.reward.provider_options}
-    return make_provider(name, max_concurrency=at_once, **options)
+        options = {
+            "endpoint": sandbox_endpoint,
+            "token": None if file is None else read_token(file),
+            # For cache keys; without the endpoint, which is another one in every run.
+            "identity": {"provider": name, "isolation": config.sandbox.isolation},
+        }
+    else:
+        options = {**read_provider_keys(name), **config.reward.provider_options}
+    return make_provider(name, max_concurrency=config.reward.max_requests, **options)
 
 
 def _functions(
     config: Config,
     names: Iterable[str],
     judge: Judge | None,
-    cache: ResultCache[Verdict] | None,
+    cache: VerdictCache | None,
 ) -> dict[str, RewardFunction]:
     """The functions but ``critic``. Without a judge they cannot run programs, but every mistake in
     their names and options shows.
@@ -125,14 +125,7 @@ def _functions(
         }
         own["overlong"] = ("soft_overlong_punishment", lengths)
     if reward.transition.is_on:
-        table = reward.transition
-        values = {
-            "wrong_to_right": table.wrong_to_right,
-            "right_to_right": table.right_to_right,
-            "right_to_wrong": table.right_to_wrong,
-            "wrong_to_wrong": table.wrong_to_wrong,
-        }
-        own["transition"] = ("transition", values)
+        own["transition"] = ("transition", asdict(reward.transition))
     functions: dict[str, RewardFunction] = {}
     for name in names:
         if name != "critic":

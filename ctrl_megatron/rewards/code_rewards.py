@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.rewards.cache import ResultCache, verdict_cache
+from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
@@ -63,7 +63,7 @@ class CodeFormatReward:
 class CodeReward:
     """``code``: the share of a problem's tests that an answer's program passes.
 
-    ``provider`` judges: a ``CodeProvider`` or a ``SandboxClient``. With ``require_format`` an
+    ``provider`` judges: a ``ScriptProvider`` or a ``SandboxClient``. With ``require_format`` an
     answer that is not well-formed (``code_format`` below 1) earns 0 and does not run, as in
     DiffuCoder. Functions that share a ``cache`` run a program once between them.
     """
@@ -77,46 +77,42 @@ class CodeReward:
         require_format: bool = False,
         run_timeout: float = RUN_TIMEOUT,
         max_requests: int = MAX_REQUESTS,
-        cache: ResultCache[Verdict] | None = None,
+        cache: VerdictCache | None = None,
     ) -> None:
-        self._judge = CachedJudge(provider, verdict_cache() if cache is None else cache)
+        self._judge = CachedJudge(provider, VerdictCache() if cache is None else cache)
         self._require_format = require_format
         self._run_timeout, self._max_requests = run_timeout, max_requests
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        """See ``RewardFunction``. Raises ``ValueError`` for a row that cannot be judged."""
+        """See ``RewardFunction``; a fault of the judge is logged and its reward None.
+
+        Raises ``ValueError`` for a row that cannot be judged.
+        """
         rows = rows_of(self.name, items)
         runs = [not self._require_format or _well_formed(item.text) for item in items]
         jobs = [
             self._job(item.text, row) if run else None
             for item, row, run in zip(items, rows, runs, strict=True)
         ]
-        verdicts = await self._verdicts(jobs)
-        return [
-            (None if verdict is None else self._score(verdict, row)) if run else 0.0
-            for verdict, row, run in zip(verdicts, rows, runs, strict=True)
-        ]
-
-    async def _verdicts(self, jobs: Sequence[GradingJob | None]) -> list[Verdict | None]:
-        """The verdict of every job; None for no job and for a fault, which is logged. Anything else
-        ends the batch and is raised.
-        """
         semaphore, faults = asyncio.Semaphore(self._max_requests), []
 
-        async def verdict(job: GradingJob | None) -> Verdict | None:
+        async def reward(job: GradingJob | None, row: Row) -> float | None:
             if job is None:
-                return None
+                return 0.0
             try:
-                return (await self._judge.grade(job, semaphore))[0]
+                verdict, _ = await self._judge.grade(job, semaphore)
             except SandboxError as error:
                 faults.append(str(error) or type(error).__name__)
                 return None
+            return self._score(verdict, row)
 
-        verdicts = await gathered([partial(verdict, job) for job in jobs])
+        rewards = await gathered(
+            [partial(reward, job, row) for job, row in zip(jobs, rows, strict=True)]
+        )
         if faults:
             counts = f"{len(faults)} of {len(jobs)}"
             _log.warning("%s: %s answers were not judged: %s", self.name, counts, faults[-1])
-        return verdicts
+        return rewards
 
     def _job(self, text: str, row: Row) -> GradingJob:
         return grading_job(text, row, run_all_cases=True, run_timeout=self._run_timeout)

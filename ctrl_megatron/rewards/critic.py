@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from ctrl_megatron.data.rows import Paths, Row, read_rows, rows_by_id
 from ctrl_megatron.prompts import generation_messages, parse_judgment, revision_request, sanitize
-from ctrl_megatron.rewards.cache import CacheCounters, ResultCache, verdict_cache
+from ctrl_megatron.rewards.cache import CacheCounters, VerdictCache
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
@@ -56,10 +56,9 @@ class RewardModelForCritic:
         sandbox: Judge | None = None,
         id_key: str = "problem_id",
         show_progress: bool = True,
-        cache_capacity: int = 200_000,
         max_requests: int = MAX_REQUESTS,
         run_timeout: float = RUN_TIMEOUT,
-        cache: ResultCache[Verdict] | None = None,
+        cache: VerdictCache | None = None,
         compare_lax: bool = False,
     ) -> None:
         given = isinstance(file, Sequence) and any(isinstance(row, Row) for row in file)
@@ -72,7 +71,7 @@ class RewardModelForCritic:
         self.show_progress = show_progress
         self.max_requests, self.run_timeout = max_requests, run_timeout
         self.compare_lax = compare_lax
-        self._cache = verdict_cache(capacity=cache_capacity) if cache is None else cache
+        self._cache = VerdictCache() if cache is None else cache
         self._judge = None if sandbox is None else CachedJudge(sandbox, self._cache)
 
     @property
@@ -106,7 +105,14 @@ class RewardModelForCritic:
         Raises ``KeyError`` for an unknown id.
         """
         rows = [self.table[name] for name in ids]
-        return [_dialogue(row) for row in rows], rows
+        dialogues = [
+            [
+                *generation_messages(row.attempt().problem),
+                {"role": "assistant", "content": row.solution},
+            ]
+            for row in rows
+        ]
+        return dialogues, rows
 
     def build_revision_messages(self, init_messages: list[Message], critique: str) -> list[Message]:
         """The dialogue that asks for a revision: ``init_messages`` and a turn with the critique.
@@ -232,19 +238,13 @@ class RewardModelForCritic:
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress("{task.description}", *columns, console=Console(stderr=True)) as progress:
             bar = progress.add_task("Generating rewards", total=len(calls))
-            advance = partial(progress.advance, bar)
-            return await gathered([partial(_then, call, advance) for call in calls])
 
+            async def counted(call: Callable[[], Awaitable[Value]]) -> Value:
+                value = await call()
+                progress.advance(bar)
+                return value
 
-async def _then(call: Callable[[], Awaitable[Value]], advance: Callable[[], None]) -> Value:
-    value = await call()
-    advance()
-    return value
-
-
-def _dialogue(row: Row) -> list[Message]:
-    answer = {"role": "assistant", "content": row.solution}
-    return [*generation_messages(row.attempt().problem), answer]
+            return await gathered([partial(counted, call) for call in calls])
 
 
 def _to_list(values: Any) -> list[Any]:

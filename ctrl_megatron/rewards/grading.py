@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, Row
 from ctrl_megatron.prompts import extract_code, fenced
-from ctrl_megatron.rewards.cache import ResultCache, fingerprint
+from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.wire import (
     CommandRunStatus,
@@ -133,14 +133,13 @@ class CachedJudge:
     """``judge`` behind ``cache``: equal programs on equal tests are judged once.
 
     The key is the job's (exact program, tests, time limit, mode, grader version) and ``identity``:
-    whatever else may change a verdict, such as the judge's memory limit. It defaults to the judge's
-    own ``identity``, where it has one.
+    whatever else may change a verdict, such as the judge's memory limit; the judge's own, where it
+    has one.
     """
 
-    def __init__(self, judge: Judge, cache: ResultCache[Verdict], *, identity: Any = None) -> None:
-        self._judge = judge
-        self._cache = cache
-        self._identity = getattr(judge, "identity", None) if identity is None else identity
+    def __init__(self, judge: Judge, cache: VerdictCache) -> None:
+        self._judge, self._cache = judge, cache
+        self._identity = getattr(judge, "identity", None)
 
     def key(self, job: GradingJob) -> str:
         """The cache's key of ``job``."""
@@ -170,9 +169,7 @@ def _why(case: EvalTestCase) -> str:
         return TIMED_OUT
     run = case.exec_info.run_result
     crashed = run is not None and run.return_code not in (0, None)
-    last_line = (
-        (run.stderr or "").strip().rpartition("\n")[2] if run is not None and crashed else ""
-    )
+    last_line = (run.stderr or "").strip().rpartition("\n")[2] if run and crashed else ""
     reason = str((case.test_info or {}).get("reason") or case.exec_info.message or "")
     parts = (reason, last_line) if last_line not in reason else (reason,)
     return ": ".join(filter(None, parts))[:500] or str(case.exec_info.status)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.rewards.cache import ResultCache
+from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.code_rewards import CodeReward
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
@@ -53,7 +53,7 @@ class IoiCodeReward(CodeReward):
         normalise: bool = False,
         run_timeout: float = RUN_TIMEOUT,
         max_requests: int = MAX_REQUESTS,
-        cache: ResultCache[Verdict] | None = None,
+        cache: VerdictCache | None = None,
     ) -> None:
         super().__init__(
             provider=provider, run_timeout=run_timeout, max_requests=max_requests, cache=cache

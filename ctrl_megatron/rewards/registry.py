@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -18,7 +19,16 @@ from ctrl_megatron.rewards.shaping import JudgmentReward, SoftOverlongPunishment
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
-_FACTORIES: dict[str, Callable[..., Any]] = {}
+_FACTORIES: dict[str, Callable[..., Any]] = {
+    "critic": RewardModelForCritic,
+    "code": CodeReward,
+    "binary_code": BinaryCodeReward,
+    "code_format": CodeFormatReward,
+    "ioi_code": IoiCodeReward,
+    "soft_overlong_punishment": SoftOverlongPunishment,
+    "judgment": JudgmentReward,
+    "transition": TransitionReward,
+}
 
 
 def register_reward(name: str) -> Callable[[Factory], Factory]:
@@ -85,21 +95,18 @@ class CustomReward:
         given = await answer if inspect.isawaitable(answer) else answer
         if not isinstance(given, Sequence) or len(given) != len(items):
             raise ValueError(f"reward {self.path!r} must give a list of {len(items)} rewards")
-        return [self._checked(value) for value in given]
+        return [None if value is None else self._number(value) for value in given]
 
-    def _checked(self, value: Any) -> float | None:
-        if value is None:
-            return None
-        if isinstance(value, (str, bytes)):
-            raise ValueError(f"reward {self.path!r} gave {value!r}, not a number or None")
+    def _number(self, value: Any) -> float:
         try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
+            number = math.nan if isinstance(value, (str, bytes)) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
             raise ValueError(
-                f"reward {self.path!r} gave {value!r}, not a number or None"
-            ) from error
-        if number != number or number in (float("inf"), float("-inf")):
-            raise ValueError(f"reward {self.path!r} gave {number}; give None for what is not known")
+                f"reward {self.path!r} gave {value!r}, not a finite number; give None for what is "
+                "not known"
+            )
         return number
 
 
@@ -116,13 +123,3 @@ def _imported(path: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"reward {path!r} is not callable")
     return found
-
-
-register_reward("critic")(RewardModelForCritic)
-register_reward("code")(CodeReward)
-register_reward("binary_code")(BinaryCodeReward)
-register_reward("code_format")(CodeFormatReward)
-register_reward("ioi_code")(IoiCodeReward)
-register_reward("soft_overlong_punishment")(SoftOverlongPunishment)
-register_reward("judgment")(JudgmentReward)
-register_reward("transition")(TransitionReward)

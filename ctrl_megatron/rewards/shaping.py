@@ -64,8 +64,7 @@ class JudgmentReward:
         """See ``RewardFunction``."""
         rows = rows_of("judgment", items)
         return [
-            float(item.judgment is not None and item.judgment == _was_right(row))
-            for item, row in zip(items, _known(rows), strict=True)
+            float(item.judgment == _was_right(row)) for item, row in zip(items, rows, strict=True)
         ]
 
 
@@ -98,10 +97,7 @@ class TransitionReward:
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         """See ``RewardFunction``."""
         rows = rows_of("transition", items)
-        return [
-            self._value(item, _was_right(row))
-            for item, row in zip(items, _known(rows), strict=True)
-        ]
+        return [self._value(item, _was_right(row)) for item, row in zip(items, rows, strict=True)]
 
     def _value(self, item: RewardItem, before: bool) -> float | None:
         if item.judgment is None:
@@ -112,16 +108,11 @@ class TransitionReward:
         return None if verdict is None else self._values[before, verdict.accepted]
 
 
-def _known(rows: Sequence[Row]) -> Sequence[Row]:
-    for row in rows:
-        if row.pass_rate is None:
-            raise ValueError(
-                f"{row.place or 'a row'}: row {row.id!r} has no pass_rate, which "
-                "reward.judgment_weight and reward.transition compare with; judge the first "
-                "solutions (tools/prepare_data.py) or leave these keys at 0"
-            )
-    return rows
-
-
 def _was_right(row: Row) -> bool:
-    return row.pass_rate is not None and row.pass_rate >= 1.0
+    if row.pass_rate is None:
+        raise ValueError(
+            f"{row.place or 'a row'}: row {row.id!r} has no pass_rate, which "
+            "reward.judgment_weight and reward.transition compare with; judge the first "
+            "solutions (tools/prepare_data.py) or leave these keys at 0"
+        )
+    return row.pass_rate >= 1.0

@@ -63,7 +63,7 @@ def diagnose(attempt: Attempt, verdict: Verdict) -> Diagnosis:
     return Diagnosis(
         fault=_fault(verdict, name, tree, function, exception),
         name=name,
-        parameters=_parameters(function),
+        parameters=() if function is None else tuple(a.arg for a in function.args.args),
         shape=_shape(function or tree, name),
         failed=failed,
         total=total,
@@ -119,10 +119,6 @@ def _binds(tree: ast.Module, name: str) -> bool:
         if isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"):
             return True
     return False
-
-
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | None) -> tuple[str, ...]:
-    return () if function is None else tuple(argument.arg for argument in function.args.args)
 
 
 def _returns(function: ast.AST) -> bool:

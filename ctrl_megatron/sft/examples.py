@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ctrl_megatron.data.rows import write_parquet
+from ctrl_megatron.data.rows import read_parquet, write_parquet
 from ctrl_megatron.types import Message
 
 
@@ -31,15 +31,9 @@ def write_examples(path: Path, examples: Iterable[SftExample]) -> None:
 
 def read_examples(files: Sequence[str]) -> list[SftExample]:
     """All examples in order; ValueError naming file and row for a missing value."""
-    import pyarrow.parquet as parquet
-
     examples = []
     for file in files:
-        try:
-            records = parquet.read_table(file).to_pylist()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read the parquet file {file}: {error}") from error
-        for number, record in enumerate(records):
+        for number, record in enumerate(read_parquet(file).to_pylist()):
             missing = [k for k in ("id", "prompt", "response") if not record.get(k)]
             if missing:
                 raise ValueError(f"{file} row {number}: {', '.join(missing)} missing or empty")

@@ -4,20 +4,26 @@ import asyncio
 
 import pytest
 
-from ctrl_megatron.rewards.cache import ResultCache, fingerprint
+from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
+from ctrl_megatron.types import Verdict
+
+
+def named(name: str) -> Verdict:
+    """A verdict that is told apart by its name; ``unsure`` is a time-out."""
+    return Verdict(passed=(True,), total=1, detail=(name,), timed_out=name == "unsure")
 
 
 class Source:
-    """Counts runs; every run waits for ``gate`` and then gives the next answer (an exception is
-    raised).
+    """Counts runs; every run waits for ``gate`` and then gives the verdict of the next name (an
+    exception is raised).
     """
 
-    def __init__(self, *answers: object) -> None:
+    def __init__(self, *answers: str | Exception) -> None:
         self.answers = list(answers)
         self.gate = asyncio.Event()
         self.runs = self.cancelled = 0
 
-    async def __call__(self) -> object:
+    async def __call__(self) -> Verdict:
         self.runs += 1
         try:
             await self.gate.wait()
@@ -27,11 +33,7 @@ class Source:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return answer
-
-
-def cache(capacity: int = 10) -> ResultCache[object]:
-    return ResultCache(keep=lambda result: result != "unsure", capacity=capacity)
+        return named(answer)
 
 
 def spin() -> asyncio.Future[None]:
@@ -46,11 +48,11 @@ def spin() -> asyncio.Future[None]:
 
 def test_simultaneous_callers_share_one_run_and_later_ones_the_result() -> None:
     async def main() -> None:
-        source, results = Source("a"), cache()
+        source, results = Source("a"), VerdictCache()
         source.gate.set()
         answers = await asyncio.gather(*(results.get("k", source) for _ in range(50)))
-        assert answers == [("a", False)] + [("a", True)] * 49
-        assert await results.get("k", source) == ("a", True)
+        assert answers == [(named("a"), False)] + [(named("a"), True)] * 49
+        assert await results.get("k", source) == (named("a"), True)
         assert source.runs == 1
         counters = results.counters
         assert (counters.runs, counters.joined, counters.hits) == (1, 49, 1)
@@ -60,7 +62,7 @@ def test_simultaneous_callers_share_one_run_and_later_ones_the_result() -> None:
 
 def test_different_keys_run_separately() -> None:
     async def main() -> None:
-        source, results = Source("a", "b"), cache()
+        source, results = Source("a", "b"), VerdictCache()
         source.gate.set()
         await asyncio.gather(results.get("k", source), results.get("l", source))
         assert source.runs == 2
@@ -70,13 +72,13 @@ def test_different_keys_run_separately() -> None:
 
 def test_a_failure_reaches_every_waiter_and_is_forgotten() -> None:
     async def main() -> None:
-        source, results = Source(OSError("down"), "a"), cache()
+        source, results = Source(OSError("down"), "a"), VerdictCache()
         waiters = [asyncio.create_task(results.get("k", source)) for _ in range(3)]
         await spin()
         source.gate.set()
         outcomes = await asyncio.gather(*waiters, return_exceptions=True)
         assert [str(outcome) for outcome in outcomes] == ["down"] * 3
-        assert await results.get("k", source) == ("a", False)
+        assert await results.get("k", source) == (named("a"), False)
         assert source.runs == 2
 
     asyncio.run(main())
@@ -84,11 +86,11 @@ def test_a_failure_reaches_every_waiter_and_is_forgotten() -> None:
 
 def test_a_result_that_may_not_be_kept_is_shared_but_not_remembered() -> None:
     async def main() -> None:
-        source, results = Source("unsure", "a"), cache()
+        source, results = Source("unsure", "a"), VerdictCache()
         source.gate.set()
         both = await asyncio.gather(results.get("k", source), results.get("k", source))
-        assert both == [("unsure", False), ("unsure", True)]
-        assert await results.get("k", source) == ("a", False)
+        assert both == [(named("unsure"), False), (named("unsure"), True)]
+        assert await results.get("k", source) == (named("a"), False)
         assert len(results) == 1
 
     asyncio.run(main())
@@ -96,14 +98,14 @@ def test_a_result_that_may_not_be_kept_is_shared_but_not_remembered() -> None:
 
 def test_a_cancelled_caller_leaves_the_run_to_the_others() -> None:
     async def main() -> None:
-        source, results = Source("a"), cache()
+        source, results = Source("a"), VerdictCache()
         first = asyncio.create_task(results.get("k", source))
         second = asyncio.create_task(results.get("k", source))
         await spin()
         first.cancel()
         await spin()
         source.gate.set()
-        assert await second == ("a", True)
+        assert await second == (named("a"), True)
         assert (source.runs, source.cancelled) == (1, 0)
 
     asyncio.run(main())
@@ -111,7 +113,7 @@ def test_a_cancelled_caller_leaves_the_run_to_the_others() -> None:
 
 def test_the_last_caller_to_leave_cancels_the_run_and_a_new_one_starts_afresh() -> None:
     async def main() -> None:
-        source, results = Source("a"), cache()
+        source, results = Source("a"), VerdictCache()
         waiters = [asyncio.create_task(results.get("k", source)) for _ in range(2)]
         await spin()
         for waiter in waiters:
@@ -121,27 +123,13 @@ def test_the_last_caller_to_leave_cancels_the_run_and_a_new_one_starts_afresh() 
         await spin()
         assert (source.runs, source.cancelled) == (2, 1)
         source.gate.set()
-        assert await late == ("a", False)
-
-    asyncio.run(main())
-
-
-def test_the_longest_unused_result_goes_first() -> None:
-    async def main() -> None:
-        source, results = Source("a", "b", "c", "b again"), cache(capacity=2)
-        source.gate.set()
-        await results.get("a", source)
-        await results.get("b", source)
-        await results.get("a", source)
-        await results.get("c", source)
-        assert await results.get("a", source) == ("a", True)
-        assert await results.get("b", source) == ("b again", False)
+        assert await late == (named("a"), False)
 
     asyncio.run(main())
 
 
 def test_results_survive_a_change_of_loop_and_runs_do_not() -> None:
-    results = cache()
+    results = VerdictCache()
 
     async def fill() -> None:
         done, stuck = Source("a"), Source("b")
@@ -154,15 +142,15 @@ def test_results_survive_a_change_of_loop_and_runs_do_not() -> None:
     async def use() -> None:
         source = Source("new")
         source.gate.set()
-        assert await results.get("done", source) == ("a", True)
-        assert await results.get("stuck", source) == ("new", False)
+        assert await results.get("done", source) == (named("a"), True)
+        assert await results.get("stuck", source) == (named("new"), False)
 
     asyncio.run(fill())
     asyncio.run(use())
 
 
 def test_two_running_loops_are_refused() -> None:
-    results = cache()
+    results = VerdictCache()
 
     async def other() -> None:
         with pytest.raises(RuntimeError, match="another event loop"):

@@ -26,7 +26,6 @@ from ctrl_megatron.rewards import RewardItem, RewardModelForCritic
 from ctrl_megatron.rewards.grading import TIMED_OUT, grade, grading_job
 from ctrl_megatron.rewards.providers import (
     PROVIDERS,
-    CodeProvider,
     ProviderError,
     ProviderSetupError,
     make_provider,
@@ -399,7 +398,7 @@ def test_wrong_names_and_options_are_said() -> None:
         make_provider("piston", endpoint="http://x", colour="red")
     for name in ("piston", "local", "sandbox_fusion"):
         with pytest.raises(ProviderSetupError, match="endpoint"):
-            make_provider(name, endpoint=None)
+            make_provider(name, **({} if name == "local" else {"endpoint": None}))
     with pytest.raises(ProviderSetupError, match="snapshot_id"):
         make_provider("morph", api_key="k", snapshot_id="")
 
@@ -426,14 +425,16 @@ def test_kinds_and_languages_that_a_script_provider_does_not_know(tmp_path: Path
 
 def test_our_own_sandbox(tmp_path: Path) -> None:
     """``local`` judges there; ``sandbox_fusion`` says that it cannot, instead of scoring 0."""
-    run: Callable[[CodeProvider], Awaitable[EvalResult]] = lambda made: made.submit(  # noqa: E731
+    run: Callable[[Any], Awaitable[EvalResult]] = lambda made: made.submit(  # noqa: E731
         function_request(ADD_ONE, TESTS)
     )
 
     async def main(endpoint: str) -> None:
-        local = make_provider("local", endpoint=endpoint, limits={"memory_mb": 1024})
+        local = make_provider(
+            "local", endpoint=endpoint, identity={"provider": "local", "memory_mb": 1024}
+        )
         assert (await run(local)).accepted
-        assert local.identity == {"provider": "local", "limits": {"memory_mb": 1024}}
+        assert local.identity == {"provider": "local", "memory_mb": 1024}
         await local.close()
         other = make_provider("sandbox_fusion", endpoint=endpoint, attempts=1)
         with pytest.raises(ProviderError, match="use the provider local"):

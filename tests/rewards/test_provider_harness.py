@@ -16,8 +16,7 @@ from provider_fakes import execute, function_request
 
 from ctrl_megatron.rewards.providers import ProviderError, ScriptProvider
 from ctrl_megatron.rewards.providers.asserts import AssertsJob, SplitTest, split_test
-from ctrl_megatron.rewards.providers.contract import ProviderCounters
-from ctrl_megatron.rewards.providers.scripts import Script, ScriptResult
+from ctrl_megatron.rewards.providers.contract import ProviderCounters, Script, ScriptResult
 from ctrl_megatron.sandbox.jail.codec import encode
 
 
@@ -25,15 +24,12 @@ class Machine:
     """Runs scripts as plain subprocesses and remembers what left us."""
 
     name = "machine"
-    languages = ("python",)
-    tests_per_run = None
+    languages: tuple[str, ...] = ("python",)
+    tests_per_run: int | None = None
 
     def __init__(self) -> None:
         self.scripts: list[Script] = []
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        return {}
+        self.identity: Mapping[str, Any] = {}
 
     @asynccontextmanager
     async def session(self, counters: ProviderCounters) -> AsyncIterator[Machine]:
@@ -118,10 +114,10 @@ def test_a_value_passes_if_and_only_if_it_equals_the_expected_one(value: Any, ot
     job = AssertsJob(code="", setup="", tests=(split_of(other),), seconds=1.0, run_all=True)
     lines = [{"ready": 1}, {"index": 0, "value": json.dumps(encode(value))}, {"end": 1}]
     stdout = "\n".join(f"{job.nonce} {json.dumps(line)}" for line in lines)
-    assert job.verdicts(stdout)[0].passed == (value == other)
+    assert job.verdicts(ScriptResult(stdout=stdout))[0].passed == (value == other)
     again = AssertsJob(code="", setup="", tests=(split_of(value),), seconds=1.0, run_all=True)
     stdout = stdout.replace(job.nonce, again.nonce)
-    assert again.verdicts(stdout)[0].passed
+    assert again.verdicts(ScriptResult(stdout=stdout))[0].passed
 
 
 def split_of(expected: Any) -> SplitTest:
@@ -134,9 +130,12 @@ def test_whatever_a_machine_writes_is_no_pass(junk: str, lines: list[str]) -> No
         code="", setup="", tests=(split_of(1), split_test("assert f()")), seconds=1, run_all=True
     )
     stdout = "\n".join([f'{job.nonce} {{"ready": 2}}', junk, *(f"{job.nonce} {x}" for x in lines)])
-    assert [verdict.passed for verdict in job.verdicts(stdout)] == [False, False]
+    assert [verdict.passed for verdict in job.verdicts(ScriptResult(stdout=stdout))] == [
+        False,
+        False,
+    ]
     with pytest.raises(ProviderError, match="did not start"):
-        job.verdicts(junk)
+        job.verdicts(ScriptResult(stdout=junk))
 
 
 FORGERIES = {

@@ -29,7 +29,7 @@ from ctrl_megatron.rewards import (
     make_reward,
     register_reward,
 )
-from ctrl_megatron.rewards.cache import verdict_cache
+from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.code_rewards import code_format_score
 from ctrl_megatron.rewards.ioi import IoiSubtask, ioi_score, subtasks_of
 from ctrl_megatron.sandbox.wire import SubmitRequest
@@ -139,7 +139,7 @@ def test_code_may_require_the_format() -> None:
 
 
 def test_functions_that_share_a_cache_run_a_program_once() -> None:
-    judge, cache = ScriptedSandbox(lambda request: [True, True, False]), verdict_cache()
+    judge, cache = ScriptedSandbox(lambda request: [True, True, False]), VerdictCache()
     for name, reward in (("code", pytest.approx(2 / 3)), ("binary_code", 0.0)):
         assert rewards(make_reward(name, provider=judge, cache=cache), item()) == [reward]
     assert len(judge.requests) == 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
 from ctrl_megatron.rewards.providers.cloud import E2BBackend, MorphBackend
 from ctrl_megatron.rewards.providers.contract import (
-    CodeProvider,
     ProviderCounters,
     ProviderError,
     ProviderSetupError,
@@ -30,26 +29,25 @@ PROVIDERS = ("local", *_BACKENDS)
 
 __all__ = [
     "PROVIDERS",
-    "CodeProvider",
     "ProviderCounters",
     "ProviderError",
     "ProviderSetupError",
     "ScriptProvider",
-    "local_provider",
     "make_provider",
 ]
 
 
-def make_provider(name: str, **options: Any) -> CodeProvider:
+def make_provider(name: str, **options: Any) -> ScriptProvider | SandboxClient:
     """The provider called ``name``.
 
     ``attempts``, ``backoff`` (seconds) and ``max_concurrency`` work for all; the other options are
-    those of ``local_provider``, ``SandboxFusionBackend``, ``E2BBackend``, ``MorphBackend``,
-    ``PistonBackend``. Keys are options too: environment variables are read elsewhere. Raises
-    ``ProviderSetupError`` for an unknown name or option, a missing key or package.
+    those of ``SandboxClient`` (for ``local``, our own service, whose judge runs outside the reach
+    of the program), ``SandboxFusionBackend``, ``E2BBackend``, ``MorphBackend``, ``PistonBackend``.
+    Keys are options too: environment variables are read elsewhere. Raises ``ProviderSetupError``
+    for an unknown name or option, a missing key or package.
     """
     if name == "local":
-        return _made(name, local_provider, options)
+        return _made(name, SandboxClient, options)
     if name not in _BACKENDS:
         near = get_close_matches(name, PROVIDERS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
@@ -60,27 +58,6 @@ def make_provider(name: str, **options: Any) -> CodeProvider:
         options |= {key: shared[key] for key in ("attempts", "backoff") if key in shared}
         shared = {"attempts": 1, "max_concurrency": shared.get("max_concurrency", 256)}
     return ScriptProvider(_made(name, _BACKENDS[name], options), **shared)
-
-
-def local_provider(
-    *,
-    endpoint: str | Sequence[str] | None = None,
-    limits: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> SandboxClient:
-    """A client of our own sandbox service, whose judge runs outside the reach of the program.
-
-    ``endpoint`` names the service (one or several URLs); ``limits`` are the service's, as plain
-    values, for cache keys, which leave out the endpoint: it is another one in every run. Every data
-    set kind that the service knows works.
-    """
-    if endpoint is None:
-        raise ProviderSetupError(
-            "the provider local needs endpoint (sandbox.endpoint, or that of the sandbox which the "
-            "run starts)"
-        )
-    identity = {"provider": "local", "limits": dict(limits or {})}
-    return SandboxClient(endpoint, identity=identity, **options)
 
 
 def _made(name: str, kind: Callable[..., Any], options: dict[str, Any]) -> Any:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.rewards.providers import harness_child, harness_driver
-from ctrl_megatron.rewards.providers.contract import ProviderError
+from ctrl_megatron.rewards.providers.contract import ProviderError, Script, ScriptResult, judged
 from ctrl_megatron.sandbox.jail import codec
+from ctrl_megatron.sandbox.wire import EvalTestCase
 
 MAX_TIMEOUTS = 2
 """Tests of one program that may time out before the rest counts as failed unseen."""
@@ -42,15 +43,6 @@ class SplitTest:
     expected: Any = None
     identical: bool = False
     """Compared by ``is`` (None, True, False)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CaseVerdict:
-    """The outcome of one test on a remote machine."""
-
-    passed: bool
-    reason: str = ""
-    timed_out: bool = False
 
 
 def split_test(test: str) -> SplitTest:
@@ -82,11 +74,6 @@ def split_test(test: str) -> SplitTest:
     return whole
 
 
-def harness_source() -> str:
-    """The script that a provider has to run."""
-    return Path(harness_driver.__file__).read_text(encoding="utf-8")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssertsJob:
     """Some tests of one program for one run of the harness."""
@@ -101,15 +88,27 @@ class AssertsJob:
     """32 hexadecimal digits of this run."""
 
     @property
+    def total(self) -> int:
+        """Number of tests."""
+        return len(self.tests)
+
+    @property
+    def outside(self) -> int:
+        """How many of them are compared here."""
+        return sum(test.compared for test in self.tests)
+
+    @property
     def job_seconds(self) -> float:
         """Wall clock of all tests, start-up of their processes included."""
         one = self.seconds + harness_driver.STARTUP_SECONDS
         return min(len(self.tests) * one, max(JOB_SECONDS, one))
 
-    @property
-    def run_seconds(self) -> float:
-        """What the provider must grant: the harness ends by itself before."""
-        return self.job_seconds + OVERHEAD_SECONDS * min(len(self.tests), 5)
+    def script(self) -> Script:
+        """The harness and its input."""
+        source = Path(harness_driver.__file__).read_text(encoding="utf-8")
+        # The harness ends by itself before the provider's time is over.
+        seconds = self.job_seconds + OVERHEAD_SECONDS * min(len(self.tests), 5)
+        return Script(source=source, stdin=self.stdin(), seconds=seconds)
 
     def stdin(self) -> str:
         """What the harness reads. No expected value of a compared test is in it."""
@@ -137,19 +136,23 @@ class AssertsJob:
             }
         )
 
-    def verdicts(self, stdout: str, *, timed_out: bool = False) -> list[CaseVerdict]:
+    def verdicts(self, result: ScriptResult) -> list[EvalTestCase]:
         """The verdicts in the harness's output; the first failure is the last one unless
         ``run_all``.
 
-        A verdict that never came is a failure: the program stopped the harness, or with
-        ``timed_out`` the provider did, for its time. Raises ``ProviderError`` when the harness did
-        not even start.
+        A verdict that never came is a failure: the program stopped the harness, or the provider
+        did, for its time. Raises ``ProviderError`` when the harness did not even start.
         """
-        messages = list(self._messages(stdout))
+        if result.cut_at is not None:  # the harness bounds what it writes
+            raise ProviderError(
+                f"the verdicts do not fit into the provider's output limit of {result.cut_at} "
+                "characters; raise it"
+            )
+        messages = list(self._messages(result.stdout))
         if not messages or messages[0].get("ready") != len(self.tests):
             raise ProviderError(
-                f"the harness did not start; it wrote {stdout[:200]!r}. "
-                "The provider's machine needs Python 3.9 or newer"
+                f"the harness did not start; it wrote {result.stdout[:200]!r}. "
+                f"The provider's machine needs Python 3.9 or newer; {result.failure}"
             )
         if len(messages) > 1 and "fault" in messages[1]:
             raise ProviderError(
@@ -157,9 +160,9 @@ class AssertsJob:
                 "own sandbox service is such a machine, use the provider local for it"
             )
         by_index = {m["index"]: m for m in messages if type(m.get("index")) is int}
-        verdicts: list[CaseVerdict] = []
+        verdicts: list[EvalTestCase] = []
         for index, test in enumerate(self.tests):
-            verdicts.append(_verdict(test, by_index.get(index), timed_out))
+            verdicts.append(_verdict(test, by_index.get(index), result.timed_out))
             if not verdicts[-1].passed and not self.run_all:
                 break
         return verdicts
@@ -184,28 +187,23 @@ def _literal(node: ast.expr) -> tuple[bool, Any]:
         return False, None
 
 
-def _verdict(test: SplitTest, message: dict[str, Any] | None, stopped: bool) -> CaseVerdict:
+def _verdict(test: SplitTest, message: dict[str, Any] | None, stopped: bool) -> EvalTestCase:
     if message is None:
         reason = "time limit exceeded" if stopped else "the program stopped the harness"
-        return CaseVerdict(passed=False, reason=reason, timed_out=stopped)
+        return judged(False, reason, timed_out=stopped)
     error = str(message.get("error") or "")[:400]
     if message.get("timeout") is True:
-        return CaseVerdict(passed=False, reason=error, timed_out=True)
+        return judged(False, error, timed_out=True)
     if not test.compared:
         passed = message.get("passed") is True
-        return CaseVerdict(passed=passed, reason="" if passed else error or "failed")
+        return judged(passed, "" if passed else error or "failed")
     if "value" not in message:
-        return CaseVerdict(passed=False, reason=error or "no value")
-    return _compare(test, message["value"])
-
-
-def _compare(test: SplitTest, sent: Any) -> CaseVerdict:
+        return judged(False, error or "no value")
     try:
-        value = codec.decode(json.loads(sent))
+        value = codec.decode(json.loads(message["value"]))
         passed = value is test.expected if test.identical else bool(value == test.expected)
         shown = repr(value)
-    except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as problem:
         # The program's value: malformed, or of a type that cannot be compared outside of it.
-        return CaseVerdict(passed=False, reason=f"{type(error).__name__}: {error}"[:400])
-    reason = "" if passed else f"got {shown[:150]}, expected {test.expected!r:.150}"
-    return CaseVerdict(passed=passed, reason=reason)
+        return judged(False, f"{type(problem).__name__}: {problem}"[:400])
+    return judged(passed, "" if passed else f"got {shown[:150]}, expected {test.expected!r:.150}")

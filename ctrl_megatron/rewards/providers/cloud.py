@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib
 import logging
 import math
 import shlex
@@ -18,10 +19,9 @@ from ctrl_megatron.rewards.providers.contract import (
     ProviderCounters,
     ProviderError,
     ProviderSetupError,
-    load_client,
-    require_key,
+    Script,
+    ScriptResult,
 )
-from ctrl_megatron.rewards.providers.scripts import Script, ScriptResult
 
 Value = TypeVar("Value")
 _log = logging.getLogger(__name__)
@@ -39,7 +39,62 @@ _SLACK_SECONDS = 15.0
 """After a script's time; a command that has not ended by then counts as lost."""
 
 
-class E2BBackend:
+class _CloudBackend:
+    """A machine per request, taken away at the end."""
+
+    name: str
+    package: str
+    """What pip installs."""
+    languages: tuple[str, ...] = ("python",)
+    tests_per_run: int | None = None
+    identity: Mapping[str, Any]
+
+    def __init__(self) -> None:
+        self._probed = False
+
+    @asynccontextmanager
+    async def session(self, counters: ProviderCounters) -> AsyncIterator[_Machine]:
+        """See ``ScriptBackend.session``."""
+        machine = await self._start()
+        try:
+            if not self._probed:
+                await machine.probe()
+                self._probed = True
+            yield machine
+        finally:
+            try:
+                # Shielded: a cancelled caller must not leave a paid machine running.
+                await asyncio.shield(machine.end())
+            except Exception as error:
+                counters.left_open += 1
+                what = f"a machine of {self.name}"
+                _log.warning("%s could not be ended and lives on for a while: %s", what, error)
+
+    async def close(self) -> None:
+        """Nothing: the library keeps its own connections."""
+
+    async def _start(self) -> _Machine:
+        raise NotImplementedError
+
+    def _key(self, key: str | None, variable: str) -> str:
+        if not key or not key.strip():
+            raise ProviderSetupError(
+                f"the provider {self.name} needs an API key: set the environment variable "
+                f"{variable}"
+            )
+        return key.strip()
+
+    def _library(self, module: str) -> Any:
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            raise ProviderSetupError(
+                f"the provider {self.name} needs the package {self.package}, which cannot be "
+                f"imported ({error}); pip install 'ctrl_megatron[{self.name}]'"
+            ) from error
+
+
+class E2BBackend(_CloudBackend):
     """Scripts in E2B sandboxes without internet access.
 
     ``template`` names the machine image (E2B's code interpreter by default), ``lifetime`` is its
@@ -48,9 +103,7 @@ class E2BBackend:
     ``api_url``, ``proxy``...).
     """
 
-    name = "e2b"
-    languages = ("python",)
-    tests_per_run = None
+    name, package = "e2b", "e2b-code-interpreter"
 
     def __init__(
         self,
@@ -62,40 +115,23 @@ class E2BBackend:
         create: Callable[..., Awaitable[Any]] | None = None,
         **connection: Any,
     ) -> None:
-        key = require_key(self.name, api_key, "E2B_API_KEY")
-        if create is None:
-            library = load_client(self.name, "e2b_code_interpreter", "e2b-code-interpreter")
-            create = library.AsyncSandbox.create
-        assert create is not None
-        self._create = create
-        self._template, self._lifetime = template, lifetime
-        self._options = {**connection, "api_key": key, "request_timeout": request_seconds}
-        self._probed = False
+        super().__init__()
+        self.identity = {"template": template}
+        self._options = {
+            **connection,
+            "api_key": self._key(api_key, "E2B_API_KEY"),
+            "request_timeout": request_seconds,
+            "template": template,
+            "timeout": lifetime,
+            "allow_internet_access": False,
+        }
+        self._create = create or self._library("e2b_code_interpreter").AsyncSandbox.create
 
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """The machine image."""
-        return {"template": self._template}
-
-    @asynccontextmanager
-    async def session(self, counters: ProviderCounters) -> AsyncIterator[_Machine]:
-        """A sandbox of its own, killed at the end."""
-        options = {**self._options, "template": self._template, "timeout": self._lifetime}
-        sandbox = await _guarded(self._create(allow_internet_access=False, **options), _e2b_error)
-        try:
-            machine = _E2BMachine(sandbox)
-            if not self._probed:
-                await machine.probe("the E2B template")
-                self._probed = True
-            yield machine
-        finally:
-            await _end(sandbox.kill, counters, "an E2B sandbox")
-
-    async def close(self) -> None:
-        """Nothing: the library keeps its own connections."""
+    async def _start(self) -> _Machine:
+        return _E2BMachine(await _guarded(self._create(**self._options), _e2b_error))
 
 
-class MorphBackend:
+class MorphBackend(_CloudBackend):
     """Scripts in instances started from ``snapshot_id``, which must have Python 3 and coreutils.
 
     ``lifetime`` is an instance's time to live in seconds, should we not be there to stop it;
@@ -103,9 +139,7 @@ class MorphBackend:
     the library's ``MorphCloudClient``.
     """
 
-    name = "morph"
-    languages = ("python",)
-    tests_per_run = None
+    name, package = "morph", "morphcloud"
 
     def __init__(
         self,
@@ -117,39 +151,22 @@ class MorphBackend:
         base_url: str | None = None,
         connect: Callable[..., Any] | None = None,
     ) -> None:
-        key = require_key(self.name, api_key, "MORPH_API_KEY")
+        super().__init__()
+        key = self._key(api_key, "MORPH_API_KEY")
         if not snapshot_id:
             raise ProviderSetupError("the provider morph needs snapshot_id, a snapshot with Python")
-        if connect is None:
-            connect = load_client(self.name, "morphcloud.api", "morphcloud").MorphCloudClient
-        assert connect is not None
-        self._client = connect(api_key=key, base_url=base_url)
-        self._snapshot_id, self._lifetime = snapshot_id, lifetime
-        self._start_seconds = start_seconds
-        self._probed = False
+        client: Any = connect or self._library("morphcloud.api").MorphCloudClient
+        self._instances = client(api_key=key, base_url=base_url).instances
+        self.identity = {"snapshot_id": snapshot_id}
+        self._options = {
+            "ttl_seconds": lifetime,
+            "ttl_action": "stop",
+            "timeout": start_seconds,
+        }
 
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """The snapshot."""
-        return {"snapshot_id": self._snapshot_id}
-
-    @asynccontextmanager
-    async def session(self, counters: ProviderCounters) -> AsyncIterator[_Machine]:
-        """An instance of its own, stopped at the end."""
-        options = {"ttl_seconds": self._lifetime, "timeout": self._start_seconds}
-        start = self._client.instances.astart(self._snapshot_id, ttl_action="stop", **options)
-        instance = await _guarded(start, _morph_error)
-        try:
-            machine = _MorphMachine(instance)
-            if not self._probed:
-                await machine.probe("the Morph snapshot")
-                self._probed = True
-            yield machine
-        finally:
-            await _end(instance.astop, counters, "a Morph instance")
-
-    async def close(self) -> None:
-        """Nothing: the library keeps its own connections."""
+    async def _start(self) -> _Machine:
+        start = self._instances.astart(self.identity["snapshot_id"], **self._options)
+        return _MorphMachine(await _guarded(start, _morph_error))
 
 
 @dataclass
@@ -158,14 +175,14 @@ class _Machine:
 
     handle: Any
 
-    async def probe(self, machine: str) -> None:
+    async def probe(self) -> None:
         """Raises ``ProviderSetupError`` naming the programs that the machine lacks."""
         look = f'for n in {_NEEDED}; do command -v "$n" >/dev/null || echo "$n"; done'
         stdout, _, _ = await self.command(look, 30.0)
         if missing := stdout.split():
             raise ProviderSetupError(
-                f"{machine} lacks {', '.join(missing)}; choose one with bash, Python 3 and "
-                "coreutils"
+                f"the machine lacks {', '.join(missing)}; choose a template or snapshot with bash, "
+                "Python 3 and coreutils"
             )
 
     async def run(self, script: Script) -> ScriptResult:
@@ -192,6 +209,10 @@ class _Machine:
         """Output, errors and exit status of a shell command."""
         raise NotImplementedError
 
+    async def end(self) -> None:
+        """Take the machine away."""
+        raise NotImplementedError
+
 
 class _E2BMachine(_Machine):
     async def write(self, name: str, text: str) -> None:
@@ -207,6 +228,9 @@ class _E2BMachine(_Machine):
             done = error
         return done.stdout or "", done.stderr or "", done.exit_code  # type: ignore[union-attr]
 
+    async def end(self) -> None:
+        await self.handle.kill()
+
 
 class _MorphMachine(_Machine):
     async def write(self, name: str, text: str) -> None:
@@ -218,6 +242,9 @@ class _MorphMachine(_Machine):
     async def command(self, text: str, seconds: float) -> tuple[str, str, int]:
         done = await _guarded(self.handle.aexec(text, timeout=seconds), _morph_error)
         return done.stdout, done.stderr, done.exit_code
+
+    async def end(self) -> None:
+        await self.handle.astop()
 
 
 def _uploads(name: str, text: str) -> Iterator[str]:
@@ -266,12 +293,3 @@ def _morph_error(error: Exception) -> Exception:
     if status in (400, 404, 422):
         return ProviderSetupError(f"Morph refused the request: {text}")
     return ProviderError(text)
-
-
-async def _end(stop: Callable[[], Awaitable[Any]], counters: ProviderCounters, what: str) -> None:
-    try:
-        # Shielded: a cancelled caller must not leave a paid machine running.
-        await asyncio.shield(stop())
-    except Exception as error:
-        counters.left_open += 1
-        _log.warning("%s could not be ended and lives on for a while: %s", what, error)

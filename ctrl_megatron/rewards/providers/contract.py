@@ -1,13 +1,20 @@
-"""What every provider of code execution offers, what it may need, and the errors it may end in."""
+"""What a machine for scripts must offer a provider, and the errors it may end in."""
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ctrl_megatron.sandbox.client import SandboxError
-from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest
+from ctrl_megatron.sandbox.wire import (
+    CommandRunResult,
+    CommandRunStatus,
+    EvalTestCase,
+    RunCodeResponse,
+    RunStatus,
+)
 
 
 class ProviderError(SandboxError):
@@ -41,44 +48,70 @@ class ProviderCounters:
     """Remote machines whose removal failed; they end by their own time to live."""
 
 
-class CodeProvider(Protocol):
-    """Runs a program against tests. It has the face of a sandbox client, so every place that takes
-    a judge takes a provider."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """One program to run once."""
+
+    source: str
+    stdin: str
+    seconds: float
+    """Wall clock."""
+    language: str = "python"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptResult:
+    """What a program did. A fault of the provider is ``ProviderError``, never a result."""
+
+    stdout: str
+    stderr: str = ""
+    exit_code: int | None = None
+    """None after a time-out or a signal whose number is unknown."""
+    timed_out: bool = False
+    cut_at: int | None = None
+    """The program wrote more than this many characters; some or all of its output is missing."""
 
     @property
-    def identity(self) -> Any:
-        """Plain values that tell apart providers whose verdicts may differ; part of cache keys."""
+    def failure(self) -> str:
+        """The exit status and the last line of the errors."""
+        last_line = self.stderr.strip().rpartition("\n")[2]
+        return f"exit status {self.exit_code}: {last_line}"[:400]
+
+
+class ScriptSession(Protocol):
+    """One machine, for the scripts of one request."""
+
+    async def run(self, script: Script) -> ScriptResult:
+        """Run a script to its end. Raises ``ProviderError`` and ``ProviderSetupError``."""
         ...
 
-    async def submit(self, request: SubmitRequest, /) -> EvalResult:
-        """One verdict per test of ``request``.
 
-        Without ``extra.run_all_cases`` the list ends at the first failure. Raises ``ProviderError``
-        (or ``SandboxError``) when the provider fails, ``ProviderSetupError`` or ``ValueError`` for
-        what it can never do.
-        """
+class ScriptBackend(Protocol):
+    """Where scripts run."""
+
+    name: str
+    languages: tuple[str, ...]
+    tests_per_run: int | None
+    """Tests of a function problem that one run may take; None for all of them."""
+    identity: Mapping[str, Any]
+    """Plain values that may change verdicts."""
+
+    def session(self, counters: ProviderCounters) -> AbstractAsyncContextManager[ScriptSession]:
+        """A machine of its own for one request, taken away at the end."""
         ...
 
     async def close(self) -> None:
-        """Let go of connections; a later call opens new ones."""
+        """Let go of connections."""
         ...
 
 
-def load_client(provider: str, module: str, package: str) -> Any:
-    """A cloud's client library. Raises ``ProviderSetupError`` that says what to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ProviderSetupError(
-            f"the provider {provider} needs the package {package}, which cannot be imported "
-            f"({error}); pip install 'ctrl_megatron[{provider}]'"
-        ) from error
-
-
-def require_key(provider: str, key: str | None, variable: str) -> str:
-    """The key. Raises ``ProviderSetupError`` naming the environment variable."""
-    if not key or not key.strip():
-        raise ProviderSetupError(
-            f"the provider {provider} needs an API key: set the environment variable {variable}"
-        )
-    return key.strip()
+def judged(passed: bool, reason: str = "", *, timed_out: bool = False) -> EvalTestCase:
+    """The verdict on one test."""
+    status = CommandRunStatus.TIME_LIMIT_EXCEEDED if timed_out else CommandRunStatus.FINISHED
+    run = CommandRunResult(status=status, return_code=None if timed_out else int(not passed))
+    outcome = RunStatus.SUCCESS if passed else RunStatus.FAILED
+    return EvalTestCase(
+        passed=passed,
+        exec_info=RunCodeResponse(status=outcome, run_result=run),
+        test_info={"reason": reason},
+    )

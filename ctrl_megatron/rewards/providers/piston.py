@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,8 +19,9 @@ from ctrl_megatron.rewards.providers.contract import (
     ProviderCounters,
     ProviderError,
     ProviderSetupError,
+    Script,
+    ScriptResult,
 )
-from ctrl_megatron.rewards.providers.scripts import Script, ScriptResult
 
 _LANGUAGES = {"python": "python", "cpp": "c++", "bash": "bash"}
 _FILES = {"python": "main.py", "cpp": "main.cpp", "bash": "main.sh"}
@@ -56,15 +57,11 @@ class PistonBackend:
             )
         self._url = endpoint.rstrip("/")
         self._headers = {"Authorization": api_key} if api_key else {}
+        self.identity = {"version": version, "memory_mb": memory_mb}
         self._version, self._memory_mb = version, memory_mb
         self._output_limit = output_limit
         self._http: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """Runtime version and memory limit."""
-        return {"version": self._version, "memory_mb": self._memory_mb}
 
     @asynccontextmanager
     async def session(self, counters: ProviderCounters) -> AsyncIterator[PistonBackend]:
@@ -85,10 +82,18 @@ class PistonBackend:
         }
         if self._memory_mb is not None:
             body["run_memory_limit"] = self._memory_mb << 20
-        status, text = await self._post(body, script.seconds + _HTTP_SLACK)
-        if status == 200:
-            return _result(_object(text), self._output_limit)
-        raise _refusal(status, text)
+        url = f"{self._url}/execute"
+        timeout = aiohttp.ClientTimeout(total=script.seconds + _HTTP_SLACK)
+        try:
+            async with self._session().post(
+                url, json=body, headers=self._headers, timeout=timeout
+            ) as response:
+                status, text = response.status, await response.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ProviderError(f"{url} failed: {type(error).__name__}: {error}") from error
+        if status != 200:
+            raise _refusal(status, text)
+        return _result(text, self._output_limit)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -96,32 +101,11 @@ class PistonBackend:
         if http is not None:
             await http.close()
 
-    async def _post(self, body: dict[str, Any], seconds: float) -> tuple[int, str]:
-        url = f"{self._url}/execute"
-        timeout = aiohttp.ClientTimeout(total=seconds)
-        try:
-            async with self._session().post(
-                url, json=body, headers=self._headers, timeout=timeout
-            ) as response:
-                return response.status, await response.text()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ProviderError(f"{url} failed: {type(error).__name__}: {error}") from error
-
     def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         if self._http is None or self._loop is not loop:
             self._http, self._loop = aiohttp.ClientSession(), loop
         return self._http
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        answer = json.loads(text)
-    except ValueError:
-        answer = None
-    if not isinstance(answer, dict):
-        raise ProviderError(f"malformed answer: {text[:300]!r}")
-    return answer
 
 
 def _refusal(status: int, text: str) -> Exception:
@@ -140,13 +124,19 @@ def _refusal(status: int, text: str) -> Exception:
     return ProviderError(f"status {status}: {reason}")
 
 
-def _result(answer: dict[str, Any], output_limit: int) -> ScriptResult:
+def _result(text: str, output_limit: int) -> ScriptResult:
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise ProviderError(f"malformed answer: {text[:300]!r}")
     compiled, run = answer.get("compile"), answer.get("run")
     if isinstance(compiled, dict) and compiled.get("code") != 0:
         _check_service(compiled)
         return ScriptResult(stdout="", stderr=str(compiled.get("stderr") or ""), exit_code=1)
     if not isinstance(run, dict) or not isinstance(run.get("stdout"), str):
-        raise ProviderError(f"malformed answer: {json.dumps(answer)[:300]}")
+        raise ProviderError(f"malformed answer: {text[:300]!r}")
     _check_service(run)
     status, code, stdout = run.get("status"), run.get("code"), run["stdout"]
     # Releases without `status` kill for output, time and memory alike. The last two are taken for a

@@ -6,7 +6,7 @@ used: asserts go through the harness, output is compared here.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,8 +14,9 @@ from ctrl_megatron.rewards.providers.contract import (
     ProviderCounters,
     ProviderError,
     ProviderSetupError,
+    Script,
+    ScriptResult,
 )
-from ctrl_megatron.rewards.providers.scripts import Script, ScriptResult
 from ctrl_megatron.sandbox.client import SandboxClient, SandboxError
 from ctrl_megatron.sandbox.wire import CommandRunStatus, RunCodeRequest, RunCodeResponse
 
@@ -45,11 +46,7 @@ class SandboxFusionBackend:
             client = SandboxClient(endpoint, **options)
         self._client = client
         self._memory_mb = memory_mb
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """The memory limit."""
-        return {"memory_mb": self._memory_mb}
+        self.identity = {"memory_mb": memory_mb}
 
     @asynccontextmanager
     async def session(self, counters: ProviderCounters) -> AsyncIterator[SandboxFusionBackend]:
