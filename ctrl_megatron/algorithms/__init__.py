@@ -1,29 +1,5 @@
 """Advantage estimators, policy and value losses, KL: pure tensor functions in registries."""
 
-from ctrl_megatron.algorithms.advantages.cpgd import compute_cpgd_outcome_advantage
-from ctrl_megatron.algorithms.advantages.gae import compute_gae_advantage_return
-from ctrl_megatron.algorithms.advantages.gpg import compute_gpg_outcome_advantage
-from ctrl_megatron.algorithms.advantages.groups import (
-    GroupedScores,
-    GroupIndex,
-    groups_with_signal,
-)
-from ctrl_megatron.algorithms.advantages.grpo import compute_grpo_outcome_advantage
-from ctrl_megatron.algorithms.advantages.grpo_passk import compute_grpo_passk_outcome_advantage
-from ctrl_megatron.algorithms.advantages.opo import compute_opo_outcome_advantage
-from ctrl_megatron.algorithms.advantages.registry import (
-    ADV_ESTIMATOR_REGISTRY,
-    estimate_advantages,
-    estimator_inputs,
-    get_adv_estimator,
-    register_adv_est,
-)
-from ctrl_megatron.algorithms.advantages.reinforce_plus_plus import (
-    compute_reinforce_plus_plus_baseline_outcome_advantage,
-    compute_reinforce_plus_plus_outcome_advantage,
-)
-from ctrl_megatron.algorithms.advantages.remax import compute_remax_outcome_advantage
-from ctrl_megatron.algorithms.advantages.rloo import compute_rloo_outcome_advantage
 from ctrl_megatron.algorithms.aggregation import LOSS_AGG_MODES, agg_loss
 from ctrl_megatron.algorithms.core_algos import (
     apply_kl_penalty,
@@ -38,45 +14,58 @@ from ctrl_megatron.algorithms.core_algos import (
     compute_policy_loss_vanilla,
     compute_value_loss,
 )
-from ctrl_megatron.algorithms.kl import KL_ESTIMATORS, kl_penalty, penalise
-from ctrl_megatron.algorithms.kl_controllers import (
+from ctrl_megatron.algorithms.covariance import covariance_sums, over_tokens
+from ctrl_megatron.algorithms.group_advantages import (
+    compute_cpgd_outcome_advantage,
+    compute_gpg_outcome_advantage,
+    compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_opo_outcome_advantage,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_rloo_outcome_advantage,
+)
+from ctrl_megatron.algorithms.groups import GroupedScores, GroupIndex, groups_with_signal
+from ctrl_megatron.algorithms.kl import (
+    KL_ESTIMATORS,
     AdaptiveKLController,
     FixedKLController,
-    KLController,
     get_kl_controller,
+    kl_penalty,
+    penalise,
 )
 from ctrl_megatron.algorithms.masked import (
     Reduce,
     check_shapes,
     masked,
-    masked_mean,
     masked_whiten,
     nothing_to_add,
 )
-from ctrl_megatron.algorithms.policy_losses.covariance import covariance_sums, over_tokens
-from ctrl_megatron.algorithms.policy_losses.registry import (
+from ctrl_megatron.algorithms.registry import (
+    ADV_ESTIMATOR_REGISTRY,
     POLICY_LOSS_REGISTRY,
     PolicyLossTerms,
-    TokenSelection,
+    estimate_advantages,
+    get_adv_estimator,
     get_policy_loss,
     get_policy_loss_terms,
-    policy_loss_names,
     policy_loss_options,
+    register_adv_est,
     register_policy_loss,
     register_policy_loss_terms,
     token_selection,
 )
 from ctrl_megatron.algorithms.rollout_correction import (
-    ROLLOUT_IS,
-    ROLLOUT_RS,
-    CorrectedRollout,
     MismatchSums,
     correct_rollout,
     mismatch_metrics,
     mismatch_sums,
 )
+from ctrl_megatron.algorithms.token_advantages import (
+    compute_gae_advantage_return,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+)
 from ctrl_megatron.algorithms.value_loss import (
-    ValueLossTerms,
     explained_variance,
     explained_variance_sums,
     value_loss_terms,
@@ -87,19 +76,13 @@ __all__ = [
     "KL_ESTIMATORS",
     "LOSS_AGG_MODES",
     "POLICY_LOSS_REGISTRY",
-    "ROLLOUT_IS",
-    "ROLLOUT_RS",
     "AdaptiveKLController",
-    "CorrectedRollout",
     "FixedKLController",
     "GroupIndex",
     "GroupedScores",
-    "KLController",
     "MismatchSums",
     "PolicyLossTerms",
     "Reduce",
-    "TokenSelection",
-    "ValueLossTerms",
     "agg_loss",
     "apply_kl_penalty",
     "check_shapes",
@@ -126,7 +109,6 @@ __all__ = [
     "correct_rollout",
     "covariance_sums",
     "estimate_advantages",
-    "estimator_inputs",
     "explained_variance",
     "explained_variance_sums",
     "get_adv_estimator",
@@ -136,14 +118,12 @@ __all__ = [
     "groups_with_signal",
     "kl_penalty",
     "masked",
-    "masked_mean",
     "masked_whiten",
     "mismatch_metrics",
     "mismatch_sums",
     "nothing_to_add",
     "over_tokens",
     "penalise",
-    "policy_loss_names",
     "policy_loss_options",
     "register_adv_est",
     "register_policy_loss",

@@ -7,46 +7,39 @@ advantage estimators need no other form.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ctrl_megatron.algorithms.aggregation import agg_loss
-from ctrl_megatron.algorithms.kl import penalise
-from ctrl_megatron.algorithms.kl_controllers import KLController
-from ctrl_megatron.algorithms.masked import check_shapes, masked_mean
-from ctrl_megatron.algorithms.policy_losses.cispo import cispo_terms
-from ctrl_megatron.algorithms.policy_losses.covariance import (
+from ctrl_megatron.algorithms.covariance import (
     clip_cov_terms,
     covariance_sums,
     kl_cov_terms,
     over_tokens,
 )
-from ctrl_megatron.algorithms.policy_losses.cpgd import cpgd_terms
-from ctrl_megatron.algorithms.policy_losses.geo_mean import geo_mean_terms
-from ctrl_megatron.algorithms.policy_losses.gpg import gpg_terms
-from ctrl_megatron.algorithms.policy_losses.gspo import gspo_terms
-from ctrl_megatron.algorithms.policy_losses.registry import (
+from ctrl_megatron.algorithms.kl import KLController, penalise
+from ctrl_megatron.algorithms.masked import check_shapes, masked_mean
+from ctrl_megatron.algorithms.policy_losses import (
+    cispo_terms,
+    cpgd_terms,
+    geo_mean_terms,
+    gpg_terms,
+    gspo_terms,
+    vanilla_terms,
+)
+from ctrl_megatron.algorithms.registry import (
     PolicyLossFn,
     PolicyLossTermsFn,
     policy_loss_options,
     register_policy_loss,
     token_selection,
 )
-from ctrl_megatron.algorithms.policy_losses.vanilla import vanilla_terms
 from ctrl_megatron.algorithms.value_loss import value_loss_terms
 
 Scalars = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class BatchFields(Protocol):
-    """A mapping or TensorDict."""
-
-    def __getitem__(self, name: str, /) -> Any: ...
-    def __setitem__(self, name: str, value: Any, /) -> None: ...
-
-
-Data = TypeVar("Data", bound=BatchFields)
+Data = TypeVar("Data", bound=Any)
+"""A mapping or TensorDict."""
 
 
 def _whole_batch(

@@ -55,8 +55,10 @@ def correct_rollout(
     Raises ValueError for an unknown kind, thresholds that keep nothing, or shapes that differ.
     """
     log_ratio = _log_ratio(old_log_probs, rollout_log_probs, response_mask)
-    _known("rollout_is", rollout_is, ROLLOUT_IS)
-    _known("rollout_rs", rollout_rs, ROLLOUT_RS)
+    kinds = (("rollout_is", rollout_is, ROLLOUT_IS), ("rollout_rs", rollout_rs, ROLLOUT_RS))
+    for key, value, known in kinds:
+        if value not in known:
+            raise ValueError(f"unknown {key} {value!r}; known: {', '.join(known)}")
     weights, kept = None, response_mask.bool()
     if rollout_is != "none":
         if not rollout_is_threshold > 0:
@@ -117,7 +119,8 @@ def mismatch_sums(
         *(weights, weights.double().square(), cut, rejected),
     )
     sums = torch.stack([row_sums(part, on).sum() for part in parts])
-    return MismatchSums(sums=sums, largest=_largest(difference))
+    largest = difference.max() if difference.numel() else difference.new_zeros(())
+    return MismatchSums(sums=sums, largest=largest.double())
 
 
 def mismatch_metrics(total: MismatchSums) -> dict[str, float]:
@@ -159,13 +162,3 @@ def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tens
     if kind == "geometric":
         rows = rows / mask.bool().sum(dim=-1, keepdim=True).clamp(min=1)
     return rows.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp()
-
-
-def _largest(values: torch.Tensor) -> torch.Tensor:
-    values = values.double()
-    return values.max() if values.numel() else values.new_zeros(())
-
-
-def _known(key: str, value: str, names: tuple[str, ...]) -> None:
-    if value not in names:
-        raise ValueError(f"unknown {key} {value!r}; known: {', '.join(names)}")

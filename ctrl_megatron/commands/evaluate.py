@@ -25,12 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(critics) != len(options.critics):
             raise ValueError("every critic must be given as STAGE=DIR, each stage once")
         config = checked_config(options.config, options.overrides, "rl")
-    except ValueError as error:
-        return refuse("evaluate", error)
-    from ctrl_megatron.pipeline.recorder import add_stage
-    from ctrl_megatron.pipeline.run import evaluate
+        from ctrl_megatron.pipeline.recorder import add_stage
+        from ctrl_megatron.pipeline.run import evaluate
 
-    try:
         table = evaluate(config, critics)
     except ValueError as error:
         return refuse("evaluate", error)

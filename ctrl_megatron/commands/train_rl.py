@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctrl_megatron.commands.start import STOPPED, refuse, training_config
+from ctrl_megatron.commands.start import train_command
+from ctrl_megatron.config import Config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 finished, 2 wrong input, 130 stopped by a signal."""
-    config = training_config("train_rl", "rl", arguments, __doc__)
-    if isinstance(config, int):
-        return config
+    return train_command("train_rl", "rl", _train, arguments, __doc__)
+
+
+def _train(config: Config) -> bool:
     from ctrl_megatron.pipeline.run import train
 
-    try:
-        return 0 if train(config) else STOPPED
-    except ValueError as error:
-        return refuse("train_rl", error)
+    return train(config)
 
 
 if __name__ == "__main__":

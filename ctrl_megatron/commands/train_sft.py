@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctrl_megatron.commands.start import STOPPED, refuse, training_config
+from ctrl_megatron.commands.start import train_command
+from ctrl_megatron.config import Config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 finished, 2 wrong input, 130 stopped by a signal."""
-    config = training_config("train_sft", "sft", arguments, __doc__)
-    if isinstance(config, int):
-        return config
+    return train_command("train_sft", "sft", _train, arguments, __doc__)
+
+
+def _train(config: Config) -> bool:
     from ctrl_megatron.sft.run import train_sft
 
-    try:
-        return 0 if train_sft(config) else STOPPED
-    except ValueError as error:
-        return refuse("train_sft", error)
+    return train_sft(config)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What a run is told: typed keys, YAML and overrides, checks, and the environment."""
 
-from ctrl_megatron.config.actor_rollout_ref import GRPO_PIPELINE, Actor, Optim
-from ctrl_megatron.config.algorithm import Critic
+from ctrl_megatron.config.actor_rollout_ref import GRPO_PIPELINE, Actor
 from ctrl_megatron.config.checks import Purpose, check_files, check_world_size
 from ctrl_megatron.config.load import load_config, parse_override, to_dict, to_yaml
 from ctrl_megatron.config.schema import KEYS, Config
@@ -11,8 +10,6 @@ __all__ = [
     "KEYS",
     "Actor",
     "Config",
-    "Critic",
-    "Optim",
     "Purpose",
     "check_files",
     "check_world_size",

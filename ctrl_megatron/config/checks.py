@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 from ctrl_megatron.config.actor_rollout_ref import CTRL_PIPELINE, GRPO_PIPELINE, POLICY_LOSSES
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
-from ctrl_megatron.config.coerce import Place
+from ctrl_megatron.config.coerce import Place, one_of
 from ctrl_megatron.config.keys import Condition, value_of
 from ctrl_megatron.config.schema import KEYS, Config
 
@@ -60,11 +59,14 @@ def unread(config: Config) -> dict[str, Condition]:
 
 def check_files(config: Config, purpose: Purpose) -> None:
     """ValueError naming the key of every file or directory that does not exist."""
-    section = config.sft if purpose == "sft" else config.data
-    name = "sft" if purpose == "sft" else "data"
+    name, section = ("sft", config.sft) if purpose == "sft" else ("data", config.data)
+    problems = [
+        f"{name}.{key}: the file {file} does not exist; correct the path or create the file"
+        for key in ("train_files", "val_files")
+        for file in getattr(section, key)
+        if not Path(file).is_file()
+    ]
     model = config.actor_rollout_ref
-    wanted = [(f"{name}.train_files", f) for f in section.train_files]
-    wanted += [(f"{name}.val_files", f) for f in section.val_files]
     directories = {
         "actor_rollout_ref.model.path": model.model.path,
         "actor_rollout_ref.model.tokenizer_path": model.model.tokenizer,
@@ -75,16 +77,12 @@ def check_files(config: Config, purpose: Purpose) -> None:
         if config.needs_values:
             directories["critic.model.path"] = config.value_path
         directories["actor_rollout_ref.ref.model.path"] = model.ref_path
-    problems = [
-        f"{key}: the file {file} does not exist; correct the path or create the file"
-        for key, file in wanted
-        if not Path(file).is_file()
-    ]
-    problems += [
-        f"{key}: {path} is not a Hugging Face model directory (it has no {needed})"
-        for key, path in directories.items()
-        if not (Path(path) / (needed := _marker(key))).is_file()
-    ]
+    for key, path in directories.items():
+        needed = "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
+        if not (Path(path) / needed).is_file():
+            problems.append(
+                f"{key}: {path} is not a Hugging Face model directory (it has no {needed})"
+            )
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -139,10 +137,6 @@ def _check_announced(config: Config, world_size: int) -> None:
     )
 
 
-def _marker(key: str) -> str:
-    return "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
-
-
 def _ranges(config: Config, written: Mapping[str, Place]) -> Iterator[str]:
     for name, key in KEYS.items():
         value = value_of(config, name)
@@ -190,14 +184,11 @@ def _names(config: Config) -> Iterator[str]:
         return  # Its module may register estimators and losses; the registries judge them.
     named = {"algorithm.adv_estimator": ADV_ESTIMATORS, _A + "policy_loss": POLICY_LOSSES}
     for key, names in named.items():
-        value = value_of(config, key)
-        if value not in names:
-            near = difflib.get_close_matches(value, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield (
-                f"{key} must be one of {', '.join(names)}, not {value!r}{hint}; names of your own "
-                f"need the module that registers them in dag.custom_pipeline_fn"
-            )
+        try:
+            one_of(names, value_of(config, key))
+        except ValueError as error:
+            own = "the module that registers names of your own goes into dag.custom_pipeline_fn"
+            yield f"{key} {error}; {own}"
 
 
 def _sizes(config: Config) -> Iterator[str]:

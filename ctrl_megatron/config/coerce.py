@@ -79,15 +79,16 @@ def coerce(hint: Any, value: Any) -> Any:
         (inner,) = (a for a in arguments if a is not type(None))
         return None if value is None else coerce(inner, value)
     if origin is Literal:
-        return _choice(arguments, value)
+        return one_of(arguments, value)
     if origin is tuple:
         return _tuple(arguments, value)
     if origin is dict:
         return _mapping(value)
-    return {bool: _bool, int: _int, float: _float, str: _str}[hint](value)
+    return _scalar(hint, value)
 
 
-def _choice(allowed: tuple[str, ...], value: Any) -> str:
+def one_of(allowed: tuple[str, ...], value: Any) -> str:
+    """``value``; ValueError (to be read after the key) where it is none of ``allowed``."""
     if value in allowed:
         return value
     near = difflib.get_close_matches(str(value), allowed, n=1)
@@ -115,36 +116,26 @@ def _mapping(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _bool(value: Any) -> bool:
-    word = str(value).lower() if isinstance(value, bool | str) else None
-    if word in _TRUE or word in _FALSE:
-        return word in _TRUE
-    raise ValueError(f"must be true or false, not {value!r}")
-
-
-def _int(value: Any) -> int:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and _INTEGER.fullmatch(value):
-        return int(value)
-    raise ValueError(f"must be an integer, not {value!r}")
-
-
-def _float(value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
+def _scalar(hint: type, value: Any) -> bool | int | float | str:
+    is_bool, is_int = isinstance(value, bool), type(value) is int
+    if hint is bool:
+        word = str(value).lower() if is_bool or isinstance(value, str) else None
+        if word in _TRUE or word in _FALSE:
+            return word in _TRUE
+        raise ValueError(f"must be true or false, not {value!r}")
+    if hint is int:
+        whole = isinstance(value, float) and value.is_integer()
+        if whole or is_int or (isinstance(value, str) and _INTEGER.fullmatch(value)):
+            return int(value)
+        raise ValueError(f"must be an integer, not {value!r}")
+    if hint is float:
+        try:
+            number = math.nan if is_bool else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
         raise ValueError(f"must be a finite number, not {value!r}")
-    return number
-
-
-def _str(value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if is_int or isinstance(value, str):
         return str(value)
-    if isinstance(value, str):
-        return value
     raise ValueError(f"must be text, not {value!r}; put it in quotes if it is meant as text")

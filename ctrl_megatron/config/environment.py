@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 Launcher = Literal["torchrun", "slurm", "single"]
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OF_LAUNCHER = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|CTRL)_.*", re.DOTALL
+)
 _SLURM_TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _OURS = ("CTRL_LOG_LEVEL", "CTRL_MASTER_PORT")
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -28,42 +31,54 @@ _PROVIDERS: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
 _FIRST_PORT, _PORTS = 20000, 10000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Launch:
-    """Which of how many processes this one is, and where they meet."""
+    """Which of how many processes this one is, and where they meet.
+
+    Raises ValueError for numbers that do not fit each other.
+    """
 
     launcher: Launcher
     """What started the process."""
     rank: int
-    """Number of the process over all machines."""
     world_size: int
-    """Number of processes over all machines."""
+    """Number of this process, and of all, over all machines."""
     local_rank: int
-    """Number of the process on its machine."""
     local_world_size: int
-    """Number of processes on its machine."""
+    """The same on this machine."""
     master_addr: str
-    """Host on which rank 0 listens."""
     master_port: int
-    """Port on which rank 0 listens; 0 (single process only) lets the system choose."""
+    """Where rank 0 listens; port 0 (single process only) lets the system choose."""
+
+    def __post_init__(self) -> None:
+        if not self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} must be smaller than world size {self.world_size}")
+        if not self.local_rank < self.local_world_size <= self.world_size:
+            raise ValueError(
+                f"local rank {self.local_rank} of {self.local_world_size} does not fit a world of "
+                f"{self.world_size} ranks"
+            )
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Where this process stands. Raises ValueError naming a variable that is missing or wrong."""
     environ = os.environ if environ is None else environ
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        return _validated(_torchrun(environ))
-    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
-        return _validated(_slurm(environ))
-    return Launch(
-        launcher="single",
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        master_addr="127.0.0.1",
-        master_port=0,
-    )
+        launcher = "torchrun"
+        rank, world_size, local_rank, local_world_size = (_integer(environ, n) for n in _RANKS)
+        address, port = _text(environ, "MASTER_ADDR"), _integer(environ, "MASTER_PORT")
+    elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+        launcher = "slurm"
+        rank, world_size, local_rank = (_integer(environ, name) for name in _SLURM_TASK)
+        tasks = re.match(r"\d+", _text(environ, "SLURM_STEP_TASKS_PER_NODE"))
+        if tasks is None:
+            raise ValueError("SLURM_STEP_TASKS_PER_NODE must start with a number")
+        local_world_size = int(tasks.group())
+        address, port = _slurm_meeting_point(environ)
+    else:
+        launcher, rank, world_size, local_rank, local_world_size = "single", 0, 1, 0, 1
+        address, port = "127.0.0.1", 0
+    return Launch(launcher, rank, world_size, local_rank, local_world_size, address, port)
 
 
 def read_log_level(environ: Mapping[str, str] | None = None) -> str:
@@ -98,12 +113,7 @@ def child_environment(environ: Mapping[str, str] | None = None) -> dict[str, str
     An engine that saw RANK or MASTER_ADDR would try to join the trainer's process group.
     """
     environ = os.environ if environ is None else environ
-    dropped = {*_TORCHRUN, "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in dropped and not name.startswith(("TORCHELASTIC_", "CTRL_"))
-    }
+    return {name: value for name, value in environ.items() if not _OF_LAUNCHER.fullmatch(name)}
 
 
 def first_host(node_list: str) -> str:
@@ -115,36 +125,15 @@ def first_host(node_list: str) -> str:
     return prefix + (re.split(r"[-,]", numbers)[0] if numbers else "") + suffix
 
 
-def _torchrun(environ: Mapping[str, str]) -> Launch:
-    return Launch(
-        launcher="torchrun",
-        rank=_integer(environ, "RANK"),
-        world_size=_integer(environ, "WORLD_SIZE"),
-        local_rank=_integer(environ, "LOCAL_RANK"),
-        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE"),
-        master_addr=_text(environ, "MASTER_ADDR"),
-        master_port=_integer(environ, "MASTER_PORT"),
-    )
-
-
-def _slurm(environ: Mapping[str, str]) -> Launch:
-    rank, world_size, local_rank = (_integer(environ, name) for name in _SLURM_TASK)
-    tasks = re.match(r"\d+", _text(environ, "SLURM_STEP_TASKS_PER_NODE"))
-    if tasks is None:
-        raise ValueError("SLURM_STEP_TASKS_PER_NODE must start with a number")
-    # Every rank must compute the same port, and two jobs on one machine different ones.
-    port = _FIRST_PORT + int(re.sub(r"\D", "", _text(environ, "SLURM_JOB_ID")) or "0") % _PORTS
+def _slurm_meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
     nodes = "SLURM_JOB_NODELIST" if "SLURM_JOB_NODELIST" in environ else "SLURM_NODELIST"
-    named = next((name for name in ("MASTER_PORT", "CTRL_MASTER_PORT") if name in environ), None)
-    return Launch(
-        launcher="slurm",
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=int(tasks.group()),
-        master_addr=environ.get("MASTER_ADDR") or first_host(_text(environ, nodes)),
-        master_port=_integer(environ, named) if named else port,
-    )
+    address = environ.get("MASTER_ADDR") or first_host(_text(environ, nodes))
+    for name in ("MASTER_PORT", "CTRL_MASTER_PORT"):
+        if name in environ:
+            return address, _integer(environ, name)
+    # Every rank must compute the same port, and two jobs on one machine different ones.
+    job = re.sub(r"\D", "", _text(environ, "SLURM_JOB_ID")) or "0"
+    return address, _FIRST_PORT + int(job) % _PORTS
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
@@ -160,14 +149,3 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"\d+", text):
         raise ValueError(f"the environment variable {name}={text!r} must be a whole number")
     return int(text)
-
-
-def _validated(launch: Launch) -> Launch:
-    if not launch.rank < launch.world_size:
-        raise ValueError(f"rank {launch.rank} must be smaller than world size {launch.world_size}")
-    if not launch.local_rank < launch.local_world_size <= launch.world_size:
-        raise ValueError(
-            f"local rank {launch.local_rank} of {launch.local_world_size} does not fit a world of "
-            f"{launch.world_size} ranks"
-        )
-    return launch

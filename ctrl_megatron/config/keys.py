@@ -72,12 +72,11 @@ def when(switch: str, *values: Any, known: tuple[Any, ...] | None = None) -> Con
     """
     *others, last = (v if isinstance(v, str) else json.dumps(v) for v in values)
     words = f"{', '.join(others)} or {last}" if others else last
-    read = partial(_is_read, values, known)
-    return Condition((switch,), read, "{0}=" + words)
-
-
-def _is_read(values: tuple[Any, ...], known: tuple[Any, ...] | None, value: Any) -> bool:
-    return value in values or (known is not None and value not in known)
+    return Condition(
+        (switch,),
+        lambda value: value in values or (known is not None and value not in known),
+        "{0}=" + words,
+    )
 
 
 def key(
@@ -121,29 +120,25 @@ class Key:
     stage: Stage
 
 
-def declared(cls: type) -> Iterator[Key]:
-    """The keys below ``cls`` in the order of the schema."""
-    return _walk(cls, cls(), "", (), "rl")
-
-
-def _walk(
-    cls: type, defaults: Any, prefix: str, above: tuple[Condition, ...], stage: Stage
+def declared(
+    cls: type, prefix: str = "", above: tuple[Condition, ...] = (), stage: Stage = "rl"
 ) -> Iterator[Key]:
-    hints = typing.get_type_hints(cls)
+    """The keys below ``cls`` in the order of the schema; what is declared ``above`` holds too."""
+    hints, defaults = typing.get_type_hints(cls), cls()
     for field in dataclasses.fields(cls):
         name = f"{prefix}.{field.name}" if prefix else field.name
-        facts, default = field.metadata, getattr(defaults, field.name)
+        facts, hint = field.metadata, hints[field.name]
         own = facts.get("read", ())
         own = own if isinstance(own, tuple) else (own,)
         read = (*above, *(condition.below(prefix) for condition in own))
         of_stage: Stage = facts.get("stage") or stage
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _walk(hints[field.name], default, name, read, of_stage)
+        if dataclasses.is_dataclass(hint):
+            yield from declared(hint, name, read, of_stage)  # type: ignore[arg-type]
             continue
         yield Key(
             name=name,
-            type=hints[field.name],
-            default=default,
+            type=hint,
+            default=getattr(defaults, field.name),
             allowed=facts.get("allowed"),
             read=tuple(condition for condition in read if name not in condition.switches),
             stage=of_stage,

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ctrl_megatron.config.checks import Purpose, check, unread
 from ctrl_megatron.config.coerce import Place, build
+from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.config.schema import KEYS, Config
 
 _NUMBERS = (
@@ -63,7 +64,10 @@ def load_config(
     tree, places = _read_file(Path(path)) if path is not None else (DictConfig({}), {})
     for text in overrides:
         key, value = parse_override(text)
-        _assign(tree, key, value, text)
+        try:
+            OmegaConf.update(tree, key, value, merge=False)
+        except (OmegaConfBaseException, TypeError, AttributeError) as error:
+            raise ValueError(f"override {text!r} does not fit the file: {error}") from error
         places = {k: place for k, place in places.items() if not k.startswith(key + ".")}
         places[key] = Place(f"override {text!r}", is_override=True)
     given = OmegaConf.to_container(tree, resolve=False)
@@ -100,16 +104,14 @@ def to_yaml(config: Config) -> str:
 
     Keys that nothing reads with these settings are left out, as they are refused where they stand.
     """
-    tree = to_dict(config)
-    for name in unread(config):
+    tree: dict[str, Any] = {}
+    left_out = unread(config)
+    for name in (name for name in KEYS if name not in left_out):
         *groups, last = name.split(".")
-        parents = [tree]
+        below = tree
         for group in groups:
-            parents.append(parents[-1][group])
-        del parents.pop()[last]
-        for parent, group in zip(reversed(parents), reversed(groups), strict=True):
-            if not parent[group]:
-                del parent[group]
+            below = below.setdefault(group, {})
+        below[last] = value_of(config, name)
     return write_yaml(tree)
 
 
@@ -119,18 +121,12 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[str, Place]]:
     Raises ValueError naming ``source`` and the line for text that is not YAML or repeats a key.
     """
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            places: dict[str, Place] = {}
-            if node is None:
-                return None, places
-            _locate(node, "", source, places)
-            return loader.construct_document(node), places
-        finally:
-            loader.dispose()
+        node, tree = yaml.compose(text, _Loader), yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{source} is not valid YAML: {error}") from error
+    places: dict[str, Place] = {}
+    _locate(node, "", source, places)
+    return tree, places
 
 
 def write_yaml(tree: Any) -> str:
@@ -138,7 +134,7 @@ def write_yaml(tree: Any) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _locate(node: yaml.Node, prefix: str, source: str, places: dict[str, Place]) -> None:
+def _locate(node: yaml.Node | None, prefix: str, source: str, places: dict[str, Place]) -> None:
     if not isinstance(node, yaml.MappingNode):
         return
     for name, value in node.value:
@@ -171,18 +167,9 @@ def _read_file(path: Path) -> tuple[DictConfig, dict[str, Place]]:
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ValueError(f"the configuration file {path} does not exist{hint}")
     tree, places = read_yaml(path.read_text(encoding="utf-8"), str(path))
-    if tree is None:
-        return DictConfig({}), places
-    if isinstance(tree, dict):
-        return DictConfig(tree), places
-    raise ValueError(f"{path} must hold groups of keys, not {type(tree).__name__}")
-
-
-def _assign(tree: DictConfig, key: str, value: Any, text: str) -> None:
-    try:
-        OmegaConf.update(tree, key, value, merge=False)
-    except (OmegaConfBaseException, TypeError, AttributeError) as error:
-        raise ValueError(f"override {text!r} does not fit the file: {error}") from error
+    if tree is not None and not isinstance(tree, dict):
+        raise ValueError(f"{path} must hold groups of keys, not {type(tree).__name__}")
+    return DictConfig(tree or {}), places
 
 
 def _overlay(below: Any, above: Any) -> Any:

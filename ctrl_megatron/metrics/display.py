@@ -26,36 +26,42 @@ class Display:
         self._durations: list[float] = []
         self._lock = threading.Lock()
         self._step_start = time.monotonic()
-        self._bar: Progress | None = None
-        if self.console.is_terminal:
-            self._bar = _bar(self.console)
-            self._task = self._bar.add_task(
-                "start", total=total_steps, completed=first_step, phases="", eta="-"
-            )
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("[cyan]{task.fields[phases]}"),
+            TextColumn("[dim]{task.fields[eta]} to go"),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task(
+            "start", total=total_steps, completed=first_step, phases="", eta="-"
+        )
 
     def start(self) -> Display:
         """Show the live bar from now on."""
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def close(self) -> None:
         """Take the live bar away."""
-        if self._bar is not None:
+        if not self._bar.disable:  # else it would print an empty line
             self._bar.stop()
 
     def begin_step(self, step: int) -> None:
         """Step number ``step`` (counted from 1) begins."""
         self._step_start, self._done = time.monotonic(), step - 1
-        if self._bar is not None:
-            self._bar.update(self._task, description=f"step {step}")
+        self._bar.update(self._task, description=f"step {step}")
 
     def begin_phase(self, name: str) -> None:
         """A phase begins; several may be active at the same time."""
         with self._lock:
             self._active.append(name)
             beside = [n for n in self._active if n != name]
-        if self._bar is None:
+        if self._bar.disable:
             seconds = time.monotonic() - self._step_start
             aside = f" (beside {', '.join(beside)})" if beside else ""
             step = min(self._done + 1, self.total_steps)
@@ -73,9 +79,8 @@ class Display:
         self._durations.append(time.monotonic() - self._step_start)
         self._done = step
         eta = format_seconds(eta_seconds(self._durations, self.total_steps - step))
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, eta=eta)
-        else:
+        self._bar.update(self._task, completed=step, eta=eta)
+        if self._bar.disable:
             took = format_seconds(self._durations[-1])
             self.print_line(f"[step {step}/{self.total_steps}] done in {took}, {eta} to go")
 
@@ -84,10 +89,9 @@ class Display:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _show_phases(self) -> None:
-        if self._bar is not None:
-            with self._lock:
-                text = " + ".join(self._active)
-            self._bar.update(self._task, phases=text)
+        with self._lock:
+            text = " + ".join(self._active)
+        self._bar.update(self._task, phases=text)
 
 
 def eta_seconds(durations: Sequence[float], steps_left: int) -> float:
@@ -117,16 +121,3 @@ def format_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("[cyan]{task.fields[phases]}"),
-        TextColumn("[dim]{task.fields[eta]} to go"),
-        console=console,
-        transient=True,
-    )

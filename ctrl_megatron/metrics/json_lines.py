@@ -15,8 +15,9 @@ class JsonlWriter:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._drop_partial_line()
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        # A writer that was killed in the middle of a line must not spoil the next one.
+        os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write ``record`` as one line. Non-finite numbers become "nan", "inf" or "-inf"."""
@@ -31,20 +32,6 @@ class JsonlWriter:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-    def _drop_partial_line(self) -> None:
-        """A writer that was killed in the middle of a line must not spoil the next one."""
-        size = os.fstat(self._file).st_size
-        end = size
-        while end > 0:
-            start = max(0, end - 65536)
-            newline = os.pread(self._file, end - start, start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end != size:
-            os.ftruncate(self._file, end)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

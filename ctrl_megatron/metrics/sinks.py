@@ -6,8 +6,7 @@ Each sink imports its library when it is built.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,11 +25,9 @@ class Sink(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of step ``step``; a step may be logged in several parts."""
-        ...
 
     def close(self) -> None:
         """Write everything out and let go of files and connections."""
-        ...
 
 
 def build_sinks(
@@ -42,7 +39,7 @@ def build_sinks(
     """The sinks called ``names`` for a run in ``run_dir``; call it on one rank only.
 
     ``config`` is the configuration as nested dicts (its ``trainer`` group names project and run).
-    Raises ValueError for an unknown name or a library that is not installed.
+    Raises ValueError for a library that is not installed.
     """
     kinds: dict[str, Callable[[], Sink]] = {
         "console": lambda: ConsoleSink(display or Display(0)),
@@ -54,27 +51,18 @@ def build_sinks(
     sinks: list[Sink] = []
     try:
         for name in dict.fromkeys(names):
-            if name not in kinds:
-                known = ", ".join(kinds)
-                raise ValueError(f"trainer.logger: unknown sink {name!r}; choose from {known}")
-            with _library_of(name):
+            try:
                 sinks.append(kinds[name]())
+            except ImportError as error:
+                raise ValueError(
+                    f"trainer.logger names {name}, which is not installed; "
+                    f"pip install {name} or remove it from the list"
+                ) from error
     except BaseException:
         for sink in sinks:
             sink.close()
         raise
     return sinks
-
-
-@contextmanager
-def _library_of(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError(
-            f"trainer.logger names {name}, which is not installed; "
-            f"pip install {name} or remove it from the list"
-        ) from error
 
 
 class ConsoleSink:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 Kind = Literal["main", "host", "wait"]
@@ -82,10 +82,7 @@ class Timeline:
 
     def record(self, step: int, rank: int) -> dict[str, object]:
         """This step as one line of ``timeline.jsonl``."""
-        phases = [
-            {"name": p.name, "kind": p.kind, "start": p.start, "end": p.end} for p in self.phases()
-        ]
-        return {"step": step, "rank": rank, "phases": phases}
+        return {"step": step, "rank": rank, "phases": [asdict(p) for p in self.phases()]}
 
 
 def seconds_by_name(phases: Iterable[Phase]) -> dict[str, float]:
@@ -112,17 +109,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
     """The stretches of time that lie both in some interval of ``a`` and in some of ``b``."""
-    left, right, shared = union(a), union(b), []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if start < end:
-            shared.append((start, end))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return shared
+    pairs = ((max(x[0], y[0]), min(x[1], y[1])) for x in union(a) for y in union(b))
+    return [(start, end) for start, end in pairs if start < end]
 
 
 def hidden_seconds(phases: Sequence[Phase]) -> float:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from hypothesis import strategies as st
 
+from ctrl_megatron.algorithms import get_adv_estimator, registry
+
 seeds = st.integers(min_value=0, max_value=2**31 - 1)
 
 
@@ -48,3 +50,8 @@ def pieces(rows: int, sizes: list[int]) -> list[slice]:
 def leaves_as_it_is(_sums: torch.Tensor) -> torch.Tensor:
     """A ``reduce`` of moments with mean 0 and a variance that make whitening the identity."""
     return torch.tensor([2.0, 0.0, 1 - 1e-8], dtype=torch.float64)
+
+
+def estimator_inputs(name: str) -> set[str]:
+    """Names of the tensors and options that the advantage estimator reads."""
+    return {*registry._named_arguments(get_adv_estimator(name))} - {"reduce"}

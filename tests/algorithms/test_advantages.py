@@ -17,7 +17,7 @@ from ctrl_megatron.algorithms import (
     get_adv_estimator,
     register_adv_est,
 )
-from ctrl_megatron.algorithms.advantages.groups import group_numbers
+from ctrl_megatron.algorithms.groups import group_numbers
 from ctrl_megatron.algorithms.masked import moment_sums
 
 

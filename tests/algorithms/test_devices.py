@@ -25,7 +25,7 @@ from ctrl_megatron.algorithms import (
     penalise,
     token_selection,
 )
-from ctrl_megatron.algorithms.policy_losses.covariance import token_covariances
+from ctrl_megatron.algorithms.covariance import token_covariances
 
 DEVICES = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
 

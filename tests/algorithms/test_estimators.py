@@ -12,14 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged_batches import normal, pieces, ragged_mask, seeds, spoil, tokens
+from ragged_batches import estimator_inputs, normal, pieces, ragged_mask, seeds, spoil, tokens
 
 from ctrl_megatron.algorithms import (
     ADV_ESTIMATOR_REGISTRY,
     Reduce,
     compute_grpo_passk_outcome_advantage,
     estimate_advantages,
-    estimator_inputs,
     get_adv_estimator,
     register_adv_est,
 )

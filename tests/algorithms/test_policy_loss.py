@@ -19,10 +19,10 @@ from ctrl_megatron.algorithms import (
     policy_loss_options,
     register_policy_loss,
     register_policy_loss_terms,
+    registry,
     token_selection,
 )
-from ctrl_megatron.algorithms.policy_losses import registry
-from ctrl_megatron.algorithms.policy_losses.vanilla import vanilla_terms
+from ctrl_megatron.algorithms.policy_losses import vanilla_terms
 
 
 def clip(

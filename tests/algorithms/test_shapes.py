@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from ragged_batches import estimator_inputs
 
 from ctrl_megatron.algorithms import (
     ADV_ESTIMATOR_REGISTRY,
     KL_ESTIMATORS,
+    POLICY_LOSS_REGISTRY,
     agg_loss,
     compute_value_loss,
     correct_rollout,
     covariance_sums,
-    estimator_inputs,
     explained_variance_sums,
     get_adv_estimator,
     get_policy_loss,
     kl_penalty,
     mismatch_sums,
     penalise,
-    policy_loss_names,
 )
 
 # As many rows as columns: (4,) beside (4, 4) broadcasts.
@@ -74,7 +74,7 @@ def test_estimators_refuse_other_shapes(name: str, argument: str, shape: tuple[i
 
 
 @shapes
-@pytest.mark.parametrize("name", policy_loss_names())
+@pytest.mark.parametrize("name", [*POLICY_LOSS_REGISTRY])
 @pytest.mark.parametrize(
     "argument",
     ["old_log_prob", "log_prob", "advantages", "response_mask", "rollout_is_weights", "selected"],

@@ -17,12 +17,13 @@ from ctrl_megatron.algorithms import (
     over_tokens,
     token_selection,
 )
-from ctrl_megatron.algorithms.policy_losses.covariance import (
+from ctrl_megatron.algorithms.covariance import (
     select_clip_cov,
     select_kl_cov,
     token_covariances,
 )
 
+TENSORS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 CONFIG = SimpleNamespace(
     clip_ratio=0.2,
     clip_ratio_low=None,
@@ -64,7 +65,7 @@ def selected_by(
     selection, mask = token_selection(name), data["response_mask"]
     assert selection is not None
     sums = covariance_sums(data["log_prob"], data["advantages"], mask)
-    covariances = selection.covariances(**data, config=CONFIG, sums=sums)[mask]
+    covariances = selection.covariances(*(data[k] for k in TENSORS), CONFIG, sums)[mask]
     return over_tokens(selection.choose(covariances, CONFIG, generator), mask)
 
 
@@ -162,7 +163,7 @@ def test_pieces_select_like_the_whole(seed: int, name: str, size: int) -> None:
         (covariance_sums(s["log_prob"], s["advantages"], s["response_mask"]) for s in shares),
         torch.zeros(3, dtype=torch.float64),
     )
-    found = [selection.covariances(**s, config=CONFIG, sums=sums) for s in shares]
+    found = [selection.covariances(*(s[k] for k in TENSORS), CONFIG, sums) for s in shares]
     gathered = torch.cat([c[s["response_mask"]] for c, s in zip(found, shares, strict=True)])
     chosen = selection.choose(gathered, CONFIG, torch.Generator().manual_seed(seed))
     parts = chosen.split([int(s["response_mask"].sum()) for s in shares])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import typing
 from pathlib import Path
 
@@ -185,7 +186,11 @@ UNBOUNDED = {
 
 
 def test_tables_of_options_are_what_the_algorithms_read() -> None:
-    from ctrl_megatron.algorithms import estimator_inputs, policy_loss_names, policy_loss_options
+    from ctrl_megatron.algorithms import (
+        POLICY_LOSS_REGISTRY,
+        get_adv_estimator,
+        policy_loss_options,
+    )
 
     def declared(switch: str, name: str) -> set[str]:
         return {
@@ -198,8 +203,8 @@ def test_tables_of_options_are_what_the_algorithms_read() -> None:
     options = {key.rpartition(".")[2] for key in KEYS if key.startswith("algorithm.")}
     for name in ADV_ESTIMATORS:
         read = declared("algorithm.adv_estimator", name)
-        assert read == estimator_inputs(name) & options, name
-    assert set(POLICY_LOSSES) == set(policy_loss_names())
+        assert read == inspect.signature(get_adv_estimator(name)).parameters.keys() & options, name
+    assert set(POLICY_LOSSES) == set(POLICY_LOSS_REGISTRY)
     for name in POLICY_LOSSES:
         assert declared(ACTOR + "policy_loss", name) == policy_loss_options(name), name
 

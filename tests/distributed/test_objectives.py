@@ -12,7 +12,7 @@ from test_policy import LAYOUTS, ranks
 from tiny_models import random_batch, save_tiny
 from world import run_world
 
-from ctrl_megatron.algorithms import LOSS_AGG_MODES, policy_loss_names
+from ctrl_megatron.algorithms import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
 
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}
 ACTORS: dict[str, dict[str, Any]] = {
@@ -25,7 +25,7 @@ ACTORS: dict[str, dict[str, Any]] = {
             "clip_cov_lb": -10.0,
             "kl_cov_ratio": 0.2,
         }
-        for loss in policy_loss_names()
+        for loss in POLICY_LOSS_REGISTRY
         if loss != "clip_cov"
     },
 }

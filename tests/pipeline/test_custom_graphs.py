@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ctrl_megatron.algorithms import ADV_ESTIMATOR_REGISTRY
-from ctrl_megatron.algorithms.policy_losses import registry as policy_losses
+from ctrl_megatron.algorithms import registry as registries
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.pipeline.run import check_names, pipeline_of
 
@@ -43,7 +43,7 @@ def wrong():
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Config]]:
     """Configures a run with the module above, whose names are known until the test ends."""
-    for registry in (ADV_ESTIMATOR_REGISTRY, policy_losses._TERMS):
+    for registry in (ADV_ESTIMATOR_REGISTRY, registries._TERMS):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     (tmp_path / "names_of_its_own.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)

@@ -8,17 +8,10 @@ from typing import Any
 
 from ctrl_megatron.metrics.display import format_number
 from ctrl_megatron.metrics.report.charts import charts, is_share, tiles, title_of
-from ctrl_megatron.metrics.report.figures import (
-    BLUE,
-    GREY,
-    ORANGE,
-    SHADE,
-    curve_svg,
-    gantt_svg,
-)
+from ctrl_megatron.metrics.report.figures import BLUE, GREY, ORANGE, SHADE, curve_svg, gantt_svg
 from ctrl_megatron.metrics.report.run_files import RunFiles, Series, Timelines
 from ctrl_megatron.metrics.report.style import CSS
-from ctrl_megatron.metrics.timeline import hidden_seconds, intersection
+from ctrl_megatron.metrics.timeline import hidden_seconds
 
 _EXAMPLES, _CHIP_LENGTH = 6, 40
 
@@ -95,11 +88,9 @@ def _summary_table(run: RunFiles) -> str:
 
 
 def _cell(column: str, value: object) -> str:
-    if value is None:
-        return "not recorded"
-    if isinstance(value, float):
-        return format_number(value, percent=column.endswith("_rate"))
-    return escape(str(value))
+    if isinstance(value, float) and column.endswith("_rate"):
+        return format_number(value, percent=True)
+    return escape(_value_text(value))
 
 
 def _charts(series: Series | None) -> str:
@@ -138,11 +129,7 @@ def _timeline(timelines: Timelines | None) -> str:
     phases = timelines[step, rank]
     host = [p for p in phases if p.kind == "host"]
     hidden = hidden_seconds(phases)
-    partners = [
-        p.name
-        for p in phases
-        if p.kind == "main" and intersection([p.interval], [h.interval for h in host])
-    ]
+    partners = [p.name for p in phases if p.kind == "main" and hidden_seconds([p, *host])]
     names = ", ".join(dict.fromkeys(p.name for p in host))
     total = sum(p.end - p.start for p in host)
     note = "No host phase was recorded in this step."

@@ -10,44 +10,23 @@ here: arXiv 2505.22617, section 4.2.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from ctrl_megatron.algorithms.masked import check_shapes, masked, row_sums
-from ctrl_megatron.algorithms.policy_losses.ratios import (
+from ctrl_megatron.algorithms.policy_losses import (
     RANGE_OPTIONS,
-    RangeConfig,
     bounded_exp,
     clip_range,
     terms_of,
     weighted,
 )
-from ctrl_megatron.algorithms.policy_losses.registry import (
+from ctrl_megatron.algorithms.registry import (
     PolicyLossTerms,
     TokenSelection,
     register_policy_loss_terms,
 )
-
-
-class ClipCovConfig(RangeConfig, Protocol):
-    """What clip_cov reads of a configuration."""
-
-    @property
-    def clip_cov_ratio(self) -> float: ...
-    @property
-    def clip_cov_lb(self) -> float: ...
-    @property
-    def clip_cov_ub(self) -> float: ...
-
-
-class KlCovConfig(Protocol):
-    """What kl_cov reads of a configuration."""
-
-    @property
-    def kl_cov_ratio(self) -> float: ...
-    @property
-    def ppo_kl_coef(self) -> float: ...
 
 
 def covariance_sums(
@@ -103,7 +82,7 @@ def _clip_cov_covariances(
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    config: ClipCovConfig,
+    config: Any,
     sums: torch.Tensor,
 ) -> torch.Tensor:
     """``token_covariances``, but -inf where PPO's clip has taken the gradient already."""
@@ -116,7 +95,7 @@ def _clip_cov_covariances(
 
 
 def select_clip_cov(
-    covariances: torch.Tensor, config: ClipCovConfig, generator: torch.Generator | None
+    covariances: torch.Tensor, config: Any, generator: torch.Generator | None
 ) -> torch.Tensor:
     """(N,) bool: floor(``clip_cov_ratio`` N) tokens drawn from those with a covariance in
     [``clip_cov_lb``, ``clip_cov_ub``], all of them where there are fewer.
@@ -147,16 +126,15 @@ def clip_cov_terms(
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    config: ClipCovConfig,
+    config: Any,
     rollout_is_weights: torch.Tensor | None = None,
     *,
     selected: torch.Tensor,
 ) -> PolicyLossTerms:
     """PPO's clipped loss per token, 0 without gradient where ``selected`` (B, R) bool is on.
 
-    With r = exp(log_prob - old_log_prob): max(-A r, -A clip(r, 1 - low, 1 + high)), no dual clip.
-    All tensors (B, R); nothing off the mask reaches a value or a gradient. ``clipped`` marks the
-    selected tokens and those that PPO's clip won. Raises ValueError for a negative clip ratio.
+    max(-A r, -A clip(r, 1 - low, 1 + high)) as in ``policy_losses``, no dual clip. ``clipped``
+    marks the selected tokens and those that PPO's clip won.
     """
     low, high = clip_range(config)
     selected = selected.bool() & response_mask.bool()
@@ -168,20 +146,8 @@ def clip_cov_terms(
     return terms_of(masked(loss, ~selected), log_ratio, (clipped > plain) | selected)
 
 
-def _kl_cov_covariances(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: KlCovConfig,
-    sums: torch.Tensor,
-) -> torch.Tensor:
-    del old_log_prob, config
-    return token_covariances(log_prob, advantages, response_mask, sums)
-
-
 def select_kl_cov(
-    covariances: torch.Tensor, config: KlCovConfig, generator: torch.Generator | None = None
+    covariances: torch.Tensor, config: Any, generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """(N,) bool: the floor(``kl_cov_ratio`` N) tokens with the largest covariances.
 
@@ -200,23 +166,24 @@ def select_kl_cov(
 @register_policy_loss_terms(
     "kl_cov",
     options=("kl_cov_ratio", "ppo_kl_coef"),
-    selection=TokenSelection(covariances=_kl_cov_covariances, choose=select_kl_cov),
+    selection=TokenSelection(
+        covariances=lambda _, new, gains, mask, __, sums: token_covariances(new, gains, mask, sums),
+        choose=select_kl_cov,
+    ),
 )
 def kl_cov_terms(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    config: KlCovConfig,
+    config: Any,
     rollout_is_weights: torch.Tensor | None = None,
     *,
     selected: torch.Tensor,
 ) -> PolicyLossTerms:
-    """Per token, with l = log_prob - old_log_prob: -A exp(l), plus ``ppo_kl_coef`` |l| where
-    ``selected`` (B, R) bool is on. Nothing is clipped.
+    """-A r as in ``policy_losses``, plus ``ppo_kl_coef`` |l| where ``selected`` (B, R) bool is on.
 
-    All tensors (B, R); nothing off the mask reaches a value or a gradient. The log-ratio is bounded
-    to +-20 inside exp. |l| for the KL as in the authors' code.
+    Nothing is clipped. |l| for the KL as in the authors' code.
     """
     log_ratio = masked(log_prob - old_log_prob, response_mask)
     gains = masked(advantages, response_mask)

@@ -1,1 +1,0 @@
-"""Advantage estimators, one per file."""

@@ -1,1 +1,0 @@
-"""Policy losses per token, one idea per file."""
