@@ -7,6 +7,7 @@ from ctrl_megatron.prompts.messages import (
     REVISION_SENTENCE,
     critique_messages,
     generation_messages,
+    hint_messages,
     parse_judgment,
     revision_request,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "extract_code",
     "fenced",
     "generation_messages",
+    "hint_messages",
     "parse_judgment",
     "revision_request",
     "sanitize",

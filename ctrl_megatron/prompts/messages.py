@@ -1,5 +1,5 @@
-"""The conversations: first answer, critique, revision; and the line in which a critic commits
-itself.
+"""The conversations: first answer, critique, critique with an execution hint, revision; and the
+line in which a critic commits itself.
 
 The wording is short because the smallest critic has 135M parameters and sees a few hundred prompt
 tokens. No text ever contains a complete judgment line, so that echoing the prompt is not a
@@ -23,6 +23,7 @@ _CRITIQUE_TASK = (
     "Review the answer to this programming problem. Say what is right or wrong and how to "
     "improve it. Do not write the full solution."
 )
+_HINT_TASK = "Base your review on the hint, but never mention that there is one."
 _CRITIQUE_FORMAT = """<format>
 Analysis: is the answer correct, and why
 Improvement suggestions: what to change
@@ -52,6 +53,13 @@ def generation_messages(problem: Problem) -> list[Message]:
 def critique_messages(problem: Problem, solution: str) -> list[Message]:
     """Ask for a critique of ``solution``; ``ValueError`` for an unknown ``prompter_type``."""
     return [_user("\n".join((_CRITIQUE_TASK, *_subject(problem, solution), _CRITIQUE_FORMAT)))]
+
+
+def hint_messages(problem: Problem, solution: str, hint: str) -> list[Message]:
+    """Ask for a critique that reasons from ``hint`` (execution feedback) but never mentions it."""
+    task = f"{_CRITIQUE_TASK} {_HINT_TASK}"
+    parts = (task, *_subject(problem, solution), _tagged("hint", hint), _CRITIQUE_FORMAT)
+    return [_user("\n".join(parts))]
 
 
 def revision_request(critique: str) -> Message:

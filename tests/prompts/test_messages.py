@@ -10,6 +10,7 @@ from ctrl_megatron.prompts import (
     REVISION_SENTENCE,
     critique_messages,
     generation_messages,
+    hint_messages,
     parse_judgment,
     revision_request,
 )
@@ -27,13 +28,16 @@ def test_every_kind_asks_about_problem_and_sanitized_answer(kind: str) -> None:
     answer = "I think\n```\nx = 1\n```\nis good"
     (generation,) = generation_messages(problem(kind))
     (critique,) = critique_messages(problem(kind), answer)
-    for message in (generation, critique):
+    (hinted,) = hint_messages(problem(kind), answer, "IndexError in line 3")
+    for message in (generation, critique, hinted):
         assert message["role"] == "user"
         assert "Add two numbers." in message["content"]
         assert parse_judgment(message["content"]) is None
-    assert "```python\nx = 1\n```" in critique["content"]
-    assert "I think" not in critique["content"]
-    assert critique["content"].count("<format>") == critique["content"].count("</format>") == 1
+    for message in (critique, hinted):
+        assert "```python\nx = 1\n```" in message["content"]
+        assert "I think" not in message["content"]
+        assert message["content"].count("<format>") == message["content"].count("</format>") == 1
+    assert "IndexError in line 3" in hinted["content"]
     assert "hint" not in critique["content"]
 
 
