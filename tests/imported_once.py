@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctrl_megatron.checkpoint.sharded
+import ctrl_megatron.checkpoint.store
 import ctrl_megatron.models.value
 import ctrl_megatron.pipeline.ctrl
 import ctrl_megatron.pipeline.dynamic_sampling

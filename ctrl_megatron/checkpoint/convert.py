@@ -9,21 +9,26 @@ from __future__ import annotations
 import json
 import multiprocessing
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from ctrl_megatron.checkpoint.files import whole_directory
 from ctrl_megatron.checkpoint.hf import copy_side_files, load_hf, save_hf
-from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
-from ctrl_megatron.config.environment import Launch
+from ctrl_megatron.checkpoint.store import (
+    HF_FOLDER,
+    POLICY_FOLDER,
+    STATE_FILE,
+    VALUE_FOLDER,
+    load_sharded,
+    save_sharded,
+)
+from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.models.build import BuildOptions
-from ctrl_megatron.models.hf_config import ModelShape, read_model_shape, value_shape
+from ctrl_megatron.models.hf_config import read_model_shape, value_shape
 from ctrl_megatron.models.parallel_model import ModelOptions, ParallelModel
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import Layout
 
-STATE_FILE = "trainer_state.json"
-POLICY_FOLDER, VALUE_FOLDER = "policy", "value"
-HF_FOLDER = "hf"
 _TIMEOUT_SECONDS = 600.0
 
 
@@ -35,15 +40,16 @@ def hf_to_megatron(hf: Path, out: Path, *, tensor: int, pipeline: int) -> None:
     """
     layout = Layout(tensor=tensor, pipeline=pipeline)
     shape = read_model_shape(hf)
+    folder = VALUE_FOLDER if shape.value_head else POLICY_FOLDER
     layout.check_layers(shape.num_layers)
     context = multiprocessing.get_context("spawn")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with whole_directory(out) as work:
-        (work / folder_of(shape)).mkdir()
+        (work / folder).mkdir()
         ranks = [
-            context.Process(target=_write, args=(rank, layout, port, hf, work))
+            context.Process(target=_write, args=(rank, layout, port, hf, work / folder))
             for rank in range(layout.world_size)
         ]
         for process in ranks:
@@ -68,8 +74,9 @@ def megatron_to_hf(checkpoint: Path, out: Path, *, folder: str = POLICY_FOLDER) 
             f"{checkpoint} is not a checkpoint with a {folder} model: it holds no {folder}/ and "
             f"{HF_FOLDER}/; give a directory like runs/NAME/checkpoints/global_step_N"
         )
-    launch = _launch(0, 1, 0)
-    groups = initialize(Layout(), seed=1, timeout_seconds=_TIMEOUT_SECONDS, launch=launch)
+    groups = initialize(
+        Layout(), seed=1, timeout_seconds=_TIMEOUT_SECONDS, launch=read_launch(environ={})
+    )
     try:
         model = _model(side, groups, folder)
         load_sharded(model, checkpoint / folder)
@@ -78,19 +85,15 @@ def megatron_to_hf(checkpoint: Path, out: Path, *, folder: str = POLICY_FOLDER) 
         shutdown()
 
 
-def _write(rank: int, layout: Layout, port: int, hf: Path, work: Path) -> None:
-    launch = _launch(rank, layout.world_size, port)
+def _write(rank: int, layout: Layout, port: int, hf: Path, out: Path) -> None:
+    size, single = layout.world_size, read_launch(environ={})
+    place = {"rank": rank, "world_size": size, "local_rank": rank, "local_world_size": size}
+    launch = replace(single, **place, master_port=port)
     groups = initialize(layout, seed=1, timeout_seconds=_TIMEOUT_SECONDS, launch=launch)
-    folder = folder_of(read_model_shape(hf))
-    model = _model(hf, groups, folder)
+    model = _model(hf, groups, out.name)
     load_hf(model, hf)
-    save_sharded(model, work / folder)
+    save_sharded(model, out)
     shutdown()
-
-
-def folder_of(shape: ModelShape) -> str:
-    """Where a checkpoint keeps a model of this shape."""
-    return VALUE_FOLDER if shape.value_head else POLICY_FOLDER
 
 
 def _model(side: Path, groups: ProcessGroups, folder: str) -> ParallelModel:
@@ -101,15 +104,3 @@ def _model(side: Path, groups: ProcessGroups, folder: str) -> ParallelModel:
     if folder == VALUE_FOLDER:
         shape = value_shape(shape)
     return ParallelModel(shape, groups, options)
-
-
-def _launch(rank: int, world_size: int, port: int) -> Launch:
-    return Launch(
-        launcher="single",
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        master_addr="127.0.0.1",
-        master_port=port,
-    )

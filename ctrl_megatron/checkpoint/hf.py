@@ -19,16 +19,9 @@ from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import MegatronSource
 
 _SIDE_FILES = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "chat_template.jinja"),
 ]
 
 
@@ -83,13 +76,13 @@ def save_hf(
                 save_file(tensors, folder / file, metadata={"format": "pt"})
                 names |= dict.fromkeys(tensors, file)
         if groups.is_first:
-            _finish(folder, Path(side_files), names, dtype)
-            if model.shape.value_head:
-                _declare_value_head(folder / "config.json")
+            _finish(folder, Path(side_files), names, dtype, value_head=model.shape.value_head)
     groups.barrier()
 
 
-def _finish(folder: Path, side_files: Path, names: dict[str, str], dtype: str) -> None:
+def _finish(
+    folder: Path, side_files: Path, names: dict[str, str], dtype: str, *, value_head: bool
+) -> None:
     files = sorted(set(names.values()))
     if len(files) == 1:
         (folder / files[0]).rename(folder / "model.safetensors")
@@ -100,14 +93,10 @@ def _finish(folder: Path, side_files: Path, names: dict[str, str], dtype: str) -
     copy_side_files(side_files, folder)
     config = json.loads((folder / "config.json").read_text())
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    if value_head:
+        kind = config["model_type"].capitalize() + "ForTokenClassification"
+        config |= {"architectures": [kind], "id2label": {"0": "value"}, "label2id": {"value": 0}}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _declare_value_head(path: Path) -> None:
-    config = json.loads(path.read_text())
-    kind = config["model_type"].capitalize() + "ForTokenClassification"
-    config |= {"architectures": [kind], "id2label": {"0": "value"}, "label2id": {"value": 0}}
-    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def copy_side_files(source: Path, target: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 from ctrl_megatron.models.hf_config import ModelShape
@@ -93,9 +94,6 @@ def table(shape: ModelShape) -> tuple[ParamRule, ...]:
     else:
         vocabulary = embedding if shape.tied_embeddings else ("lm_head.weight",)
         output = [ParamRule("output", "output_layer.weight", vocabulary, "vocab")]
-    norm = ParamRule(
-        "final_norm", "decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"
-    )
     return (
         ParamRule("embedding", "embedding.word_embeddings.weight", embedding, "vocab"),
         layer("input_layernorm", "replicated", "input_layernorm", te=qkv),
@@ -109,7 +107,9 @@ def table(shape: ModelShape) -> tuple[ParamRule, ...]:
         layer("pre_mlp_layernorm", "replicated", "post_attention_layernorm", te=fc1),
         layer(fc1, "gate_up", "mlp.gate_proj", "mlp.up_proj"),
         layer("mlp.linear_fc2", "row", "mlp.down_proj"),
-        norm,
+        ParamRule(
+            "final_norm", "decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"
+        ),
         *output,
     )
 
@@ -133,11 +133,11 @@ def hf_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
 
 def hf_names(shape: ModelShape) -> tuple[str, ...]:
     """Every HF tensor of the model once, in checkpoint order."""
-    names: dict[str, list[str]] = {"embedding": [], "layer": [], "final_norm": [], "output": []}
-    for rule in table(shape):
-        names[rule.part] += rule.hf
-    layers = [name.format(i=i) for i in range(shape.num_layers) for name in names["layer"]]
-    ordered = [*names["embedding"], *layers, *names["final_norm"], *names["output"]]
+    ordered = []
+    for part, rules in groupby(table(shape), key=lambda rule: rule.part):
+        names = [name for rule in rules for name in rule.hf]
+        layers = range(shape.num_layers if part == "layer" else 1)
+        ordered += [name.format(i=i) for i in layers for name in names]
     return tuple(dict.fromkeys(ordered))
 
 
@@ -162,23 +162,26 @@ def pieces(rule: ParamRule, shape: ModelShape, *, layer: int, tp: int, tensor: i
     full = hf_shape(names[0], shape)
     tail = full[1:]
     if rule.kind == "replicated":
-        zeros = (0,) * len(full)
-        placed, local = [Piece(hf=names[0], hf_start=zeros, start=zeros, extent=full)], full
+        placed, local = [_rows(names[0], 0, 0, full[0], tail)], full
     elif rule.kind == "row":
-        columns = full[1] // tensor
-        extent = (full[0], columns)
-        placed = [Piece(hf=names[0], hf_start=(0, tp * columns), start=(0, 0), extent=extent)]
-        local = extent
+        local = (full[0], full[1] // tensor)
+        start = (0, tp * local[1])
+        placed = [Piece(hf=names[0], hf_start=start, start=(0, 0), extent=local)]
     elif rule.kind == "vocab":
         first, real, share = vocab_range(full[0], tp, tensor)
         local = (share, *tail)
         placed = [_rows(names[0], first, 0, real, tail)] if real else []
-    elif rule.kind == "gate_up":
-        share = full[0] // tensor
-        placed = [_rows(n, tp * share, k * share, share, tail) for k, n in enumerate(names)]
-        local = (2 * share, *tail)
     else:
-        placed, local = _query_groups(names, shape, tp, tensor, tail)
+        # Megatron interleaves: queries, keys and values of query group 0, of group 1, ...; gate and
+        # up projection of tensor rank 0, of rank 1, ...
+        parts = shape.num_query_groups if rule.kind == "qkv" else tensor
+        placed, row = [], 0
+        for part in range(tp * parts // tensor, (tp + 1) * parts // tensor):
+            for name in names:
+                count = hf_shape(name, shape)[0] // parts
+                placed.append(_rows(name, part * count, row, count, tail))
+                row += count
+        local = (row, *tail)
     split = {"replicated": None, "row": 1}.get(rule.kind, 0)
     return ShardParam(name=rule.megatron, shape=local, pieces=tuple(placed), split_dim=split)
 
@@ -186,20 +189,6 @@ def pieces(rule: ParamRule, shape: ModelShape, *, layer: int, tp: int, tensor: i
 def _rows(name: str, hf_row: int, row: int, count: int, tail: tuple[int, ...]) -> Piece:
     zeros = (0,) * len(tail)
     return Piece(hf=name, hf_start=(hf_row, *zeros), start=(row, *zeros), extent=(count, *tail))
-
-
-def _query_groups(
-    names: tuple[str, ...], shape: ModelShape, tp: int, tensor: int, tail: tuple[int, ...]
-) -> tuple[list[Piece], tuple[int, ...]]:
-    """Megatron interleaves query groups: queries of group 0, k 0, v 0, queries of group 1, ..."""
-    groups = shape.num_query_groups // tensor
-    queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
-    placed, row = [], 0
-    for group in range(tp * groups, (tp + 1) * groups):
-        for name, count in zip(names, (queries, shape.head_dim, shape.head_dim), strict=True):
-            placed.append(_rows(name, group * count, row, count, tail))
-            row += count
-    return placed, (row, *tail)
 
 
 def shard_params(

@@ -1,13 +1,13 @@
 """From a micro-batch to its loss: what Megatron's schedule calls, read from top to bottom.
 
 Megatron lets the last stage return its output and a function that makes a loss of it. Here the
-stage makes the loss at once, and the function (``ReportLoss``) only hands it over.
+stage makes the loss at once, and the function (``report_loss``) only hands it over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -32,68 +32,57 @@ class Head(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainStep:
+def train_step(
+    micro_batches: Iterator[MicroBatch],
+    model: Any,
+    *,
+    head: Head,
+    loss: Callable[..., tuple[torch.Tensor, Scalars]],
+    rows: Fields,
+    counts: GlobalCounts,
+) -> tuple[torch.Tensor, Any]:
     """Megatron's ``forward_step_func`` of an optimizer step: stage, head, loss.
 
-    ``loss`` is called with the head's vectors as (b, R) matrices, the other fields of these b rows
-    and ``counts``; see ``models.policy.LossFn`` and ``models.value.ValueLossFn``.
+    ``rows`` are this rank's rows of the global mini-batch. ``loss`` is called with the head's
+    vectors as (b, R) matrices, the other fields of these b rows and ``counts``; see
+    ``models.policy.LossFn`` and ``models.value.ValueLossFn``.
     """
-
-    head: Head
-    loss: Callable[..., tuple[torch.Tensor, Scalars]]
-    rows: Fields
-    """This rank's rows of the global mini-batch."""
-    counts: GlobalCounts
-
-    def __call__(self, micro_batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
-        micro = next(micro_batches)
-        module, output = run_stage(model, micro)
-        if not module.post_process:
-            return output, None  # goes to the next stage
-        vectors = self.head(module, micro, output)
-        if len(micro.rows):
-            rows = {
-                name: value[micro.rows].to(output.device)
-                for name, value in self.rows.items()
-                if isinstance(value, torch.Tensor)
-            }
-            loss, scalars = self.loss(*map(micro.to_rows, vectors), rows, self.counts)
-            scalars = {"loss": loss.detach(), **scalars}
-        else:
-            loss, scalars = vectors[0].sum(), {}
-        # Keeps every parameter in the graph of a micro-batch without rows.
-        return loss + 0.0 * output.sum(), ReportLoss(scalars)
+    micro = next(micro_batches)
+    module, output = run_stage(model, micro)
+    if not module.post_process:
+        return output, None  # goes to the next stage
+    vectors = head(module, micro, output)
+    if len(micro.rows):
+        fields = {name: value[micro.rows].to(output.device) for name, value in rows.items()}
+        share, scalars = loss(*map(micro.to_rows, vectors), fields, counts)
+        scalars = {"loss": share.detach(), **scalars}
+    else:
+        share, scalars = vectors[0].sum(), {}
+    # Keeps every parameter in the graph of a micro-batch without rows.
+    return share + 0.0 * output.sum(), partial(report_loss, scalars)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferenceStep:
-    """Megatron's ``forward_step_func`` of a pass without gradients: stage, head, result."""
+def inference_step(
+    micro_batches: Iterator[MicroBatch], model: Any, *, head: Head, results: torch.Tensor
+) -> tuple[torch.Tensor, Any]:
+    """Megatron's ``forward_step_func`` of a pass without gradients: stage, head, result.
 
-    head: Head
-    results: torch.Tensor
-    """(vectors of the head, B, R) float32, filled on the last stage."""
-
-    def __call__(self, micro_batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
-        micro = next(micro_batches)
-        module, output = run_stage(model, micro)
-        if not module.post_process:
-            return output, None
-        vectors = self.head(module, micro, output)
-        rows = micro.rows.to(self.results.device)
-        self.results[:, rows] = torch.stack([micro.to_rows(vector) for vector in vectors])
-        return vectors[0].sum(), ReportLoss({})
+    ``results`` (vectors of the head, B, R) float32 is filled on the last stage.
+    """
+    micro = next(micro_batches)
+    module, output = run_stage(model, micro)
+    if not module.post_process:
+        return output, None
+    vectors = head(module, micro, output)
+    rows = micro.rows.to(results.device)
+    results[:, rows] = torch.stack([micro.to_rows(vector) for vector in vectors])
+    return vectors[0].sum(), partial(report_loss, {})
 
 
-@dataclass(frozen=True, slots=True)
-class ReportLoss:
+def report_loss(scalars: Scalars, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Scalars]:
     """Megatron's ``loss_func``: gets the loss back and says what the schedule shall return."""
-
-    scalars: Scalars
-
-    def __call__(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Scalars]:
-        # The token count is not used: the loss is normalised already (models.loss_scale).
-        return loss, torch.tensor(1, dtype=torch.int), self.scalars
+    # The token count is not used: the loss is normalised already (models.loss_scale).
+    return loss, torch.tensor(1, dtype=torch.int), scalars
 
 
 def run_stage(model: Any, micro: MicroBatch) -> tuple[Any, torch.Tensor]:

@@ -46,9 +46,9 @@ def value_shape(shape: ModelShape) -> ModelShape:
     return replace(shape, value_head=True, tied_embeddings=False)
 
 
-# Keys that say nothing about the forward pass of the families below.
-_IRRELEVANT = frozenset(
+_KNOWN = frozenset(
     [
+        # These say nothing about the forward pass of the families below.
         *("architectures", "model_type", "torch_dtype", "dtype", "transformers_version"),
         *("use_cache", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"),
         *("unk_token_id", "name_or_path", "_name_or_path", "is_llama_config"),
@@ -56,10 +56,7 @@ _IRRELEVANT = frozenset(
         *("output_attentions", "output_hidden_states", "problem_type"),
         *("chunk_size_feed_forward", "is_encoder_decoder", "pretraining_tp"),
         *("max_window_layers",),
-    ]
-)
-_READ = frozenset(
-    [
+        # These are read or checked.
         *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
         *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
         *("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"),
@@ -68,18 +65,15 @@ _READ = frozenset(
         *("partial_rotary_factor",),
     ]
 )
-_ROPE_KEYS = {
-    "default": frozenset(),
-    "llama3": frozenset(
-        ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    ),
+_ROPE_KEYS: dict[str, dict[str, type]] = {
+    "default": {},
+    "llama3": {
+        **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), float),
+        "original_max_position_embeddings": int,
+    },
 }
 # Where transformers fills in a number of its own for a missing key, the key must be given.
-_DEMANDED = {
-    "llama": (),
-    "qwen2": ("num_key_value_heads",),
-    "qwen3": ("num_key_value_heads", "head_dim"),
-}
+_DEMANDED = {"qwen2": ["num_key_value_heads"], "qwen3": ["num_key_value_heads", "head_dim"]}
 _FAMILIES = {
     "llama": {"qkv_bias": False, "qk_norm": False},
     "qwen2": {"qkv_bias": True, "qk_norm": False},
@@ -111,7 +105,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
             f"{where}: model_type {family!r} is not supported; known: {', '.join(_FAMILIES)}"
         )
     _refuse_unsupported(config, where)
-    for key in _DEMANDED[family]:
+    for key in _DEMANDED.get(family, ()):
         _need(config, key, where)
     heads = _need(config, "num_attention_heads", where)
     hidden = _need(config, "hidden_size", where)
@@ -167,7 +161,7 @@ def _divides(whole: int, name: str, part: int, part_name: str, where: str) -> No
 
 def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
     for key, value in config.items():
-        if key not in _READ and key not in _IRRELEVANT and value is not None and value is not False:
+        if key not in _KNOWN and value is not None and value is not False:
             raise ValueError(
                 f"{where}: {key}={value!r} is not supported by the {config['model_type']} family; "
                 "remove the key if it does not change the forward pass"
@@ -212,16 +206,7 @@ def _rope(config: dict[str, Any], where: str) -> Rope:
     if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ValueError(f"{where}: partial_rotary_factor is not supported")
     common = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-    for key in sorted(scaling.keys() - common - _ROPE_KEYS[kind]):
+    for key in sorted(scaling.keys() - common - _ROPE_KEYS[kind].keys()):
         raise ValueError(f"{where}: {key}={scaling[key]!r} is not supported by rope type {kind!r}")
-    if kind == "default":
-        return Rope(theta=float(theta))
-    return Rope(
-        theta=float(theta),
-        factor=float(_need(scaling, "factor", where)),
-        low_freq_factor=float(_need(scaling, "low_freq_factor", where)),
-        high_freq_factor=float(_need(scaling, "high_freq_factor", where)),
-        original_max_position_embeddings=int(
-            _need(scaling, "original_max_position_embeddings", where)
-        ),
-    )
+    given = {key: number(_need(scaling, key, where)) for key, number in _ROPE_KEYS[kind].items()}
+    return Rope(theta=float(theta), **given)

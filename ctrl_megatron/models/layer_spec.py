@@ -54,14 +54,7 @@ class PackedCausalAttention(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        cp_comm_type: str | None = None,
-        softmax_scale: float | None = None,
-        pg_collection: Any = None,
+        self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any
     ) -> None:
         super().__init__()
         if config.context_parallel_size > 1:
@@ -75,13 +68,10 @@ class PackedCausalAttention(torch.nn.Module):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSeqParams,
+        **_: Any,
     ) -> torch.Tensor:
         """query (T, A, D), key and value (T, G, D), A a multiple of G; returns (T, A * D)."""
-        if packed_seq_params is None:
-            raise ValueError("PackedCausalAttention needs packed sequences")
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         outputs = []
         for start, end in itertools.pairwise(bounds):
@@ -126,11 +116,12 @@ def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
     # Megatron annotates these slots more narrowly than what it builds from.
     norm: Any = RMSNorm
+    core_attention: Any = PackedCausalAttention
     head_norm: Any = RMSNorm if qk_norm else None
     bias_dropout_add: Any = get_bias_dropout_add
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
-        core_attention=PackedCausalAttention,
+        core_attention=core_attention,
         linear_proj=RowParallelLinear,
         q_layernorm=head_norm,
         k_layernorm=head_norm,

@@ -38,13 +38,12 @@ class Optimization:
     def __init__(
         self, chunks: Sequence[torch.nn.Module], options: OptimizerOptions, build: BuildOptions
     ) -> None:
-        dtype = DTYPES[build.dtype]
-        self.options = options
+        dtype, min_lr = DTYPES[build.dtype], options.lr * options.min_lr_ratio
         self.optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=options.lr,
-                min_lr=options.lr * options.min_lr_ratio,
+                min_lr=min_lr,
                 weight_decay=options.weight_decay,
                 adam_beta1=options.betas[0],
                 adam_beta2=options.betas[1],
@@ -60,7 +59,7 @@ class Optimization:
             self.optimizer,
             init_lr=0.0,
             max_lr=options.lr,
-            min_lr=options.lr * options.min_lr_ratio,
+            min_lr=min_lr,
             lr_warmup_steps=options.warmup_steps,
             lr_decay_steps=max(options.total_steps, options.warmup_steps + 1),
             lr_decay_style=options.schedule,
@@ -75,10 +74,6 @@ class Optimization:
         if options.warmup_steps:
             # Megatron's schedule starts at lr 0; the first step would change nothing.
             self.scheduler.step(increment=1)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients of the last step."""
-        self.optimizer.zero_grad()
 
     def step(self) -> dict[str, float]:
         """Clip, update the weights, advance the schedule."""
@@ -115,19 +110,12 @@ class Optimization:
                 _keep_step_beside_moments(inner)
         self.optimizer.load_state_dict(optimizer)
         for inner in self.optimizer.chained_optimizers:
-            _unshare_steps(inner.optimizer)
+            # megatron-core 0.16 hands one step count to all parameters, which torch's AdamW would
+            # advance once per parameter in every step.
+            for state in inner.optimizer.state.values():
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = state["step"].clone()
         self.scheduler.load_state_dict(scheduler)
-
-
-def _unshare_steps(adam: Any) -> None:
-    """Give every parameter a step count of its own.
-
-    megatron-core 0.16 hands one tensor to all of them, which torch's AdamW would then advance once
-    per parameter in every step: resumed runs would leave the uninterrupted one's path.
-    """
-    for state in adam.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].clone()
 
 
 def _keep_step_beside_moments(inner: Any) -> None:

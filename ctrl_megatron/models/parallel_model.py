@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ctrl_megatron.models.build import BuildOptions, build_chunks
 from ctrl_megatron.models.families import ShardParam, shard_params
-from ctrl_megatron.models.forward_step import Head, InferenceStep, Scalars, TrainStep
+from ctrl_megatron.models.forward_step import Head, Scalars, inference_step, train_step
 from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.loss_scale import global_counts
@@ -97,7 +98,7 @@ class ParallelModel:
         """
         if self.optimization is None:
             raise ValueError("a frozen model has no gradients and no optimizer; use to_host()")
-        self.optimization.zero_grad()
+        self.optimization.optimizer.zero_grad()
         if gradients:
             for chunk in self.chunks:
                 chunk.offload_grad_buffers()
@@ -158,7 +159,7 @@ class ParallelModel:
             (vectors, *rows["response_mask"].shape), dtype=torch.float32, device=self.groups.device
         )
         get_forward_backward_func()(
-            forward_step_func=InferenceStep(head=head, results=results),
+            forward_step_func=partial(inference_step, head=head, results=results),
             forward_only=True,
             **self._micro_batches(rows, token_budget or self.options.token_budget),
         )
@@ -180,9 +181,9 @@ class ParallelModel:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
-        self.optimization.zero_grad()
+        self.optimization.optimizer.zero_grad()
         shares = get_forward_backward_func()(
-            forward_step_func=TrainStep(head=head, loss=loss, rows=rows, counts=counts),
+            forward_step_func=partial(train_step, head=head, loss=loss, rows=rows, counts=counts),
             forward_only=False,
             **self._micro_batches(rows, self.options.token_budget),
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -47,7 +48,8 @@ class Policy(ParallelModel):
         ``token_budget`` bounds the tokens of one micro-batch, which may be more than in training
         because nothing is kept for a backward pass; None takes the model's own.
         """
-        log_probs, entropy = self.infer(rows, LogProbHead(self, temperature), 2, token_budget)
+        head = partial(self._head, temperature=temperature)
+        log_probs, entropy = self.infer(rows, head, 2, token_budget)
         return log_probs, entropy
 
     def step(self, rows: Fields, loss: LossFn, temperature: float = 1.0) -> dict[str, float]:
@@ -55,24 +57,16 @@ class Policy(ParallelModel):
 
         Returns and raises as ``ParallelModel.train_step``.
         """
-        return self.train_step(rows, LogProbHead(self, temperature), loss)
+        return self.train_step(rows, partial(self._head, temperature=temperature), loss)
 
-
-@dataclass(frozen=True, slots=True)
-class LogProbHead:
-    """A ``models.forward_step.Head``: (log-probs of the response tokens, entropies)."""
-
-    policy: Policy
-    temperature: float
-
-    def __call__(
-        self, module: Any, micro: MicroBatch, output: torch.Tensor
+    def _head(
+        self, module: GPTModel, micro: MicroBatch, output: torch.Tensor, *, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        policy = self.policy
+        """A ``models.forward_step.Head``: (log-probs of the response tokens, entropies)."""
         # (1, T, H) -> (T, 1, H), of which a rank holds T / tensor size under sequence parallelism.
         # Backwards both regions sum what the tensor ranks' vocabularies give.
         hidden = output.transpose(0, 1)
-        if policy.config.sequence_parallel:
+        if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
@@ -80,10 +74,10 @@ class LogProbHead:
             hidden.squeeze(1)[micro.predictors],
             output_weight(module),
             micro.targets,
-            vocab_size=policy.shape.vocab_size,
-            temperature=self.temperature,
-            chunk=policy.options.logprob_chunk,
-            tensor_rank=policy.groups.place.tp,
-            tensor_size=policy.groups.layout.tensor,
-            group=policy.groups.tensor,
+            vocab_size=self.shape.vocab_size,
+            temperature=temperature,
+            chunk=self.options.logprob_chunk,
+            tensor_rank=self.groups.place.tp,
+            tensor_size=self.groups.layout.tensor,
+            group=self.groups.tensor,
         )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
-from ctrl_megatron.models.parallel_model import ModelOptions, ParallelModel
-from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.models.parallel_model import ParallelModel
 
 
 class ValueLossFn(Protocol):
@@ -27,38 +24,27 @@ class ValueLossFn(Protocol):
 
 
 class ValueModel(ParallelModel):
-    """V(state before each response token). Schulman et al., arXiv 1506.02438.
+    """V(state before each response token) of a ``hf_config.value_shape``; arXiv 1506.02438.
 
     Its output layer is ``models.layer_spec.ValueOutputLayer``; a model that starts from a language
     model predicts 0 everywhere at first.
     """
-
-    def __init__(self, shape: ModelShape, groups: ProcessGroups, options: ModelOptions) -> None:
-        if not shape.value_head:
-            raise ValueError("a value model needs a shape with a value head; see value_shape()")
-        super().__init__(shape, groups, options)
 
     def values(self, rows: Fields) -> torch.Tensor:
         """(B, R) float32 on the host, 0 off the mask: column t is read before token t is known.
 
         Every rank of the model copy calls this with the same rows and gets the same result.
         """
-        return self.infer(rows, ValueHead(self.config.sequence_parallel), 1)[0]
+        return self.infer(rows, self._head, 1)[0]
 
     def step(self, rows: Fields, loss: ValueLossFn) -> dict[str, float]:
         """One optimizer step; returns and raises as ``ParallelModel.train_step``."""
-        return self.train_step(rows, ValueHead(self.config.sequence_parallel), loss)
+        return self.train_step(rows, self._head, loss)
 
-
-@dataclass(frozen=True, slots=True)
-class ValueHead:
-    """A ``models.forward_step.Head``: (values before the response tokens,)."""
-
-    sequence_parallel: bool
-
-    def __call__(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor]:
+    def _head(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor]:
+        """A ``models.forward_step.Head``: (values before the response tokens,)."""
         values = output.transpose(0, 1)
-        if self.sequence_parallel:
+        if self.config.sequence_parallel:
             # Every tensor rank computes the same loss from the gathered values, so its gradient
             # comes back cut, not summed.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)

@@ -27,13 +27,9 @@ _installed: _CudaOnCpu | None = None
 
 
 def _means_cuda(device: object) -> bool:
-    if isinstance(device, bool):
-        return False
     if isinstance(device, int):
-        return True
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
+        return not isinstance(device, bool)
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
 class _CudaOnCpu(TorchFunctionMode):
@@ -55,23 +51,9 @@ class _CudaOnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Stream:
-    """Everything on a CPU is already in order, so a stream has nothing to do."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: _Stream) -> None: ...
-
-    def wait_event(self, event: _Event) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
-
-
 class _Event:
+    """Everything on a CPU is already in order, so events and streams have nothing to do."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
@@ -83,6 +65,15 @@ class _Event:
 
     def query(self) -> bool:
         return True
+
+
+class _Stream(_Event):
+    def wait_stream(self, stream: _Stream) -> None: ...
+
+    def wait_event(self, event: _Event) -> None: ...
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
 
 
 def _nothing() -> Callable[..., None]:

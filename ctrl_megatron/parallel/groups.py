@@ -81,15 +81,11 @@ class ProcessGroups:
 
     def from_all(self, value: T) -> list[T]:
         """One value per rank, in rank order, on every rank."""
-        values: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(values, value, group=self.host)
-        return values
+        return _gather(value, self.layout.world_size, self.host)
 
     def from_data_ranks(self, value: T) -> list[T]:
         """One value per data-parallel rank, in their order, on every rank."""
-        values: list[Any] = [None] * self.layout.data
-        dist.all_gather_object(values, value, group=self.host_data)
-        return values
+        return _gather(value, self.layout.data, self.host_data)
 
     def from_here(self, value: T) -> dict[int, T]:
         """The values of this host's ranks by rank, ascending. Collective over all ranks."""
@@ -118,6 +114,12 @@ class ProcessGroups:
     def barrier(self) -> None:
         """Wait for all ranks (host side)."""
         dist.barrier(group=self.host)
+
+
+def _gather(value: T, count: int, group: Any) -> list[T]:
+    values: list[Any] = [None] * count
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def initialize(
@@ -195,8 +197,7 @@ def _collect(layout: Layout, device: torch.device, timeout: timedelta) -> Proces
             group = dist.new_group(ranks, backend="gloo", timeout=timeout)
             host_data = group if rank in ranks else host_data
     host = dist.new_group(list(every), backend="gloo", timeout=timeout)
-    identities: list[Any] = [None] * layout.world_size
-    dist.all_gather_object(identities, host_identity(), group=host)
+    identities = _gather(host_identity(), layout.world_size, host)
     return ProcessGroups(
         layout=layout,
         rank=rank,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -69,11 +68,9 @@ class Layout:
         first = (chunk * self.pipeline + pp) * per_chunk
         return range(first, first + per_chunk)
 
-    def stages(self) -> Iterator[tuple[int, int]]:
+    def stages(self) -> list[tuple[int, int]]:
         """Every (pipeline stage, virtual stage) in the order in which a token passes through."""
-        for chunk in range(self.virtual_pipeline):
-            for pp in range(self.pipeline):
-                yield pp, chunk
+        return [(pp, c) for c in range(self.virtual_pipeline) for pp in range(self.pipeline)]
 
     def is_first(self, *, pp: int, chunk: int) -> bool:
         """True for the virtual stage that holds the embedding."""

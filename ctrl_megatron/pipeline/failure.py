@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.rollout.parent_watch import process_gone
 
 _POLL_SECONDS = 0.5
 _BEAT_SECONDS = 2.0
@@ -151,18 +152,9 @@ class FailureWatch:
 
 def _dead_rank(local: dict[int, int]) -> str | None:
     for rank, pid in local.items():
-        if not _runs(pid):
+        if process_gone(pid):
             return f"rank {rank} (pid {pid}) died without a word, e.g. killed by the kernel"
     return None
-
-
-def _runs(pid: int) -> bool:
-    """False for a process that is gone or a zombie that its launcher has not reaped yet."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def _is_echo(error: BaseException) -> bool:

@@ -167,7 +167,7 @@ class Services:
         if (engine := self._engine) is not None:
             engine.wait_ready()
             assert self._watch is not None
-            log = partial(log_tail, engine.log_path)
+            log = partial(log_tail, engine.address.log_path)
             self._watch.guard(
                 ChildProcess(
                     name="rollout engine", alive=engine.alive, pid=engine.pid, last_words=log

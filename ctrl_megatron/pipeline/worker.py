@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController
-from ctrl_megatron.checkpoint.convert import POLICY_FOLDER, VALUE_FOLDER
+from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.tokens import TextCodec

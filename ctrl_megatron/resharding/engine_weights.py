@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +19,7 @@ from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, spec_bytes
 from ctrl_megatron.rollout.weight_update import checksums
+from ctrl_megatron.types import TensorSpec
 
 Role = Literal["actor", "proxy"]
 _MEMORY: tuple[str, ...] = ("weights", "kv_cache")
@@ -37,11 +37,9 @@ class EngineLink:
 class SyncReport:
     """What one push moved."""
 
-    version: str
     num_bytes: int
     seconds: float
     """Checksums included where they were compared."""
-    verified: bool
 
 
 class EngineWeights:
@@ -143,9 +141,7 @@ def push(
     start = time.monotonic()
     queue, sent = None, dict[str, str]()
     if link:
-        queue = ChunkQueue(link.loop)
-        specs = [place.spec for place in source.places]
-        queue.watch(link.loop.submit(link.engine.update(specs, queue, version)))
+        queue = ChunkQueue(link, [place.spec for place in source.places], version)
     with shared_segments(source.places, groups) as segments:
         wait_until_free = queue.wait_until_read if queue else lambda bucket: None
         for bucket in fill_buckets(source, segments, groups, wait_until_free):
@@ -164,30 +160,23 @@ def push(
                 f"after the update to {version} the engine holds other bytes than were sent for "
                 f"{len(wrong)} of {len(sent)} tensors: {wrong[:5]}"
             )
-    return SyncReport(
-        version=version,
-        num_bytes=sum(spec_bytes(place.spec) for place in source.places),
-        seconds=time.monotonic() - start,
-        verified=verify,
-    )
+    num_bytes = sum(spec_bytes(place.spec) for place in source.places)
+    return SyncReport(num_bytes=num_bytes, seconds=time.monotonic() - start)
 
 
 class ChunkQueue:
-    """The chunks of an update, from the thread that fills buckets to the engine's coroutine.
+    """An update: its chunks on their way from the thread that fills buckets to the engine.
 
     An engine asks for the next chunk only when it has read the one before, so the number of times
     it has asked says which segments may be filled again.
     """
 
-    def __init__(self, loop: BackgroundLoop) -> None:
-        self._loop, self._queue = loop.loop, asyncio.Queue[WeightChunk | None]()
+    def __init__(self, link: EngineLink, specs: Sequence[TensorSpec], version: str) -> None:
+        self._loop, self._queue = link.loop.loop, asyncio.Queue[WeightChunk | None]()
         self._asked, self._changed = 0, threading.Condition()
-        self._update: Future[None] = Future()
-
-    def watch(self, update: Future[None]) -> None:
-        """``update`` is what reads this queue; its failure ends every wait."""
-        self._update = update
-        update.add_done_callback(lambda _: self._notify(asked=0))
+        self._update = link.loop.submit(link.engine.update(specs, self, version))
+        # Its failure ends every wait.
+        self._update.add_done_callback(lambda _: self._notify(asked=0))
 
     def put(self, bucket: FilledBucket) -> None:
         """Offer a filled bucket."""

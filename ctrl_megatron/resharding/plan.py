@@ -54,21 +54,15 @@ Route = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """A whole tensor's bucket and byte offset there: the same on all hosts."""
+    """A whole tensor's bucket and byte offset there, the same on all hosts, and who fills it."""
 
     spec: TensorSpec
     bucket: int
     offset: int
     routes: tuple[Route, ...] = ()
     """Hosts that need the tensor and hosts that write it for them, where they are not the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """One whole HF tensor: its place, and what it is put together from on every host that does."""
-
-    place: TensorPlace
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...] = ()
+    """What it is put together from on every host that writes it."""
 
 
 def hf_specs(shape: ModelShape, dtype: str) -> list[TensorSpec]:
@@ -95,8 +89,8 @@ def plan(
     engine: EngineLayout,
     te_names: bool = False,
     spread: HostSpread | None = None,
-) -> tuple[Transfer, ...]:
-    """The transfers that bring every HF tensor of the model to every reader once.
+) -> tuple[TensorPlace, ...]:
+    """The places, routes and sources that bring every HF tensor of the model to every reader once.
 
     Tied embeddings are sent from the first stage only, under the embedding's name. A reader's host
     writes what its own ranks hold; the rest is sent to it. Copying is spread over the data-parallel
@@ -117,7 +111,7 @@ def plan(
                         continue
                     pieces_of[piece.hf].append((tp, pp, chunk, param.name, piece))
     load = [0] * train.data
-    transfers = []
+    places = []
     for place in place_in_buckets(specs, engine.bucket_bytes):
         pieces = pieces_of[place.spec.name]
         (stage,) = {pp for _, pp, *_ in pieces}
@@ -129,8 +123,8 @@ def plan(
             for dp in replicas
             for tp, pp, chunk, name, piece in pieces
         )
-        transfers.append(Transfer(place=replace(place, routes=routes), sources=sources))
-    return tuple(transfers)
+        places.append(replace(place, routes=routes, sources=sources))
+    return tuple(places)
 
 
 def _replicas(

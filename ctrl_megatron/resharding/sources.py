@@ -48,19 +48,17 @@ class MegatronSource:
     def __init__(
         self, model: ParallelModel, layout: EngineLayout, readers: tuple[int, ...]
     ) -> None:
-        place, groups = model.groups.place, model.groups
+        mine, groups = model.groups.place, model.groups
         spread = HostSpread(of_rank=groups.hosts.of_rank, readers=readers)
-        transfers = plan(model.shape, groups.layout, layout, has_transformer_engine(), spread)
-        self.places = tuple(transfer.place for transfer in transfers)
+        self.places = plan(model.shape, groups.layout, layout, has_transformer_engine(), spread)
         chunks = [dict(chunk.named_parameters()) for chunk in model.models]
         self._copies: dict[int, list[tuple[TensorPlace, Piece, torch.nn.Parameter]]]
         self._copies = defaultdict(list)
-        for transfer in transfers:
-            for source in transfer.sources:
-                if (source.tp, source.pp, source.dp) == (place.tp, place.pp, place.dp):
+        for place in self.places:
+            for source in place.sources:
+                if (source.tp, source.pp, source.dp) == (mine.tp, mine.pp, mine.dp):
                     weight = chunks[source.chunk][source.param]
-                    copy = (transfer.place, source.piece, weight)
-                    self._copies[transfer.place.bucket].append(copy)
+                    self._copies[place.bucket].append((place, source.piece, weight))
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
         for place, piece, weight in self._copies[bucket]:

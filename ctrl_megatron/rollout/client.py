@@ -19,23 +19,30 @@ from ctrl_megatron.rollout.parent_watch import process_gone
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
-_TAIL_BYTES = 3000
 _EXIT_GRACE = 3.0
 
 
-def log_tail(path: str, size: int = _TAIL_BYTES) -> str:
-    """The end of a log file."""
+def log_tail(path: str) -> str:
+    """The last 3000 bytes of a log file."""
     file = Path(path)
     if not file.is_file():
         return f"(no log at {path})"
     with file.open("rb") as handle:
-        handle.seek(max(0, file.stat().st_size - size))
+        handle.seek(max(0, file.stat().st_size - 3000))
         return handle.read().decode(errors="replace")
 
 
 def describe_exit(code: int) -> str:
     """``Popen.returncode`` in words."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def engine_died(address: EngineAddress, what: str) -> EngineDied:
+    """The error that says ``what`` happened to the engine, with the end of its log."""
+    return EngineDied(
+        f"engine {address.name} (pid {address.pid}) {what}; the end of its log "
+        f"{address.log_path}:\n{log_tail(address.log_path)}"
+    )
 
 
 class RemoteEngine:
@@ -67,7 +74,9 @@ class RemoteEngine:
             async with self._open().ws_connect(
                 self.address.endpoint + "/update", max_msg_size=0
             ) as socket:
-                await socket.send_json({"specs": wire.specs_to_json(specs), "version": version})
+                await socket.send_json(
+                    {"specs": [asdict(spec) for spec in specs], "version": version}
+                )
                 # The server asks for each chunk when the engine has read the one before.
                 while (answer := await _receive(socket)) == {"next": True}:
                     try:
@@ -134,23 +143,17 @@ class RemoteEngine:
     async def _died(self, error: BaseException) -> EngineDied:
         """The error to raise when the connection failed, with all that can be known."""
         address, deadline = self.address, time.monotonic() + _EXIT_GRACE
-        code = None
-        while code is None and time.monotonic() < deadline:
-            if self._exit_code is not None:
-                code = self._exit_code()
-            elif process_gone(address.pid):
-                break
+        exit_code = self._exit_code or (lambda: None)
+        # The process that launched the engine gets its exit code once it has reaped it.
+        while not (gone := process_gone(address.pid)) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        if code is not None:
+        if (code := exit_code()) is not None:
             ending = describe_exit(code)
-        elif process_gone(address.pid):
+        elif gone:
             ending = "is gone"
         else:
             ending = f"still runs but does not answer ({type(error).__name__}: {error})"
-        return EngineDied(
-            f"engine {address.name} (pid {address.pid}, seen from pid {os.getpid()}) {ending}; "
-            f"the end of its log {address.log_path}:\n{log_tail(address.log_path)}"
-        )
+        return engine_died(address, f"{ending} (seen from pid {os.getpid()})")
 
 
 async def _receive(socket: aiohttp.ClientWebSocketResponse) -> wire.Json:

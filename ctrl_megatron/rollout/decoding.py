@@ -17,7 +17,7 @@ from ctrl_megatron.rollout.sampling import draw, temper
 from ctrl_megatron.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class DecodingRow:
     """One completion in the making."""
 

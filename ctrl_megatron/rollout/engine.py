@@ -42,8 +42,6 @@ class EngineSpec:
     """HF directory with ``config.json`` and safetensors."""
     dtype: str = "bfloat16"
     """``bfloat16`` or ``float32``: what the engine computes in and holds."""
-    label: str = ""
-    """What errors and logs call this engine, e.g. ``actor``; ``name`` where empty."""
     max_model_len: int = 2048
     """Longest prompt plus completion, in tokens."""
     max_num_seqs: int = 64
@@ -60,8 +58,6 @@ class EngineSpec:
     """Seed of draws that have no ``SamplingParams.seed``."""
     threads: int | None = None
     """CPU threads the engine computes with; None leaves the choice to the engine."""
-    initial_version: str = "initial"
-    """What the weights in ``model_path`` are called until the first update."""
     startup_timeout: float = 600.0
     """Seconds until a start counts as failed."""
     log_path: str | None = None

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
 from ctrl_megatron.rollout.engine import EngineSpec, PauseMode
@@ -23,16 +24,6 @@ from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_model(spec: EngineSpec) -> Any:
-    """The transformers model of ``spec`` on ``_DEVICE``."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        spec.model_path, dtype=getattr(torch, spec.dtype), **spec.extra
-    )
-    return model.eval().to(_DEVICE)
-
-
 class HfEngine:
     """``Engine`` on transformers; calls of ``generate`` run one after another, each in batches."""
 
@@ -46,8 +37,11 @@ class HfEngine:
             torch.set_num_threads(spec.threads)
         self._spec = spec
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
-        self._state = WeightState(read_manifest(spec.model_path, spec.dtype), spec.initial_version)
-        self._model: Any = load_model(spec)
+        self._state = WeightState(read_manifest(spec.model_path, spec.dtype))
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            spec.model_path, dtype=getattr(torch, spec.dtype), **spec.extra
+        )
+        self._model: Any = model.eval().to(_DEVICE)
         self._weights = dict(self._model.named_parameters())
         renamed = [s.name for s in self._state.manifest if s.name not in self._weights]
         if renamed:
@@ -97,14 +91,10 @@ class HfEngine:
 
     def _rows(self, prompts: list[list[int]], params: SamplingParams) -> list[DecodingRow]:
         self._calls += 1
-        base = params.seed
-        if base is None:
-            base = stream_seed(self._spec.seed, self._calls, 0)
+        own = stream_seed(self._spec.seed, self._calls, 0)
+        base = own if params.seed is None else params.seed
         return [
-            DecodingRow(
-                prompt=prompt,
-                stream=torch.Generator().manual_seed(stream_seed(base, i, j)),
-            )
+            DecodingRow(prompt, torch.Generator().manual_seed(stream_seed(base, i, j)))
             for i, prompt in enumerate(prompts)
             for j in range(params.n)
         ]

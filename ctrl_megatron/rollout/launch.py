@@ -10,17 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ctrl_megatron.config.environment import child_environment
-from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, log_tail
-from ctrl_megatron.rollout.engine import EngineAddress, EngineDied, EngineSpec, require_engine
+from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, engine_died
+from ctrl_megatron.rollout.engine import EngineAddress, EngineSpec, require_engine
 from ctrl_megatron.rollout.parent_watch import end_group
 from ctrl_megatron.rollout.weight_update import read_manifest
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-_SERVER = "ctrl_megatron.rollout.server"
 _KILL_SECONDS = 10.0
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 _VLLM = {
@@ -50,28 +49,26 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     return {**kept, **chosen}
 
 
-def _temporary_log(name: str) -> str:
-    descriptor, path = tempfile.mkstemp(prefix=f"ctrl-engine-{name}-", suffix=".log")
-    os.close(descriptor)
-    return path
-
-
 class EngineProcess:
     """A launched engine. The process that launched it owns it: when that ends, the engine ends."""
 
     def __init__(self, spec: EngineSpec) -> None:
         require_engine(spec.name)
         read_manifest(spec.model_path, spec.dtype)
-        self.spec, self.token = spec, secrets.token_urlsafe(32)
-        self.name, self.endpoint = spec.label or spec.name, ""
-        self.log_path = spec.log_path or _temporary_log(self.name)
-        self._deadline = time.monotonic() + spec.startup_timeout
+        self._timeout, self._started = spec.startup_timeout, time.monotonic()
+        token = secrets.token_urlsafe(32)
         ready, ready_child = os.pipe()
         self._ready = os.fdopen(ready, "rb", buffering=0)
-        command = [sys.executable, "-m", _SERVER]
-        with open(self.log_path, "ab") as log:
+        command = [sys.executable, "-m", "ctrl_megatron.rollout.server", "--engine", spec.name]
+        log_path = spec.log_path
+        if log_path is None:
+            descriptor, log_path = tempfile.mkstemp(
+                prefix=f"ctrl-engine-{spec.name}-", suffix=".log"
+            )
+            os.close(descriptor)
+        with open(log_path, "ab") as log:
             self._popen = subprocess.Popen(
-                [*command, "--engine", spec.name, "--ready-fd", str(ready_child)],
+                [*command, "--ready-fd", str(ready_child)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -82,25 +79,15 @@ class EngineProcess:
         os.close(ready_child)
         assert self._popen.stdin is not None
         # The pipe stays open: the engine lives as long as it does.
-        start = json.dumps({"spec": asdict(spec), "token": self.token})
+        start = json.dumps({"spec": asdict(spec), "token": token})
         self._popen.stdin.write(start.encode() + b"\n")
         self._popen.stdin.flush()
-
-    @property
-    def pid(self) -> int:
+        self.pid = self._popen.pid
         """Process id of the server, which is also the id of its process group."""
-        return self._popen.pid
-
-    @property
-    def address(self) -> EngineAddress:
-        """What another rank needs to connect."""
-        return EngineAddress(
-            name=self.name,
-            endpoint=self.endpoint,
-            token=self.token,
-            pid=self.pid,
-            log_path=self.log_path,
+        self.address = EngineAddress(
+            name=spec.name, endpoint="", token=token, pid=self.pid, log_path=log_path
         )
+        """What another rank needs to connect; the endpoint is known after ``wait_ready``."""
 
     def connect(self) -> RemoteEngine:
         """A client that also knows how the process ended."""
@@ -113,26 +100,23 @@ class EngineProcess:
     def wait_ready(self) -> None:
         """Return when the engine can generate. EngineDied with the log's end if it never will."""
         while self.alive() and not select.select([self._ready], [], [], 0.2)[0]:
-            if time.monotonic() > self._deadline:
-                self._fail(f"was not ready within {self.spec.startup_timeout:g} s")
+            if time.monotonic() > self._started + self._timeout:
+                self._fail(f"was not ready within {self._timeout:g} s")
         text = os.read(self._ready.fileno(), 4096) if self.alive() else b""
         if not text:
             # Nothing can come any more: the server has ended, or is about to.
             self._fail(describe_exit(self._popen.wait(_KILL_SECONDS)) + " while starting")
-        self.endpoint = f"http://127.0.0.1:{json.loads(text)['port']}"
+        endpoint = f"http://127.0.0.1:{json.loads(text)['port']}"
+        self.address = replace(self.address, endpoint=endpoint)
 
     def _fail(self, what: str) -> None:
         self.stop()
-        raise EngineDied(
-            f"engine {self.name} (pid {self.pid}) {what}; the end of its log {self.log_path}:\n"
-            f"{log_tail(self.log_path)}"
-        )
+        raise engine_died(self.address, what)
 
     def stop(self) -> None:
         """End the engine and everything it started; returns when all of it is gone."""
-        left = end_group(self.pid)
-        if left:
-            raise RuntimeError(f"processes {left} of engine {self.name} cannot be killed")
+        if left := end_group(self.pid):
+            raise RuntimeError(f"processes {left} of engine {self.address.name} cannot be killed")
         self._popen.wait()
         if self._popen.stdin is not None:
             self._popen.stdin.close()

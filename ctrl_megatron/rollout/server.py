@@ -71,7 +71,7 @@ def application(engine: Engine, token: str) -> web.Application:
 def calls(engine: Engine) -> dict[str, Callable[[wire.Json], Awaitable[Any]]]:
     """Path -> what it does with the request's JSON."""
 
-    async def generate(body: wire.Json) -> list[list[wire.Json]]:
+    async def generate(body: wire.Json) -> list[list[Any]]:
         done = await engine.generate(body["prompts"], wire.params_from_json(body["params"]))
         return [[wire.completion_to_json(c) for c in group] for group in done]
 

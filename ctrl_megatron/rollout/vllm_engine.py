@@ -94,7 +94,7 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec, llm: AsyncLLM) -> None:
         self._spec, self._llm = spec, llm
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
-        self._state = WeightState(read_manifest(spec.model_path, spec.dtype), spec.initial_version)
+        self._state = WeightState(read_manifest(spec.model_path, spec.dtype))
         self._resume_after = True
 
     @classmethod
@@ -109,7 +109,7 @@ class VllmEngine:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
         engine = cls(spec, AsyncLLM.from_engine_args(engine_args(spec)))
         await engine._llm.collective_rpc("ctrl_prepare")
-        await engine._llm.update_weight_version(spec.initial_version)
+        await engine._llm.update_weight_version(engine._state.version)
         return engine
 
     async def generate(

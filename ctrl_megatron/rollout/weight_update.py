@@ -93,9 +93,8 @@ class WeightLoader(Protocol):
 class WeightState:
     """What an engine knows about its weights: manifest, version, and whether they are whole."""
 
-    def __init__(self, manifest: Sequence[TensorSpec], version: str) -> None:
-        self.manifest = tuple(manifest)
-        self.version = version
+    def __init__(self, manifest: Sequence[TensorSpec]) -> None:
+        self.manifest, self.version = tuple(manifest), "initial"
         self._broken = ""
         self._one_update = asyncio.Lock()
 
@@ -122,7 +121,12 @@ class WeightState:
             due, touched = {spec.name: spec for spec in specs}, False
             try:
                 async for chunk in chunks:
-                    _tick_off(due, chunk)
+                    for brought in map(spec_of, chunk["tensors"]):
+                        if (announced := due.pop(brought.name, None)) != brought:
+                            raise ValueError(
+                                f"chunk in {chunk['segment']} brings {brought}; "
+                                f"announced and still due: {announced}"
+                            )
                     if not touched:
                         touched = True
                         await loader.begin_update()
@@ -144,16 +148,6 @@ class WeightState:
                     raise (EngineBroken if touched else EngineError)(reason) from error
                 raise
             self.version = version
-
-
-def _tick_off(due: dict[str, TensorSpec], chunk: WeightChunk) -> None:
-    for brought in map(spec_of, chunk["tensors"]):
-        announced = due.pop(brought.name, None)
-        if announced != brought:
-            raise ValueError(
-                f"chunk in {chunk['segment']} brings {brought}, but "
-                + (f"{announced} was announced" if announced else "it was not due")
-            )
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:

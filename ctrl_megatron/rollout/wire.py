@@ -5,8 +5,7 @@ Chunks of weights are plain data already (``weight_chunks.WeightChunk``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import astuple
 from typing import Any
 
 from ctrl_megatron.rollout.engine import EngineBroken, EngineError
@@ -38,31 +37,23 @@ def params_from_json(data: Json) -> SamplingParams:
     return SamplingParams(**{**data, "stop_token_ids": tuple(data["stop_token_ids"])})
 
 
-def completion_to_json(completion: Completion) -> Json:
-    """A completion with one-letter keys: there are many."""
-    return {
-        "t": completion.token_ids,
-        "l": completion.log_probs,
-        "f": completion.finish_reason,
-        "s": [(span.version, span.start, span.end) for span in completion.spans],
-    }
+def completion_to_json(completion: Completion) -> list[Any]:
+    """A completion's fields without their names: there are many."""
+    spans = [astuple(span) for span in completion.spans]
+    return [completion.token_ids, completion.log_probs, completion.finish_reason, spans]
 
 
-def completion_from_json(data: Json) -> Completion:
+def completion_from_json(data: list[Any]) -> Completion:
     """Inverse of ``completion_to_json``."""
+    tokens, log_probs, finish_reason, spans = data
     return Completion(
-        token_ids=tuple(data["t"]),
-        log_probs=tuple(data["l"]),
-        finish_reason=data["f"],
-        spans=tuple(VersionSpan(*span) for span in data["s"]),
+        token_ids=tuple(tokens),
+        log_probs=tuple(log_probs),
+        finish_reason=finish_reason,
+        spans=tuple(VersionSpan(*span) for span in spans),
     )
 
 
-def specs_to_json(specs: Sequence[TensorSpec]) -> list[Json]:
-    """Tensor specs, fields by name."""
-    return [asdict(spec) for spec in specs]
-
-
 def specs_from_json(data: list[Json]) -> tuple[TensorSpec, ...]:
-    """Inverse of ``specs_to_json``."""
+    """Tensor specs of which each went through ``dataclasses.asdict``."""
     return tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data)

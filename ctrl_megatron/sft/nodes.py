@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.checkpoint.convert import POLICY_FOLDER
+from ctrl_megatron.checkpoint.store import POLICY_FOLDER
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import Timeline, mfu, seconds_by_name
 from ctrl_megatron.models.loss_scale import GlobalCounts

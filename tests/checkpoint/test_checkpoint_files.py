@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ctrl_megatron.checkpoint.convert import STATE_FILE
 from ctrl_megatron.checkpoint.files import whole_directory, write_whole
-from ctrl_megatron.checkpoint.store import Checkpoint, CheckpointStore
+from ctrl_megatron.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore
 
 
 def names(folder: Path) -> list[str]:

@@ -213,7 +213,7 @@ def value_steps(
 ) -> dict[str, Any]:
     """Optimizer steps; before step ``resume_at`` a new model continues from a checkpoint."""
     from ctrl_megatron.checkpoint.hf import save_hf
-    from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
+    from ctrl_megatron.checkpoint.store import load_sharded, save_sharded
 
     groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}

@@ -36,7 +36,6 @@ def test_engine_and_trainer_agree_and_updates_are_followed(engine: str, smollm2_
         count=12,
     )
     for version, spoken in found.items():
-        assert spoken["verified"]
         for completion in spoken["sampled"]:
             assert len(completion.token_ids) == len(completion.log_probs) >= 1
             assert {span.version for span in completion.spans} == {version}

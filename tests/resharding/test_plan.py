@@ -95,17 +95,17 @@ def test_carrying_the_plan_out_rebuilds_every_tensor_for_every_reader(
     spread = data.draw(spreads(layout))
     hf = {n: torch.randn(hf_shape(n, shape)) for n in hf_names(shape)}
     shards = scatter(shape, layout, hf, te_names)
-    transfers = plan(shape, layout, engine, te_names, spread)
-    assert [t.place.spec.name for t in transfers] == list(hf)
-    for transfer in transfers:
-        name = transfer.place.spec.name
+    places = plan(shape, layout, engine, te_names, spread)
+    assert [t.spec.name for t in places] == list(hf)
+    for place in places:
+        name = place.spec.name
         want = hf[name]
-        assert transfer.place.spec.shape == tuple(want.shape)
-        assert transfer.place.spec.dtype == engine.dtype
+        assert place.spec.shape == tuple(want.shape)
+        assert place.spec.dtype == engine.dtype
         got: dict[int, torch.Tensor] = {}
         writes: dict[int, torch.Tensor] = {}
         holders = set()
-        for source in transfer.sources:
+        for source in place.sources:
             assert source.piece.hf == name
             ranks = [layout.rank(tp=source.tp, pp=source.pp, dp=dp) for dp in range(layout.data)]
             holders |= {spread.of_rank[rank] for rank in ranks}
@@ -115,12 +115,12 @@ def test_carrying_the_plan_out_rebuilds_every_tensor_for_every_reader(
             into[source.piece.hf_slices] = shard[source.piece.slices]
             writes.setdefault(host, torch.zeros_like(want))[source.piece.hf_slices] += 1
         written = set(got)
-        for giver, taker in transfer.place.routes:
+        for giver, taker in place.routes:
             assert giver in written
             assert taker not in holders, "what a host holds is not sent to it"
             got[taker] = got[giver].clone()
         assert set(got) == written | set(spread.readers)
-        assert len(transfer.place.routes) == len(set(spread.readers) - holders)
+        assert len(place.routes) == len(set(spread.readers) - holders)
         for host in written:
             assert torch.all(writes[host] == 1), name
         for reader in spread.readers:
@@ -133,9 +133,9 @@ def test_on_one_host_nothing_is_sent_and_everything_is_written_once(
     drawn: tuple[ModelShape, Layout], engine: EngineLayout
 ) -> None:
     shape, layout = drawn
-    for transfer in plan(shape, layout, engine):
-        assert transfer.place.routes == ()
-        assert len({source.dp for source in transfer.sources}) == 1
+    for place in plan(shape, layout, engine):
+        assert place.routes == ()
+        assert len({source.dp for source in place.sources}) == 1
 
 
 @settings(deadline=None, max_examples=60)
@@ -145,7 +145,7 @@ def test_spans_hold_what_is_sent_and_no_tensor_that_is_not(
 ) -> None:
     shape, layout = drawn
     spread = data.draw(spreads(layout))
-    places = [t.place for t in plan(shape, layout, engine, False, spread)]
+    places = plan(shape, layout, engine, False, spread)
     for bucket in range(1 + places[-1].bucket):
         inside = [p for p in places if p.bucket == bucket]
         found = byte_spans(inside)
@@ -203,8 +203,7 @@ def test_places_in_buckets(tensors: list[tuple[list[int], str]], bucket_bytes: i
 @settings(deadline=None, max_examples=40)
 @given(models(), engines)
 def test_buckets_of_a_plan(drawn: tuple[ModelShape, Layout], engine: EngineLayout) -> None:
-    transfers = plan(*drawn, engine)
-    places = [(t.place.spec, t.place.bucket, t.place.offset) for t in transfers]
+    places = [(place.spec, place.bucket, place.offset) for place in plan(*drawn, engine)]
     check_buckets(places, engine.bucket_bytes)
 
 
@@ -225,10 +224,10 @@ def test_replicas_share_the_copying_evenly(
 ) -> None:
     shape, layout = drawn
     load = Counter(dict.fromkeys(range(layout.data), 0))
-    for transfer in plan(shape, layout, engine):
-        (replica,) = {source.dp for source in transfer.sources}
-        load[replica] += spec_bytes(transfer.place.spec)
-    largest = max(spec_bytes(t.place.spec) for t in plan(shape, layout, engine))
+    for place in plan(shape, layout, engine):
+        (replica,) = {source.dp for source in place.sources}
+        load[replica] += spec_bytes(place.spec)
+    largest = max(spec_bytes(t.spec) for t in plan(shape, layout, engine))
     assert max(load.values()) - min(load.values()) <= largest
 
 
@@ -238,14 +237,14 @@ def test_tied_embeddings_and_whole_weights_are_sent_once(
     drawn: tuple[ModelShape, Layout], engine: EngineLayout
 ) -> None:
     shape, layout = drawn
-    transfers = {t.place.spec.name: t for t in plan(shape, layout, engine)}
-    assert ("lm_head.weight" in transfers) != shape.tied_embeddings
-    for source in transfers["model.embed_tokens.weight"].sources:
+    places = {t.spec.name: t for t in plan(shape, layout, engine)}
+    assert ("lm_head.weight" in places) != shape.tied_embeddings
+    for source in places["model.embed_tokens.weight"].sources:
         assert (source.pp, source.chunk) == (0, 0)
         assert source.param == "embedding.word_embeddings.weight"
-    for name, transfer in transfers.items():
+    for name, place in places.items():
         if name.endswith("norm.weight"):
-            assert len(transfer.sources) == 1, name
+            assert len(place.sources) == 1, name
 
 
 def test_an_unknown_dtype_is_named() -> None:

@@ -57,8 +57,8 @@ def wait_until_empty(group: int) -> None:
 
 
 def test_an_engine_that_cannot_start_shows_the_end_of_its_log(model_path: Path) -> None:
-    spec = tiny_spec(model_path, extra={"attn_implementation": "no_such_attention"}, label="actor")
-    with pytest.raises(EngineDied, match=r"(?s)engine actor .*exited with code 1.*no_such_attent"):
+    spec = tiny_spec(model_path, extra={"attn_implementation": "no_such_attention"})
+    with pytest.raises(EngineDied, match=r"(?s)engine hf .*exited with code 1.*no_such_attent"):
         launch_engine(spec)
 
 
@@ -75,11 +75,11 @@ def test_a_bad_model_path_is_refused_before_anything_starts(tmp_path: Path) -> N
 
 
 def test_two_start_together_and_only_their_own_token_opens_them(model_path: Path) -> None:
-    first, second = (EngineProcess(tiny_spec(model_path, label=label)) for label in ("", "proxy"))
+    first, second = (EngineProcess(tiny_spec(model_path)) for _ in range(2))
     try:
         first.wait_ready()
         second.wait_ready()
-        thief = RemoteEngine(replace(first.address, token=second.token))
+        thief = RemoteEngine(replace(first.address, token=second.address.token))
 
         async def ask() -> None:
             with pytest.raises(ValueError, match="refused /health with status 401"):
@@ -91,8 +91,8 @@ def test_two_start_together_and_only_their_own_token_opens_them(model_path: Path
             await other.close()
 
         asyncio.run(ask())
-        assert first.token not in repr(first.address)
-        assert first.token.encode() not in Path(f"/proc/{first.pid}/cmdline").read_bytes()
+        assert first.address.token not in repr(first.address)
+        assert first.address.token.encode() not in Path(f"/proc/{first.pid}/cmdline").read_bytes()
     finally:
         first.stop()
         second.stop()

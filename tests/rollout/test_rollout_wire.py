@@ -42,7 +42,7 @@ def test_records_survive_the_wire(
 
     assert wire.completion_from_json(travel(wire.completion_to_json(made))) == made
     assert wire.params_from_json(travel(asdict(asked))) == asked
-    assert wire.specs_from_json(travel(wire.specs_to_json(tensors))) == tensors
+    assert wire.specs_from_json(travel([asdict(spec) for spec in tensors])) == tensors
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), EngineBroken("y")])

@@ -59,7 +59,7 @@ A, B = (weight_chunk(name, [(spec(name), 0)]) for name in "ab")
 
 
 def test_a_chunk_is_pulled_only_when_the_previous_one_was_read() -> None:
-    steps, state = Steps(), WeightState(MANIFEST, "v0")
+    steps, state = Steps(), WeightState(MANIFEST)
     run_update(state, steps, [A, B])
     assert steps.log == ["pull 0", "begin", "read a", "pull 1", "read b", "commit v1"]
     assert state.version == "v1"
@@ -70,10 +70,10 @@ def test_a_chunk_is_pulled_only_when_the_previous_one_was_read() -> None:
 def test_a_failure_before_anything_was_read_leaves_the_engine_whole(
     first: WeightChunk | Exception,
 ) -> None:
-    steps, state = Steps(), WeightState(MANIFEST, "v0")
+    steps, state = Steps(), WeightState(MANIFEST)
     with pytest.raises(EngineError, match="did not start"):
         run_update(state, steps, [first])
-    assert steps.log == ["pull 0"] and state.version == "v0"
+    assert steps.log == ["pull 0"] and state.version == "initial"
     state.require_whole()
 
 
@@ -92,10 +92,10 @@ def test_a_failure_before_anything_was_read_leaves_the_engine_whole(
 def test_a_failure_after_that_breaks_it(
     fail_at: str, chunks: list[WeightChunk | Exception]
 ) -> None:
-    steps, state = Steps(fail_at), WeightState(MANIFEST, "v0")
+    steps, state = Steps(fail_at), WeightState(MANIFEST)
     with pytest.raises(EngineBroken, match=r"v1.*failed half-way"):
         run_update(state, steps, chunks)
-    assert steps.log[-1] == "fail" and state.version == "v0"
+    assert steps.log[-1] == "fail" and state.version == "initial"
     with pytest.raises(EngineBroken, match="launch the engine again"):
         state.require_whole()
     with pytest.raises(EngineBroken):
