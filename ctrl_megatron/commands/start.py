@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
@@ -66,16 +66,11 @@ def refuse(name: str, error: ValueError) -> int:
     return WRONG_INPUT
 
 
-def train_command(
-    name: str,
-    purpose: Purpose,
-    train: Callable[[Config], bool],
-    arguments: Sequence[str] | None,
-    description: str | None,
-) -> int:
-    """``train`` on this rank, or on the ranks that ``--nproc-per-node`` starts; the exit code.
-
-    0 finished, 2 wrong input, 130 stopped by a signal.
+def training_config(
+    name: str, purpose: Purpose, arguments: Sequence[str] | None, description: str | None
+) -> Config | int:
+    """The checked configuration of this rank, or the exit code where there is nothing to run here:
+    wrong input, or ``--nproc-per-node``, for which ranks were started and have ended.
     """
     parser = CommandParser(description)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
@@ -97,11 +92,11 @@ def train_command(
             )
         config = checked_config(options.config, options.overrides, purpose)
         check_world_size(config, launch.world_size if ranks is None else ranks, purpose)
-        if ranks is not None:
-            return _start_ranks(name, ranks, ["--config", options.config, *options.overrides])
-        return 0 if train(config) else STOPPED
     except ValueError as error:
         return refuse(name, error)
+    if ranks is not None:
+        return _start_ranks(name, ranks, ["--config", options.config, *options.overrides])
+    return config
 
 
 def _start_ranks(name: str, ranks: int, arguments: Sequence[str]) -> int:

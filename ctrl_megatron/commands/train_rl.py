@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctrl_megatron.commands.start import train_command
-from ctrl_megatron.config import Config
+from ctrl_megatron.commands.start import STOPPED, refuse, training_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 finished, 2 wrong input, 130 stopped by a signal."""
-    return train_command("train_rl", "rl", _train, arguments, __doc__)
-
-
-def _train(config: Config) -> bool:
+    config = training_config("train_rl", "rl", arguments, __doc__)
+    if isinstance(config, int):
+        return config
     from ctrl_megatron.pipeline.run import train
 
-    return train(config)
+    try:
+        return 0 if train(config) else STOPPED
+    except ValueError as error:
+        return refuse("train_rl", error)
 
 
 if __name__ == "__main__":
