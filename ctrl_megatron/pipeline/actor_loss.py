@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from tensordict import TensorDict
@@ -53,16 +54,8 @@ class ActorLoss:
         # Only losses that choose tokens over the mini-batch know the name.
         chosen = {"selected": rows["selected"]} if "selected" in rows else {}
 
-        def whole(values: torch.Tensor, mode: str = actor.loss_agg_mode) -> torch.Tensor:
-            return agg_loss(
-                values,
-                mask,
-                mode,
-                batch_num_tokens=counts.tokens,
-                global_batch_size=counts.sequences,
-                loss_scale_factor=self._response_limit,
-            )
-
+        whole = partial(aggregate, mask=mask, counts=counts, response_limit=self._response_limit)
+        mode = actor.loss_agg_mode
         terms = self._terms(
             old_log_prob=rows["old_log_probs"],
             log_prob=log_probs,
@@ -72,7 +65,7 @@ class ActorLoss:
             rollout_is_weights=rows.get("rollout_is_weights"),
             **chosen,
         )
-        policy = whole(terms.loss)
+        policy = whole(terms.loss, mode)
         scalars = {
             "actor/pg_loss": policy,
             "actor/ppo_kl": whole(terms.approx_kl, "token-mean"),
@@ -81,12 +74,32 @@ class ActorLoss:
         }
         loss = policy
         if actor.entropy_coeff:
-            loss = loss - actor.entropy_coeff * whole(entropy)
+            loss = loss - actor.entropy_coeff * whole(entropy, mode)
         if actor.use_kl_loss:
-            kl = whole(kl_penalty(log_probs, rows["ref_log_prob"], actor.kl_loss_type, mask))
+            gaps = kl_penalty(log_probs, rows["ref_log_prob"], actor.kl_loss_type, mask)
+            kl = whole(gaps, mode)
             loss = loss + actor.kl_loss_coef * kl
             scalars["actor/kl_loss"] = kl
         return loss, {name: value.detach() for name, value in scalars.items()}
+
+
+def aggregate(
+    values: torch.Tensor,
+    mode: str,
+    *,
+    mask: torch.Tensor,
+    counts: GlobalCounts,
+    response_limit: int,
+) -> torch.Tensor:
+    """This micro-batch's share of the global aggregate of ``values`` (b, R)."""
+    return agg_loss(
+        values,
+        mask,
+        mode,
+        batch_num_tokens=counts.tokens,
+        global_batch_size=counts.sequences,
+        loss_scale_factor=response_limit,
+    )
 
 
 def select_tokens(

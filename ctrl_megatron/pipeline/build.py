@@ -215,14 +215,14 @@ def actor_optimizer(config: Config, steps: int) -> OptimizerOptions:
     actor = config.actor_rollout_ref.actor
     per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
     learning = max(1, steps - config.trainer.critic_warmup)
-    return _optimizer_options(config, actor.optim.lr, learning * per_step)
+    return optimizer_options(config, actor.optim.lr, learning * per_step)
 
 
 def value_optimizer(config: Config, steps: int) -> OptimizerOptions:
     """The value model's: the actor's with a learning rate of its own, in every step of the run."""
     size = config.actor_rollout_ref.actor.ppo_mini_batch_size
     per_step = config.value_epochs * (config.data.train_batch_size // size)
-    return _optimizer_options(config, config.critic.optim.lr, steps * per_step)
+    return optimizer_options(config, config.critic.optim.lr, steps * per_step)
 
 
 def _model_options(
@@ -242,7 +242,8 @@ def _model_options(
     )
 
 
-def _optimizer_options(config: Config, lr: float, steps: int) -> OptimizerOptions:
+def optimizer_options(config: Config, lr: float, steps: int) -> OptimizerOptions:
+    """The actor's optimizer with another learning rate, for ``steps`` optimizer steps."""
     actor = config.actor_rollout_ref.actor
     optim = actor.optim
     return OptimizerOptions(

@@ -28,7 +28,7 @@ def train(config: Config) -> bool:
     Raises ValueError before anything starts for a pipeline, an estimator, a loss or a reward
     function that does not exist or does not fit.
     """
-    graph = pipeline_of(config)
+    graph, trainer = pipeline_of(config), config.trainer
     check_names(config)
     check_reward_functions(config)
     with session(config) as run:
@@ -41,12 +41,19 @@ def train(config: Config) -> bool:
             graph=graph,
             sampler=sampler,
             store=CheckpointStore(
-                Path(config.trainer.run_dir) / "checkpoints",
-                keep=config.trainer.max_ckpt_to_keep,
+                Path(trainer.run_dir) / "checkpoints",
+                keep=trainer.max_ckpt_to_keep,
                 side_files=Path(config.actor_rollout_ref.model.path),
             ),
             recorder=recorder,
-            schedule=schedule_of(config, steps),
+            schedule=Schedule(
+                batch_size=config.data.train_batch_size,
+                total_steps=steps,
+                save_freq=trainer.save_freq,
+                test_freq=trainer.test_freq,
+                val_before_train=trainer.val_before_train,
+                resume_mode=trainer.resume_mode,
+            ),
             # The names under which checkpoints hold them.
             parts={"kl_controller": worker.kl_controller, "reserve": worker.leftover},
             constants=worker.ask(lambda: isolation_level(worker)),
@@ -138,16 +145,3 @@ async def isolation_level(worker: RolloutWorker) -> dict[str, float]:
     # A service that does not tell its level is not ours.
     reached = [from_none.index(level) for level in (await judge.ping()).values() if level in LEVELS]
     return {"sandbox/isolation": float(min(reached))} if reached else {}
-
-
-def schedule_of(config: Config, steps: int) -> Schedule:
-    """When the RL run saves and validates."""
-    trainer = config.trainer
-    return Schedule(
-        batch_size=config.data.train_batch_size,
-        total_steps=steps,
-        save_freq=trainer.save_freq,
-        test_freq=trainer.test_freq,
-        val_before_train=trainer.val_before_train,
-        resume_mode=trainer.resume_mode,
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NonTensorStack, TensorDict
@@ -276,21 +276,7 @@ def share_prompts(
     ]
 
 
-class Shared(Protocol):
-    """What sharing rows between ranks needs to know of one."""
-
-    @property
-    def uid(self) -> str: ...
-    @property
-    def mini_batch(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-
-
-AnyRow = TypeVar("AnyRow", bound=Shared)
-
-
-def level_over_data_ranks(rows: list[AnyRow], groups: ProcessGroups) -> list[AnyRow]:
+def level_over_data_ranks(rows: list[Sample], groups: ProcessGroups) -> list[Sample]:
     """This rank's rows when all ranks' rows are shared anew by ``share_rows``. Collective."""
     if groups.layout.data == 1:
         return rows
@@ -299,14 +285,14 @@ def level_over_data_ranks(rows: list[AnyRow], groups: ProcessGroups) -> list[Any
 
 
 def share_rows(
-    everything: Sequence[AnyRow], groups: ProcessGroups, *, balance: bool
-) -> list[AnyRow]:
+    everything: Sequence[Sample], groups: ProcessGroups, *, balance: bool
+) -> list[Sample]:
     """This rank's share of the global rows; ``balance`` gives ranks about equally many tokens.
 
     Groups stay whole and inside their mini-batch, and every rank gets equally many of them: group
     statistics stay local, and no optimizer step lacks rows on a rank.
     """
-    mine: list[AnyRow] = []
+    mine: list[Sample] = []
     for step in sorted({row.mini_batch for row in everything}):
         inside = [row for row in everything if row.mini_batch == step]
         parts = partition_groups(

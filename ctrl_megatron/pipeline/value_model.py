@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.algorithms import (
-    agg_loss,
     explained_variance,
     explained_variance_sums,
     value_loss_terms,
 )
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.value import ValueModel
-from ctrl_megatron.pipeline.actor_loss import means_over_steps, mini_batches
+from ctrl_megatron.pipeline.actor_loss import aggregate, means_over_steps, mini_batches
 from ctrl_megatron.pipeline.executor import NodeOutput
 from ctrl_megatron.pipeline.sampling import tensors_of
 from ctrl_megatron.pipeline.worker import DAGWorker
@@ -34,16 +35,7 @@ class ValueLoss:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask = rows["response_mask"]
 
-        def whole(matrix: torch.Tensor, mode: str) -> torch.Tensor:
-            return agg_loss(
-                matrix,
-                mask,
-                mode,
-                batch_num_tokens=counts.tokens,
-                global_batch_size=counts.sequences,
-                loss_scale_factor=self._response_limit,
-            )
-
+        whole = partial(aggregate, mask=mask, counts=counts, response_limit=self._response_limit)
         terms = value_loss_terms(values, rows["returns"], rows["values"], mask, self._cliprange)
         loss = whole(terms.loss, self._loss_agg_mode)
         scalars = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ctrl_megatron.checkpoint.hf import save_hf
@@ -10,8 +11,7 @@ from ctrl_megatron.checkpoint.store import CheckpointStore
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.models.optimizer import OptimizerOptions
-from ctrl_megatron.pipeline.build import build_policy
+from ctrl_megatron.pipeline.build import build_policy, optimizer_options
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.recorder import Recorder
@@ -36,7 +36,12 @@ def train_sft(config: Config) -> bool:
             config,
             groups,
             path=path,
-            optimizer=optimizer_options(config, steps),
+            optimizer=replace(
+                optimizer_options(config, config.sft.lr, steps),
+                warmup_steps=int(config.sft.warmup_steps_ratio * steps),
+                schedule=config.sft.lr_scheduler_type,
+                min_lr_ratio=0.0,
+            ),
             budget=config.sft.max_token_len_per_gpu,
         )
         recorder = Recorder(config, active=groups.is_first, total_steps=steps)
@@ -109,20 +114,3 @@ def total_steps(config: Config, rows: int) -> int:
         )
     wanted = config.sft.total_training_steps
     return per_epoch * config.sft.total_epochs if wanted is None else wanted
-
-
-def optimizer_options(config: Config, steps: int) -> OptimizerOptions:
-    """The optimizer of the run: ``sft.*``, and of the actor's what ``sft`` does not have."""
-    sft, actor = config.sft, config.actor_rollout_ref.actor
-    optim = actor.optim
-    return OptimizerOptions(
-        lr=sft.lr,
-        total_steps=steps,
-        weight_decay=optim.weight_decay,
-        betas=optim.betas,
-        eps=optim.eps,
-        warmup_steps=int(sft.warmup_steps_ratio * steps),
-        schedule=sft.lr_scheduler_type,
-        clip_grad=actor.grad_clip,
-        distributed=actor.megatron.use_distributed_optimizer,
-    )
