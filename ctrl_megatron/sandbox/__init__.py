@@ -16,18 +16,6 @@ if TYPE_CHECKING:
         SubmitRequest,
     )
 
-_HOME = {
-    "ClientCounters": "client",
-    "SandboxClient": "client",
-    "SandboxError": "client",
-    "EmbeddedSandbox": "client.embedded",
-    "SandboxLimits": "limits",
-    "EvalResult": "wire",
-    "RunCodeRequest": "wire",
-    "RunCodeResponse": "wire",
-    "SubmitRequest": "wire",
-}
-
 __all__ = [
     "ClientCounters",
     "EmbeddedSandbox",
@@ -44,6 +32,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Lazy, because the jail's processes import their modules from this package and must stay free
     # of everything but the standard library.
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in __all__:
+        for home in ("limits", "wire", "client", "client.embedded"):
+            module = import_module(f"{__name__}.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

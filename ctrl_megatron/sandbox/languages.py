@@ -11,10 +11,11 @@ from ctrl_megatron.sandbox.limits import Profile
 
 ExtractionKind = Literal["fenced", "incomplete_fenced", "heuristic", "none"]
 
-_FENCED = re.compile(
-    r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
-)
-_OPEN = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*)", re.DOTALL | re.MULTILINE)
+_BLOCK = r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n"
+_FENCES: dict[ExtractionKind, re.Pattern[str]] = {
+    "fenced": re.compile(_BLOCK + r"(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE),
+    "incomplete_fenced": re.compile(_BLOCK + r"(.*)", re.DOTALL | re.MULTILINE),
+}
 _CODE_LINE = re.compile(
     r"(import |from \S+ import |(async )?def \w+\s*\(|class \w+|@\w|[A-Za-z_]\w*\s*=[^=]|print\(|"
     r"(for|while|if|with) .+:\s*$|try:)"
@@ -101,32 +102,24 @@ def extract_code(completion: str, language: Language) -> ExtractedProgram:
     first include, define or main to the last closing brace, Bash from its first interpreter line.
     """
     text = completion.replace("\r\n", "\n")
-    fenced = _FENCED.findall(text)
-    if fenced:
-        return ExtractedProgram(_choose(fenced, language), "fenced")
-    unclosed = _OPEN.findall(text)
-    if unclosed:
-        return ExtractedProgram(_choose(unclosed, language), "incomplete_fenced")
+    for kind, pattern in _FENCES.items():
+        if blocks := pattern.findall(text):
+            named = (code for name, code in blocks if name.lower() in language.aliases)
+            return ExtractedProgram(next(named, blocks[0][1]), kind)
     if language is BASH:
         bare = _from_line(text, _BASH_START)
+    elif language is CPP:
+        bare = _from_line(text, _CPP_START)
+        bare = bare[: bare.rfind("}") + 1] or bare
     else:
-        bare = _bare_cpp(text) if language is CPP else _bare_python(text)
+        bare = _bare_python(text)
     return ExtractedProgram(bare, "heuristic" if bare else "none")
-
-
-def _choose(blocks: list[tuple[str, str]], language: Language) -> str:
-    return next((code for name, code in blocks if name.lower() in language.aliases), blocks[0][1])
 
 
 def _from_line(text: str, start: re.Pattern[str]) -> str:
     lines = text.split("\n")
     first = next((i for i, line in enumerate(lines) if start.match(line.lstrip())), None)
     return "" if first is None else "\n".join(lines[first:])
-
-
-def _bare_cpp(text: str) -> str:
-    code = _from_line(text, _CPP_START)
-    return code[: code.rfind("}") + 1] or code
 
 
 def _bare_python(text: str) -> str:

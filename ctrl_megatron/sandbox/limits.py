@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Literal
 
 Level = Literal["strict", "standard", "none"]
 """``strict`` refuses to start with less than namespaces and a system call filter, ``standard``
@@ -51,7 +51,3 @@ class SandboxLimits:
         for field in fields(self):
             if not getattr(self, field.name) > 0:
                 raise ValueError(f"sandbox limit {field.name} must be positive")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for the wire to a worker."""
-        return asdict(self)

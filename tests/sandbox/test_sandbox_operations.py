@@ -224,7 +224,7 @@ def test_histograms_are_cumulative() -> None:
     assert (
         parse("\n".join([*telemetry.lines(), ""]))['sandbox_request_seconds_count{route="/x"}'] == 4
     )
-    assert metric_lines("gauge", "g", "t", 1, {"a": 'q"\\\n'})[-1] == 'g{a="q\\"\\\\\\n"} 1'
+    assert list(metric_lines("gauge", "g", "t", ({"a": 'q"\\\n'}, 1)))[-1] == 'g{a="q\\"\\\\\\n"} 1'
 
 
 def test_log_lines_are_json() -> None:

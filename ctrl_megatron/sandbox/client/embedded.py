@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -65,7 +66,7 @@ class EmbeddedSandbox:
             *("--log-level", "warning"),
             *("--workers", str(workers or os.cpu_count() or 1)),
             *("--isolation", isolation, "--python", python, "--owner", str(os.getpid())),
-            *("--limits", json.dumps((limits or SandboxLimits()).as_dict())),
+            *("--limits", json.dumps(asdict(limits or SandboxLimits()))),
             *(["--owner-main-thread"] if main_thread else []),
             *(["--token-file", token_file] if token_file else []),
             *(["--preload", *preload] if preload else []),

@@ -108,7 +108,7 @@ class SandboxClient:
         self._backoff = backoff
         self._limit = max_concurrency
         self._session: aiohttp.ClientSession | None = None
-        self._semaphore: asyncio.Semaphore | None = None
+        self._slots = asyncio.Semaphore(max_concurrency)
         self._checks: dict[str, asyncio.Task[None]] = {}
 
     async def run_code(self, request: wire.RunCodeRequest) -> wire.RunCodeResponse:
@@ -133,7 +133,8 @@ class SandboxClient:
 
     async def close(self) -> None:
         """Close the connections; a later call opens new ones."""
-        session, self._session, self._semaphore = self._session, None, None
+        session, self._session = self._session, None
+        self._slots = asyncio.Semaphore(self._limit)
         checks, self._checks = list(self._checks.values()), {}
         for check in checks:
             check.cancel()
@@ -154,11 +155,6 @@ class SandboxClient:
                 timeout=self._timeout, connector=connector, headers=self._headers
             )
         return self._session
-
-    def _slot(self) -> asyncio.Semaphore:
-        if self._semaphore is None:
-            self._semaphore = asyncio.Semaphore(self._limit)
-        return self._semaphore
 
     async def _call(self, path: str, request: BaseModel, answer: type[AnswerT]) -> AnswerT:
         self.counters.requests += 1
@@ -184,7 +180,7 @@ class SandboxClient:
     async def _attempt(
         self, path: str, body: bytes, answer: type[AnswerT], tried: set[str]
     ) -> AnswerT:
-        async with self._slot():
+        async with self._slots:
             # The least loaded one; healthy ones first, among them those that were not tried.
             endpoint = min(
                 self._services, key=lambda e: (not e.healthy, e.url in tried, e.in_flight)

@@ -155,10 +155,6 @@ def _mapping(build: Callable[[dict[Any, Any]], Any]) -> Callable[[list[Any], int
     return lambda rest, depth: build({decode(k, depth): decode(v, depth) for k, v in rest[0]})
 
 
-def _as_dict(items: list[Any]) -> dict[Any, Any]:
-    return dict(items)
-
-
 _DECODERS: dict[str, Callable[[list[Any], int], Any]] = {
     "int": lambda rest, _d: int(rest[0], 16),
     "float": lambda rest, _d: float.fromhex(rest[0]),
@@ -173,7 +169,7 @@ _DECODERS: dict[str, Callable[[list[Any], int], Any]] = {
     "iter": _many(iter),
     "keys": _many(lambda items: dict.fromkeys(items).keys()),
     "values": _many(lambda items: dict(enumerate(items)).values()),
-    "items": _many(lambda items: _as_dict(items).items()),
+    "items": _many(lambda items: dict(items).items()),
     "counter": _mapping(Counter),
     "ordered": _mapping(OrderedDict),
     "dict": _mapping(dict),

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ctrl_megatron.sandbox.jail import files, landlock, linux, namespaces, seccomp
@@ -40,10 +40,6 @@ class IsolationReport:
         if self.seccomp and self.tier == "namespaces":
             return "strict"
         return "none" if self.tier == "limits" else "standard"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for reports."""
-        return {"level": self.level, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +88,11 @@ class Confinement:
         It may write below ``directory`` only, None for nowhere. ``profile`` is of a program
         that is not Python.
         """
-        processes = self.limits.processes
-        if not self.isolated:
-            processes += linux.tasks_of_user()
         linux.limit_resources(
-            memory_bytes=memory_mb << 20,
+            self.limits,
+            memory_mb=memory_mb,
             cpu_seconds=cpu_seconds,
-            file_bytes=self.limits.file_bytes,
-            open_files=self.limits.open_files,
-            processes=processes,
+            other_tasks=0 if self.isolated else linux.tasks_of_user(),
         )
         linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
         if self.report.landlock:

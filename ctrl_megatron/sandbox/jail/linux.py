@@ -11,6 +11,8 @@ import platform
 import resource
 import signal
 
+from ctrl_megatron.sandbox.limits import SandboxLimits
+
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 1 << 17, 1 << 25, 1 << 26, 1 << 27
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 28, 1 << 29, 1 << 30
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
@@ -85,18 +87,13 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
     _check(result, f"mount({target}, {kind or 'bind'}, {flags:#x})")
 
 
-def unmount(target: str) -> None:
-    """Detach a mount. Raises ``KernelRefusal``."""
-    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount({target})")
-
-
 def pivot_root(new_root: str) -> None:
     """Make ``new_root`` (a mount point) the root, detach the old. Raises ``KernelRefusal``."""
     os.chdir(new_root)
     # The old root lands on top of the new one and is detached at once, so no directory for it is
     # needed.
     syscall("pivot_root", _PIVOT_ROOT[machine()], b".", b".")
-    unmount(".")
+    _check(_libc.umount2(b".", MNT_DETACH), "umount(.)")
     os.chdir("/")
 
 
@@ -127,15 +124,18 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
 
 
 def limit_resources(
-    *, memory_bytes: int, cpu_seconds: float, file_bytes: int, open_files: int, processes: int
+    limits: SandboxLimits, *, memory_mb: int, cpu_seconds: float, other_tasks: int
 ) -> None:
-    """Set soft and hard limits; a hard limit that is lower already stays."""
-    seconds = math.ceil(cpu_seconds) + 1
+    """Set soft and hard limits; a hard limit that is lower already stays. ``other_tasks`` of this
+    user count towards ``limits.processes`` beside this job's.
+    """
+    seconds, memory = math.ceil(cpu_seconds) + 1, memory_mb << 20
+    processes = limits.processes + other_tasks
     wanted = {
-        resource.RLIMIT_AS: (memory_bytes, memory_bytes),
+        resource.RLIMIT_AS: (memory, memory),
         resource.RLIMIT_CPU: (seconds, seconds + 1),
-        resource.RLIMIT_FSIZE: (file_bytes, file_bytes),
-        resource.RLIMIT_NOFILE: (open_files, open_files),
+        resource.RLIMIT_FSIZE: (limits.file_bytes, limits.file_bytes),
+        resource.RLIMIT_NOFILE: (limits.open_files, limits.open_files),
         resource.RLIMIT_NPROC: (processes, processes),
         resource.RLIMIT_CORE: (0, 0),
     }

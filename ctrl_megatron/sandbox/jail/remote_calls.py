@@ -260,9 +260,7 @@ def _request(call: RemoteCall) -> dict[str, Any]:
 
 
 def _exception(error: Any) -> Exception:
-    if not isinstance(error, dict):
-        return CandidateException("unknown error")
-    name, text = error.get("type"), error.get("text")
+    name, text = (error.get("type"), error.get("text")) if isinstance(error, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(text, str):
         return CandidateException("unknown error")
     return _EXCEPTIONS.get(name, CandidateException)(text)

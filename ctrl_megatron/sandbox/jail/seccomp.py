@@ -146,7 +146,9 @@ class SyscallFilter:
 
     def __init__(self, *, execute: bool = False, processes: bool = False) -> None:
         program = compile_filter(machine(), execute=execute, processes=processes)
-        self._code = (ctypes.c_uint64 * len(program))(*map(_pack, program))
+        self._code = (ctypes.c_uint64 * len(program))(
+            *(code | yes << 16 | no << 24 | constant << 32 for code, yes, no, constant in program)
+        )
         self._own_pid = [
             i for i, (code, *_, k) in enumerate(program) if code == _EQUAL and k == _OWN_PID
         ]
@@ -159,8 +161,3 @@ class SyscallFilter:
         program = _FilterProgram(len(self._code), ctypes.addressof(self._code))
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         prctl(PR_SET_SECCOMP, _FILTER_MODE, ctypes.addressof(program))
-
-
-def _pack(instruction: Instruction) -> int:
-    code, jump_true, jump_false, constant = instruction
-    return code | jump_true << 16 | jump_false << 24 | constant << 32

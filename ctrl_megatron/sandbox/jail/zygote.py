@@ -12,6 +12,7 @@ import os
 import site
 import socket
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from ctrl_megatron.sandbox.jail import frames, isolation, linux, namespaces, program
@@ -99,5 +100,6 @@ def _divide(fd: int, confinement: Confinement, process: int | None) -> None:
         serve_forks(theirs, confinement, own)
     theirs.close()
     linux.drop_capabilities()
-    frames.send(fd, {"kind": "ready", "isolation": confinement.report.as_dict()})
+    reached = {"level": confinement.report.level, **asdict(confinement.report)}
+    frames.send(fd, {"kind": "ready", "isolation": reached})
     serve_jobs(fd, ForkServer(ours, pid), confinement)

@@ -46,12 +46,14 @@ class CgroupSubtree:
         """
         home = _home(mounts, membership)
         try:
-            available = frozenset(_words(home / "cgroup.controllers")) & set(CONTROLLERS)
+            available = frozenset((home / "cgroup.controllers").read_text().split()) & set(
+                CONTROLLERS
+            )
             if not available:
                 raise NotDelegated(f"no {' or '.join(CONTROLLERS)} controller in {home}")
             _require_ours(home)
             control, base = home / "cgroup.subtree_control", home / f"sandbox-{os.getpid()}"
-            missing = available - set(_words(control))
+            missing = available - set(control.read_text().split())
             with contextlib.ExitStack() as undo:
                 # The root of the hierarchy may hold processes and hand controllers down.
                 if missing and (home / "cgroup.type").exists():
@@ -116,7 +118,7 @@ def _require_ours(home: Path) -> None:
 
 def _move_aside(home: Path, undo: contextlib.ExitStack) -> None:
     own, procs, leaf = str(os.getpid()), home / "cgroup.procs", home / f"service-{os.getpid()}"
-    others = sorted(set(_words(procs)) - {own})
+    others = sorted(set(procs.read_text().split()) - {own})
     if others:
         raise NotDelegated(
             f"{home} holds other processes ({', '.join(others[:5])}); the service needs a cgroup "
@@ -130,7 +132,3 @@ def _move_aside(home: Path, undo: contextlib.ExitStack) -> None:
 
 def _listed(sign: str, controllers: frozenset[str]) -> str:
     return " ".join(f"{sign}{name}" for name in sorted(controllers))
-
-
-def _words(file: Path) -> list[str]:
-    return file.read_text().split()

@@ -57,25 +57,6 @@ for _given, _wanted in _cases:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TestVerdict:
-    """The service's verdict on one test."""
-
-    __test__ = False  # not a pytest class
-
-    score: float
-    """In [0, 1]; less than 1 is a failure."""
-    run: wire.RunCodeResponse
-    """What the program did."""
-    info: dict[str, Any]
-    """Short account of the test; ``reason`` says why it failed."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the test passed."""
-        return self.score == 1 and self.run.status is wire.RunStatus.SUCCESS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """One request, read: what is judged, how and by whom."""
 
@@ -98,7 +79,7 @@ class Submission:
 
     def result(
         self,
-        verdicts: Iterable[TestVerdict],
+        verdicts: Iterable[wire.EvalTestCase],
         *,
         accepted: bool,
         extra: dict[str, Any] | None = None,
@@ -112,10 +93,7 @@ class Submission:
             extracted_code=code,
             full_code=code + problem.adapter if functions else code,
             test_code="\n".join(problem.tests) if functions else None,
-            tests=[
-                wire.EvalTestCase(passed=v.passed, exec_info=v.run, test_info=v.info)
-                for v in verdicts
-            ],
+            tests=list(verdicts),
             extracted_type=self.extracted.kind,
             extra=extra,
         )
@@ -205,16 +183,20 @@ async def _grade_strictly(submission: Submission) -> wire.EvalResult:
         with_sources=sources,
         prelude=problem.prelude if isinstance(problem, StdioProblem) else "",
     )
-    run_case = await _case_runner(submission, problem, program)
+    score_case = await _case_scorer(submission, problem, program)
     if isinstance(problem, ScoredProblem):
-        return await _score_subtasks(submission, problem, run_case)
+        return await _score_subtasks(submission, problem, score_case)
+
+    async def judge_case(case: StdioCase) -> wire.EvalTestCase:
+        return (await score_case(case))[0]
+
     # A program that did not compile costs nothing to run, but fails every case.
-    verdicts = await _in_order(problem.cases, run_case, submission.run_all)
+    verdicts = await _in_order(problem.cases, judge_case, submission.run_all)
     return _all_or_one(submission, verdicts, len(problem.cases), single=problem.single)
 
 
 def _all_or_one(
-    submission: Submission, verdicts: list[TestVerdict], total: int, *, single: bool
+    submission: Submission, verdicts: list[wire.EvalTestCase], total: int, *, single: bool
 ) -> wire.EvalResult:
     """Accepted when all of ``total`` passed; with ``single`` one verdict answers for all: the first
     failure, or the last success.
@@ -224,18 +206,18 @@ def _all_or_one(
     if not single:
         return submission.result(verdicts, accepted=accepted)
     first = next((verdict for verdict in verdicts if not verdict.passed), verdicts[-1])
-    info = {**first.info, "passed_tests": sum(passed), "tests": total}
-    one = replace(first, info=info)
+    info = {**(first.test_info or {}), "passed_tests": sum(passed), "tests": total}
+    one = first.model_copy(update={"test_info": info})
     return submission.result([one], accepted=accepted, extra={"verdicts": passed})
 
 
 async def _in_order(
-    tests: Iterable[Any], run_test: Callable[[Any], Awaitable[TestVerdict]], run_all: bool
-) -> list[TestVerdict]:
+    tests: Iterable[Any], run_test: Callable[[Any], Awaitable[wire.EvalTestCase]], run_all: bool
+) -> list[wire.EvalTestCase]:
     """Verdicts in the order of the tests; without ``run_all`` they end at the first failure."""
     if run_all:
         return list(await asyncio.gather(*map(run_test, tests)))
-    verdicts: list[TestVerdict] = []
+    verdicts: list[wire.EvalTestCase] = []
     for test in tests:
         verdicts.append(await run_test(test))
         if not verdicts[-1].passed:
@@ -243,7 +225,9 @@ async def _in_order(
     return verdicts
 
 
-async def _test_functions(submission: Submission, problem: FunctionProblem) -> list[TestVerdict]:
+async def _test_functions(
+    submission: Submission, problem: FunctionProblem
+) -> list[wire.EvalTestCase]:
     """Every test runs in the judge, with the program in another process.
 
     Verdicts that never came, because the job was cut short, are failures: nothing missing passes.
@@ -260,7 +244,7 @@ async def _test_functions(submission: Submission, problem: FunctionProblem) -> l
         "memory_mb": limits.memory_mb,
         "run_all": run_all,
     }
-    report = await submission.runner.run_job(job, max(limits.job_seconds, job["seconds"]))
+    report = await submission.runner.pool.run(job, max(limits.job_seconds, job["seconds"]))
     verdicts = [_assert_verdict(problem, *row) for row in report["verdicts"]]
     ended = bool(verdicts) and not verdicts[-1].passed and not run_all
     stopped = report["stopped"] or ""
@@ -275,7 +259,7 @@ async def _test_functions(submission: Submission, problem: FunctionProblem) -> l
 
 def _assert_verdict(
     problem: FunctionProblem, index: int, status: str, reason: str, seconds: float | None
-) -> TestVerdict:
+) -> wire.EvalTestCase:
     passed = status == "passed"
     run = run_response(
         code=int(not passed), timed_out=status == "timeout", seconds=seconds, stderr=reason
@@ -283,21 +267,23 @@ def _assert_verdict(
     info = {"test": problem.tests[index][:_SHOWN], "reason": reason}
     if problem.cases:
         info |= problem.cases[index]
-    return TestVerdict(score=float(passed), run=run, info=info)
+    return wire.EvalTestCase(passed=passed, exec_info=run, test_info=info)
 
 
-CaseRunner = Callable[[StdioCase], Awaitable[TestVerdict]]
+CaseScorer = Callable[[StdioCase], Awaitable[tuple[wire.EvalTestCase, float]]]
 
 
-async def _case_runner(
+async def _case_scorer(
     submission: Submission, problem: StdioProblem | ScoredProblem, program: Program
-) -> CaseRunner:
-    """Runs one case; what is expected never leaves the service, but to a checker."""
+) -> CaseScorer:
+    """Runs one case: the verdict, and its score in [0, 1]. What is expected never leaves the
+    service, but to a checker.
+    """
     checker = None
     if problem.checker is not None:
         checker = await OutputChecker.prepare(submission.runner, problem.checker)
 
-    async def run_case(case: StdioCase) -> TestVerdict:
+    async def score_case(case: StdioCase) -> tuple[wire.EvalTestCase, float]:
         run = await submission.runner.run(program, stdin=case.input, seconds=submission.seconds)
         if run.failure:
             score, reason = 0.0, run.failure
@@ -313,31 +299,32 @@ async def _case_runner(
             "output": run.stdout[:_SHOWN],
             "reason": reason,
         }
-        return TestVerdict(score=score, run=run.response, info=info)
+        passed = score == 1 and run.response.status is wire.RunStatus.SUCCESS
+        return wire.EvalTestCase(passed=passed, exec_info=run.response, test_info=info), score
 
-    return run_case
+    return score_case
 
 
 async def _score_subtasks(
-    submission: Submission, problem: ScoredProblem, run_case: CaseRunner
+    submission: Submission, problem: ScoredProblem, score_case: CaseScorer
 ) -> wire.EvalResult:
     """Score each subtask by the least score of its tests; accepted with all points.
 
     A test that several subtasks share runs once. Without ``run_all`` a subtask ends at its first
     test without a score, the others are still scored.
     """
-    verdicts: dict[str, TestVerdict] = {}
+    verdicts: dict[str, tuple[wire.EvalTestCase, float]] = {}
     if submission.run_all:
         names = list(dict.fromkeys(name for task in problem.subtasks for name in task.tests))
-        done = await asyncio.gather(*(run_case(problem.cases[name]) for name in names))
+        done = await asyncio.gather(*(score_case(problem.cases[name]) for name in names))
         verdicts = dict(zip(names, done, strict=True))
     scores: list[dict[str, Any]] = []
     for subtask in problem.subtasks:
         least = 1.0
         for name in subtask.tests:
             if name not in verdicts:
-                verdicts[name] = await run_case(problem.cases[name])
-            least = min(least, verdicts[name].score)
+                verdicts[name] = await score_case(problem.cases[name])
+            least = min(least, verdicts[name][1])
             if least == 0 and not submission.run_all:
                 break
         scores.append(
@@ -346,8 +333,10 @@ async def _score_subtasks(
     score, full = (sum(item[key] for item in scores) for key in ("score", "points"))
     return submission.result(
         (
-            replace(verdict, info={**verdict.info, "name": name, "score": verdict.score})
-            for name, verdict in verdicts.items()
+            case.model_copy(
+                update={"test_info": {**(case.test_info or {}), "name": name, "score": own}}
+            )
+            for name, (case, own) in verdicts.items()
         ),
         accepted=all(item["score"] == item["points"] for item in scores),
         extra={"score": score, "max_score": full, "subtasks": scores},
@@ -365,12 +354,12 @@ async def _grade_by_exit_status(
     only a measure of how often that happens.
     """
 
-    async def run_source(source: str) -> TestVerdict:
+    async def run_source(source: str) -> wire.EvalTestCase:
         program = Program(language=PYTHON, code=source, prelude=problem.prelude)
         run = await submission.runner.run(program, seconds=submission.seconds)
         info = {"test": source[-1000:], "reason": run.failure, "lax": True}
         passed = run.response.status is wire.RunStatus.SUCCESS
-        return TestVerdict(score=float(passed), run=run.response, info=info)
+        return wire.EvalTestCase(passed=passed, exec_info=run.response, test_info=info)
 
     sources = _lax_sources(problem, submission.extracted.code)
     verdicts = await _in_order(sources, run_source, submission.run_all)

@@ -128,12 +128,12 @@ async def metrics(request: web.Request) -> web.Response:
     ]
     lines = list(state.telemetry.lines())
     for kind, name, text, value in shown:
-        lines += metric_lines(kind, name, text, value)
+        lines += metric_lines(kind, name, text, ({}, value))
     if reached := pool.isolation:
         labels = {key: str(reached[key]) for key in ("level", "tier", "seccomp", "landlock")}
         labels["cgroups"] = " ".join(reached["cgroups"])
         text = "Isolation that programs run in."
-        lines += metric_lines("gauge", "sandbox_isolation_info", text, 1, labels)
+        lines += metric_lines("gauge", "sandbox_isolation_info", text, (labels, 1))
     body = "\n".join([*lines, ""]).encode()
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
@@ -154,7 +154,7 @@ async def stats(request: web.Request) -> web.Response:
 async def status(request: web.Request) -> web.Response:
     """What this service is and how it isolates programs."""
     pool = request.app[STATE].pool
-    limits = pool.settings.limits.as_dict()
+    limits = asdict(pool.settings.limits)
     return web.json_response(
         {"service": "ctrl_megatron sandbox", "isolation": pool.isolation, "limits": limits}
     )

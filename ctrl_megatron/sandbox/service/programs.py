@@ -38,8 +38,6 @@ _CACHE_BYTES = 256 << 20
 _BINARY = "main"
 _KILLED = -9
 
-RunJob = Callable[[Job, float], Awaitable[JobReport]]
-
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
@@ -108,11 +106,7 @@ class ProgramRunner:
     def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
         self.limits = pool.settings.limits
-        self.compiler = Compiler(self.run_job)
-
-    async def run_job(self, job: Job, seconds: float) -> JobReport:
-        """One job on a worker. Raises ``WorkerFault`` or ``QueueFull``."""
-        return await self.pool.run(job, seconds=seconds)
+        self.compiler = Compiler(pool.run)
 
     async def prepare(
         self,
@@ -179,7 +173,7 @@ class ProgramRunner:
             job["prelude"] = program.prelude + argv
         else:
             job["prelude"] = program.prelude
-        report = await self.run_job(job, job["seconds"])
+        report = await self.pool.run(job, job["seconds"])
         response = _job_response(report, fetch)
         if compilation is not None:
             response.compile_result = compilation.result
@@ -209,7 +203,7 @@ class Compiler:
     used goes first; a compilation that ran out of time is not kept.
     """
 
-    def __init__(self, run_job: RunJob) -> None:
+    def __init__(self, run_job: Callable[[Job, float], Awaitable[JobReport]]) -> None:
         self._run_job = run_job
         self._kept: OrderedDict[str, Compilation] = OrderedDict()
         self._bytes = 0

@@ -76,7 +76,10 @@ async def serve(settings: WorkerSettings, *, workers: int, options: ServerOption
         try:
             await site.start()
         except OSError as error:
-            raise OSError(error.errno, _bind_error(options, error)) from error
+            text = f"cannot listen on {options.host}:{options.port}: {error.strerror}"
+            if error.errno == errno.EADDRINUSE:
+                text = f"port {options.port} on {options.host} is taken; choose another with --port"
+            raise OSError(error.errno, text) from error
         await pool.start()
         _announce(runner, pool, options)
         await _first(stop.wait(), stop_now.wait())
@@ -121,12 +124,6 @@ async def _first(*waits: Coroutine[Any, Any, object]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _bind_error(options: ServerOptions, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {options.port} on {options.host} is taken; choose another with --port"
-    return f"cannot listen on {options.host}:{options.port}: {error.strerror}"
 
 
 async def _watch_owner(options: ServerOptions, stop: asyncio.Event) -> None:

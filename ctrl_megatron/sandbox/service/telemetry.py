@@ -57,26 +57,27 @@ class RequestTelemetry:
 
     def lines(self) -> Iterable[str]:
         """All samples."""
-        yield from _head("sandbox_requests_total", "counter", "Answered requests.")
-        for (route, status), count in sorted(self.requests.items()):
-            labels = {"route": route, "status": str(status)}
-            yield _sample("sandbox_requests_total", labels, count)
-        yield from _head("sandbox_request_seconds", "histogram", "Seconds to the answer.")
-        for route, histogram in sorted(self.durations.items()):
-            yield from histogram.lines("sandbox_request_seconds", {"route": route})
+        counts = (
+            ({"route": route, "status": str(status)}, count)
+            for (route, status), count in sorted(self.requests.items())
+        )
+        durations = (({"route": route}, took) for route, took in sorted(self.durations.items()))
+        name, text = "sandbox_request_seconds", "Seconds to the answer."
+        yield from metric_lines("counter", "sandbox_requests_total", "Answered requests.", *counts)
+        yield from metric_lines("histogram", name, text, *durations)
 
 
 def metric_lines(
-    kind: str,
-    name: str,
-    text: str,
-    value: float | DurationHistogram,
-    labels: Mapping[str, str] | None = None,
-) -> list[str]:
-    """A metric of ``kind`` (``counter``, ``gauge``, ``histogram``)."""
-    if isinstance(value, DurationHistogram):
-        return [*_head(name, kind, text), *value.lines(name, labels or {})]
-    return [*_head(name, kind, text), _sample(name, labels or {}, value)]
+    kind: str, name: str, text: str, *samples: tuple[Mapping[str, str], float | DurationHistogram]
+) -> Iterable[str]:
+    """A metric of ``kind`` (``counter``, ``gauge``, ``histogram``); labels and value of each."""
+    yield f"# HELP {name} {text}"
+    yield f"# TYPE {name} {kind}"
+    for labels, value in samples:
+        if isinstance(value, DurationHistogram):
+            yield from value.lines(name, labels)
+        else:
+            yield _sample(name, labels, value)
 
 
 class JsonLogFormatter(logging.Formatter):
@@ -101,10 +102,6 @@ def log_json_lines(level: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLogFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-
-
-def _head(name: str, kind: str, text: str) -> list[str]:
-    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
 
 
 def _sample(name: str, labels: Mapping[str, str], value: float) -> str:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import OrderedDict, deque
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -109,8 +109,12 @@ class FairQueue(Generic[ItemT]):
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():
                 self.release(place.result())
-            else:
-                self._leave(client, place)
+            elif place in (queue := self.queues.get(client, deque())):
+                # Else its turn came and passed while it was cancelled.
+                queue.remove(place)
+                self.waiting -= 1
+                if not queue:
+                    del self.queues[client]
             raise
 
     def release(self, item: ItemT) -> None:
@@ -128,30 +132,16 @@ class FairQueue(Generic[ItemT]):
                 return
         self._free.append(item)
 
-    def _leave(self, client: str, place: asyncio.Future[ItemT]) -> None:
-        queue = self.queues.get(client)
-        if queue is None or place not in queue:
-            return  # its turn came and passed while it was cancelled
-        queue.remove(place)
-        self.waiting -= 1
-        if not queue:
-            del self.queues[client]
 
-
+@dataclass(slots=True, eq=False)
 class SandboxWorker:
     """One worker process."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self.isolation: dict[str, Any] = {}
-        """Reached; empty before it is started."""
+    _process: subprocess.Popen[bytes]
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    isolation: dict[str, Any] = field(default_factory=dict)
+    """Reached; empty before it is started."""
 
     @classmethod
     async def start(
@@ -220,7 +210,7 @@ class SandboxWorker:
             "user": _user(number) if os.getuid() == 0 else None,
             "without": settings.without,
             "preload": settings.preload,
-            "limits": settings.limits.as_dict(),
+            "limits": asdict(settings.limits),
         }
         answer = await self._ask(setup, _START_SECONDS)
         if answer["kind"] != "ready":
@@ -307,7 +297,7 @@ class WorkerPool:
         counted = sorted(self._cgroups.controllers) if self._cgroups else []
         return {**reached, "cgroups": counted, "no_cgroups": self._no_cgroups}
 
-    async def run(self, job: Job, *, seconds: float) -> JobReport:
+    async def run(self, job: Job, seconds: float) -> JobReport:
         """Run a job on the next free worker; a fault of the worker is repeated on another one.
 
         ``seconds`` is what the job itself may take. Raises ``WorkerFault`` after the last attempt,
@@ -331,7 +321,11 @@ class WorkerPool:
         self.queue_seconds.add(began - arrived)
         try:
             if worker is None:
-                worker = await self._restart(number)
+                self.counters.restarts += 1
+                try:
+                    worker = await self._new(number)
+                except (IsolationRefused, OSError) as error:
+                    raise WorkerFault(f"a worker could not be restarted: {error}") from error
             report = await worker.run(job, seconds)
         except BaseException:
             # Also when the caller was cancelled: what is left on the wire belongs to nobody.
@@ -346,13 +340,6 @@ class WorkerPool:
         timeouts = (status == "timeout" for _, status, *_ in report["verdicts"])
         self.counters.timeouts += "timeout" in (report["stopped"] or "") or any(timeouts)
         return report
-
-    async def _restart(self, number: int) -> SandboxWorker:
-        self.counters.restarts += 1
-        try:
-            return await self._new(number)
-        except (IsolationRefused, OSError) as error:
-            raise WorkerFault(f"a worker could not be restarted: {error}") from error
 
     async def _new(self, number: int) -> SandboxWorker:
         assert self._scratch is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ctrl_megatron.sandbox.service.datasets.functions import read_human_eval, read_mbpp
+from ctrl_megatron.sandbox.service.datasets.functions import read_function_tests, read_human_eval
 from ctrl_megatron.sandbox.service.datasets.problems import GradedProblem
 from ctrl_megatron.sandbox.service.datasets.stdio import (
     read_code_contests,
@@ -22,7 +22,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], GradedProblem]] = {
     "HumanEvalDataset": read_human_eval,
     "IOIDataset": read_ioi,
     "LiveCodeBenchDataset": read_live_code_bench,
-    "MBPPDataset": read_mbpp,
+    "MBPPDataset": read_function_tests,
     "TACODataset": read_input_output,
 }
 """By data set kind; each raises ``ValueError`` for a record that cannot be judged."""

@@ -48,15 +48,6 @@ PRELUDE = "".join(
 """Imports that published solutions of function problems take for granted."""
 
 
-def read_mbpp(data: Mapping[str, Any]) -> FunctionProblem:
-    """``test_list`` (a list, or its text as JSON or a Python literal), ``test_setup_code`` and
-    ``entry_point``. Raises ``ValueError``.
-    """
-    tests = data.get("test_list")
-    record = {**data, "test_list": _literal(tests) if isinstance(tests, str) else tests}
-    return read_function_tests(record)
-
-
 def read_human_eval(data: Mapping[str, Any]) -> FunctionProblem:
     """``test_list``, or ``test`` (text that defines ``check``) with ``entry_point``.
 
@@ -64,7 +55,7 @@ def read_human_eval(data: Mapping[str, Any]) -> FunctionProblem:
     calls it. Raises ``ValueError``.
     """
     if data.get("test_list") or not data.get("test"):
-        return read_mbpp(data)
+        return read_function_tests(data)
     entry, text = data.get("entry_point"), data["test"]
     if not isinstance(entry, str) or not entry.isidentifier():
         raise ValueError("provided_data.test needs provided_data.entry_point, a function's name")
@@ -119,8 +110,8 @@ if "Solution" in globals() and hasattr(globals()["Solution"], "{name}"):
 
 
 def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
-    """From ``provided_data`` with ``test_list``, ``test_setup_code`` and ``entry_point`` (a name or
-    several).
+    """From ``provided_data`` with ``test_list`` (a list, or its text as JSON or a Python literal),
+    ``test_setup_code`` and ``entry_point`` (a name or several), as MBPP has them.
 
     Which names are calls into the program follows from the record alone, never from the program:
     the entry points and every name the tests use that is neither a builtin nor defined by the setup
@@ -128,6 +119,8 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
     ``ValueError`` for a record that cannot be judged.
     """
     tests = data.get("test_list")
+    if isinstance(tests, str):
+        tests = _literal(tests)
     if not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests):
         raise ValueError(
             "provided_data.test_list must be a non-empty list of strings of Python code"

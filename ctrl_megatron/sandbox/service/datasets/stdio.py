@@ -198,10 +198,12 @@ def read_ioi(data: Mapping[str, Any]) -> ScoredProblem:
     Raises ``ValueError``.
     """
     where = "provided_data.tests"
-    cases = {
-        text_field(name, f"a name in {where}"): _ioi_case(record, f"{where}.{name}")
-        for name, record in object_field(json_field(data.get("tests"), where), where).items()
-    }
+    cases: dict[str, StdioCase] = {}
+    for name, record in object_field(json_field(data.get("tests"), where), where).items():
+        key, at = text_field(name, f"a name in {where}"), f"{where}.{name}"
+        test = object_field(record, at)
+        stdin, stdout = test.get("input", ""), test.get("output", "")
+        cases[key] = _case(stdin, f"{at}.input", stdout, f"{at}.output")
     given = list_field(json_field(data.get("subtasks"), _SUBTASKS), _SUBTASKS)
     limit = data.get("time_limit")
     return ScoredProblem(
@@ -211,12 +213,6 @@ def read_ioi(data: Mapping[str, Any]) -> ScoredProblem:
         sources=_grader_sources(data.get("grader_files") or {}),
         seconds=None if limit is None else positive_field(limit, "provided_data.time_limit"),
     )
-
-
-def _ioi_case(record: Any, where: str) -> StdioCase:
-    given = object_field(record, where)
-    stdin, stdout = given.get("input", ""), given.get("output", "")
-    return _case(stdin, f"{where}.input", stdout, f"{where}.output")
 
 
 def _subtask(record: Any, index: int, cases: Mapping[str, StdioCase]) -> ScoredSubtask:
