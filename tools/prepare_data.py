@@ -2,8 +2,9 @@
 
 ``python tools/prepare_data.py --out runs/data`` writes ``train.parquet`` and ``val.parquet``
 (attempts with critique prompts, held-out problems in val), ``sft_train.parquet`` (critiques
-synthesised from execution feedback, training problems only) and ``sft_val.parquet`` (the same of
-held-out problems, 64 at most; left out where no problem is held out).
+synthesised from execution feedback, training problems only), ``sft_val.parquet`` (the same of
+held-out problems, 64 at most; left out where no problem is held out) and ``solve.parquet`` (every
+training problem once, with the prompt that asks for a solution: for GRPO without critiques).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rich.progress import Progress
 from ctrl_megatron.data.problems import problem_from, read_problem_records
 from ctrl_megatron.data.rows import row_of, write_rows
 from ctrl_megatron.generation.solutions import judge_attempts
-from ctrl_megatron.prompts import critique_messages, fenced
+from ctrl_megatron.prompts import critique_messages, fenced, generation_messages
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.sft.examples import SftExample, write_examples
 from ctrl_megatron.sft.synthesis import synthesise_rows
@@ -109,6 +110,11 @@ def write_files(
     sft_val = sft_val[:_SFT_VAL_SIZE]
     write_rows(arguments.out / "train.parquet", rl)
     write_rows(arguments.out / "val.parquet", val[: arguments.val_size])
+    problems = {a.problem.id: a.problem for a, _ in train}.values()
+    solve = [
+        row_of(Attempt(id=p.id, problem=p, solution=""), generation_messages(p)) for p in problems
+    ]
+    write_rows(arguments.out / "solve.parquet", solve)
     write_examples(arguments.out / "sft_train.parquet", sft_train)
     if sft_val:
         write_examples(arguments.out / "sft_val.parquet", sft_val)
