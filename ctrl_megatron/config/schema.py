@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ctrl_megatron.config.actor_rollout_ref import (
-    REFERENCE,
-    REVISIONS,
-    ActorRolloutRef,
-    Schedule,
-)
+from ctrl_megatron.config.actor_rollout_ref import REFERENCE, REVISIONS, ActorRolloutRef, Schedule
 from ctrl_megatron.config.algorithm import VALUE_MODEL, Algorithm, Critic, Reward, Sandbox
 from ctrl_megatron.config.keys import (
     ABOVE_0,
@@ -74,8 +69,7 @@ class Trainer:
     project_name: str = key("ctrl_megatron", read=_TRACKED)
     """Project under which trackers file the run."""
     experiment_name: str = key(
-        "run",
-        Range("a plain directory name", re.compile(r"(?!\.{1,2}$)[^/\\]+$").match),
+        "run", Range("a plain directory name", re.compile(r"(?!\.{1,2}$)[^/\\]+$").match)
     )
     """Name of the run and of its directory."""
     default_local_dir: str = "runs"
@@ -133,9 +127,7 @@ class Dag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sft:
-    """Supervised fine-tuning on synthesised critiques; models, AdamW's constants and outputs are
-    those of ``actor_rollout_ref`` and ``trainer``.
-    """
+    """Supervised fine-tuning; the rest is that of ``actor_rollout_ref`` and ``trainer``."""
 
     train_files: tuple[str, ...] = ()
     """Parquet file or list of parquet files to train on (required for SFT)."""
@@ -207,11 +199,6 @@ class Config:
     def needs_reference(self) -> bool:
         """True where the objective contains a KL to the reference model."""
         return REFERENCE.is_met(self)
-
-    @property
-    def value_path(self) -> str:
-        """What the value model starts from."""
-        return self.critic.model.path or self.actor_rollout_ref.model.path
 
     @property
     def value_epochs(self) -> int:
