@@ -67,6 +67,7 @@ class Condition:
 
 
 Read = Condition | tuple[Condition, ...]
+"""One condition, or several that must all be met."""
 
 
 def when(switch: str, *values: Any, known: tuple[Any, ...] | None = None) -> Condition:

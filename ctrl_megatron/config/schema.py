@@ -208,9 +208,8 @@ class Config:
     @property
     def gen_batch_size(self) -> int:
         """Prompts that are sampled together."""
-        if not self.algorithm.filter_groups.enable or self.data.gen_batch_size is None:
-            return self.data.train_batch_size
-        return self.data.gen_batch_size
+        own = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None
+        return self.data.train_batch_size if own is None else own
 
 
 KEYS: dict[str, Key] = {k.name: k for k in declared(Config)}
