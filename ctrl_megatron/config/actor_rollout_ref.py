@@ -103,8 +103,7 @@ class Megatron:
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks."""
     param_offload: bool = key(False, read=REFERENCE, stage="rl")
-    """Keep the frozen reference's parameters in host memory while it is not used; the trained
-    actor's always stay on the device."""
+    """Keep the frozen reference's parameters (never the actor's) in host memory while unused."""
     optimizer_offload: bool = key(False, stage="rl")
     """Keep the actor's optimizer state in host memory while the engine generates."""
     grad_offload: bool = key(False, stage="rl")
@@ -174,15 +173,8 @@ class ModelFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ref:
-    """The frozen model that anchors the KL."""
-
-    model: ModelFiles = group(ModelFiles)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proxy:
-    """The frozen generator that writes the revisions."""
+class Frozen:
+    """A model that is not trained: the reference of the KL, the writer of the revisions."""
 
     model: ModelFiles = group(ModelFiles)
 
@@ -220,8 +212,7 @@ class Rollout:
     enforce_eager: bool = key(True, read=_CACHING)
     """Do not capture graphs."""
     free_cache_engine: bool = True
-    """Release the engine's device memory, weights and cache, while the trainer computes; nothing to
-    release on a CPU."""
+    """Release the engine's device memory, weights and cache, while the trainer computes."""
     threads: int | None = key(None, AT_LEAST_1)
     """CPU threads of the engine; None lets the engine decide."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -229,8 +220,7 @@ class Rollout:
     update_bucket_megabytes: int = key(128, AT_LEAST_1)
     """Size of one bucket of a weight update, in 2**20 bytes."""
     log_prob_max_token_len_per_gpu: int | None = key(None, AT_LEAST_1)
-    """Token budget of a packed micro-batch in forward-only passes; None takes
-    actor.ppo_max_token_len_per_gpu."""
+    """Token budget of forward-only micro-batches; None takes actor.ppo_max_token_len_per_gpu."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,20 +245,10 @@ class ActorRolloutRef:
     """The policy, its reference, the reviser, and the engine that generates for them."""
 
     model: Model = group(Model, stage="both")
-    proxy: Proxy = group(Proxy, read=REVISIONS)
+    proxy: Frozen = group(Frozen, read=REVISIONS)
     actor: Actor = group(Actor)
-    ref: Ref = group(Ref, read=REFERENCE)
+    ref: Frozen = group(Frozen, read=REFERENCE)
     rollout: Rollout = group(Rollout)
-
-    @property
-    def proxy_path(self) -> str:
-        """Files of the frozen reviser."""
-        return self.proxy.model.path or self.model.path
-
-    @property
-    def ref_path(self) -> str:
-        """Files of the frozen reference."""
-        return self.ref.model.path or self.model.path
 
     @property
     def rollout_dtype(self) -> Dtype:

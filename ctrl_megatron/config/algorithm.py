@@ -24,15 +24,9 @@ ADV_ESTIMATORS = (
     *("remax", "opo", "gpg", "cpgd", "grpo_passk"),
 )
 
-
-def trains_values(enable: bool | None, estimator: str) -> bool:
-    """Whether a run with this ``critic.enable`` and this estimator has a value model."""
-    return estimator == "gae" if enable is None else enable
-
-
 VALUE_MODEL = Condition(
     ("critic.enable", "algorithm.adv_estimator"),
-    trains_values,
+    lambda enable, estimator: estimator == "gae" if enable is None else enable,
     "{1}=gae (or {0}=true with a pipeline of your own)",
 )
 """Of keys of the value model."""
@@ -43,6 +37,7 @@ def _estimators(*names: str) -> Condition:
 
 
 _IN_REWARD = when("algorithm.use_kl_in_reward", True)
+_REJECTING = when(".rollout_rs", "token", "sequence", "geometric")
 _ADAPTIVE = when(".type", "adaptive")
 _OWN_SANDBOX = when("reward.provider", "local")
 _EMBEDDED = (_OWN_SANDBOX, when("sandbox.endpoint", None))
@@ -59,8 +54,7 @@ class KlControl:
     target_kl: float = key(0.1, ABOVE_0, read=_ADAPTIVE)
     """Mean KL per token that the adaptive controller aims at."""
     horizon: int = key(10000, AT_LEAST_1, read=_ADAPTIVE)
-    """Sequences over which the adaptive controller corrects an error; more than a fifth of those of
-    a step."""
+    """Sequences over which it corrects an error; more than a fifth of those of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +76,10 @@ class RolloutCorrection:
     rollout_is_threshold: float = key(2.0, ABOVE_0, read=when(".rollout_is", "token", "sequence"))
     """Weights are truncated here."""
     rollout_rs: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave tokens or whole sequences out of the loss whose ratio is out of bounds; geometric takes
-    a sequence's mean log ratio."""
-    rollout_rs_threshold: float = key(
-        2.0, ABOVE_0, read=when(".rollout_rs", "token", "sequence", "geometric")
-    )
+    """Leave out tokens or sequences with a ratio out of bounds; geometric: by mean log ratio."""
+    rollout_rs_threshold: float = key(2.0, ABOVE_0, read=_REJECTING)
     """Largest ratio that stays."""
-    rollout_rs_threshold_lower: float | None = key(
-        None, AT_LEAST_0, read=when(".rollout_rs", "token", "sequence", "geometric")
-    )
+    rollout_rs_threshold_lower: float | None = key(None, AT_LEAST_0, read=_REJECTING)
     """Smallest ratio that stays, 0 for no bound; None for 1 / rollout_rs_threshold."""
 
 
@@ -129,9 +118,7 @@ class ValueOptim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """The value model. Mini-batches, token budget, aggregation and gradient clipping are those of
-    ``actor_rollout_ref.actor``.
-    """
+    """The value model; what it has no key for is that of ``actor_rollout_ref.actor``."""
 
     enable: bool | None = None
     """Train a value model; None for where the estimator reads its values (gae)."""
@@ -196,16 +183,14 @@ class Reward:
     provider_options: dict[str, Any] = key(
         {}, read=when(".provider", "sandbox_fusion", "e2b", "morph", "piston")
     )
-    """Options of the provider's class, such as a template; keys and addresses come from the
-    environment."""
+    """Options of the provider's class; keys and addresses come from the environment."""
     cache_path: str | None = None
     """SQLite file of verdicts that runs share; None keeps them in memory."""
     compare_lax: bool = key(False, read=(REVISIONS, _OWN_SANDBOX))
     """Also ask a grader that believes exit codes and report reward/forgery_rate: the share of
     revisions that only it accepts. Costs a second run of function problems."""
     judgment_weight: float = key(0.0, AT_LEAST_0, read=REVISIONS)
-    """Added to the reward where the judgment is true of the first solution; an ablation (the
-    paper's reward never looks)."""
+    """Added to the reward where the judgment of the first solution is true; an ablation."""
     transition: Transition = group(Transition, read=REVISIONS)
     overlong_buffer: OverlongBuffer = group(
         OverlongBuffer, read=when("reward.overlong_buffer.enable", True)

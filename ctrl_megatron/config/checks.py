@@ -15,12 +15,8 @@ from ctrl_megatron.config.schema import KEYS, Config
 
 Purpose = Literal["rl", "sft", "none"]
 """What the run does, hence which keys it needs; ``none`` requires no key at all."""
-_A, _R, _M = (
-    "actor_rollout_ref.actor.",
-    "actor_rollout_ref.rollout.",
-    "actor_rollout_ref.actor.megatron.",
-)
-_I = "algorithm.rollout_correction."
+_A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_M = _A + "megatron."
 _BUILT_IN = (None, CTRL_PIPELINE, GRPO_PIPELINE)
 _GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
 """Estimators whose baseline is the group."""
@@ -35,26 +31,17 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         *_ranges(config, written),
         *_unread(config, purpose, written),
         *_required(config, purpose),
-        *_names(config),
-        *_sizes(config),
-        *_parallelism(config),
-        *_objective(config),
-        *_groups(config),
-        *_reward(config),
-        *_validation(config),
     ]
+    for relation in (_names, _sizes, _parallelism, _objective, _groups, _reward):
+        problems += relation(config)
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def unread(config: Config) -> dict[str, Condition]:
     """The keys that nothing reads with these settings, and the first condition that is not met."""
-    unmet = {}
-    for name, key in KEYS.items():
-        for condition in key.read:
-            if not condition.is_met(config):
-                unmet.setdefault(name, condition)
-    return unmet
+    unmet = {name: [c for c in key.read if not c.is_met(config)] for name, key in KEYS.items()}
+    return {name: conditions[0] for name, conditions in unmet.items() if conditions}
 
 
 def check_files(config: Config, purpose: Purpose) -> None:
@@ -73,10 +60,12 @@ def check_files(config: Config, purpose: Purpose) -> None:
     }
     if purpose == "rl":
         if config.writes_revisions:
-            directories["actor_rollout_ref.proxy.model.path"] = model.proxy_path
+            directories["actor_rollout_ref.proxy.model.path"] = (
+                model.proxy.model.path or model.model.path
+            )
         if config.needs_values:
-            directories["critic.model.path"] = config.value_path
-        directories["actor_rollout_ref.ref.model.path"] = model.ref_path
+            directories["critic.model.path"] = config.critic.model.path or model.model.path
+        directories["actor_rollout_ref.ref.model.path"] = model.ref.model.path or model.model.path
     for key, path in directories.items():
         needed = "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
         if not (Path(path) / needed).is_file():
@@ -89,16 +78,25 @@ def check_files(config: Config, purpose: Purpose) -> None:
 
 def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -> None:
     """ValueError unless ``world_size`` ranks were announced, form the layout, share the batches."""
-    _check_announced(config, world_size)
+    nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    if nodes * each != world_size:
+        machines = f"--nnodes {nodes} " if nodes > 1 else ""
+        fewer = "trainer.nnodes=1 " if world_size % nodes else ""
+        per_node = world_size if fewer else world_size // nodes
+        raise ValueError(
+            f"trainer.nnodes={nodes} x trainer.n_gpus_per_node={each} announce {nodes * each} "
+            f"ranks, but {world_size} were started; start {nodes * each} (torchrun {machines}"
+            f"--nproc-per-node {each}), or add {fewer}trainer.n_gpus_per_node={per_node}"
+        )
     megatron = config.actor_rollout_ref.actor.megatron
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    if world_size % (tensor * pipeline):
+    data, rest = divmod(world_size, tensor * pipeline)
+    if rest:
         raise ValueError(
             f"{_M}tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline} "
             f"does not divide the {world_size} ranks that were started; start a multiple of "
             f"{tensor * pipeline} ranks or change the sizes"
         )
-    data = world_size // (tensor * pipeline)
     batches = {"sft.train_batch_size": config.sft.train_batch_size}
     if purpose != "sft":
         rollout_tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
@@ -119,22 +117,6 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
                 f"({world_size} ranks / {tensor} tensor / {pipeline} pipeline); "
                 f"use a multiple of {data}"
             )
-
-
-def _check_announced(config: Config, world_size: int) -> None:
-    nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    if nodes * each == world_size:
-        return
-    machines = f"--nnodes {nodes} " if nodes > 1 else ""
-    if world_size % nodes == 0:
-        override = f"trainer.n_gpus_per_node={world_size // nodes}"
-    else:
-        override = f"trainer.nnodes=1 trainer.n_gpus_per_node={world_size}"
-    raise ValueError(
-        f"trainer.nnodes={nodes} x trainer.n_gpus_per_node={each} announce {nodes * each} ranks, "
-        f"but {world_size} were started; start {nodes * each} (torchrun {machines}"
-        f"--nproc-per-node {each}), or add {override}"
-    )
 
 
 def _ranges(config: Config, written: Mapping[str, Place]) -> Iterator[str]:
@@ -170,13 +152,13 @@ def _unread(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> I
 def _required(config: Config, purpose: Purpose) -> Iterator[str]:
     if purpose == "none":
         return
-    if not config.actor_rollout_ref.model.path:
-        yield (
-            "actor_rollout_ref.model.path is not set; give the Hugging Face directory of the model"
-        )
     files = "sft.train_files" if purpose == "sft" else "data.train_files"
-    if not value_of(config, files):
-        yield f"{files} is not set; give one parquet file or a list of them"
+    for key, what in (
+        ("actor_rollout_ref.model.path", "the Hugging Face directory of the model"),
+        (files, "one parquet file or a list of them"),
+    ):
+        if not value_of(config, key):
+            yield f"{key} is not set; give {what}"
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -192,7 +174,7 @@ def _names(config: Config) -> Iterator[str]:
 
 
 def _sizes(config: Config) -> Iterator[str]:
-    data, model, longest = config.data, config.actor_rollout_ref, config.sequence_tokens
+    data, model, trainer = config.data, config.actor_rollout_ref, config.trainer
     batch, mini = data.train_batch_size, model.actor.ppo_mini_batch_size
     if mini >= 1 and batch % mini:
         yield (
@@ -207,39 +189,33 @@ def _sizes(config: Config) -> Iterator[str]:
             f"{_R}max_model_len={given} is smaller than data.max_prompt_length + "
             f"data.max_response_length{revision} = {needed}; raise it or leave it unset"
         )
-    for key in (_A + "ppo_max_token_len_per_gpu", _R + "log_prob_max_token_len_per_gpu"):
+    longest = ("data.max_prompt_length + data.max_response_length=", config.sequence_tokens)
+    for key, (keys, tokens) in (
+        (_A + "ppo_max_token_len_per_gpu", longest),
+        (_R + "log_prob_max_token_len_per_gpu", longest),
+        ("sft.max_token_len_per_gpu", ("sft.max_length=", config.sft.max_length)),
+    ):
         budget = value_of(config, key)
-        if budget is not None and budget < longest:
-            yield (
-                f"{key}={budget} cannot hold one sequence of data.max_prompt_length + "
-                f"data.max_response_length = {longest} tokens; raise it to at least {longest}"
-            )
-    if config.sft.max_token_len_per_gpu < config.sft.max_length:
-        yield (
-            f"sft.max_token_len_per_gpu={config.sft.max_token_len_per_gpu} cannot hold one "
-            f"sequence of sft.max_length={config.sft.max_length} tokens; raise it"
-        )
+        if budget is not None and budget < tokens:
+            yield f"{key}={budget} cannot hold a sequence of {keys}{tokens}; raise it to that"
     buffer, limit = config.reward.overlong_buffer, data.max_response_length
     if buffer.enable and buffer.len > limit:
-        yield (
-            f"reward.overlong_buffer.len={buffer.len} is longer than data.max_response_length="
-            f"{limit}; lower it"
-        )
+        key = "reward.overlong_buffer.len"
+        yield f"{key}={buffer.len} exceeds data.max_response_length={limit}; lower it"
+    asked = {"val_before_train": trainer.val_before_train, "test_freq": trainer.test_freq > 0}
+    for key in (k for k, is_on in asked.items() if is_on and not data.val_files):
+        yield f"trainer.{key} needs data.val_files; set them, or leave trainer.{key} out"
 
 
 def _parallelism(config: Config) -> Iterator[str]:
     megatron, rollout = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.rollout
-    if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
-        yield (
-            f"{_M}sequence_parallel=true needs {_M}tensor_model_parallel_size of 2 or more; "
-            f"turn it off or raise the size"
-        )
-    virtual = megatron.virtual_pipeline_model_parallel_size or 1
-    if virtual > 1 and megatron.pipeline_model_parallel_size == 1:
-        yield (
-            f"{_M}virtual_pipeline_model_parallel_size={virtual} needs "
-            f"{_M}pipeline_model_parallel_size of 2 or more; unset it or raise the size"
-        )
+    for key, off, size in (
+        ("sequence_parallel", False, "tensor_model_parallel_size"),
+        ("virtual_pipeline_model_parallel_size", 1, "pipeline_model_parallel_size"),
+    ):
+        asked = getattr(megatron, key)
+        if asked not in (None, off) and getattr(megatron, size) == 1:
+            yield f"{_M}{key}={_words(asked)} needs {_M}{size} of 2 or more; unset it or raise that"
     if rollout.name == "hf" and rollout.tensor_model_parallel_size != 1:
         yield (
             f"{_R}tensor_model_parallel_size={rollout.tensor_model_parallel_size} is not possible "
@@ -317,11 +293,8 @@ def _groups(config: Config) -> Iterator[str]:
             "algorithm.filter_groups replaces prompts whose greedy critique "
             "algorithm.adv_estimator=remax would need; turn it off or choose another estimator"
         )
-    if (
-        filtered
-        and "critic" not in config.reward.reward_funcs
-        and config.dag.custom_pipeline_fn in (None, CTRL_PIPELINE)
-    ):
+    is_ctrl = config.dag.custom_pipeline_fn in (None, CTRL_PIPELINE)
+    if filtered and is_ctrl and "critic" not in config.reward.reward_funcs:
         yield (
             "algorithm.filter_groups looks at the critic's reward, which reward.reward_funcs "
             "lacks; name it, or turn filter_groups off"
@@ -350,14 +323,6 @@ def _reward(config: Config) -> Iterator[str]:
             f"reward.reward_funcs={list(names)} names critic, the pass rate of a revision, which "
             f"{GRPO_PIPELINE} does not write; name code or functions of your own"
         )
-
-
-def _validation(config: Config) -> Iterator[str]:
-    trainer, files = config.trainer, config.data.val_files
-    if trainer.val_before_train and not files:
-        yield "trainer.val_before_train=true needs data.val_files; set them or turn it off"
-    if trainer.test_freq > 0 and not files:
-        yield "trainer.test_freq needs data.val_files; set them or use test_freq=-1"
 
 
 def _words(value: Any) -> str:

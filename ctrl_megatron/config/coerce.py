@@ -83,7 +83,10 @@ def coerce(hint: Any, value: Any) -> Any:
     if origin is tuple:
         return _tuple(arguments, value)
     if origin is dict:
-        return _mapping(value)
+        value = {} if value is None else value
+        if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
+            raise ValueError(f"must be a mapping of names to values, not {value!r}")
+        return dict(value)
     return _scalar(hint, value)
 
 
@@ -106,14 +109,6 @@ def _tuple(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
         raise ValueError(f"must be a list of {len(arguments)} values, not {value!r}")
     hints = [arguments[0]] * len(value) if variadic else list(arguments)
     return tuple(coerce(hint, item) for hint, item in zip(hints, value, strict=True))
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
-        raise ValueError(f"must be a mapping of names to values, not {value!r}")
-    return dict(value)
 
 
 def _scalar(hint: type, value: Any) -> bool | int | float | str:

@@ -28,7 +28,6 @@ _PROVIDERS: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
     "sandbox_fusion": ({"endpoint": "SANDBOX_FUSION_ENDPOINT"}, {}),
 }
 """Per provider: options it needs and options it may have, with their variables."""
-_FIRST_PORT, _PORTS = 20000, 10000
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +59,8 @@ class Launch:
             )
 
 
-def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
+def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     """Where this process stands. Raises ValueError naming a variable that is missing or wrong."""
-    environ = os.environ if environ is None else environ
     if "RANK" in environ or "WORLD_SIZE" in environ:
         launcher = "torchrun"
         rank, world_size, local_rank, local_world_size = (_integer(environ, n) for n in _RANKS)
@@ -81,9 +79,8 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     return Launch(launcher, rank, world_size, local_rank, local_world_size, address, port)
 
 
-def read_log_level(environ: Mapping[str, str] | None = None) -> str:
+def read_log_level(environ: Mapping[str, str] = os.environ) -> str:
     """``CTRL_LOG_LEVEL``, or WARNING; ValueError for a ``CTRL_`` name that is not ours."""
-    environ = os.environ if environ is None else environ
     for name in environ:
         if name.startswith("CTRL_") and name not in _OURS:
             near = difflib.get_close_matches(name, _OURS, n=1, cutoff=0.0)
@@ -95,24 +92,22 @@ def read_log_level(environ: Mapping[str, str] | None = None) -> str:
 
 
 def read_provider_keys(
-    provider: str, environ: Mapping[str, str] | None = None
+    provider: str, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str | None]:
     """What the environment says about a code provider, by the name of its option.
 
     Names that the provider cannot do without are there even if they are not set, as None.
     """
-    environ = os.environ if environ is None else environ
     demanded, optional = _PROVIDERS.get(provider, ({}, {}))
     found: dict[str, str | None] = {key: environ.get(name) for key, name in demanded.items()}
     return found | {key: environ[name] for key, name in optional.items() if name in environ}
 
 
-def child_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment for a helper process: ours without the launcher's variables.
 
     An engine that saw RANK or MASTER_ADDR would try to join the trainer's process group.
     """
-    environ = os.environ if environ is None else environ
     return {name: value for name, value in environ.items() if not _OF_LAUNCHER.fullmatch(name)}
 
 
@@ -133,14 +128,12 @@ def _slurm_meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
             return address, _integer(environ, name)
     # Every rank must compute the same port, and two jobs on one machine different ones.
     job = re.sub(r"\D", "", _text(environ, "SLURM_JOB_ID")) or "0"
-    return address, _FIRST_PORT + int(job) % _PORTS
+    return address, 20000 + int(job) % 10000
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
-        raise ValueError(
-            f"the environment variable {name} is not set; start the ranks with torchrun or srun"
-        )
+        raise ValueError(f"the variable {name} is not set; start the ranks with torchrun or srun")
     return environ[name]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _OPTIM, _TOKENS = _ACTOR + "optim.", _ACTOR + "ppo_max_token_len_per_gpu"
+_FORWARD_TOKENS = _ROLLOUT + "log_prob_max_token_len_per_gpu"
 RENAMED: Mapping[str, str] = {
     _ACTOR + "entropy_coef": _ACTOR + "entropy_coeff",
     _ACTOR + "max_grad_norm": _ACTOR + "grad_clip",
@@ -19,11 +20,9 @@ RENAMED: Mapping[str, str] = {
     _ACTOR + "use_dynamic_bsz": _TOKENS,
     _ACTOR + "ppo_micro_batch_size": _TOKENS,
     _ACTOR + "ppo_micro_batch_size_per_gpu": _TOKENS,
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": (
-        _ROLLOUT + "log_prob_max_token_len_per_gpu"
-    ),
-    "actor_rollout_ref.ref.log_prob_micro_batch_size": _ROLLOUT + "log_prob_max_token_len_per_gpu",
-    _ROLLOUT + "log_prob_micro_batch_size": _ROLLOUT + "log_prob_max_token_len_per_gpu",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _FORWARD_TOKENS,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size": _FORWARD_TOKENS,
+    _ROLLOUT + "log_prob_micro_batch_size": _FORWARD_TOKENS,
     _ROLLOUT + "max_model_length": _ROLLOUT + "max_model_len",
     _ROLLOUT + "startup_timeout": "trainer.distributed_timeout",
     "sandbox.max_concurrency": "reward.max_requests",

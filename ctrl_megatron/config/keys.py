@@ -66,6 +66,10 @@ class Condition:
         return Condition(switches, self.holds, self.text.format(*switches))
 
 
+Read = Condition | tuple[Condition, ...]
+"""One condition, or several that must all be met."""
+
+
 def when(switch: str, *values: Any, known: tuple[Any, ...] | None = None) -> Condition:
     """Read where ``switch`` has one of ``values``. Where ``known`` is given, other values than
     these are names of somebody's own, of which nobody knows what they read.
@@ -80,26 +84,17 @@ def when(switch: str, *values: Any, known: tuple[Any, ...] | None = None) -> Con
 
 
 def key(
-    default: T,
-    allowed: Range | None = None,
-    *,
-    read: Condition | tuple[Condition, ...] = (),
-    stage: Stage | None = None,
+    default: T, allowed: Range | None = None, *, read: Read = (), stage: Stage | None = None
 ) -> T:
     """A field with more to declare than type and default: which values are ``allowed``, under
     which conditions it is ``read``, and by which training where its group does not say so.
     """
-    facts = {"allowed": allowed, "read": read, "stage": stage}
     factory: Any = partial(copy, default)
+    facts = {"allowed": allowed, "read": read, "stage": stage}
     return dataclasses.field(default_factory=factory, metadata=facts)
 
 
-def group(
-    cls: type[T],
-    *,
-    read: Condition | tuple[Condition, ...] = (),
-    stage: Stage | None = None,
-) -> T:
+def group(cls: type[T], *, read: Read = (), stage: Stage | None = None) -> T:
     """A field that holds a group of keys; the conditions hold for all of them but for the keys
     that the conditions ask themselves.
     """

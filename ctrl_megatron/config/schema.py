@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ctrl_megatron.config.actor_rollout_ref import (
-    REFERENCE,
-    REVISIONS,
-    ActorRolloutRef,
-    Schedule,
-)
+from ctrl_megatron.config.actor_rollout_ref import REFERENCE, REVISIONS, ActorRolloutRef, Schedule
 from ctrl_megatron.config.algorithm import VALUE_MODEL, Algorithm, Critic, Reward, Sandbox
 from ctrl_megatron.config.keys import (
     ABOVE_0,
@@ -74,8 +69,7 @@ class Trainer:
     project_name: str = key("ctrl_megatron", read=_TRACKED)
     """Project under which trackers file the run."""
     experiment_name: str = key(
-        "run",
-        Range("a plain directory name", re.compile(r"(?!\.{1,2}$)[^/\\]+$").match),
+        "run", Range("a plain directory name", re.compile(r"(?!\.{1,2}$)[^/\\]+$").match)
     )
     """Name of the run and of its directory."""
     default_local_dir: str = "runs"
@@ -133,9 +127,7 @@ class Dag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sft:
-    """Supervised fine-tuning on synthesised critiques; models, AdamW's constants and outputs are
-    those of ``actor_rollout_ref`` and ``trainer``.
-    """
+    """Supervised fine-tuning; the rest is that of ``actor_rollout_ref`` and ``trainer``."""
 
     train_files: tuple[str, ...] = ()
     """Parquet file or list of parquet files to train on (required for SFT)."""
@@ -209,11 +201,6 @@ class Config:
         return REFERENCE.is_met(self)
 
     @property
-    def value_path(self) -> str:
-        """What the value model starts from."""
-        return self.critic.model.path or self.actor_rollout_ref.model.path
-
-    @property
     def value_epochs(self) -> int:
         """Passes of the value model over the batch of one training step."""
         return self.critic.ppo_epochs or self.actor_rollout_ref.actor.ppo_epochs
@@ -221,9 +208,8 @@ class Config:
     @property
     def gen_batch_size(self) -> int:
         """Prompts that are sampled together."""
-        if not self.algorithm.filter_groups.enable or self.data.gen_batch_size is None:
-            return self.data.train_batch_size
-        return self.data.gen_batch_size
+        own = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None
+        return self.data.train_batch_size if own is None else own
 
 
 KEYS: dict[str, Key] = {k.name: k for k in declared(Config)}

@@ -31,10 +31,7 @@ class Sink(Protocol):
 
 
 def build_sinks(
-    names: Sequence[str],
-    run_dir: Path,
-    config: Mapping[str, Any],
-    display: Display | None = None,
+    names: Sequence[str], run_dir: Path, config: Mapping[str, Any], display: Display | None = None
 ) -> list[Sink]:
     """The sinks called ``names`` for a run in ``run_dir``; call it on one rank only.
 
@@ -49,19 +46,18 @@ def build_sinks(
         "mlflow": lambda: MlflowSink(run_dir, config),
     }
     sinks: list[Sink] = []
-    try:
-        for name in dict.fromkeys(names):
-            try:
-                sinks.append(kinds[name]())
-            except ImportError as error:
-                raise ValueError(
-                    f"trainer.logger names {name}, which is not installed; "
-                    f"pip install {name} or remove it from the list"
-                ) from error
-    except BaseException:
-        for sink in sinks:
-            sink.close()
-        raise
+    for name in dict.fromkeys(names):
+        try:
+            sinks.append(kinds[name]())
+        except BaseException as error:
+            for sink in sinks:
+                sink.close()
+            if not isinstance(error, ImportError):
+                raise
+            raise ValueError(
+                f"trainer.logger names {name}, which is not installed; "
+                f"pip install {name} or remove it from the list"
+            ) from error
     return sinks
 
 

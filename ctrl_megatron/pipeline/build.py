@@ -170,8 +170,9 @@ def build_policies(
     )
     if not config.needs_reference:
         return policy, None
+    path = family.ref.model.path or family.model.path
     reference = build_policy(
-        config, groups, path=family.ref_path, optimizer=None, budget=family.log_prob_token_budget
+        config, groups, path=path, optimizer=None, budget=family.log_prob_token_budget
     )
     if family.actor.megatron.param_offload:
         reference.to_host()
@@ -204,8 +205,9 @@ def build_value_model(config: Config, groups: ProcessGroups, steps: int) -> Valu
         optimizer=value_optimizer(config, steps),
         budget=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
     )
-    model = ValueModel(value_shape(read_model_shape(config.value_path)), groups, options)
-    load_hf(model, config.value_path)
+    path = config.critic.model.path or config.actor_rollout_ref.model.path
+    model = ValueModel(value_shape(read_model_shape(path)), groups, options)
+    load_hf(model, path)
     model.start_optimizer()
     return model
 
@@ -276,15 +278,16 @@ def engine_weights(
 ) -> EngineWeights:
     """The switch between ``actor`` and the configured proxy; ValueError if their shapes differ."""
     family, groups = run.config.actor_rollout_ref, run.groups
-    if read_model_shape(family.proxy_path) != read_model_shape(family.model.path):
+    path = family.proxy.model.path or family.model.path
+    if read_model_shape(path) != read_model_shape(family.model.path):
         raise ValueError(
-            f"actor_rollout_ref.proxy.model.path={family.proxy_path} has another architecture than "
+            f"actor_rollout_ref.proxy.model.path={path} has another architecture than "
             "the actor; one engine generates with both, so their shapes must be equal"
         )
     link = (
         EngineLink(engine=engine, loop=run.background) if groups.is_first_here and engine else None
     )
-    proxy = DirectorySource(family.proxy_path, engine_layout(run.config), groups)
+    proxy = DirectorySource(path, engine_layout(run.config), groups)
     return EngineWeights(
         {"actor": actor, "proxy": proxy},
         link,

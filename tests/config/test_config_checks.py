@@ -291,14 +291,9 @@ def test_world_size_must_fit_layout_and_batches() -> None:
 def test_derived_values_follow_their_sources() -> None:
     config = load_config(None, PATHS)
     model = config.actor_rollout_ref
-    assert model.proxy_path == model.ref_path == model.model.tokenizer == "model"
+    assert model.model.tokenizer == "model"
     assert model.rollout_dtype == "bfloat16"
     assert config.max_model_len == 1536 + 768 + 1024
     assert str(config.trainer.run_dir) == "runs/run"
     assert not config.needs_reference and not config.needs_values
     assert model.log_prob_token_budget == model.actor.ppo_max_token_len_per_gpu
-    other = load_config(None, [*PATHS, "actor_rollout_ref.proxy.model.path=coder"])
-    assert (other.actor_rollout_ref.proxy_path, other.actor_rollout_ref.ref_path) == (
-        "coder",
-        "model",
-    )

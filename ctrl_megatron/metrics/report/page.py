@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 from ctrl_megatron.metrics.display import format_number
 from ctrl_megatron.metrics.report.charts import charts, is_share, tiles, title_of
@@ -13,6 +14,7 @@ from ctrl_megatron.metrics.report.run_files import RunFiles, Series, Timelines
 from ctrl_megatron.metrics.report.style import CSS
 from ctrl_megatron.metrics.timeline import hidden_seconds
 
+T = TypeVar("T")
 _EXAMPLES, _CHIP_LENGTH = 6, 40
 
 
@@ -21,19 +23,12 @@ def render(run: RunFiles) -> str:
     body = [
         f"<h1>{escape(run.name)}</h1>",
         '<p class="note">What the run measured.</p>',
-        _tiles(run.series),
-        "<h2>Stages</h2>",
-        _summary_table(run),
-        "<h2>Training curves</h2>",
-        '<p class="note">Numbers are last values; long curves are drawn pale under their mean '
-        "over the last 15 steps.</p>",
-        _charts(run.series),
-        "<h2>One step in time</h2>",
-        _timeline(run.timelines),
-        "<h2>Examples</h2>",
-        _examples(run.examples),
-        "<h2>Configuration</h2>",
-        _config(run.config),
+        _tiles(run.series) if run.series else "",
+        *_section("Stages", "summary.json", run.summary, _summary_table),
+        *_section("Training curves", "metrics.jsonl", run.series, _charts),
+        *_section("One step in time", "timeline.jsonl", run.timelines, _timeline),
+        *_section("Examples", "examples.jsonl", run.examples, _examples),
+        *_section("Configuration", "config.yaml", run.config, _config),
         "<footer>Made from metrics.jsonl, timeline.jsonl, examples.jsonl, summary.json and "
         "config.yaml in this directory.</footer>",
     ]
@@ -46,8 +41,9 @@ def render(run: RunFiles) -> str:
     )
 
 
-def _missing(file: str) -> str:
-    return f'<div class="card"><div class="missing">{file}: not recorded</div></div>'
+def _section(title: str, file: str, content: T | None, draw: Callable[[T], str]) -> list[str]:
+    missing = f'<div class="card"><div class="missing">{file}: not recorded</div></div>'
+    return [f"<h2>{title}</h2>", draw(content) if content else missing]
 
 
 def _image(svg: str, text: str) -> str:
@@ -55,9 +51,7 @@ def _image(svg: str, text: str) -> str:
     return f'<img alt="{escape(text)}" src="data:image/svg+xml;base64,{data}">'
 
 
-def _tiles(series: Series | None) -> str:
-    if not series:
-        return ""
+def _tiles(series: Series) -> str:
     # Validation alone (before the first step, or of a step that was resumed from) is not a step.
     trained = {name: points for name, points in series.items() if not name.startswith("val/")}
     steps = {step for points in (trained or series).values() for step, _ in points}
@@ -75,27 +69,25 @@ def _tiles(series: Series | None) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _summary_table(run: RunFiles) -> str:
-    if not run.summary:
-        return _missing("summary.json")
-    columns = list(dict.fromkeys(key for row in run.summary for key in row))
-    head = "".join(f"<th>{escape(_words(column))}</th>" for column in columns)
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{_cell(c, row.get(c))}</td>' for c in columns)}</tr>"
-        for row in run.summary
-    )
-    return f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
+def _summary_table(summary: list[dict[str, Any]]) -> str:
+    columns = list(dict.fromkeys(key for row in summary for key in row))
+    rows = [[_cell(column, row.get(column)) for column in columns] for row in summary]
+    return f'<div class="card scroll">{_table([_words(column) for column in columns], rows)}</div>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["".join(f"<th>{escape(word)}</th>" for word in head)]
+    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"
 
 
 def _cell(column: str, value: object) -> str:
     if isinstance(value, float) and column.endswith("_rate"):
         return format_number(value, percent=True)
-    return escape(_value_text(value))
+    return _value_text(value)
 
 
-def _charts(series: Series | None) -> str:
-    if not series:
-        return _missing("metrics.jsonl")
+def _charts(series: Series) -> str:
     cards = []
     for chart in charts(series):
         curves = {name.partition("/")[2] or name: series[name] for name in chart.metrics}
@@ -104,27 +96,20 @@ def _charts(series: Series | None) -> str:
             f'<div class="card"><h3>{escape(chart.title)}</h3>'
             f'<p class="note">{escape(chart.note)}</p>{drawing}</div>'
         )
-    return f'<div class="charts">{"".join(cards)}</div>{_all_metrics(series)}'
-
-
-def _all_metrics(series: Series) -> str:
     rows = []
     for name, points in sorted(series.items()):
         values = [value for _, value in points]
         numbers = (values[0], values[-1], min(values), max(values))
-        cells = "".join(f"<td>{format_number(value)}</td>" for value in numbers)
-        rows.append(f"<tr><td>{escape(name)}</td>{cells}</tr>")
-    head = "".join(f"<th>{word}</th>" for word in ("metric", "first", "last", "least", "most"))
+        rows.append([name, *map(format_number, numbers)])
+    table = _table(("metric", "first", "last", "least", "most"), rows)
     return (
-        '<div class="card all"><details><summary>All metrics</summary>'
-        f"<table><tr>{head}</tr>{''.join(rows)}</table></details></div>"
+        '<p class="note">Numbers are last values; long curves are drawn pale under their mean '
+        f'over the last 15 steps.</p><div class="charts">{"".join(cards)}</div>'
+        f'<div class="card all"><details><summary>All metrics</summary>{table}</details></div>'
     )
 
 
-def _timeline(timelines: Timelines | None) -> str:
-    timelines = {place: phases for place, phases in (timelines or {}).items() if phases}
-    if not timelines:
-        return _missing("timeline.jsonl")
+def _timeline(timelines: Timelines) -> str:
     step, rank = _telling_step(timelines)
     phases = timelines[step, rank]
     host = [p for p in phases if p.kind == "host"]
@@ -160,10 +145,8 @@ def _telling_step(timelines: Timelines) -> tuple[int, int]:
     return max(places, key=lambda at: (hidden_seconds(timelines[at]), -at[1]))
 
 
-def _examples(examples: list[dict[str, Any]] | None) -> str:
+def _examples(examples: list[dict[str, Any]]) -> str:
     """The newest examples; those of one step in the order in which the pipeline gave them."""
-    if not examples:
-        return _missing("examples.jsonl")
     newest = sorted(examples, key=lambda example: -example["step"])[:_EXAMPLES]
     # A field that is long in one example is a text in all of them: the cards look alike.
     texts = {name for example in newest for name, value in example.items() if _is_long(value)}
@@ -172,17 +155,13 @@ def _examples(examples: list[dict[str, Any]] | None) -> str:
 
 def _example(example: dict[str, Any], texts: set[str]) -> str:
     """Short fields as chips, texts in full, both in the order of the record."""
-    fields = [(name, _value_text(value)) for name, value in example.items() if name != "step"]
-    chips = "".join(
-        f'<span class="chip">{escape(_words(name))}: {escape(text)}</span>'
-        for name, text in fields
-        if name not in texts
-    )
-    parts = "".join(
-        f'<div><div class="part">{escape(_words(name))}</div><pre>{escape(text)}</pre></div>'
-        for name, text in fields
-        if name in texts
-    )
+    chips = parts = ""
+    for name, value in example.items():
+        label, text = escape(_words(name)), escape(_value_text(value))
+        if name in texts:
+            parts += f'<div><div class="part">{label}</div><pre>{text}</pre></div>'
+        elif name != "step":
+            chips += f'<span class="chip">{label}: {text}</span>'
     return (
         f'<div class="card example"><header><span class="step">step {example["step"]}</span>'
         f'{chips}</header><div class="pair">{parts}</div></div>'
@@ -213,9 +192,7 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _config(text: str | None) -> str:
-    if text is None:
-        return _missing("config.yaml")
+def _config(text: str) -> str:
     return (
         f'<div class="card"><details><summary>config.yaml</summary>'
         f"<pre>{escape(text)}</pre></details></div>"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.metrics.json_lines import read_json_lines
 from ctrl_megatron.metrics.timeline import Phase
 
-_NAMES = ("metrics.jsonl", "timeline.jsonl", "examples.jsonl", "summary.json", "config.yaml")
 Series = dict[str, list[tuple[int, float]]]
 """For every metric its (step, value) points by step."""
 Timelines = dict[tuple[int, int], list[Phase]]
-"""The phases by step and rank."""
+"""The phases by step and rank, where there are any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,32 +24,30 @@ class RunFiles:
 
     name: str
     """Name of the run, which is the name of its directory."""
-    series: Series | None
-    timelines: Timelines | None
-    examples: list[dict[str, Any]] | None
+    series: Series | None = None
+    timelines: Timelines | None = None
+    examples: list[dict[str, Any]] | None = None
     """In the order of steps, each ``{"step": int, field: value, ...}`` in the order of display."""
-    summary: list[dict[str, Any]] | None
+    summary: list[dict[str, Any]] | None = None
     """Rows of the final table."""
-    config: str | None
+    config: str | None = None
     """The configuration as YAML text."""
 
 
 def read_run_files(run_dir: Path) -> RunFiles:
     """Read every file the report needs. Raises ValueError where none exists or one is malformed."""
-    files = {name: run_dir / name for name in _NAMES if (run_dir / name).is_file()}
-    if not files:
-        raise ValueError(f"{run_dir} holds none of {', '.join(_NAMES)}; is it a run's directory?")
-    metrics, timeline = files.get("metrics.jsonl"), files.get("timeline.jsonl")
-    examples, summary = files.get("examples.jsonl"), files.get("summary.json")
-    config = files.get("config.yaml")
-    return RunFiles(
-        name=run_dir.resolve().name,
-        series=None if metrics is None else _series(metrics),
-        timelines=None if timeline is None else _timelines(timeline),
-        examples=None if examples is None else _examples(examples),
-        summary=None if summary is None else _summary(summary),
-        config=None if config is None else config.read_text(encoding="utf-8"),
-    )
+    readers: dict[str, tuple[str, Callable[[Path], Any]]] = {
+        "metrics.jsonl": ("series", _series),
+        "timeline.jsonl": ("timelines", _timelines),
+        "examples.jsonl": ("examples", _examples),
+        "summary.json": ("summary", _summary),
+        "config.yaml": ("config", partial(Path.read_text, encoding="utf-8")),
+    }
+    there = {file: run_dir / file for file in readers if (run_dir / file).is_file()}
+    if not there:
+        raise ValueError(f"{run_dir} holds none of {', '.join(readers)}; is it a run's directory?")
+    contents = {readers[file][0]: readers[file][1](path) for file, path in there.items()}
+    return RunFiles(name=run_dir.resolve().name, **contents)
 
 
 def _series(path: Path) -> Series:
@@ -69,7 +68,7 @@ def _timelines(path: Path) -> Timelines:
         timelines[int(step), int(rank)] = [
             Phase(p["name"], p["kind"], float(p["start"]), float(p["end"])) for p in phases
         ]
-    return timelines
+    return {place: phases for place, phases in timelines.items() if phases}
 
 
 def _examples(path: Path) -> list[dict[str, Any]]:
