@@ -62,7 +62,6 @@ class CodeFormatReward:
         self._final_newline = final_newline
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        """See ``RewardFunction``."""
         return [code_format_score(i.text, final_newline=self._final_newline) for i in items]
 
 
@@ -95,7 +94,11 @@ class CodeReward:
         Raises ``ValueError`` for a row that cannot be judged.
         """
         rows = rows_of(self.name, items)
-        runs = [not self._require_format or _well_formed(item.text) for item in items]
+        runs = [
+            not self._require_format
+            or code_format_score(item.text, final_newline=False) == WELL_FORMED
+            for item in items
+        ]
         jobs = [
             self._job(item.text, row) if run else None
             for item, row, run in zip(items, rows, runs, strict=True)
@@ -222,10 +225,6 @@ def subtasks_of(row: Row, tests: int) -> list[IoiSubtask]:
                 f"{tests - 1}"
             )
     return subtasks
-
-
-def _well_formed(text: str) -> bool:
-    return code_format_score(text, final_newline=False) == WELL_FORMED
 
 
 def _parses(code: str) -> bool:
