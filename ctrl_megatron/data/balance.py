@@ -1,8 +1,8 @@
 """Sharing work evenly: multiway number partitioning by largest differencing.
 
-Source: Karmarkar and Karp, "The differencing method of set partitioning", 1982; with equal sizes
-the balanced variant of Michiels et al., 2003. The results depend on the arguments alone, so every
-rank can compute them.
+Source: Karmarkar and Karp, "The differencing method of set partitioning", 1982, in the balanced
+variant of Michiels et al., 2003. The results depend on the arguments alone, so every rank can
+compute them.
 """
 
 from __future__ import annotations
@@ -14,47 +14,39 @@ _Partial = tuple[tuple[float, tuple[int, ...]], ...]
 """Some of the items in k parts, heaviest first: (sum of costs, indices) of each."""
 
 
-def partition(costs: Sequence[float], k: int, equal_size: bool) -> list[list[int]]:
-    """Indices of ``costs`` in ``k`` parts whose sums are as equal as the method gets them.
+def partition(costs: Sequence[float], k: int) -> list[list[int]]:
+    """Indices of ``costs`` in ``k`` parts of equal size, with sums as equal as the method gets.
 
-    ``equal_size`` gives every part the same number of items; without it parts may be empty when
-    there are fewer items than parts. The part with the smallest index comes first, empty ones last;
-    indices ascend inside a part. The sums differ by at most the largest cost. Raises ``ValueError``
-    for k < 1, a cost that is negative or not finite, and for a number of items that ``k`` does not
-    divide under ``equal_size``.
+    The part with the smallest index comes first; indices ascend inside a part. The sums differ by
+    at most the largest cost. Raises ``ValueError`` for k < 1, a cost that is negative or not
+    finite, and a number of items that ``k`` does not divide.
     """
     if k < 1:
         raise ValueError(f"the number of parts must be positive, is {k}")
     for index, cost in enumerate(costs):
         if not 0 <= cost < float("inf"):
             raise ValueError(f"item {index} costs {cost}; costs must be finite and not negative")
-    if equal_size and len(costs) % k:
+    if len(costs) % k:
         raise ValueError(f"{len(costs)} items cannot be shared in {k} parts of equal size")
     if not costs:
         return [[] for _ in range(k)]
     descending = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    width = k if equal_size else 1
-    starts = [descending[i : i + width] for i in range(0, len(costs), width)]
-    empty = [(0.0, ())] * (k - width)
-    partials = [(*((costs[i], (i,)) for i in items), *empty) for items in starts]
-    parts = [sorted(items) for _, items in _difference(partials)]
-    return sorted(parts, key=lambda part: part[0] if part else len(costs))
+    starts = [descending[i : i + k] for i in range(0, len(costs), k)]
+    partials = [tuple((costs[i], (i,)) for i in items) for items in starts]
+    return sorted(sorted(items) for _, items in _difference(partials))
 
 
-def partition_groups(
-    costs: Sequence[float], groups: Sequence[Hashable], k: int, equal_size: bool
-) -> list[list[int]]:
+def partition_groups(costs: Sequence[float], groups: Sequence[Hashable], k: int) -> list[list[int]]:
     """Like :func:`partition`, but items of the same group stay in the same part.
 
-    groups: one name per item, in any order; ``equal_size`` gives every part the same number of
-    groups. Raises ``ValueError`` for unequal lengths and where :func:`partition` does, which then
-    counts groups.
+    groups: one name per item, in any order; every part has the same number of them. Raises
+    ``ValueError`` for unequal lengths and where :func:`partition` does, which then counts groups.
     """
     members: dict[Hashable, list[int]] = {}
     for index, (_, group) in enumerate(zip(costs, groups, strict=True)):
         members.setdefault(group, []).append(index)
     blocks = list(members.values())
-    shared = partition([sum(costs[i] for i in block) for block in blocks], k, equal_size)
+    shared = partition([sum(costs[i] for i in block) for block in blocks], k)
     return [sorted(i for block in part for i in blocks[block]) for part in shared]
 
 

@@ -112,19 +112,14 @@ def read_json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def check_keys(record: Mapping[str, Any], types: Mapping[str, Any], place: str) -> None:
-    """Raise ``ValueError`` naming a key of ``types`` that is missing or of another type."""
-    if missing := types.keys() - record.keys():
-        raise ValueError(f"{place}: key(s) {', '.join(sorted(missing))} missing")
-    for key, kind in types.items():
-        if not isinstance(record[key], kind) or isinstance(record[key], bool):
-            raise ValueError(f"{place}: key {key!r} has the wrong type: {record[key]!r:.60}")
-
-
 def _check(record: Mapping[str, Any], place: str) -> None:
     if unknown := record.keys() - _KEYS.keys():
         raise ValueError(f"{place}: unknown key(s) {', '.join(sorted(unknown))}")
-    check_keys(record, _KEYS, place)
+    if missing := _KEYS.keys() - record.keys():
+        raise ValueError(f"{place}: key(s) {', '.join(sorted(missing))} missing")
+    for key, type_ in _KEYS.items():
+        if not isinstance(record[key], type_) or isinstance(record[key], bool):
+            raise ValueError(f"{place}: key {key!r} has the wrong type: {record[key]!r:.60}")
     kind = record["prompter_type"]
     if kind not in get_args(PrompterType):
         raise ValueError(

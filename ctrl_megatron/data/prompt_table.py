@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from ctrl_megatron.data.rows import Row, read_rows
 from ctrl_megatron.data.tokens import TextCodec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptTable:
     """Rows that fit the prompt length, in file order; sampling and resuming speak of positions."""
 
@@ -17,12 +18,11 @@ class PromptTable:
     prompts: tuple[tuple[int, ...], ...]
     dropped: int
     """Rows left out because their prompt is too long."""
-    number_of: Mapping[str, int] = field(init=False, repr=False, compare=False)
-    """Position of the row with this id."""
 
-    def __post_init__(self) -> None:
-        numbers = {row.id: number for number, row in enumerate(self.rows)}
-        object.__setattr__(self, "number_of", numbers)
+    @cached_property
+    def number_of(self) -> Mapping[str, int]:
+        """Position of the row with this id."""
+        return {row.id: number for number, row in enumerate(self.rows)}
 
     def row(self, row_id: str) -> Row:
         """The row with this id; KeyError if there is none."""

@@ -41,13 +41,8 @@ class ResumableSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch starts, and what the order depends on."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "num_rows": self.num_rows,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        names = ("epoch", "position", "num_rows", "seed", "shuffle")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken. Raises ``ValueError`` if the order would be another

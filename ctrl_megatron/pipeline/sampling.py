@@ -299,7 +299,6 @@ def share_rows(
             [row.num_tokens if balance else 1 for row in inside],
             [row.uid for row in inside],
             groups.layout.data,
-            equal_size=True,
         )
         mine += [inside[i] for i in sorted(parts[groups.place.dp])]
     return mine

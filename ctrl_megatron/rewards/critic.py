@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from ctrl_megatron.data.rows import Paths, Row, read_rows, rows_by_id
 from ctrl_megatron.prompts import generation_messages, parse_judgment, revision_request, sanitize
-from ctrl_megatron.rewards.cache import CacheCounters, VerdictCache
+from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
@@ -73,11 +73,6 @@ class RewardModelForCritic:
         self.compare_lax = compare_lax
         self._cache = VerdictCache() if cache is None else cache
         self._judge = None if sandbox is None else CachedJudge(sandbox, self._cache)
-
-    @property
-    def cache_counters(self) -> CacheCounters:
-        """How often verdicts were remembered, shared or run."""
-        return self._cache.counters
 
     def parse_response(self, data: Mapping[str, Any]) -> tuple[list[str], list[str], list[int]]:
         """Row ids, texts without end-of-sequence tokens, and lengths in tokens of responses.

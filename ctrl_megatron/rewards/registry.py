@@ -11,9 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from ctrl_megatron.rewards.code_rewards import BinaryCodeReward, CodeFormatReward, CodeReward
+from ctrl_megatron.rewards.code_rewards import (
+    BinaryCodeReward,
+    CodeFormatReward,
+    CodeReward,
+    IoiCodeReward,
+)
 from ctrl_megatron.rewards.critic import RewardModelForCritic
-from ctrl_megatron.rewards.ioi import IoiCodeReward
 from ctrl_megatron.rewards.reward_sum import RewardFunction, RewardItem, Rewards
 from ctrl_megatron.rewards.shaping import JudgmentReward, SoftOverlongPunishment, TransitionReward
 

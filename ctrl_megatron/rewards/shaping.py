@@ -42,7 +42,6 @@ class SoftOverlongPunishment:
         self._max_length, self._cache_length = max_length, cache_length
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        """See ``RewardFunction``."""
         return [self._punish(item) for item in items]
 
     def _punish(self, item: RewardItem) -> float:
@@ -61,7 +60,6 @@ class JudgmentReward:
     """
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        """See ``RewardFunction``."""
         rows = rows_of("judgment", items)
         return [
             float(item.judgment == _was_right(row)) for item, row in zip(items, rows, strict=True)
@@ -95,7 +93,6 @@ class TransitionReward:
             raise ValueError("the values of transitions must be finite numbers")
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        """See ``RewardFunction``."""
         rows = rows_of("transition", items)
         return [self._value(item, _was_right(row)) for item, row in zip(items, rows, strict=True)]
 

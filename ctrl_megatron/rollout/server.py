@@ -61,21 +61,11 @@ def application(engine: Engine, token: str) -> web.Application:
             raise web.HTTPUnauthorized()
         return await handler(request)
 
-    app = web.Application(middlewares=[authorise], client_max_size=_MAX_REQUEST_BYTES)
-    for path, call in calls(engine).items():
-        app.router.add_post(path, partial(answer, call))
-    app.router.add_get("/update", partial(update, engine))
-    return app
-
-
-def calls(engine: Engine) -> dict[str, Callable[[wire.Json], Awaitable[Any]]]:
-    """Path -> what it does with the request's JSON."""
-
     async def generate(body: wire.Json) -> list[list[Any]]:
         done = await engine.generate(body["prompts"], wire.params_from_json(body["params"]))
         return [[wire.completion_to_json(c) for c in group] for group in done]
 
-    return {
+    calls: dict[str, Callable[[wire.Json], Awaitable[Any]]] = {
         "/generate": generate,
         "/pause": lambda body: engine.pause(body["mode"]),
         "/resume": lambda body: engine.resume(),
@@ -84,6 +74,11 @@ def calls(engine: Engine) -> dict[str, Callable[[wire.Json], Awaitable[Any]]]:
         "/checksums": lambda body: engine.checksums(),
         "/health": lambda body: engine.health(),
     }
+    app = web.Application(middlewares=[authorise], client_max_size=_MAX_REQUEST_BYTES)
+    for path, call in calls.items():
+        app.router.add_post(path, partial(answer, call))
+    app.router.add_get("/update", partial(update, engine))
+    return app
 
 
 async def answer(call: Callable[[wire.Json], Awaitable[Any]], request: web.Request) -> web.Response:

@@ -1,9 +1,8 @@
-"""MBPP and recorded first solutions: small files of our own, and the real ones where they are."""
+"""MBPP: small files of our own, and the real ones where they are."""
 
 from __future__ import annotations
 
 import ast
-import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from ctrl_megatron.data.initial_solutions import read_initial_solutions
 from ctrl_megatron.data.mbpp import SPLITS, entry_point_of, read_mbpp
-from ctrl_megatron.prompts import extract_code
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not here")
@@ -104,69 +101,3 @@ def test_the_splits_of_mbpp_cover_it_once() -> None:
     }
     ids = [problem.id for part in parts.values() for problem in part]
     assert Counter(ids) == Counter(problem.id for problem in read_mbpp(file))
-
-
-SOLUTION = {
-    "source": "s",
-    "model": "m",
-    "licence": "MIT",
-    "task_id": "T/1",
-    "prompt": "def f(x):\n",
-    "solution": "\ndef f(x):\n    return x\n",
-    "tests": ["assert f(1) == 1", "assert f(2) == 3"],
-    "setup": "candidate = f",
-    "stub": ["f"],
-    "verdicts": ["pass", "timeout"],
-    "pass_rate": 0.5,
-}
-
-
-def write_solutions(path: Path, *records: Any) -> Path:
-    with gzip.open(path, "wt", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(record) + "\n" for record in records)
-    return path
-
-
-def test_recorded_solutions(tmp_path: Path) -> None:
-    file = write_solutions(tmp_path / "x.jsonl.gz", SOLUTION, SOLUTION, {**SOLUTION, "model": "n"})
-    first, second, other = read_initial_solutions(file)
-    assert [j.attempt.id for j in (first, second, other)] == ["s/T/1/m/0", "s/T/1/m/1", "s/T/1/n/0"]
-    assert first.attempt.problem == second.attempt.problem == other.attempt.problem
-    assert first.attempt.problem.entry_point == "f"
-    assert extract_code(first.attempt.solution) == SOLUTION["solution"].strip()
-    assert (first.verdict.passed, first.verdict.detail) == ((True, False), ("", "timeout"))
-    assert first.attempt.pass_rate == first.verdict.pass_rate == 0.5
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"verdicts": ["pass"]}, "'tests' and 'verdicts'"),
-        ({"stub": []}, "'stub'"),
-        ({"tests": "assert"}, "'tests' has the wrong type"),
-    ],
-)
-def test_a_bad_solution_is_named(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
-    file = write_solutions(tmp_path / "x.jsonl.gz", SOLUTION, {**SOLUTION, **change})
-    with pytest.raises(ValueError, match=rf"gz: line 2: .*{complaint}"):
-        read_initial_solutions(file)
-
-
-def test_a_truncated_file_of_solutions(tmp_path: Path) -> None:
-    file = write_solutions(tmp_path / "x.jsonl.gz", *[SOLUTION] * 50)
-    file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(ValueError, match="cannot read"):
-        read_initial_solutions(file)
-
-
-@needs_data
-def test_the_real_solutions() -> None:
-    judged = read_initial_solutions(SHARED / "initial_solutions" / "initial_solutions.jsonl.gz")
-    assert len({j.attempt.id for j in judged}) == len(judged) == 3496
-    rates = Counter(
-        "pass" if j.verdict.accepted else "partial" if j.verdict.pass_rate else "zero"
-        for j in judged
-    )
-    # The counts of the data set's own README.
-    assert rates == {"pass": 1383, "partial": 976, "zero": 1137}
-    assert sum(len(j.verdict.passed) for j in judged) == 18169

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,13 @@ def test_other_mistakes(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="no problems in"):
         read_problems(tmp_path / "none")
+
+
+def test_a_packed_file_and_a_truncated_one(tmp_path: Path) -> None:
+    plain = write(tmp_path / "x.jsonl", FUNCTION, PROGRAM)
+    packed = tmp_path / "y.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read_problems(packed) == read_problems(plain)
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="cannot read"):
+        read_problems(packed)

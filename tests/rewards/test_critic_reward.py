@@ -255,7 +255,7 @@ class TestCache:
         assert [outcome.cached for outcome in outcomes] == [False, True, True, True]
         assert {outcome.reward for outcome in outcomes} == {2 / 3}
         asyncio.run(judge(model, [CORRECT], texts[:1], [function_row("add/1")]))
-        counters = model.cache_counters
+        counters = model._cache.counters
         assert (counters.runs, counters.joined, counters.hits) == (1, 3, 1)
 
     @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ values = st.recursive(
 @given(values, values)
 def test_a_value_passes_if_and_only_if_it_equals_the_expected_one(value: Any, other: Any) -> None:
     job = AssertsJob(code="", setup="", tests=(split_of(other),), seconds=1.0, run_all=True)
-    lines = [{"ready": 1}, {"index": 0, "value": json.dumps(encode(value))}, {"end": 1}]
+    lines = [{"ready": 1}, {"index": 0, "value": json.dumps(encode(value))}]
     stdout = "\n".join(f"{job.nonce} {json.dumps(line)}" for line in lines)
     assert job.verdicts(ScriptResult(stdout=stdout))[0].passed == (value == other)
     again = AssertsJob(code="", setup="", tests=(split_of(value),), seconds=1.0, run_all=True)

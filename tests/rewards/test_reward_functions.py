@@ -30,8 +30,7 @@ from ctrl_megatron.rewards import (
     register_reward,
 )
 from ctrl_megatron.rewards.cache import VerdictCache
-from ctrl_megatron.rewards.code_rewards import code_format_score
-from ctrl_megatron.rewards.ioi import IoiSubtask, ioi_score, subtasks_of
+from ctrl_megatron.rewards.code_rewards import IoiSubtask, code_format_score, ioi_score, subtasks_of
 from ctrl_megatron.sandbox.wire import SubmitRequest
 
 ROW = function_row()

@@ -29,7 +29,6 @@ JOB_SECONDS = 160.0
 OVERHEAD_SECONDS = 1.0
 """What the harness itself may need per test, for five tests at most."""
 _SMALLEST_LIMIT = 4096
-_CONSTANTS = (None, True, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,7 @@ def split_test(test: str) -> SplitTest:
         known, value = _literal(literal)
         if not known or _literal(expression)[0]:
             continue
-        if identical and not any(value is constant for constant in _CONSTANTS):
+        if identical and not (value is None or isinstance(value, bool)):
             return whole
         source = ast.unparse(expression)
         return SplitTest(source=source, compared=True, expected=value, identical=identical)
@@ -86,16 +85,6 @@ class AssertsJob:
     run_all: bool
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
     """32 hexadecimal digits of this run."""
-
-    @property
-    def total(self) -> int:
-        """Number of tests."""
-        return len(self.tests)
-
-    @property
-    def outside(self) -> int:
-        """How many of them are compared here."""
-        return sum(test.compared for test in self.tests)
 
     @property
     def job_seconds(self) -> float:

@@ -54,7 +54,6 @@ class _CloudBackend:
 
     @asynccontextmanager
     async def session(self, counters: ProviderCounters) -> AsyncIterator[_Machine]:
-        """See ``ScriptBackend.session``."""
         machine = await self._start()
         try:
             if not self._probed:
@@ -186,7 +185,6 @@ class _Machine:
             )
 
     async def run(self, script: Script) -> ScriptResult:
-        """See ``ScriptSession.run``."""
         for name, text in (("main.py", script.source), ("stdin.txt", script.stdin)):
             await self.write(name, text)
         stdout, stderr, code = await self.command(

@@ -1,8 +1,8 @@
 """Runs the tests of a program one by one, each in a fresh process, on a provider's machine.
 
 Sent as text; standard library only. Input: one JSON job on stdin. Output: lines ``NONCE JSON``, the
-first ``{"ready": number of tests}``, one per test, the last ``{"end": number of verdicts}``; or
-``{"fault": text}`` where the machine allows no processes.
+first ``{"ready": number of tests}``, then one per test, or ``{"fault": text}`` where the machine
+allows no processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
     write(job, {"ready": len(job["tests"])})
     deadline = time.monotonic() + job["job_seconds"]
-    timeouts = given = 0
+    timeouts = 0
     for index, test in enumerate(job["tests"]):
         seconds = min(job["seconds"], deadline - time.monotonic())
         if timeouts >= job["max_timeouts"] or seconds <= 0:
@@ -41,10 +41,8 @@ def main() -> None:
                 report = {"passed": False, "error": f"the machine refused a process: {error}"}
         timeouts += bool(report.get("timeout"))
         write(job, {**report, "index": index})
-        given += 1
         if report.get("passed") is False and not job["run_all"]:
             break
-    write(job, {"end": given})
 
 
 def write(job: dict[str, Any], message: dict[str, Any]) -> None:

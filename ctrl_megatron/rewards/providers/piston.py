@@ -69,7 +69,6 @@ class PistonBackend:
         yield self
 
     async def run(self, script: Script) -> ScriptResult:
-        """See ``ScriptSession.run``."""
         milliseconds = math.ceil(script.seconds * 1000)
         body = {
             "language": _LANGUAGES[script.language],

@@ -32,19 +32,15 @@ class SandboxFusionBackend:
         self,
         endpoint: str | Sequence[str] | None = None,
         *,
-        client: SandboxClient | None = None,
         memory_mb: int = -1,
         **options: Any,
     ) -> None:
-        if (endpoint is None) == (client is None):
+        if endpoint is None:
             raise ProviderSetupError(
-                "the provider sandbox_fusion needs either endpoint, the URL of a SandboxFusion "
-                "service (SANDBOX_FUSION_ENDPOINT), or client"
+                "the provider sandbox_fusion needs endpoint, the URL of a SandboxFusion service "
+                "(SANDBOX_FUSION_ENDPOINT)"
             )
-        if client is None:
-            assert endpoint is not None
-            client = SandboxClient(endpoint, **options)
-        self._client = client
+        self._client = SandboxClient(endpoint, **options)
         self._memory_mb = memory_mb
         self.identity = {"memory_mb": memory_mb}
 
@@ -54,7 +50,6 @@ class SandboxFusionBackend:
         yield self
 
     async def run(self, script: Script) -> ScriptResult:
-        """See ``ScriptSession.run``."""
         request = RunCodeRequest(
             code=script.source,
             language=script.language,

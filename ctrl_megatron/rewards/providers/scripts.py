@@ -85,9 +85,10 @@ class ScriptProvider:
             raise ProviderError(
                 f"provider {self.backend.name}: {error} (gave up after {self.attempts} attempts)"
             ) from error
-        total, outside = sum(job.total for job in jobs), sum(job.outside for job in jobs)
-        self.counters.compared_outside += outside
-        self.counters.asserted_inside += total - outside
+        asserts = [test for job in jobs if isinstance(job, AssertsJob) for test in job.tests]
+        total, inside = len(asserts) or len(jobs), sum(not test.compared for test in asserts)
+        self.counters.compared_outside += total - inside
+        self.counters.asserted_inside += inside
         return EvalResult(
             id=request.id,
             accepted=len(tests) == total and all(test.passed for test in tests),
@@ -128,8 +129,6 @@ class StdioJob:
     """Wall clock."""
     stdin: str
     expected: str
-    total: int = 1
-    outside: int = 1
 
     def script(self) -> Script:
         """The program itself."""
