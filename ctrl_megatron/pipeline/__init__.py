@@ -4,6 +4,7 @@ The built-in pipelines load torch and Megatron; they are imported when they are 
 declaring a graph needs neither.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ctrl_megatron.pipeline.graph import (
@@ -37,17 +38,10 @@ __all__ = [
 ]
 
 
+_LATER = {"NodeOutput": "executor", "ctrl_pipeline": "ctrl", "grpo_pipeline": "grpo"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "NodeOutput":
-        from ctrl_megatron.pipeline.executor import NodeOutput
-
-        return NodeOutput
-    if name == "ctrl_pipeline":
-        from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
-
-        return ctrl_pipeline
-    if name == "grpo_pipeline":
-        from ctrl_megatron.pipeline.grpo import grpo_pipeline
-
-        return grpo_pipeline
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -53,10 +53,10 @@ def judgment_of(fields: Fields) -> bool | None:
     return bool(fields["judged_correct"]) if fields["valid"] else None
 
 
-def judgments(batch: TensorDict) -> list[bool | None]:
-    """``judgment_of`` every row (B)."""
-    pairs = zip(batch["valid"].tolist(), batch["judged_correct"].tolist(), strict=True)
-    return [judged if valid else None for valid, judged in pairs]
+def judgments(batch: TensorDict, prefix: str = "") -> list[bool | None]:
+    """``judgment_of`` every row (B), from fields whose names begin with ``prefix``."""
+    valid, correct = batch[f"{prefix}valid"].tolist(), batch[f"{prefix}judged_correct"].tolist()
+    return [judged if ok else None for ok, judged in zip(valid, correct, strict=True)]
 
 
 def revise(

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,14 +28,6 @@ _ROOT_CAUSE_SECONDS = 3.0
 EXIT_CODE = 13
 
 
-class Service(Protocol):
-    """A child process of this rank that the run cannot do without."""
-
-    def died(self) -> str | None:
-        """What happened to it, or None while it lives."""
-        ...
-
-
 class FailureWatch:
     """Starts with the process groups, ends with ``close``."""
 
@@ -43,7 +35,7 @@ class FailureWatch:
         self, groups: ProcessGroups, *, timeout: float, clean_up: Callable[[], None]
     ) -> None:
         self._groups, self._timeout, self._clean_up = groups, timeout, clean_up
-        self._services: list[Service] = []
+        self._services: list[Callable[[], str | None]] = []
         self._ended, self._announced = threading.Event(), False
         # A store of its own connection: the main thread may sit in a blocking call of the other.
         store: Any = dist.distributed_c10d._get_default_store()
@@ -52,9 +44,11 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()
 
-    def guard(self, service: Service) -> None:
-        """Treat the service's death as this rank's failure from now on."""
-        self._services.append(service)
+    def guard(self, died: Callable[[], str | None]) -> None:
+        """Ask from now on what happened to a child process, None while it lives; its death is this
+        rank's failure.
+        """
+        self._services.append(died)
 
     def quiet(self) -> None:
         """Stop watching services and peers: from now on they end one by one. Collective."""
@@ -122,7 +116,7 @@ class FailureWatch:
                     self._leave(announce=False)
 
     def _dead_service(self) -> str | None:
-        return next((cause for s in self._services if (cause := s.died())), None)
+        return next((cause for died in self._services if (cause := died())), None)
 
     def _published(self) -> bool:
         return self._store.check(["cause"])

@@ -226,29 +226,16 @@ class Node:
         return f"Node({shown})"
 
 
-StepMetrics = Callable[[Any, "TensorDict"], Mapping[str, float]]
-Examples = Callable[[Any, "TensorDict"], Sequence[Mapping[str, Any]]]
-Validate = Callable[[Any], Mapping[str, float]]
-
-
-def _no_metrics(worker: Any, batch: TensorDict) -> Mapping[str, float]:
-    return {}
-
-
-def _no_examples(worker: Any, batch: TensorDict) -> Sequence[Mapping[str, Any]]:
-    return []
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What a pipeline says of its steps; the loop and the report know no field of any pipeline."""
 
-    metrics: StepMetrics = _no_metrics
+    metrics: Callable[[Any, TensorDict], Mapping[str, float]] = lambda worker, batch: {}
     """From (worker, the step's last batch) to scalars beyond the nodes' own. Collective."""
-    examples: Examples = _no_examples
+    examples: Callable[[Any, TensorDict], Sequence[Mapping[str, Any]]] = lambda worker, batch: []
     """From the same to records for the report, their fields in the order of display. Called on
     rank 0."""
-    validate: Validate | None = None
+    validate: Callable[[Any], Mapping[str, float]] | None = None
     """From the worker to rates over the validation rows. Collective; None: nothing to validate."""
     rewards: tuple[str, ...] = ()
     """Reward functions that it reads: they run also where ``reward.reward_funcs`` lacks them."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tensordict import TensorDict
 
 from ctrl_megatron.pipeline.critique_revision import (
-    judgment_of,
+    judgments,
     read_critique,
     revise_valid,
     reward_items,
@@ -47,16 +47,11 @@ async def judge_greedy_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOu
     could not be judged. Runs beside the log-probs.
     """
     heads = group_heads(batch)
-    judged = [
-        judgment_of({"valid": bool(valid), "judged_correct": bool(correct)})
-        for valid, correct in zip(
-            batch["greedy_valid"][heads], batch["greedy_judged_correct"][heads], strict=True
-        )
-    ]
+    judged = judgments(batch, "greedy_")
     items = reward_items(
         [worker.train.row(texts(batch["problem_id"])[head]) for head in heads],
         [texts(batch["greedy_critique"])[head] for head in heads],
-        judged,
+        [judged[head] for head in heads],
         [texts(batch["greedy_revision"])[head] for head in heads],
         [0] * len(heads),
     )

@@ -20,15 +20,10 @@ from ctrl_megatron.pipeline.stop import StopRequested
 
 
 class Resumable(Protocol):
-    """A part of the run with state that a checkpoint must hold."""
+    """A part of the run with state that a checkpoint must hold, as JSON."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Trainee(Rank, Protocol):
@@ -37,9 +32,7 @@ class Trainee(Rank, Protocol):
     step: int
 
     @property
-    def trained(self) -> Mapping[str, ParallelModel]:
-        """The models that a checkpoint holds, by folder."""
-        ...
+    def trained(self) -> Mapping[str, ParallelModel]: ...  # what a checkpoint holds, by folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

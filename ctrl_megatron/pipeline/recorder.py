@@ -56,8 +56,7 @@ class Recorder:
         """Step number ``step`` is complete."""
         if not self.active:
             return
-        for sink in self._sinks:
-            sink.log(step, metrics)
+        self.log(step, metrics)
         self._timelines.append(timeline)
         for example in examples:
             self._examples.append({"step": step, **example})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ctrl_megatron.algorithms import get_adv_estimator, get_policy_loss_terms
@@ -116,15 +116,11 @@ def check_names(config: Config) -> None:
 
     The module of ``dag.custom_pipeline_fn`` must have been imported, which may register some.
     """
-    named: tuple[tuple[str, str, Callable[[str], object]], ...] = (
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator, get_adv_estimator),
-        (
-            "actor_rollout_ref.actor.policy_loss",
-            config.actor_rollout_ref.actor.policy_loss,
-            get_policy_loss_terms,
-        ),
-    )
-    for key, name, look_up in named:
+    estimator, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss
+    for key, name, look_up in (
+        ("algorithm.adv_estimator", estimator, get_adv_estimator),
+        ("actor_rollout_ref.actor.policy_loss", loss, get_policy_loss_terms),
+    ):
         try:
             look_up(name)
         except ValueError as error:

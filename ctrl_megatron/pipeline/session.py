@@ -43,9 +43,9 @@ class Session:
 
     def start_services(self) -> Services:
         """This host's engine and sandbox, starting; a death of one is this rank's failure."""
-        services = Services(self.config, self.groups)
+        services = Services(self.config, self.groups, self.watch)
         self.at_end.append(services.stop)
-        services.start(self.watch)
+        services.start()
         return services
 
 
@@ -108,22 +108,14 @@ def join(config: Config) -> ProcessGroups:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildProcess:
-    """A child process as the failure watch sees it."""
-
-    name: str
-    alive: Callable[[], bool]
-    pid: int
-    last_words: Callable[[], str]
-    """The end of what it wrote."""
-
-    def died(self) -> str | None:
-        """What happened to it, or None while it lives."""
-        if self.alive():
-            return None
-        words = self.last_words().strip()
-        return f"the {self.name} (pid {self.pid}) died; the end of its output:\n{words or '(none)'}"
+def child_died(
+    name: str, pid: int, alive: Callable[[], bool], last_words: Callable[[], str]
+) -> str | None:
+    """What happened to a child process, with the end of what it wrote; None while it lives."""
+    if alive():
+        return None
+    words = last_words().strip() or "(none)"
+    return f"the {name} (pid {pid}) died; the end of its output:\n{words}"
 
 
 class Services:
@@ -132,18 +124,17 @@ class Services:
     The engine comes up while models are loaded.
     """
 
-    def __init__(self, config: Config, groups: ProcessGroups) -> None:
-        self._config, self._groups = config, groups
+    def __init__(self, config: Config, groups: ProcessGroups, watch: FailureWatch) -> None:
+        self._config, self._groups, self._watch = config, groups, watch
         self._engine: EngineProcess | None = None
         self._sandbox: EmbeddedSandbox | None = None
         self._address: EngineAddress | None = None
-        self._watch: FailureWatch | None = None
         self.sandbox_endpoint = ""
         """Where this host's sandbox answers; known after ``wait``."""
 
-    def start(self, watch: FailureWatch) -> None:
+    def start(self) -> None:
         """Start this host's processes, on its first rank."""
-        config, groups, self._watch = self._config, self._groups, watch
+        config, groups = self._config, self._groups
         if not (groups.is_first_here and groups.is_leader):
             return
         run_dir = Path(config.trainer.run_dir)
@@ -157,22 +148,15 @@ class Services:
             workers=config.sandbox.workers,
             isolation=config.sandbox.isolation,  # type: ignore[arg-type]
         )
-        watch.guard(
-            ChildProcess(name="sandbox service", alive=box.alive, pid=box.pid, last_words=box.log)
-        )
+        self._watch.guard(partial(child_died, "sandbox service", box.pid, box.alive, box.log))
 
     def wait(self) -> None:
         """Until both answer on all hosts. Collective."""
         addresses = None
         if (engine := self._engine) is not None:
             engine.wait_ready()
-            assert self._watch is not None
             log = partial(log_tail, engine.address.log_path)
-            self._watch.guard(
-                ChildProcess(
-                    name="rollout engine", alive=engine.alive, pid=engine.pid, last_words=log
-                )
-            )
+            self._watch.guard(partial(child_died, "rollout engine", engine.pid, engine.alive, log))
             endpoint = self._sandbox.endpoint if self._sandbox else self._config.sandbox.endpoint
             addresses = (engine.address, endpoint or "")
         near = self._groups.from_first_here(addresses)
