@@ -137,7 +137,6 @@ async def isolation_level(worker: RolloutWorker) -> dict[str, float]:
     judge = None if worker.rewards is None else worker.rewards.judge
     if not isinstance(judge, SandboxClient):
         return {}
-    from_none = LEVELS[::-1]
-    # A service that does not tell its level is not ours.
-    reached = [from_none.index(level) for level in (await judge.ping()).values() if level in LEVELS]
-    return {"sandbox/isolation": float(min(reached))} if reached else {}
+    # From the strictest to none; a service that does not tell its level is not ours.
+    reached = [LEVELS.index(level) for level in (await judge.ping()).values() if level in LEVELS]
+    return {"sandbox/isolation": float(len(LEVELS) - 1 - max(reached))} if reached else {}
