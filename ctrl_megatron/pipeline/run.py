@@ -56,7 +56,7 @@ def train(config: Config) -> bool:
             ),
             # The names under which checkpoints hold them.
             parts={"kl_controller": worker.kl_controller, "reserve": worker.leftover},
-            constants=worker.ask(lambda: isolation_level(worker)),
+            constants=run.groups.from_leader(run.background.run(isolation_level(worker))),
         )
         if worker.train.dropped:
             recorder.say(f"{worker.train.dropped} rows have overlong prompts and are left out")
