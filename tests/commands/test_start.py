@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -144,7 +143,8 @@ def test_a_machine_whose_launcher_leaves_it_alone_speaks_once(
     monkeypatch.setattr(time, "sleep", waited.append)
     launched = {"RANK": 4 + local_rank, "WORLD_SIZE": 8, "LOCAL_RANK": local_rank}
     launched |= {"LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "first", "MASTER_PORT": 1}
-    monkeypatch.setattr(os, "environ", {k: str(v) for k, v in launched.items()})
+    for variable, value in launched.items():
+        monkeypatch.setenv(variable, str(value))
     assert start.refuse("program", ValueError("wrong")) == 2
     assert capsys.readouterr().err == printed
     assert len(waited) == 1 and waited[0] > 0
