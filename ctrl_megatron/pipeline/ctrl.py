@@ -315,7 +315,7 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields={"advantages": estimates, "returns": returns}, metrics=metrics)
 
 
-# The update (the value model's part is in value_update.py)
+# The update (the value model's part is in value_model.py)
 
 
 def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
@@ -344,14 +344,11 @@ def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         worker.weights.actor_changed(worker.step + 1)
     worker.weights.load("actor")
     reports = worker.weights.take_reports()
-    moved, seconds = sum(r.num_bytes for r in reports), sum(r.seconds for r in reports)
-    return NodeOutput(
-        metrics={
-            "sync/gigabytes_per_second": moved / seconds / 1e9,
-            "sync/seconds": seconds,
-            "sync/pushes": float(len(reports)),
-        }
-    )
+    metrics = {"sync/pushes": float(len(reports))}
+    if reports:  # none where the engine holds these weights already
+        moved, seconds = sum(r.num_bytes for r in reports), sum(r.seconds for r in reports)
+        metrics |= {"sync/gigabytes_per_second": moved / seconds / 1e9, "sync/seconds": seconds}
+    return NodeOutput(metrics=metrics)
 
 
 # What is reported of a finished step

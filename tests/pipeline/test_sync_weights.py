@@ -1,0 +1,27 @@
+"""What a step reports of the weights that it pushed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+from ctrl_megatron.pipeline.ctrl import sync_weights
+
+PUSH = SimpleNamespace(num_bytes=3e9, seconds=1.5)
+
+
+@pytest.mark.parametrize(
+    ("reports", "metrics"),
+    [
+        ([PUSH, PUSH], {"sync/pushes": 2, "sync/seconds": 3, "sync/gigabytes_per_second": 2}),
+        # In a warm-up of the value model without a proxy the engine holds the actor already.
+        ([], {"sync/pushes": 0}),
+    ],
+)
+def test_pushes_are_reported_where_there_are_any(reports: list[Any], metrics: Any) -> None:
+    weights = SimpleNamespace(load=lambda role: "actor@0", take_reports=lambda: reports)
+    worker: Any = SimpleNamespace(make_room=lambda: None, actor_learns=False, weights=weights)
+    assert sync_weights(worker, TensorDict({}, batch_size=[])).metrics == metrics
