@@ -105,9 +105,6 @@ class Verdict:
     """One short text per entry of ``passed``: what went wrong, empty where it passed."""
     timed_out: bool = False
     """A test ran out of time, which a busy machine can cause: another run may tell otherwise."""
-    forged: bool | None = None
-    """A grader that believes exit codes would have accepted what was refused; None: not compared.
-    """
 
     @property
     def pass_rate(self) -> float:

@@ -3,7 +3,9 @@ tools/bench_sandbox.py``.
 
 Compared are bare interpreters and a service that starts a fresh interpreter with a file of its own
 for every case, which is how SandboxFusion works without isolation. ``--soak 100000`` runs that many
-programs of several kinds instead, and reports memory, descriptors and zombies on the way.
+programs of several kinds instead, and reports memory, descriptors and zombies on the way;
+``--flood 256`` sends that many requests of a hundred noisy cases and other hostile ones at the same
+time, and reports the service's memory and how long its health check takes meanwhile.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import aiohttp
 import psutil
 from aiohttp import web
 
@@ -48,6 +52,7 @@ SOAK = (
     "def f(x):\n    open('left', 'w').write('x' * 4096)\n    return x * x\n",
     "def f(x):\n    print('x' * 100_000)\n    raise ValueError(x)\n",
     "raise SystemExit(0)",
+    "def f(x:",
     "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
     + CODE,
 )
@@ -180,6 +185,58 @@ async def soak(service: EmbeddedSandbox, count: int, workers: int) -> None:
         print(f"{count / (time.perf_counter() - started):.1f} jobs/s")
 
 
+async def flood(service: EmbeddedSandbox, count: int) -> None:
+    """Print the service's memory before, at most and after, the largest answer, and the latency of
+    ``/v1/ping`` while ``count`` hostile requests are in work.
+    """
+    noisy = "import sys\nfor s in (sys.stdout, sys.stderr): s.write('\\0' * 20_000)"
+    cases = [{"input": {"stdin": "1" * 2000}, "output": {"stdout": "2"}}] * 100
+    fences = "```python\n" * 4000
+    own, seconds, peak, longest = psutil.Process(service.pid), list[float](), 0, 0
+
+    def asked(text: str, data: dict[str, Any]) -> SubmitRequest:
+        config = TestConfig(
+            dataset_type="CommonOJDataset",
+            language="python",
+            provided_data=data,
+            extra={"run_all_cases": True},
+        )
+        return SubmitRequest(dataset="flood", id=0, completion=text, config=config)
+
+    async def watch(http: aiohttp.ClientSession) -> None:
+        nonlocal peak
+        while True:
+            began = time.perf_counter()
+            async with http.get(service.endpoint + "/v1/ping") as answer:
+                await answer.read()
+            seconds.append(time.perf_counter() - began)
+            peak = max(peak, own.memory_info().rss)
+            await asyncio.sleep(0.02)
+
+    async def one(client: SandboxClient, number: int) -> None:
+        nonlocal longest
+        kinds = [
+            asked(f"```python\n{noisy}\n```", {"test": cases}),
+            asked(fences + str(number), {"test": cases[:1]}),
+            asked("x = [1,\n" * 4000, {"test": cases[:1]}),
+            asked(f"```python\n{noisy}\n```", {"test": cases[:1], "more": [number] * 100_000}),
+        ]
+        for request in kinds:
+            longest = max(longest, len((await client.submit(request)).model_dump_json()))
+
+    before = own.memory_info().rss
+    async with SandboxClient(service.endpoint) as client, aiohttp.ClientSession() as http:
+        watching = asyncio.create_task(watch(http))
+        await asyncio.gather(*(one(client, number) for number in range(count)))
+        watching.cancel()
+    sizes = (before >> 20, peak >> 20, own.memory_info().rss >> 20)
+    print("service, MiB: {} before, {} at most, {} after".format(*sizes))
+    print(f"largest answer: {longest >> 10} KiB")
+    p99 = statistics.quantiles(seconds, n=100)[98]
+    shown = (statistics.median(seconds), p99, max(seconds))
+    print("ping, ms: {:.1f} median, {:.1f} p99, {:.1f} max".format(*(1e3 * s for s in shown)))
+
+
 async def fresh_service() -> None:
     """The service that is compared with: any program, no isolation; for this file's own only."""
 
@@ -235,6 +292,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--isolation", default="strict")
     parser.add_argument("--soak", type=int, default=0, help="jobs to run instead of comparing")
+    parser.add_argument("--flood", type=int, default=0, help="hostile requests to send instead")
     parser.add_argument("--fresh-service", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.fresh_service:
@@ -244,6 +302,9 @@ def main() -> None:
         print(f"isolation: {service.isolation}")
         if options.soak:
             asyncio.run(soak(service, options.soak, options.workers))
+            return
+        if options.flood:
+            asyncio.run(flood(service, options.flood))
             return
         with fresh_interpreters() as endpoint:
             asyncio.run(compare(service.endpoint, endpoint, options.count, options.workers))

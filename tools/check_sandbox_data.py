@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import gzip
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,15 +93,19 @@ def solutions(data: Path) -> Iterator[Known]:
     """Solutions by models with the verdict on each test."""
     path = data / "initial_solutions" / "initial_solutions.jsonl.gz"
     for number, row in enumerate(_lines(path)):
+        words = set(re.findall(r"\w+", " ".join(row["tests"])))
+        called = not words.isdisjoint([*row["stub"], "candidate"])
         tests = {
             "test_list": row["tests"],
             "test_setup_code": row["setup"],
-            "entry_point": row["stub"],
+            # Of some problems the data set names another function than its tests call.
+            "entry_point": row["stub"] if called else None,
+            "prompt": row["prompt"],
         }
         yield Known(
             name=f"{row['source']} {row['model']} {row['task_id']} (row {number})",
             code=row["solution"],
-            kind="MBPPDataset",
+            kind="HumanEvalDataset",
             data=tests,
             verdicts=tuple(verdict == "pass" for verdict in row["verdicts"]),
         )
@@ -164,7 +169,7 @@ def _request(item: Known, seconds: float) -> SubmitRequest:
 
 
 def _human_eval(row: dict[str, Any], body: str, name: str, right: bool) -> Known:
-    tests = {"test": row["test"], "entry_point": row["entry_point"]}
+    tests = {name: row[name] for name in ("test", "entry_point", "prompt")}
     return Known(
         name=name, code=row["prompt"] + body, kind="HumanEvalDataset", data=tests, verdicts=right
     )

@@ -27,10 +27,10 @@ except ImportError:
 
 with atheris.instrument_imports(include=["ctrl_megatron"]):
     from ctrl_megatron.sandbox.comparison import difference
+    from ctrl_megatron.sandbox.datasets import READERS
+    from ctrl_megatron.sandbox.datasets.payload import read_payload
     from ctrl_megatron.sandbox.jail import codec, frames
     from ctrl_megatron.sandbox.languages import LANGUAGES, extract_code
-    from ctrl_megatron.sandbox.service.datasets import READERS
-    from ctrl_megatron.sandbox.service.datasets.payload import read_payload
     from ctrl_megatron.sandbox.wire import RunCodeRequest, SubmitRequest
 
 CASE = {"input": {"stdin": "a"}, "output": {"stdout": "a"}}

@@ -186,9 +186,6 @@ class Reward:
     """Options of the provider's class; keys and addresses come from the environment."""
     cache_path: str | None = None
     """SQLite file of verdicts that runs share; None keeps them in memory."""
-    compare_lax: bool = key(False, read=(REVISIONS, _OWN_SANDBOX))
-    """Also ask a grader that believes exit codes and report reward/forgery_rate: the share of
-    revisions that only it accepts. Costs a second run of function problems."""
     judgment_weight: float = key(0.0, AT_LEAST_0, read=REVISIONS)
     """Added to the reward where the judgment of the first solution is true; an ablation."""
     transition: Transition = group(Transition, read=REVISIONS)

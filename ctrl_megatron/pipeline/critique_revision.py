@@ -110,8 +110,8 @@ def reward_items(
 
 
 def score_fields(scores: Scores, weights: Mapping[str, float]) -> list[Fields]:
-    """Per row ``reward_fields`` and, of the critic's verdict, ``pass_rate``, ``cached``, ``forged``
-    (a grader that believes exit codes would have accepted the revision) and ``detail``.
+    """Per row ``reward_fields`` and, of the critic's verdict, ``pass_rate``, ``cached`` and
+    ``detail``.
     """
     pairs = zip(reward_fields(scores, weights), scores.outcomes, strict=True)
     return [{**rewards, **_verdict_fields(outcome)} for rewards, outcome in pairs]
@@ -119,11 +119,9 @@ def score_fields(scores: Scores, weights: Mapping[str, float]) -> list[Fields]:
 
 def _verdict_fields(outcome: RewardOutcome | None) -> Fields:
     outcome = outcome or RewardOutcome(reward=None)
-    forged = None if outcome.verdict is None else outcome.verdict.forged
     return {
         "pass_rate": outcome.pass_rate,
         "cached": outcome.cached,
-        "forged": None if forged is None else float(forged),
         "detail": outcome.detail,
     }
 

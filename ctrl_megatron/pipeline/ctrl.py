@@ -364,7 +364,6 @@ def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
             "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
             "pass_rate/after": batch["pass_rate"][batch["judged"] & batch["valid"]],
             "reward/cached_rate": batch["cached"].float(),
-            "reward/forgery_rate": batch["forged"],
         }
     )
     return {**performance(worker, batch), **rates}

@@ -4,6 +4,8 @@ one way from a raw answer to its program.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 FENCE = "```"
 _TAG = "python"
 _TAGS = {"cpp": ("cpp", "c++", "cc", "cxx"), "bash": ("bash", "sh", "shell")}
@@ -36,12 +38,12 @@ def extract_code(text: str, language: str = "python") -> str:
     """
     if language == _TAG:
         return desanitize(sanitize(text))
-    blocks = _blocks(text)
+    blocks = fenced_blocks(text)
     tags = _TAGS.get(language, (language,))
-    chosen = next((code for tag, code in blocks if tag.lower() in tags), None)
-    if chosen is None:
-        chosen = blocks[0][1] if blocks else text
-    return chosen
+    block = next((block for block in blocks if block.tag.lower() in tags), None)
+    if block is None and not blocks:
+        return text
+    return (block or blocks[0]).code.removesuffix("\n")
 
 
 def fenced(code: str, language: str = _TAG) -> str:
@@ -64,19 +66,31 @@ def _first_block(text: str, *, must_close: bool) -> str | None:
     return (text[start:] if end < 0 else text[start:end]).strip()
 
 
-def _blocks(text: str) -> list[tuple[str, str]]:
-    """(tag, code) of every block between fences on lines of their own."""
-    blocks: list[tuple[str, str]] = []
-    tag, lines = None, []
+class FencedBlock(NamedTuple):
+    """What stands between two fences on lines of their own."""
+
+    tag: str
+    """Behind the opening fence: the language, as written."""
+    code: str
+    """Its lines with their line breaks."""
+    closed: bool
+
+
+def fenced_blocks(text: str) -> list[FencedBlock]:
+    """Every closed block of ``text``; where there is none, the one that is never closed. Linear in
+    the length of the text.
+    """
+    blocks: list[FencedBlock] = []
+    tag, lines = None, list[str]()
     for line in text.replace("\r\n", "\n").split("\n"):
         mark = line.strip()
         if tag is None and mark.startswith(FENCE) and "`" not in mark[len(FENCE) :]:
             tag, lines = (mark[len(FENCE) :].split() or [""])[0], []
         elif tag is not None and mark == FENCE:
-            blocks.append((tag, "\n".join(lines)))
+            blocks.append(FencedBlock(tag, "".join(f"{line}\n" for line in lines), True))
             tag = None
         elif tag is not None:
             lines.append(line)
     if tag is not None and not blocks:
-        blocks.append((tag, "\n".join(lines)))
+        blocks.append(FencedBlock(tag, "\n".join(lines), False))
     return blocks

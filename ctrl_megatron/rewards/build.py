@@ -76,7 +76,6 @@ def build_reward_sum(
             sandbox=judge,
             show_progress=False,
             cache=cache,
-            compare_lax=config.reward.compare_lax,
         )
     return RewardSum({name: functions[name] for name in weights}, weights, judge=judge)
 
@@ -93,8 +92,6 @@ def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | ScriptP
         options = {
             "endpoint": sandbox_endpoint,
             "token": None if file is None else read_token(file),
-            # For cache keys; without the endpoint, which is another one in every run.
-            "identity": {"provider": name, "isolation": config.sandbox.isolation},
         }
     else:
         options = {**read_provider_keys(name), **config.reward.provider_options}

@@ -22,7 +22,7 @@ from ctrl_megatron.types import Verdict
 
 APPLICATION_ID = 0x43545243
 """In the file's header: a cache of ours."""
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """In the file's header; raise it when the table or the text of a verdict changes."""
 _TABLE = """CREATE TABLE results (
     number INTEGER PRIMARY KEY,
@@ -31,32 +31,28 @@ _TABLE = """CREATE TABLE results (
 )"""
 
 
+_PAGE_BYTES = 4096
+_DROPPED_SHARE = 8
+"""One of so many verdicts goes when there are too many bytes of them."""
+
+
 def encode_verdict(verdict: Verdict) -> str:
     """A verdict as text."""
-    return json.dumps(
-        [verdict.total, verdict.passed, verdict.detail, verdict.timed_out, verdict.forged]
-    )
+    return json.dumps([verdict.total, verdict.passed, verdict.detail, verdict.timed_out])
 
 
 def decode_verdict(text: str) -> Verdict:
     """What ``encode_verdict`` wrote. Raises ``ValueError`` for anything else."""
     try:
-        total, passed, detail, timed_out, forged = json.loads(text)
-        flags = [*passed, timed_out, *([] if forged is None else [forged])]
+        total, passed, detail, timed_out = json.loads(text)
         sound = type(total) is int and 0 < len(passed) <= total
-        sound = sound and all(type(flag) is bool for flag in flags)
+        sound = sound and all(type(flag) is bool for flag in (*passed, timed_out))
         sound = sound and all(type(entry) is str for entry in detail)
     except (TypeError, ValueError) as error:
         raise ValueError(f"not a verdict: {text[:100]!r}") from error
     if not sound:
         raise ValueError(f"not a verdict: {text[:100]!r}")
-    return Verdict(
-        total=total,
-        passed=tuple(passed),
-        detail=tuple(detail),
-        timed_out=timed_out,
-        forged=forged,
-    )
+    return Verdict(total=total, passed=tuple(passed), detail=tuple(detail), timed_out=timed_out)
 
 
 def fingerprint(*parts: Any) -> str:
@@ -94,7 +90,8 @@ class VerdictCache:
     A run that raises is not remembered; its error reaches everybody who waits for it. A cancelled
     caller leaves the run to the others, and the last one to leave cancels it. Time-outs are not
     remembered either, for a busy machine can cause them. Verdicts stay in memory, or in the SQLite
-    file ``path``, which is made if it is not there: at most ``capacity``, the oldest go first.
+    file ``path``, which is made if it is not there: at most ``capacity`` of them and
+    ``capacity_bytes`` in all, the oldest go first.
     Another process that writes to the file is waited for, ``busy_seconds`` at most. The cache may
     move from one event loop to another, but only when nothing is under way in the former. Every
     method raises ``CacheFileError``.
@@ -105,13 +102,17 @@ class VerdictCache:
         path: str | PathLike[str] | None = None,
         *,
         capacity: int = 200_000,
+        capacity_bytes: int = 512 << 20,
         busy_seconds: float = 30.0,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"cache capacity must be at least 1, got {capacity}")
+        if capacity_bytes < _PAGE_BYTES * 64:
+            raise ValueError(f"cache capacity_bytes must be at least {_PAGE_BYTES * 64}")
         self.path = None if path is None else Path(path)
         self.counters = CacheCounters()
         self._capacity, self._busy_seconds = capacity, busy_seconds
+        self._pages = capacity_bytes // _PAGE_BYTES
         self._flights: dict[str, _Flight] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         if self.path is not None and not self.path.parent.is_dir():
@@ -179,6 +180,20 @@ class VerdictCache:
                 "DELETE FROM results WHERE number <= (SELECT MAX(number) FROM results) - ?",
                 (self._capacity,),
             )
+            if self._used_pages() > self._pages:
+                # Many at once: it takes a look at the oldest, whatever their number.
+                self._connection.execute(
+                    "DELETE FROM results WHERE number <= (SELECT MIN(number) + "
+                    "(MAX(number) - MIN(number)) / ? FROM results)",
+                    (_DROPPED_SHARE,),
+                )
+
+    def _used_pages(self) -> int:
+        pages, free = (
+            self._connection.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count")
+        )
+        return pages - free
 
     def __len__(self) -> int:
         with self._refusing("be used"):
@@ -208,6 +223,7 @@ class VerdictCache:
 
     def _prepare(self) -> None:
         execute = self._connection.execute
+        execute(f"PRAGMA page_size = {_PAGE_BYTES}")
         with self._connection:
             execute("BEGIN IMMEDIATE")  # other processes may be making the file
             if not self._is_ours():

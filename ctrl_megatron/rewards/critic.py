@@ -18,6 +18,7 @@ from ctrl_megatron.rewards.grading import (
     RUN_TIMEOUT,
     CachedJudge,
     Judge,
+    check_tests,
     grading_job,
 )
 from ctrl_megatron.rewards.reward_sum import RewardItem, RewardOutcome, Rewards, gathered, rows_of
@@ -33,11 +34,11 @@ class RewardModelForCritic:
     ``file`` names the parquet file(s) of the rows, or holds the rows; ``tokenizer`` decodes
     responses, ``num_examine`` of them are printed by every ``parse_response``. With
     ``run_all_cases`` the reward is the pass rate, without it 1 only if every test passes (the
-    paper's). ``sandbox`` is needed to run anything: a client or a provider. With ``compare_lax``
-    our service tells which programs only a grader that believes exit codes would accept. ``cache``
-    replaces the cache in memory. ``id_key`` is the batch field that holds the rows' ids. At most
+    paper's). ``sandbox`` is needed to run anything: a client or a provider. ``cache`` replaces
+    the cache in memory. ``id_key`` is the batch field that holds the rows' ids. At most
     ``max_requests`` of a batch are under way; a test takes ``run_timeout`` seconds at most where
-    its row does not say. One event loop at a time.
+    its row does not say. One event loop at a time. Raises ``ValueError`` naming a row whose tests
+    cannot be judged.
     """
 
     # Class attributes, so that text-only methods work on an instance that was never initialised.
@@ -59,18 +60,17 @@ class RewardModelForCritic:
         max_requests: int = MAX_REQUESTS,
         run_timeout: float = RUN_TIMEOUT,
         cache: VerdictCache | None = None,
-        compare_lax: bool = False,
     ) -> None:
         given = isinstance(file, Sequence) and any(isinstance(row, Row) for row in file)
         rows = file if given else read_rows(cast(Paths, file), prompt_key=None)
         self.table = rows_by_id(cast("Sequence[Row]", rows))
+        check_tests(self.table.values())
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.run_all_cases = run_all_cases
         self.id_key = id_key
         self.show_progress = show_progress
         self.max_requests, self.run_timeout = max_requests, run_timeout
-        self.compare_lax = compare_lax
         self._cache = VerdictCache() if cache is None else cache
         self._judge = None if sandbox is None else CachedJudge(sandbox, self._cache)
 
@@ -211,13 +211,7 @@ class RewardModelForCritic:
             raise ValueError(
                 "RewardModelForCritic has no sandbox; pass sandbox=SandboxClient(endpoint)"
             )
-        job = grading_job(
-            text,
-            row,
-            run_all_cases=run_all_cases,
-            run_timeout=self.run_timeout,
-            compare_lax=self.compare_lax,
-        )
+        job = grading_job(text, row, run_all_cases=run_all_cases, run_timeout=self.run_timeout)
         return await self._judge.grade(job, semaphore)
 
     def _score(self, verdict: Verdict) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +12,9 @@ from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, Row
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.sandbox.client import SandboxError
+from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.wire import (
+    GRADER_VERSION,
     CommandRunStatus,
     EvalResult,
     EvalTestCase,
@@ -20,8 +23,6 @@ from ctrl_megatron.sandbox.wire import (
 )
 from ctrl_megatron.types import Verdict
 
-GRADER_VERSION = "2"
-"""Part of every cache key; raise it when equal requests may get other verdicts than before."""
 RUN_TIMEOUT = int(DEFAULT_TIME_LIMIT)
 """Seconds that one test may take where the row does not say."""
 MAX_REQUESTS = 256
@@ -35,6 +36,10 @@ class Judge(Protocol):
 
     async def submit(self, request: SubmitRequest, /) -> EvalResult:
         """Judge a completion; raise ``SandboxError`` when the service fails."""
+        ...
+
+    async def identity(self) -> object:
+        """Whatever about the judge may change a verdict, as plain data."""
         ...
 
 
@@ -57,14 +62,12 @@ def grading_job(
     *,
     run_all_cases: bool,
     run_timeout: float = RUN_TIMEOUT,
-    compare_lax: bool = False,
     language: str = "python",
 ) -> GradingJob:
     """How to judge the program in ``text`` on the tests of ``row``.
 
-    A test may take ``run_timeout`` seconds where the row does not say. ``compare_lax`` has our
-    service also ask a lax grader, without an effect on the verdict. The program is extracted here
-    and sent fenced, so that the judge has nothing to guess. Raises ``ValueError`` for a
+    A test may take ``run_timeout`` seconds where the row does not say. The program is extracted
+    here and sent fenced, so that the judge has nothing to guess. Raises ``ValueError`` for a
     LiveCodeBench row without its columns.
     """
     kind, data, total = _tests_of(row)
@@ -73,11 +76,21 @@ def grading_job(
         language=language,
         run_timeout=float(run_timeout) if row.time_limit is None else row.time_limit,
         provided_data=data,
-        extra={"run_all_cases": run_all_cases, **({"lax": "compare"} if compare_lax else {})},
+        extra={"run_all_cases": run_all_cases},
     )
     completion = fenced(extract_code(text, language.lower()), language)
     request = SubmitRequest(dataset=row.prompter_type, id=0, completion=completion, config=config)
     return GradingJob(request=request, total=total)
+
+
+def check_tests(rows: Iterable[Row]) -> None:
+    """Raise ``ValueError`` naming the row whose asserts no sandbox could judge."""
+    for row in rows:
+        if row.prompter_type == "mbppplus":
+            try:
+                read_function_tests(_tests_of(row)[1])
+            except ValueError as error:
+                raise ValueError(f"{row.place}: {row.id!r}: {error}") from error
 
 
 def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
@@ -125,25 +138,25 @@ async def grade(judge: Judge, job: GradingJob) -> Verdict:
         total=job.total,
         detail=tuple(map(_why, cases)),
         timed_out=any(map(_timed_out, cases)),
-        forged=(result.extra or {}).get("forged"),
     )
 
 
 class CachedJudge:
     """``judge`` behind ``cache``: equal programs on equal tests are judged once.
 
-    The key is the job's (exact program, tests, time limit, mode, grader version) and ``identity``:
-    whatever else may change a verdict, such as the judge's memory limit; the judge's own, where it
-    has one.
+    The key is the job's (exact program, tests, checker, time limit, mode, grader version) and the
+    judge's ``identity``: whatever else may change a verdict, such as its limits and its isolation.
     """
 
     def __init__(self, judge: Judge, cache: VerdictCache) -> None:
         self._judge, self._cache = judge, cache
-        self._identity = getattr(judge, "identity", None)
+        self._identity: object = None
 
-    def key(self, job: GradingJob) -> str:
-        """The cache's key of ``job``."""
-        return job.key if self._identity is None else fingerprint(job.key, self._identity)
+    async def key(self, job: GradingJob) -> str:
+        """The cache's key of ``job``. Raises ``SandboxError`` where the judge cannot be asked."""
+        if self._identity is None:
+            self._identity = await self._judge.identity()
+        return fingerprint(job.key, self._identity)
 
     async def grade(self, job: GradingJob, semaphore: asyncio.Semaphore) -> tuple[Verdict, bool]:
         """The verdict, and whether it came without a run; ``semaphore`` bounds runs. Raises
@@ -154,7 +167,7 @@ class CachedJudge:
             async with semaphore:
                 return await grade(self._judge, job)
 
-        return await self._cache.get(self.key(job), run)
+        return await self._cache.get(await self.key(job), run)
 
 
 def _timed_out(case: EvalTestCase) -> bool:

@@ -7,22 +7,19 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from ctrl_megatron.sandbox.limits import Profile
+from ctrl_megatron.prompts.code_block import fenced_blocks
+from ctrl_megatron.sandbox.limits import EXTRACTED_CHARACTERS, Profile
 
 ExtractionKind = Literal["fenced", "incomplete_fenced", "heuristic", "none"]
 
-_BLOCK = r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n"
-_FENCES: dict[ExtractionKind, re.Pattern[str]] = {
-    "fenced": re.compile(_BLOCK + r"(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE),
-    "incomplete_fenced": re.compile(_BLOCK + r"(.*)", re.DOTALL | re.MULTILINE),
-}
 _CODE_LINE = re.compile(
     r"(import |from \S+ import |(async )?def \w+\s*\(|class \w+|@\w|[A-Za-z_]\w*\s*=[^=]|print\(|"
     r"(for|while|if|with) .+:\s*$|try:)"
 )
 _CPP_START = re.compile(r"(#\s*(include|define|pragma)\b|using namespace |int main\s*\()")
+_PARSED = 8
+"""Times that the text may be parsed to find where a program ends."""
 _BASH_START = re.compile(r"#!\S*(/|\s)(ba)?sh\b")
-_MAX_CUTS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +98,11 @@ def extract_code(completion: str, language: Language) -> ExtractedProgram:
     Without a fence: Python from its first line of code to where it stops to parse, C++ from its
     first include, define or main to the last closing brace, Bash from its first interpreter line.
     """
+    if blocks := fenced_blocks(completion):
+        named = (block for block in blocks if block.tag.lower() in language.aliases)
+        block = next(named, blocks[0])
+        return ExtractedProgram(block.code, "fenced" if block.closed else "incomplete_fenced")
     text = completion.replace("\r\n", "\n")
-    for kind, pattern in _FENCES.items():
-        if blocks := pattern.findall(text):
-            named = (code for name, code in blocks if name.lower() in language.aliases)
-            return ExtractedProgram(next(named, blocks[0][1]), kind)
     if language is BASH:
         bare = _from_line(text, _BASH_START)
     elif language is CPP:
@@ -123,12 +120,13 @@ def _from_line(text: str, start: re.Pattern[str]) -> str:
 
 
 def _bare_python(text: str) -> str:
-    lines = text.split("\n")
+    lines = text[:EXTRACTED_CHARACTERS].split("\n")
     start = next((i for i, line in enumerate(lines) if _CODE_LINE.match(line)), None)
     if start is None:
         return ""
     rest = kept = lines[start:]
-    for _ in range(_MAX_CUTS):
+    left = _PARSED * EXTRACTED_CHARACTERS
+    while kept and (left := left - sum(map(len, kept))) > 0:
         try:
             ast.parse("\n".join(kept))
         except SyntaxError as error:
@@ -136,5 +134,5 @@ def _bare_python(text: str) -> str:
         except (ValueError, RecursionError, MemoryError):
             break
         else:
-            return "\n".join(kept) if kept else "\n".join(rest)
+            return "\n".join(kept)
     return "\n".join(rest)

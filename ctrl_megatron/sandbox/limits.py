@@ -1,4 +1,6 @@
-"""What a job may use and how it is isolated. Standard library only: the jail reads it too."""
+"""What a job, an answer and a request may use, and how a job is isolated: every bound of the
+sandbox. Standard library only: the jail reads it too.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +46,8 @@ class SandboxLimits:
     """File descriptors of one process."""
     request_bytes: int = 64 << 20
     """Largest HTTP request."""
+    service_mb: int = 4096
+    """MiB of requests that are in work, answers included; a request beyond is answered 503."""
     queue: int = 100_000
     """Jobs that may wait; a request beyond is answered 503."""
 
@@ -51,3 +55,40 @@ class SandboxLimits:
         for field in fields(self):
             if not getattr(self, field.name) > 0:
                 raise ValueError(f"sandbox limit {field.name} must be positive")
+
+
+CALL_BYTES = 256 << 20
+"""Of one call of a program's function, encoded."""
+ANSWER_BYTES = 4 << 20
+"""Of what such a call returns, encoded."""
+DECODING_SECONDS = 2.0
+"""What the judge spends on reading one returned value."""
+PIPELINED_CALLS = 32
+"""Calls that may be sent together; together they get one test's time."""
+PIPELINED_BYTES = 1 << 16
+"""Of calls that are sent together: less than an empty socket takes, so that sending never waits for
+a program that waits for its answer to be read."""
+INPUT_FILES = 2048
+"""Files that a request may bring, or name to be fetched."""
+NAME_BYTES, PATH_BYTES = 255, 4095
+"""Of a part of a file's path, and of the path: what Linux takes."""
+FETCHED_BYTES = 32 << 20
+"""Of all files that are fetched from one run; a program that leaves more has failed."""
+VERDICT_CHARACTERS = 256 << 10
+"""Of program text and output told in all verdicts of one answer to ``/submit`` together."""
+CASE_CHARACTERS = 1000
+"""Of each text told of one case."""
+COMPILER_MEMORY_MB = 2048
+SHELL_MEMORY_MB = 256
+"""MiB of address space; of each process of a shell."""
+COMPILATIONS_BYTES = 256 << 20
+"""Of compilations that are kept, binaries and messages."""
+COMPILER_MESSAGE_CHARACTERS = 64 << 10
+EXTRACTED_CHARACTERS = 1 << 16
+"""Of a completion without a fence that are searched for a Python program."""
+ATTEMPTS = 3
+"""Workers that a job may bring down before its program is judged to do so."""
+CHECKED_BYTES = 1 << 16
+"""A longer request is read aside of the event loop."""
+JSON_VALUES = 200_000
+"""In such a request: reading as many takes a tenth of a second."""

@@ -17,6 +17,10 @@ LEVEL_HEADER = "X-Sandbox-Level"
 """Of ``/v1/ping``: the isolation level that the service reached."""
 
 
+GRADER_VERSION = "3"
+"""Of the rules of judging; raise it when equal requests may get other verdicts than before."""
+
+
 class RunStatus(StrEnum):
     """Outcome of a request. ``SandboxError`` is a fault of the service, never the program's."""
 
@@ -96,8 +100,8 @@ class TestConfig(_Record):
     provided_data: dict[str, Any] | list[dict[str, Any]] | None = None
     extra: dict[str, Any] = Field(default_factory=dict)
     """``run_all_cases`` (bool) judges every test instead of stopping at the first failure;
-    ``max_cases`` (int) judges only the first ones; ``cpp_standard`` (c++17); ``lax`` (true, or
-    ``compare``) grades by exit status.
+    ``max_cases`` (int) judges only the first ones; ``cpp_standard`` (c++17); ``compatibility``
+    (``sandbox_fusion``) compares outputs and results as laxly as that service.
     """
 
 

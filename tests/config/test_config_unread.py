@@ -95,7 +95,6 @@ IN_LOSS = ACTOR + "use_kl_loss=true"
         ('sandbox.token_file="t"', (), ("sandbox.endpoint=ADDRESS",), (LISTENING,)),
         ("sandbox.workers=2", (LISTENING,), ("sandbox.endpoint=null",), ()),
         ('sandbox.isolation="strict"', (ELSEWHERE,), ("reward.provider=local",), ()),
-        ("reward.compare_lax=true", (ELSEWHERE,), ("reward.provider=local",), ()),
         (
             'reward.provider_options={"template": "t"}',
             (),

@@ -223,6 +223,53 @@ refused(lambda: fcntl.flock(open(os.__file__), fcntl.LOCK_EX))
 """,
         "refused\n",
     ),
+    "record locks on a library file": (
+        _COUNT
+        + r"""
+import fcntl, os, struct
+f = open(os.__file__)
+lock = struct.pack('hhqqi', fcntl.F_RDLCK, 0, 0, 0, 0)
+refused(*(lambda n=n: fcntl.fcntl(f, n, lock)
+          for n in (fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW, 36, 37, 38)),
+        lambda: fcntl.lockf(f, fcntl.LOCK_SH))
+""",
+        "refused\n",
+    ),
+    "watches and leases on a library file": (
+        _CALLS
+        + r"""
+import fcntl, os
+f = open(os.__file__)
+d = os.open(os.path.dirname(os.__file__), os.O_RDONLY)
+refused(raw(294, 26, 0), raw(253, 26, 0), raw(300, 262, 0, 0),
+        lambda: fcntl.fcntl(d, fcntl.F_NOTIFY, fcntl.DN_ACCESS),
+        lambda: fcntl.fcntl(f, fcntl.F_SETLEASE, fcntl.F_RDLCK))
+""",
+        "refused\n",
+    ),
+    "what the page cache holds of a library file": (
+        _CALLS
+        + r"""
+import mmap, os
+f = os.open(os.__file__, os.O_RDONLY)
+m = mmap.mmap(-1, 4096)
+at = ctypes.addressof(ctypes.c_char.from_buffer(m))
+told = ctypes.create_string_buffer(64)
+refused(lambda: os.posix_fadvise(f, 0, 0, os.POSIX_FADV_DONTNEED), raw(187, 213, f, 0, 4096),
+        raw(27, 232, at, 4096, ctypes.addressof(told)),
+        lambda: os.preadv(f, [bytearray(16)], 0, os.RWF_NOWAIT),
+        raw(451, 451, f, at, ctypes.addressof(told), 0), raw(277, 84, f, 0, 4096, 0))
+""",
+        "refused\n",
+    ),
+    "the list of mounts": (
+        _CALLS
+        + r"""
+told, asked = ctypes.create_string_buffer(4096), (ctypes.c_uint64 * 4)(32, 2**64 - 1, 0, 0)
+refused(raw(458, 458, ctypes.addressof(asked), ctypes.addressof(told), 64, 0))
+""",
+        "refused\n",
+    ),
     "files that Python reads at its start": (
         _COUNT
         + r"""
@@ -236,7 +283,7 @@ refused(*(lambda n=n: open(os.path.join(folder, n), 'w') for n in names))
     "sqlite outside": (
         r"""
 import sqlite3
-own = sqlite3.connect('own.db')
+own = sqlite3.connect(':memory:')
 own.execute('create table t (x)')
 try:
     own.execute("attach '/usr/lib/x.db' as other")

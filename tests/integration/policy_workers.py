@@ -58,6 +58,10 @@ class FaultyJudge:
         self.client, self._lost = client, lost
         self.programs: list[str] = []
 
+    async def identity(self) -> object:
+        """See ``rewards.grading.Judge``."""
+        return await self.client.identity()
+
     async def submit(self, request: Any) -> Any:
         """See ``rewards.grading.Judge``."""
         from ctrl_megatron.sandbox.client import SandboxError

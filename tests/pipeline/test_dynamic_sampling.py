@@ -26,7 +26,7 @@ def judged(uid: str, reward: float | None) -> Sample:
         mini_batch=1,
         prompt=(1, 2, 3),
         completion=completion,
-        fields={"critique": "text", "valid": True, "reward/critic": reward, "forged": None},
+        fields={"critique": "text", "valid": True, "reward/critic": reward},
     )
 
 

@@ -69,10 +69,15 @@ class ScriptedSandbox:
     requests.
     """
 
-    def __init__(self, passes: Callable[[SubmitRequest], list[bool | None]]) -> None:
-        self.passes = passes
+    def __init__(
+        self, passes: Callable[[SubmitRequest], list[bool | None]], identity: object = "scripted"
+    ) -> None:
+        self.passes, self._identity = passes, identity
         self.requests: list[SubmitRequest] = []
         self.under_way = self.most_under_way = self.faults_left = 0
+
+    async def identity(self) -> object:
+        return self._identity
 
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
         raise AssertionError("rewards judge by /submit")

@@ -375,3 +375,9 @@ def test_binary_mode_keeps_the_number_of_tests(make: Make) -> None:
         (True, False),
         1 / 3,
     )
+
+
+def test_a_row_whose_tests_use_what_nothing_defines_is_named() -> None:
+    row = function_row(selected_uts=["assert close(add(1, 2), 3)"], entry_point="add")
+    with pytest.raises(ValueError, match="the tests use close, which nothing defines"):
+        RewardModelForCritic([row], None)

@@ -7,6 +7,7 @@ import multiprocessing
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,19 @@ def test_the_oldest_go_when_the_file_is_full(tmp_path: Path) -> None:
         VerdictCache(tmp_path / "other.db", capacity=0)
 
 
+def test_the_bytes_of_a_cache_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "cache.db"
+    long = Verdict(passed=(False,), total=1, detail=("x" * 2000,))
+    with closing(VerdictCache(path, capacity_bytes=1 << 20)) as kept:
+        for number in range(2000):
+            kept.remember(str(number), long)
+        assert 100 < len(kept) < 600
+        assert kept.recall("1999") == long and kept.recall("0") is None
+    assert path.stat().st_size < 2 << 20
+    with pytest.raises(ValueError, match="capacity_bytes"):
+        VerdictCache(capacity_bytes=1)
+
+
 TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates too: programs print them
 
 
@@ -102,19 +116,12 @@ TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates too: pro
     st.lists(st.tuples(st.booleans(), TEXT), min_size=1),
     st.integers(0, 5),
     st.booleans(),
-    st.sampled_from([None, True, False]),
 )
 def test_a_verdict_survives_its_text(
-    cases: list[tuple[bool, str]], unseen: int, timed_out: bool, forged: bool | None
+    cases: list[tuple[bool, str]], unseen: int, timed_out: bool
 ) -> None:
     passed, detail = tuple(p for p, _ in cases), tuple(d for _, d in cases)
-    verdict = Verdict(
-        passed=passed,
-        total=len(passed) + unseen,
-        detail=detail,
-        timed_out=timed_out,
-        forged=forged,
-    )
+    verdict = Verdict(passed=passed, total=len(passed) + unseen, detail=detail, timed_out=timed_out)
     assert decode_verdict(encode_verdict(verdict)) == verdict
 
 
@@ -125,13 +132,13 @@ def test_a_verdict_survives_its_text(
         "x",
         "{}",
         "[]",
-        '[1, [true], [""], false]',
-        "[1, [], [], false, null]",
-        "[1, [1], [], false, null]",
-        "[1, [true, true], [], false, null]",
-        '[1, [true], [""], 0, null]',
-        '[1, [true], [""], false, 0]',
-        '[true, [true], [""], false, null]',
+        '[1, [true], [""]]',
+        '[1, [true], [""], false, null]',
+        "[1, [], [], false]",
+        "[1, [1], [], false]",
+        "[1, [true, true], [], false]",
+        '[1, [true], [""], 0]',
+        '[true, [true], [""], false]',
     ],
 )
 def test_a_text_that_is_no_verdict_is_refused(text: str) -> None:
@@ -305,9 +312,8 @@ def test_the_key_tells_apart_whatever_may_change_a_verdict(
 ) -> None:
     def key(code: str = "x = 1", run_all: bool = True, identity: Any = None, **fields: Any) -> str:
         job = grading_job(block(code), function_row(**fields), run_all_cases=run_all)
-        judge: Any = ScriptedSandbox(lambda request: [True])
-        judge.identity = identity
-        return CachedJudge(judge, VerdictCache()).key(job)
+        judge = ScriptedSandbox(lambda request: [True], identity=identity)
+        return asyncio.run(CachedJudge(judge, VerdictCache()).key(job))
 
     keys = [
         key(),
@@ -325,15 +331,3 @@ def test_the_key_tells_apart_whatever_may_change_a_verdict(
     assert key() == keys[0]
     monkeypatch.setattr("ctrl_megatron.rewards.grading.GRADER_VERSION", "another")
     assert key() not in keys
-
-
-def test_a_providers_identity_is_part_of_the_key() -> None:
-    class Provider(ScriptedSandbox):
-        @property
-        def identity(self) -> dict[str, str]:
-            return {"provider": "p"}
-
-    job = grading_job(block("x"), function_row(), run_all_cases=True)
-    plain = CachedJudge(ScriptedSandbox(lambda request: []), VerdictCache())
-    provider = CachedJudge(Provider(lambda request: []), VerdictCache())
-    assert plain.key(job) == job.key != provider.key(job)

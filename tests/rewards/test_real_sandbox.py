@@ -121,24 +121,3 @@ def test_a_stopped_service_masks_the_sample(tmp_path: Path) -> None:
     with EmbeddedSandbox.start(workers=1) as service:
         endpoint = service.endpoint
     asyncio.run(main(endpoint))
-
-
-def test_a_lax_grader_is_asked_without_a_say(sandbox: EmbeddedSandbox, tmp_path: Path) -> None:
-    function = function_row(time_limit=2.0)
-    wanted = {"right": False, "raises": False, "leaves early": True, "equals everything": True}
-    revisions = [FUNCTION[name][0] for name in wanted]
-
-    async def main() -> None:
-        async with SandboxClient(sandbox.endpoint) as client:
-            file = [function]
-            model = RewardModelForCritic(
-                file, None, sandbox=client, show_progress=False, compare_lax=True
-            )
-            items = items_of([CORRECT] * 4, revisions, [function] * 4)
-            outcomes = await model.judge(items)
-            assert [o.verdict and o.verdict.forged for o in outcomes] == list(wanted.values())
-            assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 0.0, 0.0]
-            plain = RewardModelForCritic(file, None, sandbox=client, show_progress=False)
-            assert {o.verdict and o.verdict.forged for o in await plain.judge(items)} == {None}
-
-    asyncio.run(main())

@@ -122,6 +122,9 @@ def test_a_fault_of_the_provider_is_none_never_zero(caplog: pytest.LogCaptureFix
 
 def test_a_setup_error_ends_the_batch() -> None:
     class Refusing:
+        async def identity(self) -> str:
+            return "refusing"
+
         async def submit(self, request: SubmitRequest) -> Any:
             raise ValueError("refused")
 

@@ -205,7 +205,7 @@ def test_a_sum_from_the_configuration_shares_judge_and_cache() -> None:
     )
     assert list(built.functions) == list(built.weights)
     judge = ScriptedSandbox(lambda request: [True] * 3)
-    vars(built.judge)["submit"] = judge.submit
+    vars(built.judge).update(submit=judge.submit, identity=judge.identity)
     items = [item(block("x = 1"), INCORRECT, length=1)]
     parts = asyncio.run(built.score(items)).parts
     assert parts == {

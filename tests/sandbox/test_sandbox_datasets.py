@@ -14,7 +14,7 @@ import pytest
 from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.sandbox import SandboxClient
-from ctrl_megatron.sandbox.service.datasets.functions import read_human_eval
+from ctrl_megatron.sandbox.datasets.functions import read_human_eval
 from ctrl_megatron.sandbox.wire import EvalResult
 
 Submit = Callable[..., EvalResult]
@@ -175,7 +175,7 @@ def test_input_output_records(submit: Submit, kind: str) -> None:
     assert passed(submit(kind, DOUBLE, data)) == [True, True]
     assert passed(submit(kind, "input()\nprint(2)", data)) == [True, False]
     assert passed(submit(kind, "print(0)", data, run_all=False)) == [False]
-    calls = {"inputs": [[1, 2], [3, 4]], "outputs": [[3], 7], "fn_name": "add"}
+    calls = {"inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]], "fn_name": "add"}
     assert passed(submit(kind, "def add(a, b): return a + b", {"input_output": calls})) == [
         True,
         True,
@@ -183,7 +183,7 @@ def test_input_output_records(submit: Submit, kind: str) -> None:
     wrong = submit(kind, "def add(a, b): return 3", {"input_output": calls})
     assert passed(wrong) == [True, False]
     assert reason(wrong, 1) == "AssertionError: add(3, 4) returned 3"
-    assert (wrong.tests[1].test_info or {})["expected"] == "7"
+    assert (wrong.tests[1].test_info or {})["expected"] == "[7]"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ctrl_megatron.sandbox.service.datasets.functions import read_function_tests
+from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.wire import CommandRunStatus, EvalResult, RunStatus
 
 Judge = Callable[..., EvalResult]
@@ -173,3 +173,49 @@ def test_stubs_follow_from_the_record() -> None:
     )
     assert tests.stubs == ("f", "g", "h", "k")
     assert tests.prelude == "from math import pi as p\nimport cmath"
+
+
+NODE = "class Node:\n    def __init__(s, x): s.x, s.left, s.right = x, None, None\n"
+HEIGHT = NODE + "def height(n): return 0 if n is None else 1 + max(height(n.left), height(n.right))"
+
+
+def test_objects_of_the_program_may_be_made_changed_and_given_back(judge: Judge) -> None:
+    setup = "root = Node(1)\nroot.left = Node(2)\nroot.left.right = Node(3)"
+    tests = ["assert height(root) == 3", "assert height(root.left) == 2", "assert root.x == 1"]
+    assert judge(HEIGHT, tests, setup=setup).accepted
+    assert passed(judge(NODE + "def height(n): return 3", tests, setup=setup)) == [
+        True,
+        False,
+        True,
+    ]
+    pairs = ["assert longest([Pair(1, 2), Pair(3, 4)], 2) == 2"]
+    code = "class Pair(object):\n    def __init__(s, a, b): s.a, s.b = a, b\n"
+    assert judge(code + "def longest(p, n): return sum(q.a < q.b for q in p)", pairs).accepted
+
+
+def test_objects_of_the_setup_are_made_again_for_a_program_that_was_started_again(
+    judge: Judge,
+) -> None:
+    code = HEIGHT + "\ndef dies(): import os; os._exit(1)"
+    tests = ["assert dies() is None", "assert height(root) == 1"]
+    assert passed(judge(code, tests, setup="root = Node(1)")) == [False, True]
+
+
+@pytest.mark.parametrize("entry", ["double", "Solution().double", "Solution", None])
+def test_methods_of_a_solution(judge: Judge, entry: str | None) -> None:
+    code = "class Solution:\n    def double(self, x, *, k=2): return x * k"
+    tests = ["assert Solution().double(2) == 4", "assert Solution().double(2, k=3) == 6"]
+    assert judge(code, tests, entry_point=entry).accepted
+    assert passed(judge(code.replace("k=2", "k=5"), tests, entry_point=entry)) == [False, True]
+
+
+def test_a_method_may_stand_for_the_candidate(judge: Judge) -> None:
+    code = "class Solution:\n    def double(self, x): return x * 2"
+    assert judge(code, ["assert candidate(2) == 4"], entry_point="Solution().double").accepted
+
+
+def test_functions_that_are_results_may_be_called(judge: Judge) -> None:
+    code = "def adder(n): return lambda x: x + n"
+    tests = ["assert adder(2)(3) == 5", "add = adder(1)\nassert [add(x) for x in (1, 2)] == [2, 3]"]
+    assert judge(code, tests).accepted
+    assert passed(judge("def adder(n): return lambda x: x", tests)) == [False, False]

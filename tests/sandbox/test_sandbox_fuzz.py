@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.sandbox import EmbeddedSandbox
 from ctrl_megatron.sandbox.comparison import difference
-from ctrl_megatron.sandbox.languages import LANGUAGES, extract_code
-from ctrl_megatron.sandbox.service.datasets import READERS
-from ctrl_megatron.sandbox.service.datasets.payload import read_payload
-from ctrl_megatron.sandbox.service.datasets.problems import (
+from ctrl_megatron.sandbox.datasets import READERS
+from ctrl_megatron.sandbox.datasets.payload import read_payload
+from ctrl_megatron.sandbox.datasets.problems import (
     FunctionProblem,
     ScoredProblem,
     StdioProblem,
 )
+from ctrl_megatron.sandbox.languages import LANGUAGES, extract_code
 
 LIVE = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -285,8 +285,8 @@ def test_a_compilation_that_ran_out_of_time_is_tried_again(
 
 def test_the_memory_of_binaries_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling.shutil, "which", lambda name, path: "/usr/bin/g++")
-    monkeypatch.setattr(compiling, "_CACHE_BYTES", 25)
-    fake = FakeCompiler(size=10)
+    monkeypatch.setattr(compiling, "COMPILATIONS_BYTES", 25_000)
+    fake = FakeCompiler(size=8_000)
     compiler = compiling.Compiler(fake.run)
 
     async def scenario() -> None:
@@ -295,6 +295,25 @@ def test_the_memory_of_binaries_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 
     asyncio.run(scenario())
     assert len(fake.jobs) == 4, "the oldest had to go, the rest was kept"
+
+
+def test_failures_are_kept_by_their_bytes_and_every_time_limit_compiles_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiling.shutil, "which", lambda name, path: "/usr/bin/g++")
+    monkeypatch.setattr(compiling, "COMPILATIONS_BYTES", 10_000)
+    fake = FakeCompiler(size=0)
+    compiler = compiling.Compiler(fake.run)
+
+    async def scenario() -> None:
+        for number in range(50):
+            await compiler.compile(SandboxLimits(), {"main.cpp": str(number)}, seconds=1.0)
+        assert sum(kept.size for kept in compiler._kept.values()) <= 10_000
+        same = (compiler.compile(SandboxLimits(), {"main.cpp": ""}, seconds=s) for s in (1.0, 9.0))
+        await asyncio.gather(*same)
+
+    asyncio.run(scenario())
+    assert len(fake.jobs) == 52
 
 
 @pytest.mark.parametrize(

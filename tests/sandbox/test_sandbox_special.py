@@ -1,4 +1,4 @@
-"""Special judges, scored subtasks, and the laxer grading that both are compared with."""
+"""Special judges and scored subtasks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_special_judge(submit: Submit, program: str, accepted: bool, why: str) -
 
 @pytest.mark.parametrize(
     ("said", "accepted"),
-    [("1", True), ("1.0", True), ("0.5", False), ("0", False), ("fine", True), ("12", True)],
+    [("1", True), ("1.0 well", True), ("", True), ("0.5", False), ("0", False), ("0 wrong", False)],
 )
 def test_a_checkers_score(submit: Submit, said: str, accepted: bool) -> None:
     assert submit("CommonOJDataset", "print()", checked(f"print({said!r})")).accepted is accepted
@@ -206,56 +206,3 @@ def test_olympiad_records_that_cannot_be_judged(
 def test_half_characters_are_refused(submit: Submit) -> None:
     with pytest.raises(ValueError, match="half a character"):
         submit("IOIDataset", DOUBLE, {**OLYMPIAD, "tests": json.dumps({"\ud800": {}})})
-
-
-# --- lax grading ---------------------------------------------------------------------------------
-
-FORGERIES = {
-    "leaves early": "exit(0)",
-    "equals anything": "class E:\n    def __eq__(s, o): return True\ndef f(x): return E()",
-    "leaves in the call": "import os\ndef f(x): os._exit(0)",
-}
-ASSERTS = {"test_list": ["assert f(1) == 2", "assert f(2) == 3"]}
-
-
-@pytest.mark.parametrize("name", FORGERIES)
-def test_lax_grading_believes_the_exit_status(submit: Submit, name: str) -> None:
-    extra = {"run_all_cases": True}
-    assert not submit("MBPPDataset", FORGERIES[name], ASSERTS).accepted
-    lax = submit("MBPPDataset", FORGERIES[name], ASSERTS, extra={**extra, "lax": True})
-    assert passed(lax) == [True, True] and lax.extra == {"lax": True}
-    both = submit("MBPPDataset", FORGERIES[name], ASSERTS, extra={**extra, "lax": "compare"})
-    assert passed(both) == [False, False]
-    assert both.extra == {"lax_accepted": True, "forged": True}
-
-
-@pytest.mark.parametrize(("code", "right"), [("def f(x): return x + 1", True), ("f = abs", False)])
-def test_lax_and_strict_agree_on_honest_programs(submit: Submit, code: str, right: bool) -> None:
-    both = submit("MBPPDataset", code, ASSERTS, extra={"lax": "compare"})
-    assert both.accepted is right
-    assert both.extra == {"lax_accepted": right, "forged": False}
-
-
-def test_lax_live_code_bench(submit: Submit) -> None:
-    stdio, calls = {"test": json.dumps(STDIO)}, {"test": json.dumps(PAIR)}
-    for code, data, lax in (
-        (DOUBLE, stdio, True),
-        ("import os; os._exit(0)", stdio, True),
-        ("print(0)", stdio, False),
-        ("import sys; sys.exit(0)", stdio, False),
-        ("import sys; sys.exit(0)", calls, True),
-        ("def pair(xs, n): return [n, xs]", calls, True),
-        ("def pair(xs, n): return 0", calls, False),
-    ):
-        result = submit("LiveCodeBenchDataset", code, data, extra={"lax": True})
-        assert passed(result) == [lax], code
-
-
-def test_lax_changes_nothing_for_outputs(submit: Submit) -> None:
-    data = {"test": [{"input": {"stdin": "1"}, "output": {"stdout": "2"}}]}
-    assert submit("CommonOJDataset", DOUBLE, data, extra={"lax": True}).accepted
-    assert not submit("CommonOJDataset", "exit(0)", data, extra={"lax": True}).accepted
-    both = submit("CommonOJDataset", "exit(0)", data, extra={"lax": "compare"})
-    assert both.extra == {"lax_accepted": False, "forged": False}
-    with pytest.raises(ValueError, match=r"extra\.lax must be"):
-        submit("CommonOJDataset", DOUBLE, data, extra={"lax": "yes"})

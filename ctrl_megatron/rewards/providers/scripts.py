@@ -56,8 +56,7 @@ class ScriptProvider:
         self._semaphore: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    @property
-    def identity(self) -> Mapping[str, Any]:
+    async def identity(self) -> Mapping[str, Any]:
         """The back end's, and its name: tells apart providers whose verdicts may differ."""
         return {"provider": self.backend.name, **self.backend.identity}
 

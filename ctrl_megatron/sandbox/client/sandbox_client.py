@@ -11,7 +11,7 @@ import random
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
@@ -75,7 +75,6 @@ class SandboxClient:
     most 60 s, with jitter; no pause where another service is left to try). ``max_concurrency``
     bounds requests on the wire; a request that waits for its retry holds no place. ``token`` is the
     services' bearer token, ``name`` tells services whom to be fair to (a random one by default).
-    ``identity`` is whatever about the services may change a verdict, for caches of verdicts.
     """
 
     def __init__(
@@ -88,9 +87,7 @@ class SandboxClient:
         backoff: float = 1.0,
         token: str | None = None,
         name: str | None = None,
-        identity: object = None,
     ) -> None:
-        self.identity = identity
         texts = endpoint.split(",") if isinstance(endpoint, str) else endpoint
         self.endpoints = tuple(dict.fromkeys(text.strip().rstrip("/") for text in texts))
         valid = (url.startswith(("http://", "https://")) for url in self.endpoints)
@@ -130,6 +127,27 @@ class SandboxClient:
             if trouble:
                 raise SandboxError(f"sandbox {endpoint} {trouble}")
         return levels
+
+    async def identity(self) -> list[Any]:
+        """Whatever about the services may change a verdict, for caches of verdicts: what each says
+        of its limits, isolation, interpreter and grader, equal ones once.
+
+        Raises ``SandboxError`` naming one that does not say.
+        """
+        said = [await self._identity_of(endpoint) for endpoint in self.endpoints]
+        return [json.loads(text) for text in sorted({json.dumps(item) for item in said})]
+
+    async def _identity_of(self, endpoint: str) -> Any:
+        for failed in range(self._attempts):
+            try:
+                async with self._open_session().get(endpoint + "/") as response:
+                    return (await response.json())["identity"]
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError) as error:
+                if failed + 1 == self._attempts:
+                    text = f"sandbox {endpoint} does not say what it is: {_text(error)}"
+                    raise SandboxError(text) from error
+            await asyncio.sleep(self._pause(failed))
+        raise AssertionError("unreachable")
 
     async def close(self) -> None:
         """Close the connections; a later call opens new ones."""
@@ -173,9 +191,12 @@ class SandboxClient:
                     continue
                 # Every service had its chance: start over after a pause.
                 tried.clear()
-                pause = min(self._backoff * 2**failed, 60.0) + random.uniform(0.0, self._backoff)
-                await asyncio.sleep(max(pause, fault.retry_after))
+                await asyncio.sleep(max(self._pause(failed), fault.retry_after))
         raise AssertionError("unreachable")
+
+    def _pause(self, failed: int) -> float:
+        """Seconds before the next attempt, ``failed`` before the last one."""
+        return min(self._backoff * 2**failed, 60.0) + random.uniform(0.0, self._backoff)
 
     async def _attempt(
         self, path: str, body: bytes, answer: type[AnswerT], tried: set[str]

@@ -9,9 +9,15 @@ import os
 import stat
 from collections.abc import Iterable, Mapping
 
+from ctrl_megatron.sandbox.limits import (
+    FETCHED_BYTES,
+    INPUT_FILES,
+    NAME_BYTES,
+    PATH_BYTES,
+)
+
 MAX_ENTRIES = 4096
 _BLOCK = 512
-_FETCH_BYTES = 16 << 20
 
 
 def inside(path: str) -> str:
@@ -34,21 +40,53 @@ def write(directory: str, contents: Mapping[str, str]) -> None:
             stream.write(base64.b64decode(text))
 
 
-def fetch(directory: str, wanted: Iterable[str]) -> dict[str, str]:
+def check(paths: Iterable[str]) -> list[str]:
+    """Relative paths of files that can be made side by side. Raises ``ValueError``."""
+    relative: list[str] = []
+    for path in paths:
+        inner = inside(path)
+        if len(os.fsencode(inner)) > PATH_BYTES or any(
+            len(os.fsencode(part)) > NAME_BYTES for part in inner.split(os.sep)
+        ):
+            raise ValueError(
+                f"file {path[:50]!r}... has a name that is too long: at most {NAME_BYTES} bytes "
+                f"between slashes, {PATH_BYTES} in all"
+            )
+        relative.append(inner)
+    if len(relative) > INPUT_FILES:
+        raise ValueError(f"{len(relative)} files; a request may name {INPUT_FILES}")
+    names: set[str] = set()
+    for path in relative:
+        if path in names:
+            raise ValueError(f"file {path!r} is there twice")
+        names.add(path)
+    for path in relative:
+        parts = path.split(os.sep)
+        for depth in range(1, len(parts)):
+            if (folder := os.sep.join(parts[:depth])) in names:
+                raise ValueError(f"file {folder!r} is the folder of file {path!r} as well")
+    return relative
+
+
+def fetch(directory: str, wanted: Iterable[str]) -> dict[str, str] | None:
     """Base64 content of those of ``wanted`` (relative paths) that are regular files; runs after the
-    program.
+    program. None where they are larger than may be fetched.
 
     No link is followed: it could lead out of the directory.
     """
-    contents = {}
+    contents, left = {}, FETCHED_BYTES
     for relative in wanted:
-        content = _read_regular(directory, relative.split(os.sep))
+        content = _read_regular(directory, relative.split(os.sep), left + 1)
         if content is not None:
             contents[relative] = base64.b64encode(content).decode()
+            left -= len(content)
+            if left < 0:
+                return None
     return contents
 
 
-def _read_regular(directory: str, parts: list[str]) -> bytes | None:
+def _read_regular(directory: str, parts: list[str], most: int) -> bytes | None:
+    """The first ``most`` bytes."""
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     try:
         for part in parts[:-1]:
@@ -63,7 +101,7 @@ def _read_regular(directory: str, parts: list[str]) -> bytes | None:
     with os.fdopen(file, "rb") as stream:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             return None
-        return stream.read(_FETCH_BYTES)
+        return stream.read(most)
 
 
 def exceeds(directory: str, limit_bytes: int) -> bool:

@@ -9,10 +9,15 @@ rehearsed: run until the stub is called. Nothing else can have an effect or come
 second time, and no second call can follow. Calls of such tests go to the candidate together
 (pipelining), which saves a wake-up of both processes for each; any other test calls when it gets
 there.
+
+A program sees the arguments of all tests that are pipelined with the one it answers, and could
+spend that one's time on a later one. So together they get the time of one test. Those that are left
+when it is over start again one by one, in a program that has seen nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -23,10 +28,11 @@ from typing import Any
 
 from ctrl_megatron.sandbox.jail import frames
 from ctrl_megatron.sandbox.jail.remote_calls import CandidateConnection, CandidateLost, RemoteCall
+from ctrl_megatron.sandbox.limits import PIPELINED_CALLS
 
 _REASON_LENGTH = 600
-_MOST_PIPELINED = 32
-"""Tests whose calls may be sent together."""
+_AT_ONCE = 1e-6
+"""Seconds; 0 would switch the timer off."""
 
 
 def run_tests(requests: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
@@ -50,15 +56,24 @@ class _TestRunner:
         self._requests = requests
         self._verdicts = verdicts
         self._spec = spec
+        self._seconds: float = spec["seconds"]
+        self._in_place = frozenset(spec["in_place"])
+        """Tests that look at what a call does to its arguments."""
         self._candidate: CandidateConnection | None = None
         self._timeouts = 0
+        self._reloading = 0.0
+        """Seconds spent on starting the program again, since they last counted as a time-out."""
         stubs = {name: self._stub(name) for name in spec["stubs"]}
         self._namespace: dict[str, Any] = {"__name__": "tests", **stubs}
         self._stub_names = {id(stub): name for name, stub in stubs.items()}
         self._codes: dict[int, CodeType] = {}
         """Of tests that were looked at before their turn."""
-        self._pipelined_until = 0
-        """The test from which on no call was sent before its turn."""
+        self._setup_calls = False
+        """The setup keeps objects of the program, or may."""
+        self._pipelining = True
+        self._pipeline = range(0)
+        """Tests whose calls were sent together."""
+        self._pipeline_deadline = 0.0
 
     def run(self) -> None:
         unusable = self._prepare()
@@ -85,52 +100,83 @@ class _TestRunner:
         except CandidateLost as lost:
             failure = f"the program failed to load: {lost.reason}"
             return ("timeout" if lost.status == "timeout" else "failed"), failure
-        if failure is not None:
-            return "failed", failure
-        setup = self._spec["setup"]
-        status, reason = self._guarded(lambda: self._execute(setup, "setup.py"))
+        return ("failed", failure) if failure is not None else self._run_setup()
+
+    def _run_setup(self) -> tuple[str, str] | None:
+        assert self._candidate is not None
+        deadline = time.monotonic() + self._seconds
+        status, reason = self._guarded(self._spec["setup"], "setup.py", deadline, in_place=True)
+        self._setup_calls = self._candidate.used
         return None if status == "passed" else (status, f"the tests' setup failed: {reason}")
 
     def _connect(self) -> str | None:
         if self._candidate is not None:
             self._candidate.close()
-        self._pipelined_until = 0
-        self._candidate = CandidateConnection(self._requests, self._spec["seconds"])
+        self._pipeline = range(0)
+        self._candidate = CandidateConnection(self._requests, self._seconds)
         return self._candidate.load()
 
-    def _run_test(self, index: int) -> tuple[str, str]:
-        if not self._usable(index):
-            try:
-                failure = self._connect()
-            except CandidateLost as lost:
-                return lost.status, lost.reason
+    def _reconnect(self) -> tuple[str, str] | None:
+        """Start the program again; what makes the test fail, or None. A program that takes long to
+        load and dies at every call uses up time as one that hangs does.
+        """
+        started = time.monotonic()
+        try:
+            failure = self._connect()
             if failure is not None:
                 return "failed", failure
-        if index >= self._pipelined_until:
-            self._pipeline(index)
+            return self._run_setup() if self._setup_calls else None
+        except CandidateLost as lost:
+            return lost.status, lost.reason
+        finally:
+            self._reloading += time.monotonic() - started
+            if self._reloading >= self._seconds:
+                self._timeouts, self._reloading = self._timeouts + 1, 0.0
+
+    def _run_test(self, index: int) -> tuple[str, str]:
+        if not self._usable(index) and (failure := self._reconnect()):
+            return failure
+        if self._pipelining and index not in self._pipeline:
+            self._send_pipeline(index)
         test = self._codes.pop(index, None) or self._spec["tests"][index]
-        return self._guarded(lambda: self._execute(test, "test.py"))
+        if index in self._pipeline:
+            outcome = self._guarded(test, "test.py", self._pipeline_deadline, in_place=False)
+            if outcome[0] != "timeout" or index == self._pipeline[0]:
+                return outcome
+            # The time that all of them had together is over; this one has not had its own.
+            self._pipelining = False
+            if failure := self._reconnect():
+                return failure
+        deadline, in_place = time.monotonic() + self._seconds, index in self._in_place
+        return self._guarded(test, "test.py", deadline, in_place=in_place)
 
     def _usable(self, index: int) -> bool:
         """Whether the candidate can take the calls of a test, or has them, and no other's."""
         candidate = self._candidate
         if candidate is None or candidate.lost is not None or candidate.busy:
             return False
-        return candidate.pipelined == max(0, self._pipelined_until - index)
+        return candidate.pipelined == (
+            self._pipeline.stop - index if index in self._pipeline else 0
+        )
 
-    def _pipeline(self, index: int) -> None:
+    def _send_pipeline(self, index: int) -> None:
         """Send the calls of this test and of those after it, as far as they are certain."""
         candidate = self._candidate
         assert candidate is not None
+        self._pipeline_deadline = time.monotonic() + self._seconds
+        candidate.begin_test(self._pipeline_deadline, in_place=False)
         # What goes wrong here goes wrong again in the test about to begin, and counts there.
-        self._guarded(lambda: candidate.pipeline(self._certain_calls(index)))
-        self._pipelined_until = index + candidate.pipelined
+        with contextlib.suppress(Exception, CandidateLost):
+            self._until(
+                self._pipeline_deadline, lambda: candidate.pipeline(self._certain_calls(index))
+            )
+        self._pipeline = range(index, index + candidate.pipelined)
 
     def _certain_calls(self, index: int) -> Iterator[RemoteCall]:
         # A setup may have named a stub anew, or put something else in its place.
         names = ((n, self._stub_names.get(id(value))) for n, value in self._namespace.items())
         stubs = {seen: name for seen, name in names if name is not None}
-        for at, test in enumerate(self._spec["tests"][index : index + _MOST_PIPELINED], index):
+        for at, test in enumerate(self._spec["tests"][index : index + PIPELINED_CALLS], index):
             if at not in self._codes:
                 self._codes[at] = _compiled(test, "test.py")
             call = certain_call(test, self._codes[at], stubs)
@@ -142,15 +188,23 @@ class _TestRunner:
         code = _compiled(source, name) if isinstance(source, str) else source
         exec(code, self._namespace)
 
-    def _guarded(self, work: Callable[[], None]) -> tuple[str, str]:
-        """Do something that needs the candidate, within the time of a test: status and reason."""
-        candidate = self._candidate
-        assert candidate is not None
-        candidate.begin_test(time.monotonic() + self._spec["seconds"])
-        status, reason = "failed", ""
-        signal.setitimer(signal.ITIMER_REAL, self._spec["seconds"])
+    def _until(self, deadline: float, work: Callable[[], None]) -> None:
+        signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), _AT_ONCE))
         try:
             work()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _guarded(
+        self, source: str | CodeType, name: str, deadline: float, *, in_place: bool
+    ) -> tuple[str, str]:
+        """Run ``source``, which may call the candidate, until ``deadline``: status and reason."""
+        candidate = self._candidate
+        assert candidate is not None
+        candidate.begin_test(deadline, in_place=in_place)
+        status, reason = "failed", ""
+        try:
+            self._until(deadline, lambda: self._execute(source, name))
             status = "passed"
         except AssertionError as error:
             reason = _join("AssertionError", error, candidate.last_call)
@@ -160,8 +214,6 @@ class _TestRunner:
                 candidate.lost = candidate.lost or lost
         except BaseException as error:
             reason = _join(type(error).__name__, error, "")
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         if candidate.lost is not None:
             return candidate.lost.status, candidate.lost.reason
         if candidate.busy:

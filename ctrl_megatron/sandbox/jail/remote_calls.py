@@ -1,6 +1,6 @@
 """Calls of a program's functions across processes. The candidate serves them: it knows inputs,
 never what is expected of them. The judge's end sends them, and takes back data of exact builtin
-types only.
+types; any other object stays in the program, and the judge gets a ``RemoteObject`` for it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import os
 import reprlib
+import signal
 import socket
 import sys
 import time
@@ -17,14 +18,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 from ctrl_megatron.sandbox.jail import codec, frames, program
+from ctrl_megatron.sandbox.limits import (
+    ANSWER_BYTES,
+    CALL_BYTES,
+    DECODING_SECONDS,
+    PIPELINED_BYTES,
+)
 
 NEW_CANDIDATE = b"N"
-_ANSWER_BYTES = 4 << 20
-_CALL_BYTES = 256 << 20
 _FRAME_SLACK = 4096
-_PIPELINED_BYTES = 1 << 16
-"""Of calls that are sent together: less than an empty socket takes, so that sending never waits for
-a program that waits for its answer to be read."""
+_NOT_READ = object()
 # StopIteration would silently end a loop of the test; the others cannot be made from a text.
 _NEVER_RAISED = (StopIteration, StopAsyncIteration, UnicodeError, BaseExceptionGroup)
 _EXCEPTIONS: dict[str, Callable[[str], Exception]] = {
@@ -34,6 +37,15 @@ _EXCEPTIONS: dict[str, Callable[[str], Exception]] = {
     and issubclass(kind, Exception)
     and not issubclass(kind, _NEVER_RAISED)
 }
+_DATA_ATTRIBUTES = frozenset(
+    name
+    for kind in (str, bytes, int, float, complex, list, tuple, dict, set, range, deque)
+    for name in dir(kind)
+)
+"""A test that asks for one of these expects data, whose method would judge: an object of the
+program could answer ``f(x).startswith("expected")`` itself.
+"""
+_DATA_PREDICATES = frozenset(n for n in _DATA_ATTRIBUTES if n.startswith(("is", "starts", "ends")))
 
 
 class RemoteCall(NamedTuple):
@@ -57,6 +69,86 @@ class CandidateException(Exception):
     """The function raised something that has no builtin exception's name."""
 
 
+class RemoteObject:
+    """Stands in the judge for an object of the program.
+
+    It can be given back to the program and has the object's truth value. No comparison accepts it.
+    A test that made it by calling a class may read, set and call its attributes, and those of what
+    its attributes hold, as far as data has none of the name.
+    """
+
+    __slots__ = ("_attributes", "_connection", "_kind", "_number", "_truth")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        connection: CandidateConnection,
+        attributes: Callable[[str], bool],
+        kind: str,
+        truth: bool,
+        number: int,
+    ) -> None:
+        own = {
+            "_attributes": attributes,
+            "_connection": connection,
+            "_kind": kind,
+            "_number": number,
+            "_truth": truth,
+        }
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
+
+    def __bool__(self) -> bool:
+        return self._truth
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError(f"a value of type {self._kind} cannot be compared outside the program")
+
+    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{self._kind} object>"
+
+    def __getattr__(self, name: str) -> Any:
+        self._check(name)
+        return self._connection.ask(
+            {"do": "get", "of": self._number, "name": name}, (), {}, attributes=is_no_data_attribute
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._check(name)
+        self._connection.ask({"do": "set", "of": self._number, "name": name}, (value,), {})
+
+    def _check(self, name: str) -> None:
+        if name.startswith("__") or not self._attributes(name):
+            raise AttributeError(f"a test may not ask a value of type {self._kind} for {name!r}")
+
+
+class RemoteCallable(RemoteObject):
+    """Stands for a function, a class or a bound method."""
+
+    __slots__ = ()
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        of = {"do": "call", "of": self._number, "name": self._kind}
+        return self._connection.ask(of, arguments, named)
+
+
+def own_attribute(name: str) -> bool:
+    """Of what a call of a class made: all but those that only data has."""
+    return name not in _DATA_PREDICATES
+
+
+def no_attribute(_name: str) -> bool:
+    """Of what a function returned: a test of it expects data, or something to give back or call."""
+    return False
+
+
+def is_no_data_attribute(name: str) -> bool:
+    """Of what an attribute holds, which may be meant to be data."""
+    return name not in _DATA_ATTRIBUTES
+
+
 def serve_calls(fd: int, prelude: str, code: str) -> None:
     """Load ``code`` after ``prelude`` (the setup's imports) and answer calls; never returns."""
     program.fresh_streams()
@@ -72,33 +164,64 @@ def serve_calls(fd: int, prelude: str, code: str) -> None:
     except BaseException as error:
         failure = _failure(error)
     frames.send(fd, {"loaded": failure is None, "error": failure})
-    calls = frames.FrameReader(fd, limit=_CALL_BYTES)
+    calls = frames.FrameReader(fd, limit=CALL_BYTES)
+    objects: list[Any] = []
     while failure is None:
         call = calls.receive()
-        frames.send_encoded(fd, _answer(module, call))
+        frames.send_encoded(fd, _answer(module, objects, call))
     os._exit(0)
 
 
-def _answer(module: types.ModuleType, call: dict[str, Any]) -> bytes:
-    """The frame that answers ``call``."""
+def _answer(module: types.ModuleType, objects: list[Any], call: dict[str, Any]) -> bytes:
+    """The frame that answers ``call``. ``objects``: what the judge has been told of by number."""
+
+    def hold(value: Any) -> list[Any]:
+        told = ["object", type(value).__name__[:80], bool(value), callable(value), len(objects)]
+        objects.append(value)
+        return told
+
+    def held(rest: list[Any]) -> Any:
+        return objects[rest[0]]
+
     try:
-        arguments = [codec.decode(item) for item in call["args"]]
-        named = {name: codec.decode(item) for name, item in call["named"].items()}
-        if call["name"] not in module.__dict__:
-            raise NameError(f"name {call['name']!r} is not defined")
-        value = codec.encode(module.__dict__[call["name"]](*arguments, **named))
-        changed = [
-            [index, after]
-            for index, (argument, before) in enumerate(zip(arguments, call["args"], strict=True))
-            if isinstance(argument, (list, dict, set))
-            and (after := codec.encode(argument)) != before
-        ]
-        answer = frames.encode({"id": call["id"], "value": value, "changed": changed})
-        if len(answer) > _ANSWER_BYTES:
-            raise OverflowError(f"the returned value takes more than {_ANSWER_BYTES} bytes")
+        arguments = [codec.decode(item, held) for item in call["args"]]
+        named = {name: codec.decode(item, held) for name, item in call["named"].items()}
+        value = codec.encode(_done(module, objects, call, arguments, named), hold)
+        answer: dict[str, Any] = {"id": call["id"], "value": value}
+        if call["in_place"]:
+            answer["changed"] = [
+                [index, after]
+                for index, (argument, before) in enumerate(
+                    zip(arguments, call["args"], strict=True)
+                )
+                if isinstance(argument, (list, dict, set))
+                and (after := codec.encode(argument, hold)) != before
+            ]
+        encoded = frames.encode(answer)
+        if len(encoded) > ANSWER_BYTES:
+            raise OverflowError(f"the returned value takes more than {ANSWER_BYTES} bytes")
     except BaseException as error:
         return frames.encode({"id": call["id"], "error": _failure(error)})
-    return answer
+    return encoded
+
+
+def _done(
+    module: types.ModuleType,
+    objects: list[Any],
+    call: dict[str, Any],
+    arguments: list[Any],
+    named: dict[str, Any],
+) -> Any:
+    name, of = call["name"], call["of"]
+    if call["do"] == "get":
+        return getattr(objects[of], name)
+    if call["do"] == "set":
+        return setattr(objects[of], name, *arguments)
+    if of is not None:
+        return objects[of](*arguments, **named)
+    if name not in module.__dict__:
+        raise NameError(f"name {name!r} is not defined")
+    return module.__dict__[name](*arguments, **named)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
@@ -124,18 +247,24 @@ class CandidateConnection:
         self._seconds = seconds
         requests.sendall(NEW_CANDIDATE)
         _, (self._fd,), _, _ = socket.recv_fds(requests, 64, 1)
-        self._answers = frames.FrameReader(self._fd, limit=_ANSWER_BYTES + _FRAME_SLACK)
+        self._answers = frames.FrameReader(self._fd, limit=ANSWER_BYTES + _FRAME_SLACK)
         self._call: dict[str, Any] | None = None
-        self._answer: dict[str, Any] | None = None
+        self._error: Any = None
+        self._value: Any = _NOT_READ
         self._pipelined: deque[dict[str, Any]] = deque()
         self.lost: CandidateLost | None = None
         self.deadline = 0.0
+        self.in_place = False
+        """What a call changes in its arguments is changed in the judge's as well."""
         self.busy = False
         """A call is on the wire: whatever interrupts it now leaves the connection unusable."""
+        self.used = False
+        """The program has been called."""
 
-    def begin_test(self, deadline: float) -> None:
+    def begin_test(self, deadline: float, *, in_place: bool) -> None:
         """A test begins; it ends by ``deadline`` (``time.monotonic`` seconds)."""
-        self.deadline, self._call, self._answer = deadline, None, None
+        self.deadline, self.in_place = deadline, in_place
+        self._call, self._error, self._value = None, None, _NOT_READ
 
     @property
     def pipelined(self) -> int:
@@ -147,13 +276,11 @@ class CandidateConnection:
         """The last call of the test and what came of it, empty where there was none."""
         if self._call is None:
             return ""
-        arguments = ", ".join(_short(item) for item in self._call["args"])
+        arguments = ", ".join(_short_encoded(item) for item in self._call["args"])
         text = f"{self._call['name']}({arguments})"
-        if self._answer is None:
-            return text
-        if "error" in self._answer:
-            return f"{text} raised {_describe(self._answer['error'])}"
-        return f"{text} returned {_short(self._answer.get('value'))}"
+        if self._error is not None:
+            return f"{text} raised {_describe(self._error)}"
+        return text if self._value is _NOT_READ else f"{text} returned {_short(self._value)}"
 
     def load(self) -> str | None:
         """Wait until the program is loaded; the text of its failure, None when it loaded."""
@@ -164,42 +291,82 @@ class CandidateConnection:
         return f"the program failed to load: {_describe(message.get('error'))}"
 
     def call(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """One remote call; applies in-place changes of list, dict and set arguments."""
+        """Call the program's ``name``; applies changes of arguments where the test asks for it."""
+        attributes = own_attribute if name[0].isupper() else no_attribute
+        of = {"do": "call", "of": None, "name": name}
+        return self.ask(of, arguments, named, attributes=attributes)
+
+    def ask(
+        self,
+        what: dict[str, Any],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        *,
+        attributes: Callable[[str], bool] = no_attribute,
+    ) -> Any:
+        """Have the program do something. ``attributes``: which of those of the object that it
+        returns a test may ask for.
+        """
         if self.lost is not None:
             raise self.lost
-        request = None if self._pipelined else _request(RemoteCall(name, arguments, named))
-        self.busy = True
+        request = None if self._pipelined else self._request(what, arguments, named)
+        self.busy = self.used = True
         if request is None:
             request = self._pipelined.popleft()
         else:
             self._send(frames.encode(request))
-        self._call, self._answer = request, None
+        self._call, self._error, self._value = request, None, _NOT_READ
         answer = self._receive()
         self.busy = False
         if answer.get("id") != request["id"]:
             self._lose("protocol", "the program sent an answer to no call")
-        self._answer = answer
         if "error" in answer:
-            raise _exception(answer["error"])
+            self._error = answer["error"]
+            raise _exception(self._error)
+        self._value = self._read(answer, arguments, attributes)
+        return self._value
+
+    def _read(
+        self, answer: dict[str, Any], arguments: tuple[Any, ...], attributes: Callable[[str], bool]
+    ) -> Any:
+        """The returned value. Reading it has a time of its own: a program's value may be made to
+        take long, a set of equal hashes for one.
+        """
+
+        def remote(rest: list[Any]) -> RemoteObject:
+            kind, truth, is_callable, number = rest
+            made = RemoteCallable if is_callable is True else RemoteObject
+            return made(self, attributes, str(kind)[:80], truth is True, int(number))
+
+        signal.setitimer(signal.ITIMER_REAL, min(DECODING_SECONDS, self._left()))
         try:
-            value = codec.decode(answer.get("value"))
-            _apply_changes(arguments, answer.get("changed", []))
+            value = codec.decode(answer.get("value"), remote)
+            if self.in_place:
+                _apply_changes(arguments, answer.get("changed", []), remote)
         except (codec.CodecError, TypeError, ValueError, IndexError, RecursionError) as error:
             self._lose("protocol", f"the program sent a malformed answer: {error}")
         except MemoryError:
             self._lose("protocol", "the returned value takes too much memory")
+        except CandidateLost:
+            self._lose("timeout", "the returned value takes too long to read")
+        signal.setitimer(signal.ITIMER_REAL, self._left())
         return value
+
+    def _left(self) -> float:
+        """Seconds until the deadline, never 0: that would switch a timer off."""
+        return max(self.deadline - time.monotonic(), 1e-6)
 
     def pipeline(self, calls: Iterable[RemoteCall]) -> None:
         """Send the calls that the next tests will make, in their order; as many as fit."""
         requests, data = [], b""
         for call in calls:
             try:
-                request = _request(call)
+                of = {"do": "call", "of": None, "name": call.name}
+                request = self._request(of, call.arguments, call.named)
             except codec.CodecError:
                 break  # the test itself will say so
             frame = frames.encode(request)
-            if len(data) + len(frame) > _PIPELINED_BYTES:
+            if len(data) + len(frame) > PIPELINED_BYTES:
                 break
             requests.append(request)
             data += frame
@@ -212,6 +379,25 @@ class CandidateConnection:
     def close(self) -> None:
         """Let go of the candidate."""
         os.close(self._fd)
+
+    def _request(
+        self, what: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            "id": os.urandom(4).hex(),
+            **what,
+            "args": [codec.encode(value, self._own) for value in arguments],
+            "named": {key: codec.encode(value, self._own) for key, value in named.items()},
+            "in_place": self.in_place,
+        }
+
+    def _own(self, value: Any) -> list[Any]:
+        """What the program knows of an object of its own."""
+        if not isinstance(value, RemoteObject):
+            return codec.refuse(value)
+        if value._connection is not self:
+            raise ValueError("an object of the program is gone: the program was started again")
+        return ["object", value._number]
 
     def _send(self, data: bytes) -> None:
         try:
@@ -227,7 +413,7 @@ class CandidateConnection:
             self._lose("died", "the program ended before it answered")
         except frames.DeadlinePassed:
             self._lose("timeout", "time limit exceeded")
-        except frames.FrameError as error:
+        except (frames.FrameError, MemoryError) as error:
             self._lose("protocol", f"the program broke the protocol: {error}")
         if not isinstance(message, dict):
             self._lose("protocol", "the program broke the protocol")
@@ -238,9 +424,9 @@ class CandidateConnection:
         raise self.lost
 
 
-def _apply_changes(arguments: tuple[Any, ...], changes: list[Any]) -> None:
+def _apply_changes(arguments: tuple[Any, ...], changes: list[Any], other: codec.Other) -> None:
     for index, data in changes:
-        target, value = arguments[index], codec.decode(data)
+        target, value = arguments[index], codec.decode(data, other)
         if type(target) is list and type(value) is list:
             target[:] = value
         elif isinstance(target, (dict, set)) and isinstance(value, type(target)):
@@ -248,15 +434,6 @@ def _apply_changes(arguments: tuple[Any, ...], changes: list[Any]) -> None:
             target.update(value)
         else:
             raise codec.CodecError("a change of an argument that cannot change")
-
-
-def _request(call: RemoteCall) -> dict[str, Any]:
-    return {
-        "id": os.urandom(4).hex(),
-        "name": call.name,
-        "args": [codec.encode(value, strict=True) for value in call.arguments],
-        "named": {key: codec.encode(value, strict=True) for key, value in call.named.items()},
-    }
 
 
 def _exception(error: Any) -> Exception:
@@ -276,9 +453,16 @@ def _describe(error: Any) -> str:
     return f"{kind}: {text}{f' (line {line})' if isinstance(line, int) else ''}"
 
 
-def _short(data: Any) -> str:
-    """An encoded value in a few characters."""
+def _short(value: Any) -> str:
     try:
-        return reprlib.repr(codec.decode(data))
+        return reprlib.repr(value)
     except Exception:
+        return "<a value that cannot be shown>"
+
+
+def _short_encoded(data: Any) -> str:
+    """One of our own arguments, which are the test's."""
+    try:
+        return _short(codec.decode(data, lambda _: "an object of the program"))
+    except codec.CodecError:
         return "<a value that cannot be shown>"

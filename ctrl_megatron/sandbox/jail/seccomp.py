@@ -3,8 +3,9 @@ goes.
 
 Denied: new processes and programs, sockets, signals to others, tracing, anonymous executable memory
 files, shared memory outside the address-space limit, keys, eBPF, io_uring, mounts, namespaces,
-clocks and scheduling, signals by way of a descriptor's owner, locks that other jobs would see.
-Threads work. Source: Linux ``include/uapi/linux/seccomp.h`` and ``bpf_common.h``.
+clocks and scheduling, signals by way of a descriptor's owner; and what would make the library files
+that all jobs share a channel between them: locks, watches, leases, a look at or a say in what the
+page cache holds. Threads work. Source: Linux ``include/uapi/linux/seccomp.h`` and ``bpf_common.h``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ DENIED: dict[str, tuple[int, ...]] = {
         *(133, 259, 303, 304, 300),  # mknod(at) name_to/open_by_handle fanotify
         *(135, 163, 179, 164, 159, 227, 305, 170, 171, 103, 153),  # machine settings
         *(172, 173, 167, 168, 169, 246, 320, 175, 176, 313, 212, 443),  # ports swap reboot modules
-        *(73, 162, 306),  # flock sync syncfs: files that all jobs share
+        *(73, 162, 306, 277),  # flock sync syncfs sync_file_range: files that all jobs share
+        *(253, 254, 255, 294, 301),  # inotify fanotify_mark
+        *(221, 187, 27, 451, 327, 328),  # fadvise readahead mincore cachestat preadv2 pwritev2
+        *(457, 458),  # statmount listmount
     ),
     "aarch64": (
         *(198, 203, 202, 200, 201, 242),
@@ -65,7 +69,10 @@ DENIED: dict[str, tuple[int, ...]] = {
         *(33, 264, 265, 262),
         *(92, 89, 60, 170, 171, 112, 266, 161, 162, 116, 58),
         *(224, 225, 142, 104, 294, 105, 106, 273, 18, 443),
-        *(32, 81, 267),
+        *(32, 81, 267, 84),
+        *(26, 27, 28, 263),
+        *(223, 213, 232, 451, 286, 287),
+        *(457, 458),
     ),
 }
 _EXECUTE = {"x86_64": (59,), "aarch64": (221,)}
@@ -79,6 +86,9 @@ _PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _FCNTL = {"x86_64": 72, "aarch64": 25}
 _IOCTL = {"x86_64": 16, "aarch64": 29}
 _SET_OWNER, _SET_SIGNAL, _SET_OWNER_EX = 8, 10, 15
+_LOCKS = (5, 6, 7, 36, 37, 38)
+"""Record locks of a process and of an open file: ask, set, set and wait."""
+_LEASE_AND_NOTIFY = (1024, 1025, 1026)
 _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 
 
@@ -115,7 +125,8 @@ def compile_filter(
     own = (_EQUAL, 1, 0, 0), (_EQUAL, 0, 1, _OWN_PID)
     program += _on_call(_PRLIMIT[name], first_argument, *own, allow, fail)
     # The owner of a descriptor gets a signal of the setter's choice when data arrive.
-    program += _deny_second(_FCNTL[name], (_SET_OWNER, _SET_SIGNAL, _SET_OWNER_EX))
+    refused = (_SET_OWNER, _SET_SIGNAL, _SET_OWNER_EX, *_LOCKS, *_LEASE_AND_NOTIFY)
+    program += _deny_second(_FCNTL[name], refused)
     program += _deny_second(_IOCTL[name], (_FIOSETOWN, _SIOCSPGRP))
     permitted = (_EXECUTE[name] if execute else ()) + (_START[name] if processes else ())
     for number in DENIED[name]:

@@ -26,8 +26,11 @@ from ctrl_megatron.sandbox.jail.remote_calls import NEW_CANDIDATE
 _JOB_BYTES = 1 << 30
 _REPORT_BYTES = 64 << 20
 _GRACE_SECONDS = 2.0
-_PHASES = 3
-"""What a judge may do between two verdicts: load the program, run the setup, run a test."""
+_PHASES = 4
+"""What a judge may do between two verdicts: wait for a pipelined call, load the program anew, run
+the setup, run the test."""
+_CANCEL = None
+"""What the service sends in place of a job to give up the running one."""
 _CHUNK = 1 << 16
 _TICK_SECONDS = 0.05
 """Between two looks at the verdicts, and at a directory that no file system bounds."""
@@ -35,8 +38,8 @@ _TICK_SECONDS = 0.05
 
 Job = dict[str, Any]
 """What a worker is to do. ``kind`` is ``program`` (with ``stdin``, ``files``, ``fetch`` and perhaps
-``native``) or ``asserts`` (with ``setup``, ``tests``, ``stubs``, ``run_all``); both have ``code``,
-``prelude``, ``seconds`` and ``memory_mb``."""
+``native``) or ``asserts`` (with ``setup``, ``tests``, ``stubs``, ``in_place``, ``run_all``); both
+have ``code``, ``prelude``, ``seconds`` and ``memory_mb``."""
 
 
 class JobReport(TypedDict):
@@ -47,7 +50,8 @@ class JobReport(TypedDict):
     verdicts: list[list[Any]]
     """Of ``asserts``, for each test that was run: index, status, reason, seconds."""
     stopped: str | None
-    """Why it was cut short: ``timeout``, ``job_timeout``, ``output`` or ``disk``."""
+    """Why it was cut short: ``timeout``, ``job_timeout``, ``output``, ``disk``, ``fetch``,
+    ``cancelled``, or ``broke`` for a program that brought its workers down."""
     exit: int | None
     """Wait status of the program."""
     wall: float
@@ -75,6 +79,8 @@ def serve_jobs(control: int, fork_server: ForkServer, confinement: Confinement) 
             if not service.recv(1, socket.MSG_PEEK):
                 break
             job = frames.receive(control, limit=_JOB_BYTES)
+            if job is _CANCEL:
+                continue  # it was over already
             try:
                 with _directory(confinement) as directory:
                     report = _JobRun(control, fork_server, confinement, directory, job).run()
@@ -186,7 +192,7 @@ class _JobRun:
         self._stderr = _CapturedOutput(confinement.limits.output_bytes)
         self._stdin = memoryview(b"")
         self._verdicts = _VerdictPipe()
-        self._files: dict[str, str] = {}
+        self._files: dict[str, str] | None = {}
         self._stopped: str | None = None
         self._exit: int | None = None
         self._running = True
@@ -216,7 +222,7 @@ class _JobRun:
         seconds, limits = float(self._job["seconds"]), self._confinement.limits
         self._deadline = now + seconds
         self._job_deadline = now + max(limits.job_seconds, seconds + _GRACE_SECONDS)
-        self._on_read(self._control, self._service_gone)
+        self._on_read(self._control, self._service_speaks)
         stdout, self._stdout_given = self._pipe()
         stderr, self._stderr_given = self._pipe()
         self._outputs = {stdout: self._stdout, stderr: self._stderr}
@@ -242,7 +248,7 @@ class _JobRun:
         self._close(spec, verdicts_given)
         self._spare = self._new_candidate()
         self._on_read(requests.fileno(), lambda: self._candidate_wanted(requests))
-        names = ("setup", "tests", "stubs", "seconds", "run_all", "memory_mb")
+        names = ("setup", "tests", "stubs", "in_place", "seconds", "run_all", "memory_mb")
         rest = {"max_timeouts": self._confinement.limits.max_timeouts}
         self._send_spec(given, names, **rest, nonce=self._verdicts.nonce)
 
@@ -330,8 +336,13 @@ class _JobRun:
     def _on_read(self, fd: int, action: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, action)
 
-    def _service_gone(self) -> None:
-        raise ServiceGone("the service closed the connection during a job")
+    def _service_speaks(self) -> None:
+        """Nobody waits any more: the service cancels the job, or is gone."""
+        try:
+            frames.receive(self._control, limit=_JOB_BYTES)
+        except frames.PeerGone as error:
+            raise ServiceGone("the service closed the connection during a job") from error
+        self._stopped = "cancelled"
 
     def _drain(self, fd: int, output: _CapturedOutput) -> None:
         data = os.read(fd, _CHUNK)
@@ -358,6 +369,8 @@ class _JobRun:
             self._running = False
             return
         self._exit, self._files = report["exit"], report["files"]
+        if self._files is None:
+            self._stopped = self._stopped or "fetch"
 
     def _drain_rest(self) -> None:
         for fd, output in self._outputs.items():
@@ -377,6 +390,8 @@ class _JobRun:
             return {"kind": "fault", "reason": f"the job broke off: {statuses}"}
         if self._directory is not None:
             self._files = files.fetch(self._directory, self._job.get("fetch", []))
+            if self._files is None:
+                self._stopped = self._stopped or "fetch"
         return {
             "kind": "end",
             "verdicts": self._verdicts.verdicts,
@@ -385,5 +400,5 @@ class _JobRun:
             "wall": wall,
             "stdout": self._stdout.report(),
             "stderr": self._stderr.report(),
-            "files": self._files,
+            "files": self._files or {},
         }

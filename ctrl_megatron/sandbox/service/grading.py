@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ctrl_megatron.sandbox import wire
-from ctrl_megatron.sandbox.comparison import difference
+from ctrl_megatron.sandbox.comparison import common_oj_difference, difference
+from ctrl_megatron.sandbox.datasets import READERS
+from ctrl_megatron.sandbox.datasets.problems import (
+    FunctionProblem,
+    GradedProblem,
+    ScoredProblem,
+    StdioCase,
+    StdioProblem,
+)
 from ctrl_megatron.sandbox.languages import (
     PYTHON,
     ExtractedProgram,
@@ -21,15 +29,8 @@ from ctrl_megatron.sandbox.languages import (
     extract_code,
     language_named,
 )
+from ctrl_megatron.sandbox.limits import CASE_CHARACTERS, VERDICT_CHARACTERS
 from ctrl_megatron.sandbox.service.checker import OutputChecker
-from ctrl_megatron.sandbox.service.datasets import READERS
-from ctrl_megatron.sandbox.service.datasets.problems import (
-    FunctionProblem,
-    GradedProblem,
-    ScoredProblem,
-    StdioCase,
-    StdioProblem,
-)
 from ctrl_megatron.sandbox.service.programs import (
     DEFAULT_CPP_STANDARD,
     STOP_REASONS,
@@ -40,20 +41,14 @@ from ctrl_megatron.sandbox.service.programs import (
 )
 
 _LANGUAGE_REQUIRED = ("CommonOJDataset",)
-_SHOWN = 1000
-_LAX_STDIO = """
-import io as _io, sys as _sys
-_code, _cases = {code!r}, {cases!r}
-for _given, _wanted in _cases:
-    _sys.stdin, _sys.stdout = _io.StringIO(_given), _io.StringIO()
-    try:
-        exec(_code, {{"__name__": "__main__"}})
-    except SystemExit:
-        pass
-    _got, _sys.stdout = _sys.stdout.getvalue(), _sys.__stdout__
-    if _got.strip().lower().split() != _wanted.strip().lower().split():
-        raise AssertionError("wrong answer")
+_TEXTS_OF_CASE = 6
+"""That a verdict tells: output and errors, and in its ``test_info`` input, expected and got output
+and the reason.
 """
+_SHORT = 8192
+"""Characters of a completion that is searched at once, without a thread."""
+SANDBOX_FUSION = "sandbox_fusion"
+"""``extra.compatibility``: compare outputs and results as that service does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +60,21 @@ class Submission:
     problem: GradedProblem
     language: Language
     extracted: ExtractedProgram
+
+    @property
+    def shown(self) -> int:
+        """Characters of each text that a verdict tells: however many cases a request has, the
+        answer is bounded.
+        """
+        cases = (
+            self.problem.tests if isinstance(self.problem, FunctionProblem) else self.problem.cases
+        )
+        return min(CASE_CHARACTERS, VERDICT_CHARACTERS // (_TEXTS_OF_CASE * len(cases)) + 1)
+
+    @property
+    def compatible(self) -> bool:
+        """Compare as SandboxFusion does, to compare services with; never for a reward."""
+        return self.request.config.extra.get("compatibility") == SANDBOX_FUSION
 
     @property
     def run_all(self) -> bool:
@@ -102,27 +112,10 @@ class Submission:
 async def grade(runner: ProgramRunner, request: wire.SubmitRequest) -> wire.EvalResult:
     """Judge one submission. Raises ``ValueError`` (bad request), ``WorkerFault``, ``QueueFull``."""
     submission = await _read(runner, request)
-    problem, language = submission.problem, submission.language
-    mode = request.config.extra.get("lax", False)
-    if mode not in (True, False, None, "compare"):
-        raise ValueError(f"extra.lax must be true, false or 'compare', got {mode!r}"[:200])
-    lax = None
-    # Comparing outputs outside the program is the same in both.
-    if mode and (
-        isinstance(problem, FunctionProblem)
-        or (isinstance(problem, StdioProblem) and problem.single)
-    ):
-        if language is not PYTHON:
-            raise ValueError(f"extra.lax is for python, got language {language.name!r}")
-        lax = await _grade_by_exit_status(submission, problem)
-    if mode is True and lax is not None:
-        return lax
-    strict = await _grade_strictly(submission)
-    if mode == "compare":
-        agreed = strict.accepted if lax is None else lax.accepted
-        forged = agreed and not strict.accepted
-        strict.extra = {**(strict.extra or {}), "lax_accepted": agreed, "forged": forged}
-    return strict
+    result = await _judge(submission)
+    if submission.compatible:
+        result.extra = {**(result.extra or {}), "compatibility": SANDBOX_FUSION}
+    return result
 
 
 async def _read(runner: ProgramRunner, request: wire.SubmitRequest) -> Submission:
@@ -140,14 +133,26 @@ async def _read(runner: ProgramRunner, request: wire.SubmitRequest) -> Submissio
         raise ValueError("provided_data must be an object; this service keeps no data sets")
     by_default = config.language is None and kind not in _LANGUAGE_REQUIRED
     language = PYTHON if by_default else language_named(config.language)
+    compatibility = config.extra.get("compatibility")
+    if compatibility not in (None, SANDBOX_FUSION):
+        raise ValueError(
+            f"extra.compatibility must be {SANDBOX_FUSION!r}, got {compatibility!r}"[:200]
+        )
+    if compatibility is not None:
+        data = {**data, "first_of_list": True}
     # Reading may unpack megabytes: other requests go on meanwhile.
     problem = await asyncio.to_thread(READERS[kind], data)
+    extracted = (
+        extract_code(request.completion, language)
+        if len(request.completion) < _SHORT
+        else await asyncio.to_thread(extract_code, request.completion, language)
+    )
     return Submission(
         runner=runner,
         request=request,
         problem=_first_cases(problem, config.extra.get("max_cases")),
         language=language,
-        extracted=extract_code(request.completion, language),
+        extracted=extracted,
     )
 
 
@@ -163,7 +168,7 @@ def _first_cases(problem: GradedProblem, most: Any) -> GradedProblem:
     raise ValueError("extra.max_cases does not fit a problem with subtasks")
 
 
-async def _grade_strictly(submission: Submission) -> wire.EvalResult:
+async def _judge(submission: Submission) -> wire.EvalResult:
     problem, language, config = submission.problem, submission.language, submission.request.config
     if isinstance(problem, FunctionProblem):
         if language is not PYTHON:
@@ -240,33 +245,40 @@ async def _test_functions(
         "setup": problem.setup,
         "tests": problem.tests,
         "stubs": problem.stubs,
+        "in_place": problem.in_place,
         "seconds": seconds_within(limits, submission.seconds),
         "memory_mb": limits.memory_mb,
         "run_all": run_all,
     }
     report = await submission.runner.pool.run(job, max(limits.job_seconds, job["seconds"]))
-    verdicts = [_assert_verdict(problem, *row) for row in report["verdicts"]]
+    shown = submission.shown
+    verdicts = [_assert_verdict(problem, shown, *row) for row in report["verdicts"]]
     ended = bool(verdicts) and not verdicts[-1].passed and not run_all
     stopped = report["stopped"] or ""
     status = "timeout" if "timeout" in stopped else "failed"
     reason = STOP_REASONS.get(stopped, "not run")
     while len(verdicts) < len(problem.tests) and not ended:
-        verdicts.append(_assert_verdict(problem, len(verdicts), status, reason, None))
+        verdicts.append(_assert_verdict(problem, shown, len(verdicts), status, reason, None))
         status, reason = "failed", f"not run: {reason}"[:200]
         ended = not run_all
     return verdicts
 
 
 def _assert_verdict(
-    problem: FunctionProblem, index: int, status: str, reason: str, seconds: float | None
+    problem: FunctionProblem,
+    shown: int,
+    index: int,
+    status: str,
+    reason: str,
+    seconds: float | None,
 ) -> wire.EvalTestCase:
     passed = status == "passed"
     run = run_response(
         code=int(not passed), timed_out=status == "timeout", seconds=seconds, stderr=reason
     )
-    info = {"test": problem.tests[index][:_SHOWN], "reason": reason}
+    info = {"test": problem.tests[index][:shown], "reason": reason}
     if problem.cases:
-        info |= problem.cases[index]
+        info |= {name: text[:shown] for name, text in problem.cases[index].items()}
     return wire.EvalTestCase(passed=passed, exec_info=run, test_info=info)
 
 
@@ -290,19 +302,42 @@ async def _case_scorer(
         elif checker is not None:
             score, reason = await checker.score(case, run.stdout)
         else:
-            reason = difference(run.stdout, case.output) or ""
+            if submission.compatible:
+                reason = common_oj_difference(run.stdout, case.output) or ""
+            else:
+                fold = isinstance(problem, StdioProblem) and problem.ignore_case
+                reason = difference(run.stdout, case.output, ignore_case=fold) or ""
             score = 0.0 if reason else 1.0
+        shown = submission.shown
         info = {
             **case.labels,
-            "input": case.input[:_SHOWN],
-            "expected": case.output[:_SHOWN],
-            "output": run.stdout[:_SHOWN],
-            "reason": reason,
+            "input": case.input[:shown],
+            "expected": case.output[:shown],
+            "output": run.stdout[:shown],
+            "reason": reason[:shown],
         }
         passed = score == 1 and run.response.status is wire.RunStatus.SUCCESS
-        return wire.EvalTestCase(passed=passed, exec_info=run.response, test_info=info), score
+        told = _cut(run.response, shown)
+        return wire.EvalTestCase(passed=passed, exec_info=told, test_info=info), score
 
     return score_case
+
+
+def _cut(response: wire.RunCodeResponse, shown: int) -> wire.RunCodeResponse:
+    """What a verdict tells of a run: a hundred cases of a program that prints a megabyte each would
+    fill the service's memory. The last lines of errors say most.
+    """
+    cut = {
+        name: result.model_copy(
+            update={
+                "stdout": (result.stdout or "")[:shown],
+                "stderr": (result.stderr or "")[-shown:],
+            }
+        )
+        for name in ("run_result", "compile_result")
+        if (result := getattr(response, name)) is not None
+    }
+    return response.model_copy(update=cut)
 
 
 async def _score_subtasks(
@@ -341,38 +376,3 @@ async def _score_subtasks(
         accepted=all(item["score"] == item["points"] for item in scores),
         extra={"score": score, "max_score": full, "subtasks": scores},
     )
-
-
-async def _grade_by_exit_status(
-    submission: Submission, problem: FunctionProblem | StdioProblem
-) -> wire.EvalResult:
-    """The laxer grading of other services, to compare with: who leaves with status 0 has passed.
-
-    The program and its tests run in one process, one per assert or one for a problem that answers
-    with a single verdict, and its exit status is believed, as SandboxFusion does. Programs forge it
-    with ``exit(0)``, an ``__eq__`` that always agrees, or by reading the tests. Never a reward:
-    only a measure of how often that happens.
-    """
-
-    async def run_source(source: str) -> wire.EvalTestCase:
-        program = Program(language=PYTHON, code=source, prelude=problem.prelude)
-        run = await submission.runner.run(program, seconds=submission.seconds)
-        info = {"test": source[-1000:], "reason": run.failure, "lax": True}
-        passed = run.response.status is wire.RunStatus.SUCCESS
-        return wire.EvalTestCase(passed=passed, exec_info=run.response, test_info=info)
-
-    sources = _lax_sources(problem, submission.extracted.code)
-    verdicts = await _in_order(sources, run_source, submission.run_all)
-    accepted = len(verdicts) == len(sources) and all(verdict.passed for verdict in verdicts)
-    return submission.result(verdicts, accepted=accepted, extra={"lax": True})
-
-
-def _lax_sources(problem: FunctionProblem | StdioProblem, code: str) -> list[str]:
-    if isinstance(problem, StdioProblem):
-        cases = [(case.input, case.output) for case in problem.cases]
-        return [_LAX_STDIO.format(code=code, cases=cases)]
-    # What the program sees of the setup comes before it; the rest with the tests, as there.
-    parts = [code, problem.adapter, problem.setup]
-    if problem.single:
-        return ["\n".join([*parts, *problem.tests])]
-    return ["\n".join([*parts, test]) for test in problem.tests]

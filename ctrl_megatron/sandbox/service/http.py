@@ -16,7 +16,8 @@ from pydantic import BaseModel, ValidationError
 
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.access import is_allowed
-from ctrl_megatron.sandbox.service.datasets import READERS
+from ctrl_megatron.sandbox.datasets import READERS
+from ctrl_megatron.sandbox.limits import CHECKED_BYTES, JSON_VALUES, VERDICT_CHARACTERS
 from ctrl_megatron.sandbox.service.grading import grade
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
 from ctrl_megatron.sandbox.service.telemetry import CONTENT_TYPE, RequestTelemetry, metric_lines
@@ -43,6 +44,8 @@ class ServiceState:
     """The service ends: running requests finish, new ones are refused."""
     running: int = 0
     """Requests that do work: POST."""
+    held: int = 0
+    """Bytes that they hold, at most: their bodies and the verdicts on them."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last request has ended while the service drains."""
 
@@ -117,6 +120,8 @@ async def metrics(request: web.Request) -> web.Response:
         ("counter", "sandbox_job_timeouts_total", "Jobs out of time.", done.timeouts),
         ("counter", "sandbox_worker_faults_total", "Workers that failed.", done.faults),
         ("counter", "sandbox_worker_restarts_total", "Workers replaced.", done.restarts),
+        ("counter", "sandbox_broken_total", "Programs judged to break workers.", done.broken),
+        ("counter", "sandbox_cancelled_total", "Jobs whose client left.", done.cancelled),
         ("histogram", "sandbox_queue_seconds", "Wait for a worker.", pool.queue_seconds),
         ("histogram", "sandbox_job_seconds", "Time on a worker.", pool.job_seconds),
         ("gauge", "sandbox_workers", "Workers.", pool.size),
@@ -124,6 +129,7 @@ async def metrics(request: web.Request) -> web.Response:
         ("gauge", "sandbox_queue_length", "Jobs that wait.", pool.queue.waiting),
         ("gauge", "sandbox_clients_waiting", "Clients with a job waiting.", pool.queue.clients),
         ("gauge", "sandbox_requests_running", "Requests in work.", state.running),
+        ("gauge", "sandbox_requests_bytes", "What they may hold.", state.held),
         ("gauge", "sandbox_draining", "1 while the service ends.", state.draining),
     ]
     lines = list(state.telemetry.lines())
@@ -152,12 +158,18 @@ async def stats(request: web.Request) -> web.Response:
 
 
 async def status(request: web.Request) -> web.Response:
-    """What this service is and how it isolates programs."""
+    """What this service is; ``identity`` is all of it that may change a verdict."""
     pool = request.app[STATE].pool
-    limits = asdict(pool.settings.limits)
-    return web.json_response(
-        {"service": "ctrl_megatron sandbox", "isolation": pool.isolation, "limits": limits}
-    )
+    settings, reached = pool.settings, pool.isolation
+    identity = {
+        "grader": wire.GRADER_VERSION,
+        "isolation": {key: reached.get(key) for key in ("level", "tier", "seccomp", "cgroups")},
+        "limits": asdict(settings.limits),
+        "python": settings.python,
+        "preload": settings.preload,
+    }
+    note = {"service": "ctrl_megatron sandbox", "isolation": reached, "identity": identity}
+    return web.json_response(note)
 
 
 @web.middleware
@@ -195,12 +207,19 @@ async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     if state.draining:
         return _busy("the service is shutting down")
+    limits, size = state.pool.settings.limits, request.content_length
+    # A body of unknown length may be as long as any. Text takes up to four bytes a character.
+    size = 4 * VERDICT_CHARACTERS + (limits.request_bytes if size is None else size)
+    if state.held + size > limits.service_mb << 20 and state.running:
+        return _busy(f"the requests in work hold {state.held >> 20} MiB")
     CURRENT_CLIENT.set(_client(request))
     state.running += 1
+    state.held += size
     try:
         return await handler(request)
     finally:
         state.running -= 1
+        state.held -= size
         if state.running == 0 and state.draining:
             state.idle.set()
 
@@ -242,7 +261,29 @@ def _client(request: web.Request) -> str:
 
 
 async def _body(request: web.Request, kind: type[BodyT]) -> BodyT:
-    return kind.model_validate_json(await request.read())
+    text = await request.read()
+    if len(text) > CHECKED_BYTES:
+        # Other requests go on meanwhile; the parser itself lets nobody else run.
+        await asyncio.to_thread(_check_values, text)
+        return await asyncio.to_thread(kind.model_validate_json, text)
+    return kind.model_validate_json(text)
+
+
+def _check_values(text: bytes) -> None:
+    """Raise ``ValueError`` for JSON of so many values that reading it takes seconds."""
+    values, at, quoted = 0, 0, False
+    while at < len(text):
+        end = at + CHECKED_BYTES
+        while text[end - 1 : end] == b"\\":
+            end += 1  # not between a backslash and what it escapes
+        plain = text[at:end].replace(b"\\\\", b"").replace(b'\\"', b"")
+        for part in plain.split(b'"'):
+            values += 0 if quoted else part.count(b",") + part.count(b":")
+            quoted = not quoted
+        quoted = not quoted
+        at = end
+        if values > JSON_VALUES:
+            raise ValueError(f"the request holds more than {JSON_VALUES} JSON values")
 
 
 def _json(record: BaseModel) -> web.Response:

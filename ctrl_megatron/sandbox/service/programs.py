@@ -19,7 +19,14 @@ from ctrl_megatron.sandbox.jail import files
 from ctrl_megatron.sandbox.jail.program import PATH
 from ctrl_megatron.sandbox.jail.supervisor import Job, JobReport
 from ctrl_megatron.sandbox.languages import Language, language_named, require_isolation
-from ctrl_megatron.sandbox.limits import SandboxLimits
+from ctrl_megatron.sandbox.limits import (
+    COMPILATIONS_BYTES,
+    COMPILER_MEMORY_MB,
+    COMPILER_MESSAGE_CHARACTERS,
+    FETCHED_BYTES,
+    SHELL_MEMORY_MB,
+    SandboxLimits,
+)
 from ctrl_megatron.sandbox.service.workers import WorkerPool
 
 CPP_STANDARDS = ("c++11", "c++14", "c++17", "c++20")
@@ -29,13 +36,14 @@ STOP_REASONS = {
     "job_timeout": "time limit of the whole problem exceeded",
     "output": "output limit exceeded",
     "disk": "disk limit exceeded",
+    "fetch": f"the files to fetch take more than {FETCHED_BYTES >> 20} MiB",
+    "broke": "the program brought down every worker that ran it",
 }
 """What a job's ``stopped`` means."""
 _CPP_FLAGS = ("-O2", "-w", "-pthread")
-_COMPILER_MEMORY_MB = 2048
-_SHELL_MEMORY_MB = 256
-_CACHE_BYTES = 256 << 20
 _BINARY = "main"
+_RECORD_BYTES = 2048
+"""Of a kept compilation beside its texts."""
 _KILLED = -9
 
 
@@ -45,6 +53,12 @@ class Compilation:
 
     result: wire.CommandRunResult
     binary: str | None
+
+    @property
+    def size(self) -> int:
+        """Bytes that keeping it takes, about."""
+        texts = (self.binary, self.result.stdout, self.result.stderr)
+        return sum(len(text or "") for text in texts) + _RECORD_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +95,12 @@ class ProgramRun:
         """What the program wrote."""
         run = self.response.run_result
         return (run.stdout if run else None) or ""
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether it used up its time."""
+        run = self.response.run_result
+        return run is not None and run.status is wire.CommandRunStatus.TIME_LIMIT_EXCEEDED
 
     @property
     def failure(self) -> str:
@@ -164,7 +184,7 @@ class ProgramRunner:
         )
         if language.profile == "shell":
             # Each of its processes may take this much.
-            job["memory_mb"] = min(job["memory_mb"], _SHELL_MEMORY_MB)
+            job["memory_mb"] = min(job["memory_mb"], SHELL_MEMORY_MB)
         if language.profile is not None:
             command = [*language.command, *arguments]
             job |= {"native": {"profile": language.profile, "command": command}, "code": ""}
@@ -199,8 +219,8 @@ class Compiler:
     """C++ to a binary: g++ inside the jail. Compiles each program once: equal sources, flags and
     compiler give the same binary.
 
-    ``run_job`` runs one job on a worker. At most 256 MiB of binaries are kept, the least recently
-    used goes first; a compilation that ran out of time is not kept.
+    ``run_job`` runs one job on a worker. At most ``COMPILATIONS_BYTES`` are kept, failures
+    included, the least recently used goes first; one that ran out of time is not kept.
     """
 
     def __init__(self, run_job: Callable[[Job, float], Awaitable[JobReport]]) -> None:
@@ -236,13 +256,14 @@ class Compiler:
             "",
             stdin="",
             seconds=seconds,
-            memory_mb=min(_COMPILER_MEMORY_MB, limits.max_memory_mb),
+            memory_mb=min(COMPILER_MEMORY_MB, limits.max_memory_mb),
             contents={name: to_base64(text) for name, text in sources.items()},
             fetch=[_BINARY],
         )
         command = ["g++", f"-std={standard}", *_CPP_FLAGS, "-o", _BINARY, *units]
         job["native"] = {"profile": "compiler", "command": command}
-        parts = json.dumps([compiler, command, sorted(job["files"].items())])
+        # The time as well: one that waits for a compilation must not get another's shorter limit.
+        parts = json.dumps([compiler, command, job["seconds"], sorted(job["files"].items())])
         key = hashlib.sha256(parts.encode()).hexdigest()
         if key in self._kept:
             self._kept.move_to_end(key)
@@ -258,13 +279,15 @@ class Compiler:
         response = _job_response(await self._run_job(job, job["seconds"]), [_BINARY])
         assert response.run_result is not None
         binary = response.files.get(_BINARY) if response.run_result.return_code == 0 else None
-        compilation = Compilation(response.run_result, binary)
+        most = COMPILER_MESSAGE_CHARACTERS
+        said = {name: getattr(response.run_result, name)[:most] for name in ("stdout", "stderr")}
+        compilation = Compilation(response.run_result.model_copy(update=said), binary)
         if response.run_result.status is wire.CommandRunStatus.FINISHED:
             self._kept[key] = compilation
-            self._bytes += len(binary or "")
-            while self._bytes > _CACHE_BYTES and len(self._kept) > 1:
+            self._bytes += compilation.size
+            while self._bytes > COMPILATIONS_BYTES and len(self._kept) > 1:
                 _, dropped = self._kept.popitem(last=False)
-                self._bytes -= len(dropped.binary or "")
+                self._bytes -= dropped.size
         return compilation
 
 
@@ -297,11 +320,18 @@ def _program_job(
     """A whole program with its stdin. Raises ``ValueError`` for what cannot be granted."""
     if memory_mb > limits.max_memory_mb:
         raise ValueError(f"memory_limit_MB may be at most {limits.max_memory_mb}, got {memory_mb}")
-    for path, text in contents.items():
+    given = {path: text for path, text in contents.items() if text is not None}
+    total = 0
+    for path, text in given.items():
         try:
-            base64.b64decode(text or "", validate=True)
+            size = len(base64.b64decode(text, validate=True))
         except ValueError as error:
             raise ValueError(f"file {path!r} is not base64: {error}") from error
+        if size > limits.file_bytes:
+            raise ValueError(f"file {path!r} is larger than {limits.file_bytes} bytes")
+        total += size
+    if total > limits.disk_mb << 20:
+        raise ValueError(f"the files take {total} bytes, a program has {limits.disk_mb} MiB")
     return {
         "kind": "program",
         "code": code,
@@ -309,8 +339,8 @@ def _program_job(
         "stdin": to_base64(stdin),
         "seconds": seconds_within(limits, seconds),
         "memory_mb": memory_mb if memory_mb > 0 else limits.memory_mb,
-        "files": {files.inside(p): text for p, text in contents.items() if text is not None},
-        "fetch": [files.inside(path) for path in fetch],
+        "files": dict(zip(files.check(given), given.values(), strict=True)),
+        "fetch": files.check(fetch),
     }
 
 
@@ -319,7 +349,7 @@ def _job_response(report: JobReport, fetched: Sequence[str]) -> wire.RunCodeResp
     stopped, status = report["stopped"], report["exit"]
     timed_out = stopped in ("timeout", "job_timeout")
     stderr = _text(report["stderr"])
-    if stopped in ("output", "disk"):
+    if stopped in STOP_REASONS and not timed_out:
         stderr = f"{stderr}\n{STOP_REASONS[stopped]}"
     code = _KILLED
     if stopped is None:

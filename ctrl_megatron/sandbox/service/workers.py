@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from ctrl_megatron.sandbox.jail import frames
+from ctrl_megatron.sandbox.jail import files, frames
 from ctrl_megatron.sandbox.jail.isolation import IsolationRefused
 from ctrl_megatron.sandbox.jail.supervisor import Job, JobReport
-from ctrl_megatron.sandbox.limits import Level, SandboxLimits
+from ctrl_megatron.sandbox.limits import ATTEMPTS, Level, SandboxLimits
 from ctrl_megatron.sandbox.service.cgroups import CgroupSubtree, NotDelegated
 from ctrl_megatron.sandbox.service.telemetry import DurationHistogram
 
@@ -35,7 +35,17 @@ CURRENT_CLIENT: ContextVar[str] = ContextVar("sandbox_client", default="")
 _FIRST_UID, _UID_BLOCKS, _UIDS_PER_SERVICE = 20_001, 256, 128
 _START_SECONDS, _END_SECONDS = 60.0, 2.0
 _JOB_MARGIN_SECONDS = 30.0
-_ATTEMPTS = 3
+_CANCEL_SECONDS = 5.0
+_HONEST = {
+    "kind": "program",
+    "code": "print('well')",
+    "prelude": "",
+    "stdin": "",
+    "seconds": 10.0,
+    "files": {},
+    "fetch": [],
+}
+"""A job that only a worker which is broken itself fails."""
 _BOOT = (
     "import sys; sys.path.insert(0, {root!r}); "
     "from ctrl_megatron.sandbox.jail.zygote import main; main({fd})"
@@ -71,7 +81,12 @@ class PoolCounters:
     executions: int = 0
     timeouts: int = 0
     faults: int = 0
+    """Jobs that broke off with their worker."""
     restarts: int = 0
+    broken: int = 0
+    """Programs that were judged to bring every worker down."""
+    cancelled: int = 0
+    """Jobs whose client left."""
 
 
 class FairQueue(Generic[ItemT]):
@@ -140,6 +155,10 @@ class SandboxWorker:
     _process: subprocess.Popen[bytes]
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
+    _folders: tuple[str, ...] = ()
+    """Its own, below the pool's scratch directory."""
+    _answer: asyncio.Task[dict[str, Any]] | None = None
+    """What is on its way."""
     isolation: dict[str, Any] = field(default_factory=dict)
     """Reached; empty before it is started."""
 
@@ -186,8 +205,16 @@ class SandboxWorker:
             raise WorkerFault(message.get("reason", "a worker sent an unknown message"))
         return cast("JobReport", message)
 
+    async def cancel(self) -> None:
+        """Give up the job whose ``run`` was cancelled. Raises ``WorkerFault`` like ``run``."""
+        assert self._answer is not None
+        self._writer.write(frames.encode(None))
+        await self._arrived(_CANCEL_SECONDS)
+
     async def stop(self) -> None:
         """Let the worker end, and its job with it; kill it if it does not."""
+        if self._answer is not None:
+            self._answer.cancel()
         self._writer.transport.abort()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
@@ -199,9 +226,14 @@ class SandboxWorker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        for folder in self._folders:
+            files.remove_tree(folder)
 
     async def _introduce(self, settings: WorkerSettings, scratch: str, number: int) -> None:
-        staging, private = (tempfile.mkdtemp(dir=scratch, prefix=f"{number}-") for _ in range(2))
+        self._folders = staging, private = (
+            tempfile.mkdtemp(dir=scratch, prefix=f"{number}-"),
+            tempfile.mkdtemp(dir=scratch, prefix=f"{number}-"),
+        )
         setup = {
             "service_pid": os.getpid(),
             "level": settings.level,
@@ -219,11 +251,20 @@ class SandboxWorker:
 
     async def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
         self._writer.write(frames.encode(message))
+        # A task of its own: a caller that is cancelled must not leave half an answer on the wire.
+        self._answer = asyncio.create_task(self._read())
+        return await self._arrived(seconds)
+
+    async def _read(self) -> dict[str, Any]:
+        await self._writer.drain()
+        (size,) = frames.HEADER.unpack(await self._reader.readexactly(frames.HEADER.size))
+        return json.loads(await self._reader.readexactly(size))
+
+    async def _arrived(self, seconds: float) -> dict[str, Any]:
+        assert self._answer is not None
         try:
             async with asyncio.timeout(seconds):
-                await self._writer.drain()
-                (size,) = frames.HEADER.unpack(await self._reader.readexactly(frames.HEADER.size))
-                return json.loads(await self._reader.readexactly(size))
+                return await asyncio.shield(self._answer)
         except TimeoutError as error:
             raise WorkerFault(f"a worker did not answer within {seconds:.0f} s") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
@@ -243,6 +284,7 @@ class WorkerPool:
     """On the worker."""
     queue: FairQueue[tuple[int, SandboxWorker | None]] = field(default_factory=FairQueue)
     _workers: dict[int, SandboxWorker] = field(default_factory=dict)
+    _cancelling: set[asyncio.Task[None]] = field(default_factory=set)
     _scratch: tempfile.TemporaryDirectory[str] | None = None
     _cgroups: CgroupSubtree | None = None
     _no_cgroups: str = ""
@@ -273,6 +315,9 @@ class WorkerPool:
 
     async def stop(self) -> None:
         """End every worker and remove what they left."""
+        for task in self._cancelling:
+            task.cancel()
+        await asyncio.gather(*self._cancelling, return_exceptions=True)
         await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
         self._workers.clear()
         if self._cgroups is not None:
@@ -300,19 +345,37 @@ class WorkerPool:
     async def run(self, job: Job, seconds: float) -> JobReport:
         """Run a job on the next free worker; a fault of the worker is repeated on another one.
 
-        ``seconds`` is what the job itself may take. Raises ``WorkerFault`` after the last attempt,
-        ``QueueFull``.
+        A job that brings down as many workers as it may, while an honest one runs well, is its
+        program's failure: the report has ``stopped`` ``broke``. ``seconds`` is what the job itself
+        may take. Raises ``WorkerFault`` where the honest one fails too, ``QueueFull``.
         """
         if self.queue.waiting >= self.settings.limits.queue:
             raise QueueFull(f"{self.queue.waiting} jobs are waiting already")
-        for attempt in range(1, _ATTEMPTS + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._run_once(job, seconds + _JOB_MARGIN_SECONDS)
-            except WorkerFault:
+            except WorkerFault as fault:
                 self.counters.faults += 1
-                if attempt == _ATTEMPTS:
-                    raise
-        raise AssertionError("unreachable")
+                if attempt == ATTEMPTS:
+                    await self._require_honest_run(fault)
+        self.counters.broken += 1
+        return {
+            "kind": "end",
+            "verdicts": [],
+            "stopped": "broke",
+            "exit": None,
+            "wall": 0.0,
+            "stdout": {"bytes": "", "truncated": False},
+            "stderr": {"bytes": "", "truncated": False},
+            "files": {},
+        }
+
+    async def _require_honest_run(self, fault: WorkerFault) -> None:
+        """Raise ``fault`` unless a program without tricks runs."""
+        job = {**_HONEST, "memory_mb": self.settings.limits.memory_mb}
+        report = await self._run_once(job, job["seconds"] + _JOB_MARGIN_SECONDS)
+        if report["stopped"] or report["exit"] != 0:
+            raise fault
 
     async def _run_once(self, job: Job, seconds: float) -> JobReport:
         arrived = time.perf_counter()
@@ -326,13 +389,20 @@ class WorkerPool:
                     worker = await self._new(number)
                 except (IsolationRefused, OSError) as error:
                     raise WorkerFault(f"a worker could not be restarted: {error}") from error
-            report = await worker.run(job, seconds)
+            try:
+                report = await worker.run(job, seconds)
+            except asyncio.CancelledError:
+                # Not awaited: whoever cancelled waits for nothing.
+                task = asyncio.create_task(self._cancel(number, worker))
+                self._cancelling.add(task)
+                task.add_done_callback(self._cancelling.discard)
+                raise
+        except asyncio.CancelledError:
+            if worker is None:
+                self.queue.release((number, None))
+            raise
         except BaseException:
-            # Also when the caller was cancelled: what is left on the wire belongs to nobody.
-            self._workers.pop(number, None)
-            if worker is not None:
-                await asyncio.shield(worker.stop())
-            self.queue.release((number, None))
+            await self._replace(number, worker)
             raise
         self.queue.release((number, worker))
         self.job_seconds.add(time.perf_counter() - began)
@@ -340,6 +410,23 @@ class WorkerPool:
         timeouts = (status == "timeout" for _, status, *_ in report["verdicts"])
         self.counters.timeouts += "timeout" in (report["stopped"] or "") or any(timeouts)
         return report
+
+    async def _cancel(self, number: int, worker: SandboxWorker) -> None:
+        """The job's client left; the worker is free again once the job has ended."""
+        self.counters.cancelled += 1
+        try:
+            await worker.cancel()
+        except WorkerFault:
+            await self._replace(number, worker)
+        else:
+            self.queue.release((number, worker))
+
+    async def _replace(self, number: int, worker: SandboxWorker | None) -> None:
+        """Stop a worker that cannot be trusted; the next job on its place starts another."""
+        self._workers.pop(number, None)
+        if worker is not None:
+            await asyncio.shield(worker.stop())
+        self.queue.release((number, None))
 
     async def _new(self, number: int) -> SandboxWorker:
         assert self._scratch is not None

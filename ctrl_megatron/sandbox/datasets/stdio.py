@@ -1,5 +1,6 @@
 """Problems judged by output: CommonOJ, CodeContests, APPS, TACO and IOI; and LiveCodeBench, whose
-problems are these or functions.
+problems are these or functions. ``ignore_case`` in any record but IOI's says that capitals in
+outputs do not count.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ctrl_megatron.sandbox.jail import files
-from ctrl_megatron.sandbox.service.datasets.functions import PRELUDE, calls_problem
-from ctrl_megatron.sandbox.service.datasets.payload import read_payload
-from ctrl_megatron.sandbox.service.datasets.problems import (
+from ctrl_megatron.sandbox.datasets.functions import PRELUDE, calls_problem
+from ctrl_megatron.sandbox.datasets.payload import read_payload
+from ctrl_megatron.sandbox.datasets.problems import (
     FunctionProblem,
     ScoredProblem,
     ScoredSubtask,
     StdioCase,
     StdioProblem,
+    flag_field,
     json_field,
     list_field,
     object_field,
@@ -25,6 +26,7 @@ from ctrl_megatron.sandbox.service.datasets.problems import (
     read_checker,
     text_field,
 )
+from ctrl_megatron.sandbox.jail import files
 
 SECONDS = 6.0
 """Per test, where the request names none."""
@@ -42,7 +44,9 @@ def read_common_oj(data: Mapping[str, Any]) -> StdioProblem:
     if not isinstance(tests, list):
         raise ValueError(f"{_TEST} is not a list of stdin/stdout cases: {type(tests).__name__}")
     cases = tuple(_oj_case(item, i) for i, item in enumerate(list_field(tests, _TEST)))
-    return StdioProblem(cases=cases, checker=read_checker(data))
+    return StdioProblem(
+        cases=cases, checker=read_checker(data), ignore_case=flag_field(data, "ignore_case")
+    )
 
 
 def read_code_contests(data: Mapping[str, Any]) -> StdioProblem:
@@ -57,29 +61,38 @@ def read_code_contests(data: Mapping[str, Any]) -> StdioProblem:
     if not cases:
         raise ValueError(f"provided_data.{', '.join(_CONTESTS_SETS)}: empty, nothing to judge")
     limit = _contests_seconds(data.get("time_limit"))
-    return StdioProblem(cases=tuple(cases), checker=read_checker(data), seconds=limit)
+    return StdioProblem(
+        cases=tuple(cases),
+        checker=read_checker(data),
+        ignore_case=flag_field(data, "ignore_case"),
+        seconds=limit,
+    )
 
 
 def read_input_output(data: Mapping[str, Any]) -> StdioProblem | FunctionProblem:
     """``input_output`` of APPS and TACO, an object or its JSON text: ``inputs``, ``outputs`` and,
-    for function problems, ``fn_name``. Raises ``ValueError``.
+    for function problems, ``fn_name``.
+
+    Where every output is a list of one item, as some of their problems have it, that item alone is
+    accepted as well. Raises ``ValueError``.
     """
     where = "provided_data.input_output"
     record = object_field(json_field(data.get("input_output"), where), where)
-    return input_output_problem(record, where, checker_of=data)
+    outputs = record.get("outputs")
+    wrapped = isinstance(outputs, list) and all(
+        isinstance(wanted, list) and len(wanted) == 1 for wanted in outputs
+    )
+    first = wrapped or flag_field(data, "first_of_list")
+    return input_output_problem(record, where, data, or_first=first)
 
 
 def input_output_problem(
-    record: Mapping[str, Any],
-    where: str,
-    *,
-    checker_of: Mapping[str, Any] | None = None,
-    or_first: bool = True,
+    record: Mapping[str, Any], where: str, data: Mapping[str, Any], *, or_first: bool = False
 ) -> StdioProblem | FunctionProblem:
-    """The problem of an object with ``inputs``, ``outputs`` and perhaps ``fn_name``.
+    """The problem of an object with ``inputs``, ``outputs`` and perhaps ``fn_name``, in ``data``.
 
-    Inputs of a function are lists of arguments, or text with one JSON value per line. Raises
-    ``ValueError``.
+    Inputs of a function are lists of arguments, or text with one JSON value per line. ``or_first``:
+    the first item of an expected list is accepted as well. Raises ``ValueError``.
     """
     inputs = list_field(record.get("inputs"), f"{where}.inputs")
     outputs = list_field(record.get("outputs"), f"{where}.outputs")
@@ -100,7 +113,9 @@ def input_output_problem(
         _case(given, f"{where}.inputs[{i}]", wanted, f"{where}.outputs[{i}]")
         for i, (given, wanted) in enumerate(pairs)
     )
-    return StdioProblem(cases=cases, checker=read_checker(checker_of or {}))
+    return StdioProblem(
+        cases=cases, checker=read_checker(data), ignore_case=flag_field(data, "ignore_case")
+    )
 
 
 def arguments(given: Any, where: str) -> list[Any]:
@@ -252,7 +267,7 @@ def read_live_code_bench(data: Mapping[str, Any]) -> FunctionProblem | StdioProb
         record, where = _payload(data["test"]), _TEST
     else:
         record, where = _from_cases(data), "provided_data"
-    problem = input_output_problem(record, where, or_first=False)
+    problem = input_output_problem(record, where, {})
     if isinstance(problem, StdioProblem):
         return replace(problem, prelude=PRELUDE, single=True, seconds=SECONDS)
     return replace(problem, single=True, seconds=SECONDS)

@@ -18,7 +18,9 @@ class FunctionProblem:
     prelude: str
     """Imports that run in the program's module before it: all of the setup that it gets."""
     stubs: tuple[str, ...]
-    """Names that the program has to define."""
+    """Names that the program has to define: all that a test may call in it."""
+    in_place: tuple[int, ...] = ()
+    """Tests that look at what a call does to its arguments."""
     adapter: str = ""
     """Python text that goes behind the program, in the program's own process."""
     cases: tuple[Mapping[str, Any], ...] = ()
@@ -58,6 +60,8 @@ class StdioProblem:
     checker: CheckerProgram | None = None
     prelude: str = ""
     """Python only: runs before the program in its module."""
+    ignore_case: bool = False
+    """Capitals do not count in outputs."""
     single: bool = False
     seconds: float | None = None
 
@@ -121,6 +125,14 @@ def positive_field(value: Any, where: str) -> float:
     if not number or not 0 < value < float("inf"):
         raise ValueError(f"{where} must be a positive number, got {value!r}"[:200])
     return float(value)
+
+
+def flag_field(data: Mapping[str, Any], name: str) -> bool:
+    """``data[name]`` if it is a boolean, False where it is missing. Raises ``ValueError``."""
+    value = data.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"provided_data.{name} must be true or false, got {value!r}"[:200])
+    return bool(value)
 
 
 def json_field(value: Any, where: str) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ctrl_megatron.sandbox.service.datasets.functions import read_function_tests, read_human_eval
-from ctrl_megatron.sandbox.service.datasets.problems import GradedProblem
-from ctrl_megatron.sandbox.service.datasets.stdio import (
+from ctrl_megatron.sandbox.datasets.functions import read_function_tests, read_human_eval
+from ctrl_megatron.sandbox.datasets.problems import GradedProblem
+from ctrl_megatron.sandbox.datasets.stdio import (
     read_code_contests,
     read_common_oj,
     read_input_output,

@@ -1,0 +1,413 @@
+"""Function problems: MBPP and HumanEval as they are published, and tests given as arguments and
+results. What a test may call in the program, what it may not, and what the program may see of its
+setup.
+
+A name of the tests is the program's only where nothing else can be meant: a function that is taken
+for the program's gets arguments that may hold the expected result, and its answer may be the
+verdict.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import json
+import keyword
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ctrl_megatron.sandbox.comparison import RESULT_CHECK, RESULT_CHECK_NAMES
+from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, text_field
+
+_SHOWN = 1000
+_REMEMBERED_PROBLEMS = 512
+_REMEMBERED_CHARACTERS = 1 << 15
+_BUILTINS = frozenset({*dir(builtins), "__name__", "__file__"})
+_IMPORTED = "typing collections heapq bisect itertools functools operator string math random"
+PRELUDE = "".join(
+    [
+        *(f"from {name} import *\n" for name in _IMPORTED.split()),
+        "import bisect, collections, copy, datetime, functools, heapq, itertools, json, math\n",
+        "import operator, os, random, re, statistics, string, sys, time, typing\n",
+        "from builtins import *\nfrom typing import List, Optional, Tuple, Dict, Set\n",
+    ]
+)
+"""Imports that published solutions of function problems take for granted."""
+_MODULES = frozenset(
+    [
+        "bisect",
+        "collections",
+        "copy",
+        "datetime",
+        "decimal",
+        "fractions",
+        "functools",
+        "heapq",
+        "itertools",
+        "json",
+        "math",
+        "operator",
+        "random",
+        "re",
+        "statistics",
+        "string",
+        "sys",
+    ]
+)
+_HELPERS = {
+    **dict.fromkeys(("ceil", "floor", "inf", "isclose", "nan", "pi", "sqrt"), "math"),
+    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque"), "collections"),
+    "Decimal": "decimal",
+    "Fraction": "fractions",
+    "permutations": "itertools",
+}
+"""Name -> module: what published tests use without an import. It is the judge's."""
+_CLASS = "Solution"
+_METHOD = re.compile(rf"{_CLASS}\(\)\.([A-Za-z_]\w*)")
+
+
+def read_human_eval(data: Mapping[str, Any]) -> FunctionProblem:
+    """``test_list``, or ``test`` (text that defines ``check``) with ``entry_point``; tests may call
+    the functions of ``prompt`` that are not to be written.
+
+    A ``check`` that consists of asserts becomes one test per assert; any other stays one test, that
+    calls it. Raises ``ValueError``.
+    """
+    entry, text, tests = data.get("entry_point"), data.get("test"), data.get("test_list")
+    setup = text_field(data.get("test_setup_code") or "", "provided_data.test_setup_code")
+    around = ""
+    if text and not tests:
+        method = _METHOD.fullmatch(entry) if isinstance(entry, str) else None
+        name = method[1] if method else entry
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(
+                "provided_data.test needs provided_data.entry_point, a function's name"
+            )
+        if not isinstance(text, str):
+            raise ValueError("provided_data.test must be text that defines check(candidate)")
+        around, tests = _split_check(text, name)
+    helpers = _prompt_helpers(text_field(data.get("prompt") or "", "provided_data.prompt"), entry)
+    parts = "\n".join(filter(None, (helpers, setup, around)))
+    return read_function_tests({"test_list": tests, "entry_point": entry, "test_setup_code": parts})
+
+
+def _prompt_helpers(prompt: str, entry: Any) -> str:
+    """What a prompt defines for its user: all but the entry point, with its imports."""
+    try:
+        body = ast.parse(prompt).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""  # prose, or half a function: nothing that a test could call
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign)
+    names = [entry] if isinstance(entry, str) else entry if isinstance(entry, list) else []
+    kept: list[ast.stmt] = [
+        n for n in body if isinstance(n, kinds) and getattr(n, "name", None) not in names
+    ]
+    defines = any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in kept)
+    return ast.unparse(ast.Module(body=kept, type_ignores=[])) if defines else ""
+
+
+def calls_problem(
+    name: str, calls: Sequence[tuple[list[Any], Any]], *, or_first: bool
+) -> FunctionProblem:
+    """Function ``name``, or the method of that name of a class ``Solution``, called with arguments
+    and compared with a result; tuples count as lists.
+
+    With ``or_first`` a result that is a list may also hold the accepted value as its first item, as
+    APPS and TACO write it. Raises ``ValueError``.
+    """
+    if not name.isidentifier() or keyword.iskeyword(name) or name in RESULT_CHECK_NAMES:
+        raise ValueError(f"fn_name must be a function's name, got {name[:100]!r}")
+    tests = [
+        f"_check({name}({', '.join(map(repr, given))}), {wanted!r}, {or_first})"
+        for given, wanted in calls
+    ]
+    read = read_function_tests(
+        {"test_list": tests, "test_setup_code": RESULT_CHECK, "entry_point": name}
+    )
+    shown = tuple(
+        {"input": ", ".join(map(repr, given))[:_SHOWN], "expected": repr(wanted)[:_SHOWN]}
+        for given, wanted in calls
+    )
+    return replace(
+        read,
+        # What solutions take for granted must not reach the judge: it would hide the function of
+        # a problem that has a library function's name.
+        prelude=PRELUDE,
+        adapter=_ADAPTER.format(name=name),
+        cases=shown,
+    )
+
+
+_ADAPTER = """
+
+if "Solution" in globals() and hasattr(globals()["Solution"], "{name}"):
+    def {name}(*arguments, **named):
+        return getattr(globals()["Solution"](), "{name}")(*arguments, **named)
+"""
+
+
+def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
+    """From ``provided_data`` with ``test_list`` (a list, or its text as JSON or a Python literal),
+    ``test_setup_code`` and ``entry_point`` (a name or several, or ``Solution().name`` for a
+    method), as MBPP has them.
+
+    Which names are calls into the program follows from the record alone, never from the program.
+    With entry points these are, and class ``Solution`` where the tests call the entry point as its
+    method. Otherwise they are the names that the tests use and that are neither builtins nor well
+    known (``_MODULES``, ``_HELPERS``) nor defined by the setup or a test; where there is none, the
+    one builtin's name that every test calls. Raises ``ValueError`` for a record that cannot be
+    judged, such as one with a name that nothing defines.
+    """
+    tests = data.get("test_list")
+    if isinstance(tests, str):
+        tests = _literal(tests)
+    if not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests):
+        raise ValueError(
+            "provided_data.test_list must be a non-empty list of strings of Python code"
+        )
+    setup = data.get("test_setup_code") or ""
+    if not isinstance(setup, str):
+        raise ValueError("provided_data.test_setup_code must be a string")
+    given = data.get("entry_point") or ()
+    if not isinstance(given, (str, list, tuple)):
+        raise ValueError(
+            f"provided_data.entry_point must be a function's name, got {given!r}"[:200]
+        )
+    entries = (given,) if isinstance(given, str) else tuple(given)
+    adapter = ""
+    if len(entries) == 1 and isinstance(entries[0], str) and (m := _METHOD.fullmatch(entries[0])):
+        entries, adapter = (m[1],), _ADAPTER.format(name=m[1])
+    if not all(isinstance(name, str) and name.isidentifier() for name in entries):
+        raise ValueError(
+            f"provided_data.entry_point must be a function's name, got {given!r}"[:200]
+        )
+    small = len(setup) + sum(map(len, tests)) <= _REMEMBERED_CHARACTERS
+    problem = (_read_once if small else _read)(tuple(tests), setup, entries)
+    return replace(problem, adapter=adapter) if adapter else problem
+
+
+def _read(tests: tuple[str, ...], setup: str, entries: tuple[str, ...]) -> FunctionProblem:
+    setup_tree = _parse(setup, "provided_data.test_setup_code")
+    trees = [_parse(t, f"provided_data.test_list[{i}]") for i, t in enumerate(tests)]
+    if entries and "candidate" in _free_names([setup_tree, *trees]) - set(entries):
+        setup = f"candidate = {entries[0]}\n{setup}"
+        setup_tree = _parse(setup, "provided_data.test_setup_code")
+    aliases = [node for node in ast.walk(setup_tree) if isinstance(node, ast.alias)]
+    imports_all = any(alias.name == "*" for alias in aliases)
+    if not entries and imports_all:
+        raise ValueError(
+            "provided_data.test_setup_code imports *, which may hide the program's functions; "
+            "give provided_data.entry_point"
+        )
+    free = _free_names([setup_tree, *trees])
+    if entries:
+        stubs = _named_stubs(entries, free, [setup_tree, *trees], imports_all)
+    else:
+        stubs = _inferred_stubs(free, trees) or _shadowed_builtin(trees)
+    helpers = "".join(_import_of(name) for name in sorted(free - stubs))
+    setup = _keeping(tuple(sorted(stubs)) if entries else (), f"{helpers}{setup}")
+    return FunctionProblem(
+        tests=tests,
+        setup=setup,
+        prelude="\n".join(
+            ast.unparse(node)
+            for node in setup_tree.body
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+        ),
+        stubs=tuple(sorted(stubs)),
+        in_place=tuple(i for i, tree in enumerate(trees) if _ignores_result(tree, stubs)),
+    )
+
+
+def _named_stubs(
+    entries: tuple[str, ...], free: set[str], trees: Sequence[ast.Module], imports_all: bool
+) -> set[str]:
+    """The entry points. Raises ``ValueError`` for a name that nobody defines."""
+    stubs = set(entries)
+    unknown = free - stubs - _MODULES - _HELPERS.keys()
+    methods = {
+        node.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and _is_call_of(node.value, {_CLASS})
+    }
+    if _CLASS in unknown and methods and methods <= stubs:
+        stubs.add(_CLASS)
+        unknown.remove(_CLASS)
+    if unknown and not imports_all:
+        raise ValueError(
+            f"the tests use {', '.join(sorted(unknown))[:200]}, which nothing defines: define it "
+            "in provided_data.test_setup_code, or name it in provided_data.entry_point if the "
+            "program must"
+        )
+    return stubs
+
+
+def _inferred_stubs(free: set[str], trees: Iterable[ast.Module]) -> set[str]:
+    """The names that are left for the program where the record does not say. Raises ``ValueError``
+    where one of them may be a judge's.
+    """
+    stubs = free - _MODULES
+    stubs = (stubs - _HELPERS.keys()) or stubs
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assert) and (name := _judging_name(node.test, stubs)):
+                raise ValueError(
+                    f"the tests may mean {name} for a function of theirs or of the program; give "
+                    "provided_data.entry_point"
+                )
+    return stubs
+
+
+def _judging_name(test: ast.expr, stubs: set[str]) -> str | None:
+    """The function whose answer alone decides an assert on another function's result."""
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test = test.operand
+    if isinstance(test, ast.Compare) and all(
+        isinstance(c, ast.Constant) and isinstance(c.value, bool) for c in test.comparators
+    ):
+        test = test.left
+    if not isinstance(test, ast.Call) or not _is_call_of(test, stubs):
+        return None
+    assert isinstance(test.func, ast.Name)
+    name = test.func.id
+    inner = [*test.args, *(argument.value for argument in test.keywords)]
+    others = {other for other in stubs - {name} if not other[0].isupper()}
+    calls = (_is_call_of(node, others) for argument in inner for node in ast.walk(argument))
+    return name if any(calls) else None
+
+
+def _ignores_result(tree: ast.Module, stubs: set[str]) -> bool:
+    """Whether a call's result is thrown away or compared with None: it is called for what it does
+    to its arguments.
+    """
+
+    def ignores(node: ast.AST) -> bool:
+        if isinstance(node, ast.Expr):
+            return _is_call_of(node.value, stubs)
+        if not isinstance(node, ast.Compare) or not _is_call_of(node.left, stubs):
+            return False
+        return any(isinstance(c, ast.Constant) and c.value is None for c in node.comparators)
+
+    return any(map(ignores, ast.walk(tree)))
+
+
+def _is_call_of(node: ast.expr | ast.AST, names: Container[str]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+
+
+def _import_of(name: str) -> str:
+    if name in _MODULES:
+        return f"import {name}\n"
+    return f"from {_HELPERS[name]} import {name}\n" if name in _HELPERS else ""
+
+
+# A group of rollouts asks for the same problem again and again.
+_read_once = functools.lru_cache(_REMEMBERED_PROBLEMS)(_read)
+
+
+def _keeping(entries: tuple[str, ...], setup: str) -> str:
+    """``setup`` after which the entry points are the program's again, whatever it imports or
+    defines: otherwise the tests would judge a function of the setup.
+    """
+    if not entries or not setup.strip():
+        return setup
+    before = "".join(f"_program_{name} = {name}\n" for name in entries)
+    after = "".join(f"\n{name} = _program_{name}" for name in entries)
+    return f"{before}{setup}\n{after}"
+
+
+def _parse(source: str, where: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{where} is not valid Python: {error}") from error
+
+
+def _free_names(trees: Iterable[ast.Module]) -> set[str]:
+    loaded: set[str] = set()
+    bound = set(_BUILTINS)
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                (loaded if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+            else:
+                bound.update(_bindings(node))
+    return loaded - bound
+
+
+def _bindings(node: ast.AST) -> Iterable[str]:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return (node.name,)
+    if isinstance(node, ast.arg):
+        return (node.arg,)
+    if isinstance(node, ast.alias):
+        return ((node.asname or node.name).split(".")[0],)
+    if isinstance(node, ast.ExceptHandler) and node.name:
+        return (node.name,)
+    return ()
+
+
+def _shadowed_builtin(trees: list[ast.Module]) -> set[str]:
+    """The one name of a builtin that every test calls: a problem may ask for such a function."""
+    called = [
+        {
+            n.func.id
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        }
+        for tree in trees
+    ]
+    names = set().union(*called)
+    if len(names) != 1 or not all(called):
+        raise ValueError(
+            "the tests name no function of the program; give provided_data.entry_point"
+        )
+    return names
+
+
+def _literal(text: str) -> Any:
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            continue
+    raise ValueError("provided_data.test_list is neither a list nor the text of one")
+
+
+def _split_check(text: str, entry: str) -> tuple[str, list[str]]:
+    """What stands around ``check``, and the tests. Raises ``ValueError``."""
+    try:
+        tree = ast.parse(text)
+        check = next(
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args
+        )
+        # Without docstrings and the like.
+        asserts = [
+            node
+            for node in check.body
+            if not isinstance(node, ast.Pass)
+            and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        ]
+        if not asserts or not all(isinstance(node, ast.Assert) for node in asserts):
+            called = any(map(_calls_check, tree.body))
+            return "", [text if called else f"{text}\n\ncheck({entry})\n"]
+        rest = [node for node in tree.body if node is not check and not _calls_check(node)]
+        around = ast.unparse(ast.Module(body=rest, type_ignores=[]))
+        parameter = check.args.args[0].arg
+        bound = "" if parameter == entry else f"{parameter} = {entry}\n"
+        return f"{bound}{around}", [ast.unparse(node) for node in asserts]
+    except StopIteration:
+        raise ValueError("provided_data.test defines no function check(candidate)") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"provided_data.test is not valid Python: {error}") from error
+
+
+def _calls_check(node: ast.stmt) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and getattr(call.func, "id", None) == "check"

@@ -1,0 +1,222 @@
+"""Does a slightly wrong answer pass? ``python tools/check_mutations.py --data FOLDER``.
+
+Takes programs that the graders accept, changes what they print or return in ten ways, and has each
+change judged again: a digit, the sign, the case, the order, a line or an item dropped, ``inf``,
+``nan``, nothing, twice as much, half as much. A mutant that passes must be equal by the problem's
+own rule; the others are printed, and the exit status is 1.
+
+Functions come from MBPP; stdin/stdout problems are MBPP's as well, with the program's first test as
+its input: what the reference prints for it is the expected output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ctrl_megatron.sandbox import EmbeddedSandbox, RunCodeRequest, SandboxClient, SubmitRequest
+from ctrl_megatron.sandbox.wire import TestConfig
+from tools.check_sandbox_data import mbpp
+
+LARGE = 8
+"""Calls whose results make one output of several lines."""
+TEXT = """
+import re
+def same(s): return s
+def one_digit(s): return re.sub('[0-9]', lambda m: str((int(m[0]) + 1) % 10), s, count=1)
+def sign(s): return s[1:] if s.startswith('-') else '-' + s
+def case(s): return s.swapcase()
+def order(s): return '\\n'.join(reversed(s.split('\\n')))
+def dropped(s): return s.rpartition('\\n')[0]
+def inf(s): return 'inf'
+def nan(s): return 'nan'
+def empty(s): return ''
+def doubled(s): return s + '\\n' + s
+def truncated(s): return s[:len(s) // 2]
+"""
+VALUE = """
+def same(v): return v
+def one_digit(v): return v + 1 if isinstance(v, (int, float)) else [v]
+def sign(v): return -v if isinstance(v, (int, float)) else (v,)
+def case(v): return v.swapcase() if isinstance(v, str) else str(v)
+def order(v): return type(v)(reversed(v)) if isinstance(v, (list, tuple)) else v[::-1]
+def dropped(v): return v[:-1]
+def inf(v): return float('inf')
+def nan(v): return float('nan')
+def empty(v): return type(v)()
+def doubled(v): return v + v
+def truncated(v): return v[:len(v) // 2]
+"""
+MUTATIONS = (
+    *("one_digit", "sign", "case", "order", "dropped"),
+    *("inf", "nan", "empty", "doubled", "truncated"),
+)
+Mutate = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A program that passes, and the requests of its mutants."""
+
+    name: str
+    kind: str
+    data: dict[str, Any]
+    mutant: Mutate
+    """Mutation -> the program with it."""
+
+
+def functions(data: Path) -> Iterator[Accepted]:
+    """MBPP's references whose tests are calls of one function; what it returns is changed."""
+    for known in mbpp(data):
+        name = _function(known.data["test_list"])
+        if name is None:
+            continue
+
+        def mutant(mutation: str, code: str = known.code, name: str = name) -> str:
+            return (
+                f"{code}\n{VALUE}\n_right = {name}\ndef {name}(*arguments):\n"
+                f"    value = _right(*arguments)\n    try: return {mutation}(value)\n"
+                f"    except Exception: return ['no such {mutation}']\n"
+            )
+
+        tests = {**known.data, "entry_point": name}
+        yield Accepted(name=known.name, kind="MBPPDataset", data=tests, mutant=mutant)
+
+
+async def printed(client: SandboxClient, data: Path) -> list[Accepted]:
+    """The same references as programs that print the results of their tests' calls, one a line."""
+    found = []
+    for known in mbpp(data):
+        name, calls = _function(known.data["test_list"]), _calls(known.data["test_list"])
+        if name is None or not calls:
+            continue
+        setup = known.data["test_setup_code"]
+        code = f"{known.code}\n{setup}\n" + "".join(f"print({c})\n" for c in calls[:LARGE])
+        run = await client.run_code(RunCodeRequest(code=code, language="python"))
+        if run.status != "Success" or run.run_result is None or not run.run_result.stdout:
+            continue
+        wanted = run.run_result.stdout
+
+        def mutant(mutation: str, code: str = code) -> str:
+            return (
+                "import io, sys\n_real, sys.stdout = sys.stdout, io.StringIO()\n"
+                f"{code}\n{TEXT}\n_text = sys.stdout.getvalue().strip()\n"
+                f"sys.stdout = _real\nprint({mutation}(_text))\n"
+            )
+
+        case = {"test": [{"input": {"stdin": ""}, "output": {"stdout": wanted}}]}
+        found.append(Accepted(name=known.name, kind="CommonOJDataset", data=case, mutant=mutant))
+    return found
+
+
+def _function(tests: list[str]) -> str | None:
+    """The one function that every test calls."""
+    names = set()
+    for test in tests:
+        calls = [n for n in ast.walk(ast.parse(test)) if isinstance(n, ast.Call)]
+        names |= {n.func.id if isinstance(n.func, ast.Name) else "" for n in calls}
+    return next(iter(names)) if len(names) == 1 and "" not in names else None
+
+
+def _calls(tests: list[str]) -> list[str]:
+    found = []
+    for test in tests:
+        node = ast.parse(test).body[0]
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
+            found.append(ast.unparse(node.test.left))
+    return found
+
+
+async def accepted(client: SandboxClient, item: Accepted, code: str) -> bool:
+    """Whether every test passes."""
+    config = TestConfig(
+        dataset_type=item.kind,
+        language="python",
+        run_timeout=10.0,
+        provided_data=item.data,
+        extra={"run_all_cases": True},
+    )
+    request = SubmitRequest(
+        dataset="mutants", id=item.name, completion=f"```python\n{code}\n```", config=config
+    )
+    return (await client.submit(request)).accepted
+
+
+async def equal_by_rule(client: SandboxClient, item: Accepted, mutation: str) -> bool:
+    """Whether the mutant gives just what the right program gives: the mutation changed nothing, as
+    the sign of 0 or the case of a number. Told by the interpreter, not by the graders.
+    """
+    if item.kind == "MBPPDataset":
+        tests = "\n".join(item.data["test_list"])
+        code = f"{item.mutant(mutation)}\n{item.data['test_setup_code']}\n{tests}\n"
+    else:
+        wanted = item.data["test"][0]["output"]["stdout"]
+        code = (
+            f"import io as _i, sys as _s\n_out, _s.stdout = _s.stdout, _i.StringIO()\n"
+            f"exec({item.mutant(mutation)!r})\n_got, _s.stdout = _s.stdout.getvalue(), _out\n"
+            "def _words(text):\n    for w in text.split():\n"
+            "        try: yield int(w)\n        except ValueError: yield w\n"
+            f"assert list(_words(_got)) == list(_words({wanted!r})), _got\n"
+        )
+    run = await client.run_code(RunCodeRequest(code=code, language="python"))
+    return run.status == "Success"
+
+
+async def check(client: SandboxClient, kind: str, items: list[Accepted], count: int) -> int:
+    """Judge ``count`` programs and their mutants; print, and return how many passed wrongly."""
+    places, counts, wrong = asyncio.Semaphore(4), Counter[str](), list[str]()
+    chosen: list[Accepted] = []
+    for item in items:
+        # Changed in nothing: what makes the changes must not be what fails.
+        if len(chosen) < count and await accepted(client, item, item.mutant("same")):
+            chosen.append(item)
+
+    async def one(item: Accepted, mutation: str) -> None:
+        async with places:
+            if not await accepted(client, item, item.mutant(mutation)):
+                counts["rejected"] += 1
+            elif await equal_by_rule(client, item, mutation):
+                counts["equal"] += 1
+            else:
+                counts["wrong"] += 1
+                wrong.append(f"{item.name}: {mutation}")
+
+    await asyncio.gather(*(one(item, m) for item in chosen for m in MUTATIONS))
+    shown = ", ".join(f"{counts[name]} {name}" for name in ("rejected", "equal", "wrong"))
+    print(f"{kind}: {len(chosen)} programs, {len(chosen) * len(MUTATIONS)} mutants: {shown}")
+    for line in sorted(wrong):
+        print(f"  passed: {line}")
+    return len(wrong)
+
+
+async def check_all(options: argparse.Namespace, endpoint: str) -> int:
+    """Both kinds; the number of mutants that passed wrongly."""
+    async with SandboxClient(endpoint) as client:
+        called = list(functions(options.data))
+        return await check(client, "functions", called, options.count) + await check(
+            client, "stdin/stdout", await printed(client, options.data), options.count
+        )
+
+
+def main() -> int:
+    """Parse, start the service, judge, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
+    parser.add_argument("--count", type=int, default=200, help="programs of each kind")
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args()
+    with EmbeddedSandbox.start(workers=options.workers, isolation="standard") as service:
+        return 1 if asyncio.run(check_all(options, service.endpoint)) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
