@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -35,6 +35,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -159,7 +161,7 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
         owned.setdefault(id(own.weight), []).append(own)
     options, place = model.options.optimizer, model.groups.place
     sharded = options is not None and options.distributed
-    load = [0] * model.groups.layout.data
+    bytes_of = [0] * model.groups.layout.data
     for param, weight in model.shards():
         if saving and not _is_original(param, model):
             continue
@@ -177,8 +179,8 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
                 for offset, part in _rectangles(param, piece, flat, start):
                     if saving and not exclusive:
                         # Data-parallel replicas share the writing, the least loaded one next.
-                        replica = min(range(len(load)), key=load.__getitem__)
-                        load[replica] += part.nbytes
+                        replica = min(range(len(bytes_of)), key=bytes_of.__getitem__)
+                        bytes_of[replica] += part.nbytes
                         if replica != place.dp:
                             continue
                     whole = TensorParts(hf_shape(piece.hf, model.shape), flat.dtype)
@@ -228,7 +230,7 @@ class _Saving(DefaultSavePlanner):
         return self.state_dict[index.fqn].part(index.offset)
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """Writes each rank's items in files of bounded size: a file's tensors, copied from the device
     or read from elsewhere, stay in host memory until it is complete."""
 
@@ -272,7 +274,7 @@ def save_tensors(
 ) -> None:
     """Write every rank's parts; together they must be whole. Collective, or alone for None."""
     with _one_error(f"writing {directory}"), _alone() if groups is None else nullcontext():
-        dcp.save(
+        save(
             dict(tensors),
             storage_writer=_Writer(directory),
             planner=_Saving(),
@@ -300,9 +302,9 @@ def load_tensors(
                 f"{tuple(whole.shape)} {whole.dtype}; resume with the model and dtype that saved it"
             )
     with _one_error(f"reading {directory}"), _alone() if groups is None else nullcontext():
-        dcp.load(
+        load(
             dict(tensors),
-            storage_reader=dcp.FileSystemReader(directory),
+            storage_reader=FileSystemReader(directory),
             planner=_Loading(),
             process_group=None if groups is None else groups.host,
             no_dist=groups is None,
@@ -312,7 +314,7 @@ def load_tensors(
 def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
     """Every tensor that ``directory`` holds, by name; ValueError if it is no checkpoint."""
     try:
-        metadata = dcp.FileSystemReader(directory).read_metadata()
+        metadata = FileSystemReader(directory).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{directory} is not a whole checkpoint: {error}") from error
     held = metadata.state_dict_metadata

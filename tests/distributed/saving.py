@@ -138,7 +138,8 @@ def save_aside(rank: int, layout: dict, directory: str, batch: dict, out: str) -
         raise AssertionError("saving started a process; a script without a main guard would hang")
 
     groups = start(layout)
-    multiprocessing.process.BaseProcess.start = refuse
+    processes: Any = multiprocessing.process.BaseProcess
+    processes.start = refuse
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     model = make_policy(groups, directory, optimizer=OPTIMIZER, dtype="bfloat16", token_budget=64)
     model.step(mine, policy_loss)
@@ -188,7 +189,8 @@ def save_aside(rank: int, layout: dict, directory: str, batch: dict, out: str) -
         raise OSError(28, "No space left on device")
 
     if rank == groups.layout.world_size - 1:
-        sharded.TensorParts.part = full
+        parts: Any = sharded.TensorParts
+        parts.part = full
     saved.save({"policy": model}, 3, {})
     failed = rf"writing .* failed on rank {groups.layout.world_size - 1}: .*No space left"
     with pytest.raises(RuntimeError, match=failed):

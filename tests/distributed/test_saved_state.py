@@ -51,13 +51,15 @@ def test_a_loaded_model_equals_the_saved_one_to_the_last_bit(
     # An odd vocabulary and tied embeddings: the ranks' shares of a padded buffer cross parameters.
     assert VOCAB % 2
     tied, untied = str(models["qwen2_tied"]), str(models["qwen2"])
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "tied": {"directory": tied},
         "untied": {"directory": untied},
         "bfloat16": {"directory": tied, "dtype": "bfloat16"},
         "plain_optimizer": {"directory": tied, "optimizer": {"distributed": False}},
         "before_the_first_step": {"directory": tied, "dtype": "bfloat16", "steps": 0},
     }
+    if te:
+        cases["qk_norm"] = {"directory": str(models["qwen3"])}
     run_world(
         "saving:save_and_go_on",
         ranks(LAYOUTS[name]),
