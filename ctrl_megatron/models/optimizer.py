@@ -105,22 +105,24 @@ class Optimization:
         self.scheduler.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
 
-    def owned(self) -> Iterator[OwnedRange]:
-        """The ranges of this rank's parameters whose optimizer state this rank holds.
-
-        The moments exist afterwards, also before the first step, in which Adam would make them.
-        """
+    def create_state(self) -> None:
+        """Make the moments exist, as zeros; by itself Adam makes them in its first step."""
         for inner in self._inner:
             adam = inner.optimizer
-            for weight, main, start in self._main_params(inner):
-                state = adam.state[main]
-                if not state:
+            for main in (param for group in adam.param_groups for param in group["params"]):
+                if not (state := adam.state[main]):
                     # torch's AdamW counts steps per parameter, Transformer Engine's and Apex's
                     # FusedAdam in the group and only there.
                     if isinstance(adam, torch.optim.AdamW):
                         state["step"] = torch.zeros(())
                     state |= {name: torch.zeros_like(main) for name in MOMENTS}
-                tensors = {name: state[name] for name in MOMENTS}
+
+    def owned(self) -> Iterator[OwnedRange]:
+        """The ranges of this rank's parameters whose optimizer state this rank holds."""
+        self.create_state()
+        for inner in self._inner:
+            for weight, main, start in self._main_params(inner):
+                tensors = {name: inner.optimizer.state[main][name] for name in MOMENTS}
                 if main.dtype != weight.dtype:
                     tensors[MAIN_PARAM] = main
                 for name, tensor in tensors.items():
