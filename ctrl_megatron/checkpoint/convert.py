@@ -1,72 +1,105 @@
-"""Whole conversions between HF directories and Megatron checkpoints, outside of a run.
+"""Whole conversions between HF directories and checkpoints, outside of a run.
 
-A checkpoint carries the small HF files (config, tokenizer) in its ``hf`` folder, so that it can be
+Both sides hold the same tensors under the same names, so that a conversion builds no model: it
+reads and writes one tensor (to a checkpoint) or one file (to an HF directory) after another. A
+checkpoint carries the small HF files (config, tokenizer) in its ``hf`` folder, so that it can be
 turned back without the directory that it came from.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import socket
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from itertools import groupby
 from pathlib import Path
 
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
 from ctrl_megatron.checkpoint.files import whole_directory
-from ctrl_megatron.checkpoint.hf import copy_side_files, load_hf, save_hf
-from ctrl_megatron.checkpoint.store import (
-    HF_FOLDER,
-    POLICY_FOLDER,
-    STATE_FILE,
-    VALUE_FOLDER,
-    load_sharded,
-    save_sharded,
+from ctrl_megatron.checkpoint.hf import FILE_BYTES, HfFiles, copy_side_files
+from ctrl_megatron.checkpoint.sharded import (
+    TensorParts,
+    load_tensors,
+    save_tensors,
+    saved_tensors,
 )
-from ctrl_megatron.config.environment import read_launch
-from ctrl_megatron.models.build import BuildOptions
+from ctrl_megatron.checkpoint.store import HF_FOLDER, POLICY_FOLDER, STATE_FILE, VALUE_FOLDER
+from ctrl_megatron.models.build import DTYPES
 from ctrl_megatron.models.hf_config import read_model_shape, value_shape
-from ctrl_megatron.models.parallel_model import ModelOptions, ParallelModel
-from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
-from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
+from ctrl_megatron.rollout.weight_chunks import spec_bytes
+from ctrl_megatron.types import TensorSpec
 
-_TIMEOUT_SECONDS = 600.0
+Progress = Callable[[int, int], None]
+"""Is told the bytes done and the bytes in all."""
 
 
-def hf_to_megatron(hf: Path, out: Path, *, tensor: int, pipeline: int) -> None:
-    """Write ``hf`` as a checkpoint (step 0, weights only) with tensor x pipeline processes.
+def hf_to_megatron(hf: Path, out: Path, *, progress: Progress = lambda done, total: None) -> None:
+    """Write ``hf`` as a checkpoint (step 0, weights only), one tensor in memory at a time.
 
-    The layout only spreads the work; the checkpoint loads on any other. Raises ValueError for a
-    model that is not supported or does not divide over the layout.
+    Raises ValueError for a model that is not supported.
     """
-    layout = Layout(tensor=tensor, pipeline=pipeline)
     shape = read_model_shape(hf)
     folder = VALUE_FOLDER if shape.value_head else POLICY_FOLDER
-    layout.check_layers(shape.num_layers)
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    config = json.loads((hf / "config.json").read_text())
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"{hf}: dtype {dtype} is not supported; known: {', '.join(DTYPES)}")
+    source = SafetensorsDirectory(hf, mapped=False)
+    source.check(shape)
+    specs, done = hf_specs(shape, dtype), 0
+    total = sum(spec_bytes(spec) for spec in specs)
+
+    def read(name: str) -> torch.Tensor:
+        nonlocal done
+        tensor = source.read(name).to(DTYPES[dtype])
+        done += tensor.nbytes
+        progress(done, total)
+        return tensor
+
     with whole_directory(out) as work:
         (work / folder).mkdir()
-        ranks = [
-            context.Process(target=_write, args=(rank, layout, port, hf, work / folder))
-            for rank in range(layout.world_size)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        failed = [r for r, process in enumerate(ranks) if process.exitcode]
-        if failed:
-            raise ValueError(f"converting {hf} failed in process {failed[0]}, see above")
+        tensors = {s.name: _FileTensor(s.name, s.shape, DTYPES[dtype], read) for s in specs}
+        save_tensors(tensors, work / folder, None)
         (work / STATE_FILE).write_text(json.dumps({"step": 0, "weights_only": True}))
         copy_side_files(hf, work / HF_FOLDER)
 
 
-def megatron_to_hf(checkpoint: Path, out: Path, *, folder: str = POLICY_FOLDER) -> None:
+class _FileTensor(TensorParts):
+    """A whole tensor that is read when it is written."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        read: Callable[[str], torch.Tensor],
+    ) -> None:
+        super().__init__(shape, dtype)
+        self._name, self._read = name, read
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        zeros = torch.Size([0] * len(self.shape))
+        return [ChunkStorageMetadata(offsets=zeros, sizes=self.shape)]
+
+    def part(self, offset: torch.Size) -> torch.Tensor:
+        return self._read(self._name)
+
+
+def megatron_to_hf(
+    checkpoint: Path,
+    out: Path,
+    *,
+    folder: str = POLICY_FOLDER,
+    file_bytes: int = FILE_BYTES,
+    progress: Progress = lambda done, total: None,
+) -> None:
     """Export the weights of a checkpoint's ``folder`` in the type in which they were trained.
 
-    A value model becomes transformers' token classification model with one label.
+    One file of at most ``file_bytes`` is in memory at a time. A value model becomes transformers'
+    token classification model with one label.
     """
     side = checkpoint / HF_FOLDER
     if not (checkpoint / folder).is_dir() or not side.is_dir():
@@ -74,33 +107,33 @@ def megatron_to_hf(checkpoint: Path, out: Path, *, folder: str = POLICY_FOLDER) 
             f"{checkpoint} is not a checkpoint with a {folder} model: it holds no {folder}/ and "
             f"{HF_FOLDER}/; give a directory like runs/NAME/checkpoints/global_step_N"
         )
-    groups = initialize(
-        Layout(), seed=1, timeout_seconds=_TIMEOUT_SECONDS, launch=read_launch(environ={})
-    )
-    try:
-        model = _model(side, groups, folder)
-        load_sharded(model, checkpoint / folder)
-        save_hf(model, out, side_files=side)
-    finally:
-        shutdown()
-
-
-def _write(rank: int, layout: Layout, port: int, hf: Path, out: Path) -> None:
-    size, single = layout.world_size, read_launch(environ={})
-    place = {"rank": rank, "world_size": size, "local_rank": rank, "local_world_size": size}
-    launch = replace(single, **place, master_port=port)
-    groups = initialize(layout, seed=1, timeout_seconds=_TIMEOUT_SECONDS, launch=launch)
-    model = _model(hf, groups, out.name)
-    load_hf(model, hf)
-    save_sharded(model, out)
-    shutdown()
-
-
-def _model(side: Path, groups: ProcessGroups, folder: str) -> ParallelModel:
-    config = json.loads((side / "config.json").read_text())
-    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    options = ModelOptions(build=BuildOptions(dtype=dtype))
     shape = read_model_shape(side)
     if folder == VALUE_FOLDER:
         shape = value_shape(shape)
-    return ParallelModel(shape, groups, options)
+    held, first = saved_tensors(checkpoint / folder), hf_specs(shape, "float32")[0].name
+    if first not in held:
+        raise ValueError(f"{checkpoint / folder} does not fit {side}/config.json: no {first}")
+    kind = held[first].properties.dtype
+    dtype = str(kind).removeprefix("torch.")
+    places = place_in_buckets(hf_specs(shape, dtype), file_bytes)
+    done, total = 0, sum(spec_bytes(place.spec) for place in places)
+    with whole_directory(out) as work:
+        files = HfFiles(work)
+        for _, bucket in groupby(places, key=lambda place: place.bucket):
+            specs = [place.spec for place in bucket]
+            files.add(_read_whole(specs, kind, checkpoint / folder))
+            done += sum(spec_bytes(spec) for spec in specs)
+            progress(done, total)
+        files.finish(side, dtype, value_head=shape.value_head)
+
+
+def _read_whole(
+    specs: Iterable[TensorSpec], kind: torch.dtype, folder: Path
+) -> dict[str, torch.Tensor]:
+    tensors, wanted = {}, {}
+    for spec in specs:
+        tensors[spec.name] = torch.empty(spec.shape, dtype=kind)
+        wanted[spec.name] = whole = TensorParts(spec.shape, kind)
+        whole.parts[torch.Size([0] * len(spec.shape))] = tensors[spec.name]
+    load_tensors(wanted, folder, None)
+    return tensors

@@ -18,6 +18,8 @@ from ctrl_megatron.resharding.buckets import fill_buckets, shared_segments
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import MegatronSource
 
+FILE_BYTES = 4 << 30
+"""Most bytes of one safetensors file, unless a tensor is larger."""
 _SIDE_FILES = [
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -53,12 +55,13 @@ def save_hf(
     directory: str | Path,
     *,
     side_files: str | Path,
-    file_bytes: int = 4 << 30,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write the weights as an HF directory that transformers and vLLM load. Collective.
 
-    config.json and the tokenizer are taken from ``side_files``; a value model becomes transformers'
-    token classification model with one label. The directory appears whole.
+    They go through two buckets of ``file_bytes`` in the hosts' shared memory; nothing else is
+    gathered. config.json and the tokenizer are taken from ``side_files``; a value model becomes
+    transformers' token classification model with one label. The directory appears whole.
     """
     dtype = str(next(model.models[0].parameters()).dtype).removeprefix("torch.")
     groups = model.groups
@@ -68,35 +71,49 @@ def save_hf(
         whole_directory(directory, active=groups.is_first) as folder,
         shared_segments(source.places, groups) as segments,
     ):
-        names: dict[str, str] = {}
+        files = HfFiles(folder)
         for bucket in fill_buckets(source, segments, groups):
             if groups.is_first:
-                file = f"model-{bucket.number + 1:05d}.safetensors"
-                tensors = {name: tensor.clone() for name, tensor in bucket.tensors()}
-                save_file(tensors, folder / file, metadata={"format": "pt"})
-                names |= dict.fromkeys(tensors, file)
+                files.add(dict(bucket.tensors()))
         if groups.is_first:
-            _finish(folder, Path(side_files), names, dtype, value_head=model.shape.value_head)
+            files.finish(Path(side_files), dtype, value_head=model.shape.value_head)
     groups.barrier()
 
 
-def _finish(
-    folder: Path, side_files: Path, names: dict[str, str], dtype: str, *, value_head: bool
-) -> None:
-    files = sorted(set(names.values()))
-    if len(files) == 1:
-        (folder / files[0]).rename(folder / "model.safetensors")
-    else:
-        total = sum((folder / file).stat().st_size for file in files)
-        index = {"metadata": {"total_size": total}, "weight_map": names}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    copy_side_files(side_files, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    if value_head:
-        kind = config["model_type"].capitalize() + "ForTokenClassification"
-        config |= {"architectures": [kind], "id2label": {"0": "value"}, "label2id": {"value": 0}}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+class HfFiles:
+    """The files of an HF directory, written one after another into ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file_of: dict[str, str] = {}
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Write the next file; the tensors are in host memory and are not copied."""
+        number = len(set(self._file_of.values())) + 1
+        path = self._folder / f"model-{number:05d}.safetensors"
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors makes files that only their owner may read
+        self._file_of |= dict.fromkeys(tensors, path.name)
+
+    def finish(self, side_files: Path, dtype: str, *, value_head: bool) -> None:
+        """Write what belongs to the weights: index, config.json, the tokenizer's files."""
+        folder, files = self._folder, sorted(set(self._file_of.values()))
+        if len(files) == 1:
+            (folder / files[0]).rename(folder / "model.safetensors")
+        else:
+            total = sum((folder / file).stat().st_size for file in files)
+            index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        copy_side_files(side_files, folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+        if value_head:
+            kind = config["model_type"].capitalize() + "ForTokenClassification"
+            labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+            config |= {"architectures": [kind], **labels}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def copy_side_files(source: Path, target: Path) -> None:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
-
 from ctrl_megatron.checkpoint.files import whole_directory
-from ctrl_megatron.checkpoint.hf import copy_side_files
+from ctrl_megatron.checkpoint.hf import copy_side_files, save_hf
+from ctrl_megatron.checkpoint.sharded import Snapshot, load_sharded, snapshot, write_snapshot
 from ctrl_megatron.models.parallel_model import ParallelModel
+from ctrl_megatron.parallel.groups import ProcessGroups
 
 STATE_FILE = "trainer_state.json"
 POLICY_FOLDER, VALUE_FOLDER = "policy", "value"
 HF_FOLDER = "hf"
+EXPORT_FOLDER = "hf_exports"
 _PREFIX = "global_step_"
-_METADATA = {
-    # The one optimizer format that is saved on a CPU and loaded on another TP x PP x DP layout.
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +33,43 @@ class Checkpoint:
     step: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What saving took."""
+
+    path: Path
+    step: int
+    num_bytes: int
+    """Of the rank that wrote most."""
+    seconds: float
+    """Until the checkpoint had its name."""
+    blocked: float
+    """Seconds in which training stood still."""
+
+    def metrics(self) -> dict[str, float]:
+        """The same as metrics of a step."""
+        return {
+            "checkpoint/gib_per_rank": self.num_bytes / 2**30,
+            "checkpoint/seconds": self.seconds,
+            "checkpoint/blocked_seconds": self.blocked,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"saved {self.path} in {self.seconds:.1f} s, at most {self.num_bytes / 2**20:.1f} MiB "
+            f"per rank; training stood still for {self.blocked:.1f} s"
+        )
+
+
 class CheckpointStore:
     """The checkpoints below ``runs/<name>/checkpoints``."""
 
-    def __init__(self, directory: Path, *, keep: int, side_files: Path) -> None:
+    def __init__(
+        self, directory: Path, *, keep: int, side_files: Path, asynchronous: bool = False
+    ) -> None:
         self.directory, self._keep, self._side_files = directory, keep, side_files
+        self._asynchronous = asynchronous
+        self._writing: futures.Future[SaveReport] | None = None
 
     def all(self) -> list[Checkpoint]:
         """Finished checkpoints, oldest first."""
@@ -66,34 +97,88 @@ class CheckpointStore:
             )
         return Checkpoint(path=path, step=int(path.name.removeprefix(_PREFIX)))
 
-    def save(self, models: Mapping[str, ParallelModel], step: int, state: dict[str, Any]) -> Path:
+    def save(self, models: Mapping[str, ParallelModel], step: int, state: dict[str, Any]) -> None:
         """Save everything a resumed run needs; ``state`` must be JSON. Collective.
 
         Each model gets a folder of its name (``policy``, ``value``). The directory gets its name
-        only when all ranks have written all files.
+        only when all ranks have written all files. With ``asynchronous`` this rank's part is copied
+        to host memory and written by a thread while training goes on; a save that is still being
+        written is waited for first. ``take_report`` and ``wait`` tell how it went.
         """
+        self.wait()
+        start = time.monotonic()
+        taken = {name: snapshot(m, copy=self._asynchronous) for name, m in models.items()}
         groups = next(iter(models.values())).groups
+        num_bytes = max(groups.from_all(sum(one.num_bytes for one in taken.values())))
+        blocked = time.monotonic() - start
+        target = self.directory / f"{_PREFIX}{step}"
+        text = json.dumps({"step": step, **state}, indent=1)
+        # Collectives of two threads must not share a group.
+        writers = replace(groups, host=groups.writers)
+
+        def write() -> SaveReport:
+            self._write(taken, target, text, writers)
+            seconds = time.monotonic() - start
+            return SaveReport(
+                path=target,
+                step=step,
+                num_bytes=num_bytes,
+                seconds=seconds,
+                blocked=blocked if self._asynchronous else seconds,
+            )
+
+        self._writing = _in_thread(write) if self._asynchronous else _done(write())
+
+    def take_report(self) -> SaveReport | None:
+        """How the save went that has ended since the last call, on this rank.
+
+        Raises what made an asynchronous one fail: RuntimeError or OSError.
+        """
+        if self._writing is None or not self._writing.done():
+            return None
+        writing, self._writing = self._writing, None
+        return writing.result()
+
+    def wait(self) -> SaveReport | None:
+        """``take_report`` once the save that is being written has ended."""
+        if self._writing is not None:
+            futures.wait([self._writing])
+        return self.take_report()
+
+    def _write(
+        self,
+        taken: Mapping[str, Snapshot],
+        target: Path,
+        state: str,
+        groups: ProcessGroups,
+    ) -> None:
         if groups.is_first:
             # What a killed run left half-written.
             for stale in self.directory.glob(f".{_PREFIX}*"):
                 shutil.rmtree(stale)
-        target = self.directory / f"{_PREFIX}{step}"
         with whole_directory(target, active=groups.is_first) as work:
             work = Path(groups.from_first(str(work)))
             if groups.is_first:
-                for name in models:
+                for name in taken:
                     (work / name).mkdir()
                 copy_side_files(self._side_files, work / HF_FOLDER)
             groups.barrier()
-            for name, model in models.items():
-                save_sharded(model, work / name)
-            groups.barrier()
+            for name, one in taken.items():
+                write_snapshot(one, work / name, groups)
             if groups.is_first:
-                (work / STATE_FILE).write_text(json.dumps({"step": step, **state}, indent=1))
-        groups.barrier()
+                (work / STATE_FILE).write_text(state)
         if groups.is_first and self._keep > 0:
             for old in self.all()[: -self._keep]:
                 shutil.rmtree(old.path)
+        groups.barrier()
+
+    def export(self, models: Mapping[str, ParallelModel], step: int) -> Path:
+        """Write each model as an HF directory ``hf_exports/global_step_N`` (the value model's has
+        ``_value`` added) beside the checkpoints' directory; returns the policy's. Collective."""
+        target = self.directory.parent / EXPORT_FOLDER / f"{_PREFIX}{step}"
+        for name, model in models.items():
+            folder = target if name == POLICY_FOLDER else Path(f"{target}_{name}")
+            save_hf(model, folder, side_files=self._side_files)
         return target
 
     @staticmethod
@@ -113,43 +198,21 @@ class CheckpointStore:
         return json.loads((checkpoint.path / STATE_FILE).read_text())
 
 
-def save_sharded(model: ParallelModel, directory: Path) -> None:
-    """Write this model's shards into the existing, empty ``directory``. Collective."""
-    dist_checkpointing.save(
-        _sharded_state(model, loading=False), str(directory), validate_access_integrity=True
-    )
+def _done(report: SaveReport) -> futures.Future[SaveReport]:
+    done: futures.Future[SaveReport] = futures.Future()
+    done.set_result(report)
+    return done
 
 
-def load_sharded(model: ParallelModel, directory: Path) -> None:
-    """Fill the model's weights and optimizer from ``directory``. Collective.
+def _in_thread(work: Callable[[], SaveReport]) -> futures.Future[SaveReport]:
+    """In a daemon, unlike an executor's: a run that fails elsewhere must not wait for it."""
+    done: futures.Future[SaveReport] = futures.Future()
 
-    Raises whatever Megatron reports for missing or misshapen tensors; nothing is skipped.
-    """
-    state: Any = dist_checkpointing.load(_sharded_state(model, loading=True), str(directory))
-    for index, chunk in enumerate(model.models):
-        chunk.load_state_dict(state[f"model{index}"], strict=True)
-    if model.optimization is not None:
-        model.optimization.load_state_dict(state["optimizer"], state["scheduler"])
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
 
-
-def _sharded_state(model: ParallelModel, *, loading: bool) -> dict[str, Any]:
-    model.onload()
-    on_cpu = next(model.models[0].parameters()).device.type == "cpu"
-    # Ranks on a CPU share its memory: only the first data-parallel one holds what is gathered.
-    metadata = {**_METADATA, "distrib_optim_fully_reshardable_mem_efficient": on_cpu}
-    state: dict[str, Any] = {}
-    for index, chunk in enumerate(model.models):
-        state[f"model{index}"] = chunk.sharded_state_dict(metadata=metadata)
-    if model.optimization is not None:
-        # Also for a model that has not learned yet, as an actor in the critic's warm-up.
-        model.optimization.create_state()
-        weights = state if len(model.models) > 1 else state["model0"]
-        optimizer = model.optimization.optimizer.sharded_state_dict(
-            weights, is_loading=loading, metadata=metadata
-        )
-        if "param_state" in optimizer and optimizer["param_state"] is None:
-            # A rank that has nothing to save; Megatron warns that the ranks' keys differ.
-            del optimizer["param_state"]
-        state["optimizer"] = optimizer
-        state["scheduler"] = model.optimization.scheduler.state_dict()
-    return state
+    threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+    return done

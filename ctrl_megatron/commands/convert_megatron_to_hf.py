@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctrl_megatron.commands.start import CommandParser, refuse
+from ctrl_megatron.metrics import byte_bar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Load the weights into one process and export them; 2 for wrong input."""
+    """Export the weights, one file in memory at a time; 2 for wrong input."""
     parser = CommandParser(__doc__)
     parser.add_argument(
         "--checkpoint", required=True, type=Path, help="runs/NAME/checkpoints/global_step_N"
@@ -23,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_args(arguments)
         from ctrl_megatron.checkpoint.convert import megatron_to_hf
 
-        megatron_to_hf(options.checkpoint, options.out, folder=options.model)
+        with byte_bar() as progress:
+            megatron_to_hf(options.checkpoint, options.out, folder=options.model, progress=progress)
     except ValueError as error:
         return refuse("convert_megatron_to_hf", error)
     engines = "transformers and vLLM" if options.model == "policy" else "transformers"

@@ -80,6 +80,10 @@ class Trainer:
     """Steps after which training ends, whatever the epochs say; None for all epochs."""
     save_freq: int = key(-1, COUNT_OR_MINUS_1, stage="rl")
     """Steps between checkpoints; -1 saves only at the end."""
+    save_hf_freq: int = key(-1, COUNT_OR_MINUS_1, stage="rl")
+    """Steps between Hugging Face directories of the weights; -1 writes none."""
+    async_save: bool = False
+    """Write checkpoints while training goes on; a rank's share is first copied to host memory."""
     test_freq: int = key(-1, COUNT_OR_MINUS_1, stage="rl")
     """Steps between validations; -1 validates at the end, where there are data.val_files."""
     val_before_train: bool = key(False, stage="rl")

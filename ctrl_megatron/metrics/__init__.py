@@ -1,6 +1,6 @@
 """Phase timers, arithmetic counts, where the numbers of a run go, and its report."""
 
-from ctrl_megatron.metrics.display import Display
+from ctrl_megatron.metrics.display import Display, byte_bar
 from ctrl_megatron.metrics.flops import device_peak, measure_peak_flops, mfu, model_flops
 from ctrl_megatron.metrics.json_lines import JsonlWriter, read_json_lines
 from ctrl_megatron.metrics.sinks import build_sinks
@@ -12,6 +12,7 @@ __all__ = [
     "Phase",
     "Timeline",
     "build_sinks",
+    "byte_bar",
     "device_peak",
     "hidden_seconds",
     "measure_peak_flops",

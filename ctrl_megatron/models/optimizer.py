@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ctrl_megatron.models.build import DTYPES, BuildOptions
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN_PARAM = "main_param"
+"""The float32 copy of a parameter of another type, which Adam steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,18 @@ class OptimizerOptions:
     """Shard the optimizer state over the data-parallel ranks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedRange:
+    """Optimizer state of consecutive elements of one parameter; (n,) float32 tensors that alias
+    what the optimizer uses, on whatever device they are now."""
+
+    weight: torch.nn.Parameter
+    start: int
+    """The first element, in the flattened parameter."""
+    tensors: dict[str, torch.Tensor]
+    """``exp_avg``, ``exp_avg_sq`` and, unless the parameter itself is float32, ``main_param``."""
+
+
 class Optimization:
     """Owns the optimizer state and the schedule of a policy."""
 
@@ -39,6 +56,7 @@ class Optimization:
         self, chunks: Sequence[torch.nn.Module], options: OptimizerOptions, build: BuildOptions
     ) -> None:
         dtype, min_lr = DTYPES[build.dtype], options.lr * options.min_lr_ratio
+        self._weights = [weight for chunk in chunks for weight in chunk.parameters()]
         self.optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -71,9 +89,9 @@ class Optimization:
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
-        if options.warmup_steps:
-            # Megatron's schedule starts at lr 0; the first step would change nothing.
-            self.scheduler.step(increment=1)
+        # Megatron's schedule starts its warm-up at lr 0; the first step would change nothing.
+        self._ahead = 1 if options.warmup_steps else 0
+        self.scheduler.step(increment=self._ahead)
 
     def step(self) -> dict[str, float]:
         """Clip, update the weights, advance the schedule."""
@@ -88,47 +106,78 @@ class Optimization:
         return {"grad_norm": norm, "lr": lr}
 
     def create_state(self) -> None:
-        """Make the moments exist, as zeros, for a checkpoint of them or from one.
-
-        torch's AdamW creates its state in the first step; Megatron asks for it before that.
-        """
-        for inner in self.optimizer.chained_optimizers:
+        """Make the moments exist, as zeros; by itself Adam makes them in its first step."""
+        for inner in self._inner:
             adam = inner.optimizer
-            for group in adam.param_groups:
-                for param in group["params"]:
-                    if not adam.state[param]:
-                        adam.state[param] = {
-                            "step": torch.zeros(()),
-                            "exp_avg": torch.zeros_like(param),
-                            "exp_avg_sq": torch.zeros_like(param),
-                        }
+            for main in (param for group in adam.param_groups for param in group["params"]):
+                if not (state := adam.state[main]):
+                    # torch's AdamW counts steps per parameter, Transformer Engine's and Apex's
+                    # FusedAdam in the group and only there.
+                    if isinstance(adam, torch.optim.AdamW):
+                        state["step"] = torch.zeros(())
+                    state |= {name: torch.zeros_like(main) for name in MOMENTS}
 
-    def load_state_dict(self, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
-        """Continue from a saved optimizer and schedule; ``create_state`` has been called."""
-        for inner in self.optimizer.chained_optimizers:
-            if hasattr(inner, "_set_main_param_and_optimizer_states"):
-                _keep_step_beside_moments(inner)
-        self.optimizer.load_state_dict(optimizer)
-        for inner in self.optimizer.chained_optimizers:
-            # megatron-core 0.16 hands one step count to all parameters, which torch's AdamW would
-            # advance once per parameter in every step.
+    def owned(self) -> Iterator[OwnedRange]:
+        """The ranges of this rank's parameters whose optimizer state this rank holds."""
+        self.create_state()
+        for inner in self._inner:
+            for weight, main, start in self._main_params(inner):
+                tensors = {name: inner.optimizer.state[main][name] for name in MOMENTS}
+                if main.dtype != weight.dtype:
+                    tensors[MAIN_PARAM] = main
+                for name, tensor in tensors.items():
+                    if tensor.dtype != torch.float32:
+                        raise RuntimeError(
+                            f"the optimizer holds {name} in {tensor.dtype}; checkpoints know "
+                            "float32 only"
+                        )
+                flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
+                yield OwnedRange(weight=weight, start=start, tensors=flat)
+
+    def steps(self) -> dict[str, int]:
+        """The steps that ``adam`` and ``schedule`` have counted on this rank; the first are 0
+        where the rank owns no range."""
+        return {"adam": self._steps_counted(), "schedule": self.scheduler.num_steps - self._ahead}
+
+    def set_steps(self, *, adam: int, schedule: int) -> None:
+        """Continue after so many steps; the tensors of ``owned`` are filled by the caller."""
+        for inner in self._inner:
+            if not isinstance(inner.optimizer, torch.optim.AdamW):
+                for group in inner.optimizer.param_groups:
+                    group["step"] = adam
             for state in inner.optimizer.state.values():
-                if isinstance(state.get("step"), torch.Tensor):
-                    state["step"] = state["step"].clone()
-        self.scheduler.load_state_dict(scheduler)
+                if "step" in state:
+                    # A tensor each, since AdamW counts up every one of them.
+                    state["step"] = torch.full_like(state["step"], adam)
+        self.scheduler.num_steps = schedule + self._ahead
+        self.scheduler.step(increment=0)
 
+    @property
+    def _inner(self) -> list[Any]:
+        return [o for o in self.optimizer.chained_optimizers if not o.is_stub_optimizer]
 
-def _keep_step_beside_moments(inner: Any) -> None:
-    """Close a gap of megatron-core 0.16 with torch's AdamW.
+    def _steps_counted(self) -> int:
+        counts = [0]
+        for inner in self._inner:
+            counts += [int(group.get("step", 0)) for group in inner.optimizer.param_groups]
+            counts += [int(state.get("step", 0)) for state in inner.optimizer.state.values()]
+        return max(counts)
 
-    Its checkpoint holds the step count once, in the parameter groups, and restores it from there;
-    then it looks for it again among each parameter's moments, where it never was.
-    """
-    restore = inner._set_main_param_and_optimizer_states
-
-    def restore_with_step(model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = inner.model_param_group_index_map[model_param]
-        state = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][order]]
-        restore(model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
-
-    inner._set_main_param_and_optimizer_states = restore_with_step
+    def _main_params(self, inner: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+        """(model's parameter, what Adam steps for it on this rank, where that begins in it)."""
+        if not isinstance(inner, DistributedOptimizer):
+            stepped = {id(p) for group in inner.optimizer.param_groups for p in group["params"]}
+            for weight in self._weights:
+                main = getattr(weight, "main_param", weight)
+                if id(main) in stepped:
+                    yield weight, main, 0
+            return
+        for weight, (group, order) in inner.model_param_group_index_map.items():
+            own = inner._get_model_param_range_map(weight)["param"]
+            main = inner.optimizer.param_groups[group]["params"][order]
+            if main.numel() != own.end - own.start:
+                raise RuntimeError(
+                    f"Megatron's optimizer pairs {main.numel()} elements with the range "
+                    f"{own.start}:{own.end} of a parameter"
+                )
+            yield weight, main, own.start

@@ -14,10 +14,13 @@ from ctrl_megatron.models.hf_config import ModelShape
 
 
 class SafetensorsDirectory:
-    """Opens each file once; only the bytes of what is asked for are touched (memory-mapped)."""
+    """Opens each file once. Files are memory-mapped: only the bytes of what is asked for are
+    touched, but they count as this process's memory as long as it is open. Without ``mapped`` whole
+    tensors are read into memory of their own, also where a part of one is asked for.
+    """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path, *, mapped: bool = True) -> None:
+        self.directory, self._backend = Path(directory), "mmap" if mapped else "pread"
         self._file_of = self._index()
         self._open: dict[str, Any] = {}
 
@@ -40,7 +43,8 @@ class SafetensorsDirectory:
             path = self.directory / file
             if not path.is_file():
                 raise ValueError(f"{path} is missing, though the index names it for {name}")
-            self._open[file] = safe_open(path, framework="pt").__enter__()
+            handle = safe_open(path, framework="pt", backend=self._backend)
+            self._open[file] = handle.__enter__()
         return self._open[file]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

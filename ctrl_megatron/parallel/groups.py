@@ -14,6 +14,7 @@ from ctrl_megatron.parallel.hosts import Hosts, host_identity, number_hosts
 from ctrl_megatron.parallel.layout import Coordinates, Layout
 
 T = TypeVar("T")
+_LONGEST_WRITE = timedelta(hours=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class ProcessGroups:
     pipeline: Any
     host: Any
     """All ranks over gloo: for objects, barriers and host memory, whatever the devices are."""
+    writers: Any
+    """All ranks over gloo, for the threads that write checkpoints beside the training."""
     host_model: Any
     """The ranks that hold one copy of the model together (tensor x pipeline) over gloo."""
     host_data: Any
@@ -197,6 +200,8 @@ def _collect(layout: Layout, device: torch.device, timeout: timedelta) -> Proces
             group = dist.new_group(ranks, backend="gloo", timeout=timeout)
             host_data = group if rank in ranks else host_data
     host = dist.new_group(list(every), backend="gloo", timeout=timeout)
+    # Whoever has written its share waits for the others; a dead one closes its connections.
+    writers = dist.new_group(list(every), backend="gloo", timeout=_LONGEST_WRITE)
     identities = _gather(host_identity(), layout.world_size, host)
     return ProcessGroups(
         layout=layout,
@@ -207,6 +212,7 @@ def _collect(layout: Layout, device: torch.device, timeout: timedelta) -> Proces
         tensor=parallel_state.get_tensor_model_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         host=host,
+        writers=writers,
         host_model=host_model,
         host_data=host_data,
     )

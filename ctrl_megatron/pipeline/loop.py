@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.checkpoint.store import CheckpointStore
+from ctrl_megatron.checkpoint.store import CheckpointStore, SaveReport
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
 from ctrl_megatron.models.parallel_model import ParallelModel
@@ -43,6 +43,7 @@ class Schedule:
     """Rows of a step; a graph with dynamic sampling draws its own."""
     total_steps: int
     save_freq: int = -1
+    save_hf_freq: int = -1
     test_freq: int = -1
     val_before_train: bool = False
     resume_mode: str = "auto"
@@ -70,6 +71,8 @@ class TrainingLoop:
     """Metrics that every step repeats."""
     _state: dict[str, Any] | None = None
     _saved: int | None = None
+    _metrics: dict[str, float] = field(default_factory=dict)
+    """Of what has been saved since the last step that was recorded."""
 
     def resume(self) -> None:
         """Continue from the configured checkpoint, if there is one. Collective."""
@@ -97,12 +100,16 @@ class TrainingLoop:
                 last = worker.step == schedule.total_steps
                 if last or _due(worker.step, schedule.save_freq):
                     self._save()
+                if _due(worker.step, schedule.save_hf_freq):
+                    self._export()
                 if not last and _due(worker.step, schedule.test_freq):
                     self._validate(f"step {worker.step}")
             self._validate(f"after {schedule.stage}")
+            self._tell(self.store.wait())
         except StopRequested:
             if self._saved != worker.step:
                 self._save()
+            self._tell(self.store.wait())
             self.recorder.say(f"stopped as asked; the state after step {worker.step} is saved")
             return False
         return True
@@ -119,6 +126,9 @@ class TrainingLoop:
         metrics |= seconds_by_name(phases)
         metrics |= {"time/step": elapsed, "perf/overlap_seconds": hidden_seconds(phases)}
         metrics |= {**self.constants, **report.metrics(worker, batch)}
+        self._tell(self.store.take_report())
+        metrics |= self._metrics
+        self._metrics = {}
         examples = report.examples(worker, batch) if worker.groups.is_first else []
         record = worker.timeline.record(step, worker.groups.rank)
         self.recorder.end_step(step, metrics, record, examples)
@@ -131,9 +141,20 @@ class TrainingLoop:
         with self.worker.timeline.phase("save"):
             # Stopped within a step, the run continues with that step's batch.
             state = self._state or self._snapshot()
-            path = self.store.save(self.worker.trained, self.worker.step, state)
+            self._tell(self.store.wait())
+            self.store.save(self.worker.trained, self.worker.step, state)
         self._saved = self.worker.step
-        self.recorder.say(f"saved {path}")
+        self._tell(self.store.take_report())
+
+    def _tell(self, saved: SaveReport | None) -> None:
+        if saved is not None:
+            self.recorder.say(str(saved))
+            self._metrics |= saved.metrics()
+
+    def _export(self) -> None:
+        with self.worker.timeline.phase("save_hf"):
+            path = self.store.export(self.worker.trained, self.worker.step)
+        self.recorder.say(f"wrote {path}")
 
     def _validate(self, stage: str) -> None:
         validate = self.graph.report.validate

@@ -64,6 +64,7 @@ def train_sft(config: Config) -> bool:
                 Path(config.trainer.run_dir) / "checkpoints",
                 keep=config.trainer.max_ckpt_to_keep,
                 side_files=Path(path),
+                asynchronous=config.trainer.async_save,
             ),
             recorder=recorder,
             schedule=Schedule(

@@ -31,7 +31,14 @@ GROUPS = {key.rsplit(".", n)[0] for key in LEAVES for n in range(1, key.count(".
 NAMES_OF_GROUPS = {f.name for f in fields(Config)}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WRITTEN_BY_RUNS = ("runs/", "/", "http")
-INSIDE_A_CHECKPOINT = {"policy/", "value/", "hf/", "trainer_state.json", "config.json"}
+INSIDE_A_CHECKPOINT = {
+    "policy/",
+    "value/",
+    "hf/",
+    "trainer_state.json",
+    "config.json",
+    "optimizer.json",
+}
 ELSEWHERE = {"mine.py", ".jsonl"}
 PATH = re.compile(r"[\w.\-/]+(\.(py|sh|md|toml|yaml|json|jsonl|txt)|/)")
 

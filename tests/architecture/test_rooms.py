@@ -26,7 +26,7 @@ OWNERS = {
         *("pipeline/", "sft/", "metrics/flops.py", "commands/start.py"),
     ),
     "tensordict": ("pipeline/", "sft/"),
-    "megatron": ("parallel/", "models/", "checkpoint/"),
+    "megatron": ("parallel/", "models/"),
     "transformers": ("data/tokens.py", "models/", "checkpoint/hf.py", "rollout/hf_engine.py"),
     "transformer_engine": ("models/",),
     "apex": ("models/",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from functools import partial
@@ -213,7 +214,7 @@ def value_steps(
 ) -> dict[str, Any]:
     """Optimizer steps; before step ``resume_at`` a new model continues from a checkpoint."""
     from ctrl_megatron.checkpoint.hf import save_hf
-    from ctrl_megatron.checkpoint.store import load_sharded, save_sharded
+    from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
 
     groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -310,11 +311,12 @@ def vocab_log_probs(
 
 
 def run(function: str, folder: str, rank: int) -> None:
-    """A rank's whole life; the result is left in ``folder``."""
+    """A rank's whole life; the result is left in ``folder``. ``function`` may name its module."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     arguments = torch.load(f"{folder}/arguments.pt", weights_only=False)
-    result = globals()[function](rank, **arguments)
+    module, _, name = function.rpartition(":")
+    result = getattr(importlib.import_module(module or __name__), name)(rank, **arguments)
     torch.save(result, f"{folder}/result{rank}.pt")
     if torch.distributed.is_initialized():
         # A rank that leaves while others still talk to it can make their threads abort.

@@ -33,6 +33,9 @@ def test_a_killed_run_repeats_the_uninterrupted_one(job: Job, whole_run: Run) ->
         run.kill()
     done = [record["step"] for record in run.metrics()]
     assert done[-1] < 4
+    # Each step tells of the save before it.
+    told = ["checkpoint/blocked_seconds" in record["metrics"] for record in run.metrics()]
+    assert told == [False] + [True] * (len(told) - 1)
     with job.launch("killed", steps=4, extra=saving) as again:
         assert again.ends() == 0, again.output()[-8000:]
     start = re.search(r"continuing from \S+ after step (\d+)", again.output())
@@ -47,8 +50,9 @@ def test_a_killed_run_repeats_the_uninterrupted_one(job: Job, whole_run: Run) ->
 
 
 def test_ctrl_c_saves_and_the_run_can_go_on(job: Job, whole_run: Run) -> None:
-    with job.launch("stopped", steps=10_000) as run:
-        run.wait_for_steps(1)
+    saving = ("trainer.save_freq=1", "trainer.async_save=true", "trainer.save_hf_freq=1")
+    with job.launch("stopped", steps=10_000, extra=saving) as run:
+        run.wait_for_steps(2)
         os.kill(run.process.pid, signal.SIGINT)
         assert run.ends() != 0
         assert run.look() == [] and run.shared_memory() == []
@@ -58,6 +62,8 @@ def test_ctrl_c_saves_and_the_run_can_go_on(job: Job, whole_run: Run) -> None:
     assert [record["step"] for record in run.metrics()] == list(range(1, step + 1))
     assert (run.folder / f"checkpoints/global_step_{step}/trainer_state.json").is_file()
     assert (run.folder / "report.html").is_file()
+    for done in range(1, step):
+        assert (run.folder / f"hf_exports/global_step_{done}/model.safetensors").is_file()
     assert "stops because" not in run.output()
     with job.launch("stopped", steps=step + 1) as again:
         assert again.ends() == 0, again.output()[-8000:]

@@ -1,0 +1,335 @@
+"""A model's tensors in a checkpoint, written and read by all ranks in parallel.
+
+They have the names and shapes of a Hugging Face directory, whatever the layout, the layer spec and
+the optimizer's kind: ``NAME`` is a weight, ``optimizer.exp_avg.NAME``, ``.exp_avg_sq.`` and
+``.main_param.`` its optimizer state. Every rank writes the rectangles that it holds, each element
+is written by one rank, and nothing is gathered. The files are those of
+``torch.distributed.checkpoint``.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ctrl_megatron.models.families import Piece, ShardParam, hf_shape
+from ctrl_megatron.models.optimizer import OwnedRange
+from ctrl_megatron.models.parallel_model import ParallelModel
+from ctrl_megatron.parallel.groups import ProcessGroups
+
+STEPS_FILE = "optimizer.json"
+"""The steps that the optimizer and its schedule have counted; weights alone have none."""
+
+_FILE_BYTES = 1 << 30
+
+
+class TensorParts:
+    """Rectangles of one whole tensor, by their offsets in it, that this process has or wants.
+
+    The dunder methods are what torch.distributed.checkpoint asks of a sharded tensor.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = torch.Size(shape), dtype
+        self.parts: dict[torch.Size, torch.Tensor] = {}
+
+    def size(self) -> torch.Size:
+        """Shape of the whole tensor."""
+        return self.shape
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=offset, sizes=part.shape)
+            for offset, part in self.parts.items()
+        ]
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.shape
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def part(self, offset: torch.Size) -> torch.Tensor:
+        """The rectangle at ``offset``."""
+        return self.parts[offset]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What one rank writes of a model."""
+
+    tensors: Mapping[str, TensorParts]
+    steps: Mapping[str, int] | None
+    """``Optimization.steps``; None of a model without an optimizer."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank writes."""
+        return sum(t.nbytes for whole in self.tensors.values() for t in whole.parts.values())
+
+
+def snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
+    """This rank's part of a checkpoint, as views of the model or, with ``copy``, in host memory:
+    then training may go on while the snapshot is written. Collective.
+    """
+    tensors = tensors_of(model, saving=True)
+    if copy:
+        for whole in tensors.values():
+            for offset, part in whole.parts.items():
+                whole.parts[offset] = part.to("cpu", copy=True)
+    steps = None
+    if model.optimization is not None:
+        # A rank may own nothing and have counted nothing.
+        everyone = model.groups.from_all(model.optimization.steps())
+        steps = {name: max(counted[name] for counted in everyone) for name in everyone[0]}
+    return Snapshot(tensors=tensors, steps=steps)
+
+
+def write_snapshot(taken: Snapshot, directory: Path, groups: ProcessGroups) -> None:
+    """Write all ranks' snapshots into the existing, empty ``directory``. Collective."""
+    if groups.is_first and taken.steps is not None:
+        (directory / STEPS_FILE).write_text(json.dumps(taken.steps))
+    save_tensors(taken.tensors, directory, groups)
+
+
+def save_sharded(model: ParallelModel, directory: Path) -> None:
+    """Write the model into the existing, empty ``directory``. Collective."""
+    write_snapshot(snapshot(model, copy=False), directory, model.groups)
+
+
+def load_sharded(model: ParallelModel, directory: Path) -> None:
+    """Fill the model's weights and, if it learns, its optimizer from ``directory``. Collective.
+
+    ValueError if the checkpoint lacks a tensor or has it in another shape or type.
+    """
+    steps = directory / STEPS_FILE
+    if model.optimization is not None and not steps.is_file():
+        raise ValueError(
+            f"{directory} holds weights only and training cannot resume from it; convert it with "
+            "ctrl-convert-megatron-to-hf and give the result as the model's path"
+        )
+    load_tensors(tensors_of(model, saving=False), directory, model.groups)
+    if model.optimization is not None:
+        model.optimization.set_steps(**json.loads(steps.read_text()))
+
+
+@torch.no_grad()
+def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
+    """The model's weights and optimizer state as rectangles of whole tensors, aliasing the model.
+
+    To save, each element is on one rank; to load, on all that need it, and what no checkpoint holds
+    (the padding of the vocabulary) is zero.
+    """
+    model.onload()
+    found: dict[str, TensorParts] = {}
+    owned: dict[int, list[OwnedRange]] = {}
+    for own in model.optimization.owned() if model.optimization is not None else ():
+        owned.setdefault(id(own.weight), []).append(own)
+    options, place = model.options.optimizer, model.groups.place
+    sharded = options is not None and options.distributed
+    bytes_of = [0] * model.groups.layout.data
+    for param, weight in model.shards():
+        if saving and not _is_original(param, model):
+            continue
+        flats = [("", weight.detach().view(-1), 0, False)]
+        for own in owned.get(id(weight), ()):
+            flats += [
+                (f"optimizer.{name}.", flat, own.start, sharded)
+                for name, flat in own.tensors.items()
+            ]
+        for prefix, flat, start, exclusive in flats:
+            if not saving:
+                flat.zero_()
+            for piece in param.pieces:
+                name = prefix + piece.hf
+                for offset, part in _rectangles(param, piece, flat, start):
+                    if saving and not exclusive:
+                        # Data-parallel replicas share the writing, the least loaded one next.
+                        replica = min(range(len(bytes_of)), key=bytes_of.__getitem__)
+                        bytes_of[replica] += part.nbytes
+                        if replica != place.dp:
+                            continue
+                    whole = TensorParts(hf_shape(piece.hf, model.shape), flat.dtype)
+                    found.setdefault(name, whole).parts[torch.Size(offset)] = part
+    return found
+
+
+def _is_original(param: ShardParam, model: ParallelModel) -> bool:
+    """False for a copy of what another tensor or pipeline rank saves."""
+    if model.shape.tied_embeddings and param.name == "output_layer.weight":
+        return False
+    return param.split_dim is not None or model.groups.place.tp == 0
+
+
+def _rectangles(
+    param: ShardParam, piece: Piece, flat: torch.Tensor, start: int
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """(offset in the HF tensor, view of ``flat``) of what ``flat`` holds of ``piece``.
+
+    ``flat`` (n,) holds the elements ``start`` to ``start + n`` of the flattened shard. A run of
+    elements is at most three rectangles: the end of a row, whole rows, the beginning of a row.
+    """
+    if piece.extent[1:] != param.shape[1:]:
+        raise ValueError(f"{param.name}: {piece.hf} does not fill the shard's rows")
+    width = prod(param.shape[1:])
+    first = max(start, piece.start[0] * width)
+    last = min(start + len(flat), (piece.start[0] + piece.extent[0]) * width)
+    while first < last:
+        row, column = divmod(first, width)
+        rows, columns = (last - first) // width, width
+        if column or not rows:
+            rows, columns = 1, min(width - column, last - first)
+        view = flat[first - start : first - start + rows * columns]
+        hf_row = row - piece.start[0] + piece.hf_start[0]
+        if len(param.shape) == 1:
+            yield (hf_row,), view
+        else:
+            yield (hf_row, column + piece.hf_start[1]), view.view(rows, columns)
+        first += rows * columns
+
+
+class _Saving(DefaultSavePlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn].part(index.offset)
+
+
+class _Writer(FileSystemWriter):
+    """Writes each rank's items in files of bounded size: a file's tensors, copied from the device
+    or read from elsewhere, stay in host memory until it is complete."""
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        files: list[list[WriteItem]] = []
+        room = 0
+        for item in plan.items:
+            assert item.tensor_data is not None and item.tensor_data.chunk is not None
+            size = prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            if size > room:
+                files.append([])
+                room = _FILE_BYTES
+            files[-1].append(item)
+            room -= size
+        results: list[WriteResult] = []
+        for number, items in enumerate(files):
+            prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+            part = replace(plan, items=items, storage_data=prefix)
+            results += super().write_data(part, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+class _Loading(DefaultLoadPlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+    ) -> None:
+        # The default asks for tensors of its own kinds only.
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].part(index.offset)
+
+
+def save_tensors(
+    tensors: Mapping[str, TensorParts], directory: Path, groups: ProcessGroups | None
+) -> None:
+    """Write every rank's parts; together they must be whole. Collective, or alone for None."""
+    with _one_error(f"writing {directory}"), _alone() if groups is None else nullcontext():
+        save(
+            dict(tensors),
+            storage_writer=_Writer(directory),
+            planner=_Saving(),
+            process_group=None if groups is None else groups.host,
+            no_dist=groups is None,
+        )
+
+
+def load_tensors(
+    tensors: Mapping[str, TensorParts], directory: Path, groups: ProcessGroups | None
+) -> None:
+    """Fill the parts from ``directory``; each rank reads what it asks for. Collective, or alone.
+
+    ValueError if a tensor is missing there or has another shape or type.
+    """
+    held = saved_tensors(directory)
+    for name, whole in tensors.items():
+        found = held.get(name)
+        if found is None:
+            raise ValueError(f"{directory} is no checkpoint of this model: it lacks {name}")
+        there = (tuple(found.size), found.properties.dtype)
+        if there != (tuple(whole.shape), whole.dtype):
+            raise ValueError(
+                f"{directory} holds {name} as {there[0]} {there[1]}, the run needs "
+                f"{tuple(whole.shape)} {whole.dtype}; resume with the model and dtype that saved it"
+            )
+    with _one_error(f"reading {directory}"), _alone() if groups is None else nullcontext():
+        load(
+            dict(tensors),
+            storage_reader=FileSystemReader(directory),
+            planner=_Loading(),
+            process_group=None if groups is None else groups.host,
+            no_dist=groups is None,
+        )
+
+
+def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
+    """Every tensor that ``directory`` holds, by name; ValueError if it is no checkpoint."""
+    try:
+        metadata = FileSystemReader(directory).read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{directory} is not a whole checkpoint: {error}") from error
+    held = metadata.state_dict_metadata
+    return {name: t for name, t in held.items() if isinstance(t, TensorStorageMetadata)}
+
+
+@contextmanager
+def _one_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as error:
+        # torch's is no Exception, and lists the tracebacks of all ranks.
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        raise RuntimeError(f"{what} failed on rank {rank}: {cause!r}") from cause
+
+
+def _alone() -> warnings.catch_warnings:
+    return warnings.catch_warnings(action="ignore", category=UserWarning)  # that there are no ranks

@@ -1,0 +1,200 @@
+"""What the processes of ``test_saved_state`` run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from workers import make_policy, policy_loss, start
+
+OPTIMIZER = {"lr": 1e-3, "total_steps": 10, "warmup_steps": 3, "clip_grad": 0.5, "eps": 1e-4}
+
+
+def join(layout: dict, te: bool) -> Any:
+    """Join the world, with stand-ins for Transformer Engine if ``te``."""
+    if te:
+        import te_stand_ins
+
+        te_stand_ins.install()
+    return start(layout)
+
+
+def state_of(model: Any) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint must bring back, copied: weights, main weights, moments."""
+    found = {}
+    for index, chunk in enumerate(model.models):
+        for name, parameter in chunk.named_parameters():
+            found[f"{index}.{name}"] = parameter.detach().clone()
+    for number, inner in enumerate(model.optimization.optimizer.chained_optimizers):
+        adam = inner.optimizer
+        for place, group in enumerate(adam.param_groups):
+            for order, parameter in enumerate(group["params"]):
+                key = f"optimizer {number} group {place} {order}"
+                found[key] = parameter.detach().clone()
+                for name, value in adam.state.get(parameter, {}).items():
+                    found[f"{key} {name}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def assert_equal_states(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    wrong = [name for name, value in left.items() if not torch.equal(value, right[name])]
+    assert not wrong, wrong
+
+
+def save_and_go_on(
+    rank: int,
+    layout: dict,
+    cases: dict[str, dict[str, Any]],
+    batch: dict,
+    out: str,
+    te: bool = False,
+) -> dict[str, list[dict[str, float]]]:
+    """For every case: steps, a checkpoint, and the next steps of the model and of its copy.
+
+    A new model that has loaded the checkpoint must equal the old one to the last bit, also after
+    two more steps. The metrics of all steps are returned.
+    """
+    from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
+
+    groups, results = join(layout, te), {}
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    for name, case in cases.items():
+        case = dict(case)
+        directory, steps = case.pop("directory"), case.pop("steps", 2)
+        optimizer = OPTIMIZER | case.pop("optimizer", {})
+        model = make_policy(groups, directory, optimizer=optimizer, token_budget=64, **case)
+        metrics = [model.step(mine, policy_loss) for _ in range(steps)]
+        folder = Path(out) / name
+        if groups.is_first:
+            folder.mkdir(parents=True)
+        groups.barrier()
+        save_sharded(model, folder)
+        copy = make_policy(groups, directory, optimizer=optimizer, token_budget=64, **case)
+        with torch.no_grad():
+            for parameter in (p for chunk in copy.models for p in chunk.parameters()):
+                parameter.fill_(7.0)
+        load_sharded(copy, folder)
+        assert_equal_states(state_of(model), state_of(copy))
+        further = [model.step(mine, policy_loss) for _ in range(2)]
+        assert further == [copy.step(mine, policy_loss) for _ in range(2)]
+        assert_equal_states(state_of(model), state_of(copy))
+        results[name] = metrics + further
+    return results
+
+
+def go_on(
+    rank: int,
+    layout: dict,
+    directory: str,
+    batch: dict,
+    out: str,
+    te: bool = False,
+    load: str | None = None,
+    steps: int = 2,
+) -> list[dict[str, float]]:
+    """Load a checkpoint or start from ``directory``; ``out/first``, steps, ``out/last``, an export.
+
+    Only a model that was started from ``directory`` takes steps before ``out/first``.
+    """
+    from ctrl_megatron.checkpoint.hf import save_hf
+    from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
+
+    groups = join(layout, te)
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    model = make_policy(groups, directory, optimizer=OPTIMIZER, token_budget=64)
+    fused = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+    assert (fused in dict(model.models[0].named_parameters())) == te
+    metrics = []
+    if load is not None:
+        load_sharded(model, Path(load))
+    else:
+        metrics = [model.step(mine, policy_loss) for _ in range(steps)]
+    for name in ("first", "last"):
+        if groups.is_first:
+            (Path(out) / name).mkdir(parents=True)
+        groups.barrier()
+        save_sharded(model, Path(out) / name)
+        if name == "first":
+            metrics += [model.step(mine, policy_loss) for _ in range(2)]
+    save_hf(model, f"{out}/hf", side_files=directory)
+    return metrics
+
+
+def save_aside(rank: int, layout: dict, directory: str, batch: dict, out: str) -> None:
+    """A checkpoint is written while a step is taken; before it the same weights are exported.
+
+    Then one rank cannot write; its error reaches all, and nothing is published.
+    """
+    import multiprocessing.process
+    import threading
+
+    from ctrl_megatron.checkpoint import sharded, store
+    from ctrl_megatron.checkpoint.hf import save_hf
+
+    def refuse(_: Any) -> None:
+        raise AssertionError("saving started a process; a script without a main guard would hang")
+
+    groups = start(layout)
+    processes: Any = multiprocessing.process.BaseProcess
+    processes.start = refuse
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    model = make_policy(groups, directory, optimizer=OPTIMIZER, dtype="bfloat16", token_budget=64)
+    model.step(mine, policy_loss)
+
+    checkpoints = Path(out) / "checkpoints"
+    saved = store.CheckpointStore(
+        checkpoints, keep=2, side_files=Path(directory), asynchronous=True
+    )
+    exported = saved.export({"policy": model}, 1)
+    assert exported == Path(out) / "hf_exports/global_step_1"
+    save_hf(model, f"{out}/parts", side_files=directory, file_bytes=40_000)
+    before = state_of(model)
+
+    gate, write = threading.Event(), store.write_snapshot
+
+    def late(*arguments: Any) -> None:
+        assert gate.wait(60)
+        write(*arguments)
+
+    store.write_snapshot = late
+    saved.save({"policy": model}, 1, {"sampler": [1, 2]})
+    assert saved.take_report() is None and saved.all() == []
+    model.step(mine, policy_loss)
+    groups.barrier()
+    assert saved.take_report() is None and saved.all() == []
+    gate.set()
+    report = saved.wait()
+    assert report is not None and report.path == checkpoints / "global_step_1"
+    assert 0 < report.blocked < report.seconds
+    written = sum(groups.from_all(sharded.snapshot(model, copy=False).num_bytes))
+    numbers = sum(p.numel() for p in make_policy(groups, directory).models[0].parameters())
+    if groups.layout.world_size == 1:
+        assert report.num_bytes == written == numbers * (2 + 3 * 4)
+    assert groups.layout.world_size * report.num_bytes < 1.5 * written
+    assert saved.take_report() is None
+
+    copy = make_policy(groups, directory, optimizer=OPTIMIZER, dtype="bfloat16", token_budget=64)
+    assert saved.load({"policy": copy}, saved.all()[0]) == {"step": 1, "sampler": [1, 2]}
+    assert_equal_states(before, state_of(copy))
+
+    saved.save({"policy": model}, 2, {})
+    assert (last := saved.wait()) is not None and last.step == 2
+    groups.barrier()
+    assert [c.step for c in saved.all()] == [1, 2]
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if rank == groups.layout.world_size - 1:
+        parts: Any = sharded.TensorParts
+        parts.part = full
+    saved.save({"policy": model}, 3, {})
+    failed = rf"writing .* failed on rank {groups.layout.world_size - 1}: .*No space left"
+    with pytest.raises(RuntimeError, match=failed):
+        saved.wait()
+    groups.barrier()
+    assert [c.step for c in saved.all()] == [1, 2]
+    assert {path.name for path in checkpoints.iterdir()} == {"global_step_1", "global_step_2"}

@@ -1,0 +1,114 @@
+"""Transformer Engine's place taken by plain torch: its parameter names and its optimizer's state.
+
+Megatron's own spec function builds the layers; what differs from the local spec is what the real
+library differs in: norms fused into the linear layer behind them, and an Adam that counts steps in
+its groups and keeps nothing but moments per parameter (read off Transformer Engine 2.9 to 2.11).
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import torch
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """The state of ``transformer_engine.pytorch.optimizers.FusedAdam``, stepped in plain torch."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adam_w_mode: bool = True,
+    ) -> None:
+        assert adam_w_mode
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {"bias_correction": True, **defaults})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Like the original: another name among the moments is an error."""
+        for state in self.state.values():
+            unknown = set(state) - {"exp_avg", "exp_avg_sq"}
+            if unknown:
+                raise KeyError(unknown.pop())
+        return super().state_dict()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step of AdamW; an empty group does not count it."""
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            first, second = group["betas"]
+            for param in group["params"]:
+                if not (state := self.state[param]):
+                    state["exp_avg"] = torch.zeros_like(param)
+                    state["exp_avg_sq"] = torch.zeros_like(param)
+                if param.grad is None:
+                    continue
+                assert set(state) == {"exp_avg", "exp_avg_sq"}
+                mean, square = state["exp_avg"], state["exp_avg_sq"]
+                mean.lerp_(param.grad, 1 - first)
+                square.mul_(second).addcmul_(param.grad, param.grad, value=1 - second)
+                root = (square / (1 - second ** group["step"])).sqrt().add_(group["eps"])
+                update = mean / (1 - first ** group["step"]) / root
+                param.sub_(group["lr"] * (update + group["weight_decay"] * param))
+
+
+def install() -> None:
+    """For the rest of this process: Megatron and the package find Transformer Engine."""
+    import megatron.core.optimizer as optimizer
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import transformer_block
+
+    from ctrl_megatron.models.layer_spec import PackedCausalAttention, RMSNorm
+
+    class LayerNormColumnParallelLinear(ColumnParallelLinear):
+        def __init__(self, input_size: int, *sizes: Any, config: Any, **options: Any) -> None:
+            super().__init__(input_size, *sizes, config=config, **options)
+            norm = RMSNorm(config, input_size, eps=config.layernorm_epsilon)
+            self.layer_norm_weight = norm.weight
+            self.normalise = norm.forward
+
+        def forward(self, hidden: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            return super().forward(self.normalise(hidden), *rest, **options)
+
+    class Provider(LocalSpecProvider):
+        def fuse_layernorm_and_linear(self) -> bool:
+            return True
+
+        def column_parallel_layer_norm_linear(self) -> type:
+            return LayerNormColumnParallelLinear
+
+        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+            return RMSNorm
+
+        def core_attention(self) -> type:
+            return PackedCausalAttention
+
+    module = types.ModuleType("transformer_engine")
+    module.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None)
+    sys.modules["transformer_engine"] = module
+    changes: list[tuple[Any, dict[str, Any]]] = [
+        (gpt_layer_specs, {"TESpecProvider": Provider}),
+        (transformer_block, {"LayerNormImpl": RMSNorm}),
+        (optimizer, {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False}),
+        (
+            distrib_optimizer,
+            {"Adam": FusedAdam, "HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True},
+        ),
+    ]
+    for owner, attributes in changes:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
