@@ -74,7 +74,7 @@ NAME_BYTES, PATH_BYTES = 255, 4095
 """Of a part of a file's path, and of the path: what Linux takes."""
 FETCHED_BYTES = 32 << 20
 """Of all files that are fetched from one run; a program that leaves more has failed."""
-VERDICT_CHARACTERS = 256 << 10
+VERDICT_CHARACTERS = 128 << 10
 """Of program text and output told in all verdicts of one answer to ``/submit`` together."""
 CASE_CHARACTERS = 1000
 """Of each text told of one case."""
@@ -90,5 +90,5 @@ ATTEMPTS = 3
 """Workers that a job may bring down before its program is judged to do so."""
 CHECKED_BYTES = 1 << 16
 """A longer request is read aside of the event loop."""
-JSON_VALUES = 200_000
-"""In such a request: reading as many takes a tenth of a second."""
+JSON_VALUES = 100_000
+"""In such a request: nothing else of the service runs while its parser does."""

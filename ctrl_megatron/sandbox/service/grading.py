@@ -39,12 +39,15 @@ from ctrl_megatron.sandbox.service.programs import (
     run_response,
     seconds_within,
 )
+from ctrl_megatron.sandbox.service.reading import aside
 
 _LANGUAGE_REQUIRED = ("CommonOJDataset",)
 _TEXTS_OF_CASE = 6
 """That a verdict tells: output and errors, and in its ``test_info`` input, expected and got output
 and the reason.
 """
+_AT_ONCE = 16
+"""Tests of one request that are under way."""
 _SHORT = 8192
 """Characters of a completion that is searched at once, without a thread."""
 SANDBOX_FUSION = "sandbox_fusion"
@@ -141,11 +144,11 @@ async def _read(runner: ProgramRunner, request: wire.SubmitRequest) -> Submissio
     if compatibility is not None:
         data = {**data, "first_of_list": True}
     # Reading may unpack megabytes: other requests go on meanwhile.
-    problem = await asyncio.to_thread(READERS[kind], data)
+    problem = await aside(READERS[kind], data)
     extracted = (
         extract_code(request.completion, language)
         if len(request.completion) < _SHORT
-        else await asyncio.to_thread(extract_code, request.completion, language)
+        else await aside(extract_code, request.completion, language)
     )
     return Submission(
         runner=runner,
@@ -219,15 +222,26 @@ def _all_or_one(
 async def _in_order(
     tests: Iterable[Any], run_test: Callable[[Any], Awaitable[wire.EvalTestCase]], run_all: bool
 ) -> list[wire.EvalTestCase]:
-    """Verdicts in the order of the tests; without ``run_all`` they end at the first failure."""
-    if run_all:
-        return list(await asyncio.gather(*map(run_test, tests)))
-    verdicts: list[wire.EvalTestCase] = []
-    for test in tests:
-        verdicts.append(await run_test(test))
-        if not verdicts[-1].passed:
-            break
-    return verdicts
+    """Verdicts in the order of the tests; without ``run_all`` they end at the first failure.
+
+    A few tests are under way at a time: a request of hundreds must not hold a job for each.
+    """
+    verdicts: dict[int, wire.EvalTestCase] = {}
+    waiting = iter(enumerate(tests))
+
+    async def run_some() -> None:
+        for number, test in waiting:
+            verdicts[number] = await run_test(test)
+            if not run_all and not verdicts[number].passed:
+                break
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_AT_ONCE if run_all else 1):
+                group.create_task(run_some())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [verdicts[number] for number in sorted(verdicts)]
 
 
 async def _test_functions(

@@ -20,6 +20,7 @@ from ctrl_megatron.sandbox.datasets import READERS
 from ctrl_megatron.sandbox.limits import CHECKED_BYTES, JSON_VALUES, VERDICT_CHARACTERS
 from ctrl_megatron.sandbox.service.grading import grade
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
+from ctrl_megatron.sandbox.service.reading import aside
 from ctrl_megatron.sandbox.service.telemetry import CONTENT_TYPE, RequestTelemetry, metric_lines
 from ctrl_megatron.sandbox.service.workers import CURRENT_CLIENT, QueueFull, WorkerFault, WorkerPool
 
@@ -264,8 +265,8 @@ async def _body(request: web.Request, kind: type[BodyT]) -> BodyT:
     text = await request.read()
     if len(text) > CHECKED_BYTES:
         # Other requests go on meanwhile; the parser itself lets nobody else run.
-        await asyncio.to_thread(_check_values, text)
-        return await asyncio.to_thread(kind.model_validate_json, text)
+        await aside(_check_values, text)
+        return await aside(kind.model_validate_json, text)
     return kind.model_validate_json(text)
 
 
