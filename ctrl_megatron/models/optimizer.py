@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,14 @@ class Optimization:
             )
         self.scheduler.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Master weights and moments, as far as they exist."""
+        for inner in self.optimizer.chained_optimizers:
+            for group in inner.optimizer.param_groups:
+                yield from group["params"]
+            for state in inner.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def create_state(self) -> None:
         """Make the moments exist, as zeros, for a checkpoint of them or from one.

@@ -130,7 +130,7 @@ def train(
         results[name] = []
         for _ in range(3):
             if make_room:
-                policy.offload(gradients=True, optimizer=True)
+                policy.offload("weights", "gradients", "optimizer")
                 assert all(buffer_bytes(chunk) == 0 for chunk in policy.chunks)
                 policy.log_probs(mine)
             results[name].append(policy.step(mine, policy_loss))
