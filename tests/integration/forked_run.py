@@ -52,8 +52,8 @@ def run_forked(
     """Two ranks from start to end; neither outlives the call. ``purpose`` is ``rl`` or ``sft``.
 
     The keys that the first rank reads are written to the file ``reads``, one a line; what
-    ``record_phases(stop_at)`` notes on rank N to the file ``phases``/N; ``without`` names keys of the
-    job that are left out.
+    ``record_phases(stop_at)`` notes on rank N to the file ``phases``/N; ``without`` names keys of
+    the job that are left out.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / f"{name}.{time.monotonic_ns()}.log"
@@ -66,12 +66,8 @@ def run_forked(
     kept = [setting for setting in settings if setting.partition("=")[0] not in without]
     overrides = [*kept, *extra]
     forks = fork_context()
-    ranks = [
-        forks.Process(
-            target=_rank, args=(rank, launch, overrides, str(log), purpose, reads, phases, stop_at)
-        )
-        for rank in range(_RANKS)
-    ]
+    given = (launch, overrides, str(log), purpose, reads, phases, stop_at)
+    ranks = [forks.Process(target=_rank, args=(rank, *given)) for rank in range(_RANKS)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + timeout

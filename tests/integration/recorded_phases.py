@@ -11,8 +11,8 @@ import torch
 
 
 def record_phases(stop_at: int) -> list[str]:
-    """Events of this process from now on; at generation ``stop_at`` (from 1, 0 for none) the process
-    asks itself to stop, while the engine generates.
+    """Events of this process from now on; at generation ``stop_at`` (from 1, 0 for none) it asks
+    itself to stop, while the engine generates.
 
     ``build``, ``pass``, ``save`` and ``load`` are recorded when they begin, ``onload`` and
     ``offload`` where memory really comes or goes, ``sleep N``, ``wake MEMORY``, ``push`` and

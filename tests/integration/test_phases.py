@@ -1,4 +1,4 @@
-"""The device has one owner at a time: in every training, through a stop, a resume and validation."""
+"""The device has one owner at a time, in every training, through stop, resume and validation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def events_of(folder: Path) -> list[list[str]]:
 
 
 def assert_one_owner(events: list[str], *, drives_engine: bool) -> None:
-    """Nothing of the trainer happens while the engine is awake, and no engine wakes into memory that
-    an allocator holds back."""
+    """Nothing of the trainer happens while the engine is awake, and no engine wakes into memory
+    that an allocator holds back."""
     asleep: set[str] = set()
     for number, event in enumerate(events):
         before, (name, *rest) = events[max(0, number - 1)], event.split()
