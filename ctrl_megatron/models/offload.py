@@ -36,8 +36,7 @@ class OffloadedTensors:
         storages = storages_of(self._tensors())
         for identity, storage in storages.items():
             if self._keep:
-                self._copy_of(identity, storage).copy_(_bytes_of(storage), non_blocking=True)
-        torch.cuda.synchronize()
+                self._copy_of(identity, storage).copy_(_bytes_of(storage))
         for storage in storages.values():
             self._empty.append((storage, storage.nbytes()))
             storage.resize_(0)
@@ -48,10 +47,9 @@ class OffloadedTensors:
             storage.resize_(size)
             whole = _bytes_of(storage)
             if self._keep:
-                whole.copy_(self._copies[storage._cdata], non_blocking=True)
+                whole.copy_(self._copies[storage._cdata])
             else:
                 whole.zero_()
-        torch.cuda.synchronize()
         self._empty.clear()
 
     def _copy_of(self, identity: int, storage: torch.UntypedStorage) -> torch.Tensor:

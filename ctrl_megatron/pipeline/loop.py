@@ -13,6 +13,7 @@ from ctrl_megatron.checkpoint.store import CheckpointStore
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
 from ctrl_megatron.models.parallel_model import ParallelModel
+from ctrl_megatron.pipeline.device_memory import DeviceMemory
 from ctrl_megatron.pipeline.executor import Executor, Rank
 from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.recorder import Recorder
@@ -68,6 +69,8 @@ class TrainingLoop:
     """Further state to save, by name; the sampler is always saved."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Metrics that every step repeats."""
+    memory: DeviceMemory | None = None
+    """Measures the worker's timeline where there is a GPU."""
     _state: dict[str, Any] | None = None
     _saved: int | None = None
 
@@ -118,6 +121,8 @@ class TrainingLoop:
         phases, elapsed = worker.timeline.phases(), worker.timeline.elapsed()
         metrics |= seconds_by_name(phases)
         metrics |= {"time/step": elapsed, "perf/overlap_seconds": hidden_seconds(phases)}
+        if self.memory is not None:
+            metrics |= self.memory.take(worker.groups)
         metrics |= {**self.constants, **report.metrics(worker, batch)}
         examples = report.examples(worker, batch) if worker.groups.is_first else []
         record = worker.timeline.record(step, worker.groups.rank)
