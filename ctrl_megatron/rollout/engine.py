@@ -72,6 +72,11 @@ class EngineSpec:
     extra: dict[str, Any] = field(default_factory=dict)
     """More arguments of the engine's own constructor (vLLM: ``AsyncEngineArgs``)."""
 
+    def require_sleep(self) -> None:
+        """ValueError without ``may_sleep``."""
+        if not self.may_sleep:
+            raise ValueError("the engine was started without may_sleep; set it in EngineSpec")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAddress:
@@ -122,7 +127,10 @@ class Engine(Protocol):
         ...
 
     async def sleep(self, level: SleepLevel) -> None:
-        """Free all device memory, weights and caches. Nobody may be generating."""
+        """Free all device memory, weights and caches. Nobody may be generating.
+
+        ValueError without ``EngineSpec.may_sleep``.
+        """
         ...
 
     async def wake(self, tags: Sequence[EngineMemory]) -> None:

@@ -43,6 +43,10 @@ class HfEngine:
             spec.model_path, dtype=getattr(torch, spec.dtype), **spec.extra
         )
         self._model: Any = model.eval().to(_DEVICE)
+        if spec.may_sleep:
+            for weight in self._model.parameters():
+                # What is mapped from a file cannot be given back.
+                weight.data = weight.data.clone()
         self._weights = dict(self._model.named_parameters())
         renamed = [s.name for s in self._state.manifest if s.name not in self._weights]
         if renamed:
@@ -137,6 +141,7 @@ class HfEngine:
 
     async def sleep(self, level: SleepLevel) -> None:
         """The KV cache lives only while a batch is decoded."""
+        self._spec.require_sleep()
         # A call that was cancelled may still be in its last step.
         async with self._one_call:
             self._state.fall_asleep(level)

@@ -200,9 +200,8 @@ class VllmEngine:
         await self._llm.resume_generation()
 
     async def sleep(self, level: SleepLevel) -> None:
-        """ValueError without ``EngineSpec.may_sleep``. On a CPU vLLM only stops scheduling."""
-        if not self._spec.may_sleep:
-            raise ValueError("the engine was started without may_sleep; set it in EngineSpec")
+        """On a CPU vLLM only stops scheduling."""
+        self._spec.require_sleep()
         self._state.fall_asleep(level)
         await self._llm.sleep(level=level, mode="keep")
 
