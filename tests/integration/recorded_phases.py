@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from collections.abc import Callable
@@ -34,7 +35,8 @@ def record_phases(stop_at: int) -> list[str]:
                 events.append(said)
             return inner(*args, **kwargs)
 
-        setattr(owner, name, staticmethod(noted) if isinstance(inner, staticmethod) else noted)
+        static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(noted) if static else noted)
 
     def generation(*_: Any) -> str:
         if events.count("generate") + 1 == stop_at:
