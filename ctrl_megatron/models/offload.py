@@ -34,6 +34,7 @@ class OffloadedTensors:
         if self.away:
             return
         storages = storages_of(self._tensors())
+        self._copies = {known: self._copies[known] for known in storages.keys() & self._copies}
         for identity, storage in storages.items():
             if self._keep:
                 self._copy_of(identity, storage).copy_(_bytes_of(storage))

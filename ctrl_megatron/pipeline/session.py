@@ -140,18 +140,24 @@ class EngineSilence:
         self._asking = background.submit(self._ask())
 
     async def _ask(self) -> None:
-        while True:
-            try:
-                await self._engine.health()
-            except EngineDied:
-                # Its process is watched as well, which knows more to say.
+        try:
+            while True:
+                if await self._answers():
+                    self._heard = time.monotonic()
                 await asyncio.sleep(_ASK_SECONDS)
-                continue
-            except EngineError:
-                # An answer; whoever uses the engine is told.
-                pass
-            self._heard = time.monotonic()
-            await asyncio.sleep(_ASK_SECONDS)
+        finally:
+            await self._engine.close()
+
+    async def _answers(self) -> bool:
+        try:
+            await self._engine.health()
+        except EngineDied:
+            # Its process is watched as well, which knows more to say.
+            return False
+        except EngineError:
+            # An answer too; whoever uses the engine is told.
+            return True
+        return True
 
     def __call__(self) -> str | None:
         """What is wrong, for ``FailureWatch.guard``."""
