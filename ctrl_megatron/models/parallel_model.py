@@ -110,6 +110,8 @@ class ParallelModel:
     def offload(self, *parts: Part) -> None:
         """Take the memory of ``parts`` off the device: passes, steps and checkpoints bring back
         what they need. Gradients are forgotten."""
+        if self.optimization is not None and "gradients" in parts:
+            self.optimization.optimizer.zero_grad()
         for part in parts:
             self._parts[part].leave()
 

@@ -118,6 +118,7 @@ def train(
     The global batch is dealt out to the data-parallel ranks; the weights are exported.
     """
     from ctrl_megatron.checkpoint.hf import save_hf
+    from ctrl_megatron.models.offload import storages_of
 
     groups, results = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -133,6 +134,7 @@ def train(
             if make_room:
                 policy.offload("weights", "gradients", "optimizer")
                 assert all(buffer_bytes(chunk) == 0 for chunk in policy.chunks)
+                assert storages_of(p for model in policy.models for p in model.parameters()) == {}
                 policy.log_probs(mine)
             results[name].append(policy.step(mine, policy_loss))
             assert all(buffer_bytes(chunk) > 0 for chunk in policy.chunks)
