@@ -20,7 +20,7 @@ def record_phases(stop_at: int) -> list[str]:
     ``generate`` when the engine is asked (on ranks that ask it).
     """
     from ctrl_megatron.checkpoint.store import CheckpointStore
-    from ctrl_megatron.models.offload import OffloadedTensors
+    from ctrl_megatron.models.offload import OffloadedTensors, storages_of
     from ctrl_megatron.models.parallel_model import ParallelModel
     from ctrl_megatron.parallel import cpu_platform
     from ctrl_megatron.rollout.client import RemoteEngine
@@ -48,7 +48,7 @@ def record_phases(stop_at: int) -> list[str]:
     note(ParallelModel, "__init__", lambda *_: "build")
     # Whatever they need has come back by then.
     note(ParallelModel, "_micro_batches", lambda *_: "pass")
-    note(OffloadedTensors, "leave", lambda memory: None if memory.away else "offload")
+    note(OffloadedTensors, "leave", lambda m: "offload" if storages_of(m._tensors()) else None)
     note(OffloadedTensors, "come_back", lambda memory: "onload" if memory.away else None)
     note(CheckpointStore, "save", lambda *_: "save")
     note(CheckpointStore, "load", lambda *_: "load")
