@@ -44,7 +44,7 @@ class DeviceOwner:
         leaves: Sequence[Part] = (),
     ) -> None:
         self._link, self._groups, self._shared = link, groups, shared
-        self._leaves = tuple(leaves)
+        self._leaves = leaves
         self._models: list[ParallelModel] = []
         self._asleep = set[EngineMemory]()
         self._weights: EngineWeights | None = None
@@ -113,8 +113,10 @@ class DeviceOwner:
 
     def _let_go(self, but: ParallelModel | None = None) -> None:
         for model in self._models:
-            stay: tuple[Part, ...] = ("weights",) if model is but else ()
-            model.offload(*(part for part in self._leaves if part not in stay))
+            stays = "weights" if model is but else None
+            for part in self._leaves:
+                if part != stays:
+                    model.offload(part)
 
     def _wake(self, memory: EngineMemory) -> None:
         if memory not in self._asleep:

@@ -148,14 +148,14 @@ class VllmEngine:
         (final,) = [request async for request in stream]
         output = final.outputs[0]
         tokens = tuple(output.token_ids)
+        steps: Any = output.logprobs or []
+        asked = params.logprobs is not None
         reason = output.finish_reason
         if reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM ended a completion with finish reason {reason!r}")
         return Completion(
             token_ids=tokens,
-            log_probs=tuple(step[token].logprob for step, token in zip(steps, tokens, strict=True))
-            if (steps := output.logprobs) is not None
-            else (),
+            log_probs=tuple(s[t].logprob for s, t in zip(steps, tokens, strict=asked)),
             finish_reason=reason,
             spans=tuple(
                 VersionSpan(span.version, span.start, span.end)

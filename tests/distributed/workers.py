@@ -282,9 +282,10 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     from ctrl_megatron.types import SamplingParams
 
     groups = initialize(Layout(tensor=2), seed=1, timeout_seconds=limit)
-    background, unused, found = BackgroundLoop(), None, {}
+    background, found = BackgroundLoop(), dict[str, Any]()
+    unused: Any = None
     spec = EngineSpec(name="hf", model_path=directory, dtype="float32", threads=1, log_path=log)
-    process = EngineProcess(spec) if groups.is_leader else None
+    process: Any = EngineProcess(spec) if groups.is_leader else None
     began = time.monotonic()
 
     async def start() -> None:
