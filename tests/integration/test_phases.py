@@ -13,7 +13,6 @@ pytestmark = pytest.mark.timeout(900)
 
 MEGATRON = "actor_rollout_ref.actor.megatron."
 LEAVING = tuple(f"{MEGATRON}{part}_offload=true" for part in ("param", "grad", "optimizer"))
-ALGORITHMS = {"grpo": (), "ppo": golden_runs.RL["ppo"]}
 
 
 def events_of(folder: Path) -> list[list[str]]:
@@ -44,37 +43,41 @@ def assert_one_owner(events: list[str], *, drives_engine: bool) -> None:
             assert not awake, f"event {number}: {event} while the engine is awake"
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_reinforcement_learning(job: Job, tmp_path: Path, name: str) -> None:
-    extra = (*ALGORITHMS[name], *LEAVING, f"data.val_files={job.data}", "trainer.test_freq=1")
-    started, resumed = tmp_path / "started", tmp_path / "resumed"
-    # Validation and the first step draw twice each; the third draw of the two is the second step's.
-    first = run_forked(
-        job,
-        f"phases_{name}",
-        steps=2,
-        extra=(*extra, "trainer.val_before_train=true"),
-        phases=started,
-        stop_at=7,
-    )
-    assert first.codes == (130, 130), first.output[-8000:]
-    again = run_forked(job, f"phases_{name}", steps=2, extra=extra, phases=resumed)
-    assert again.codes == (0, 0), again.output[-8000:]
-    for folder in (started, resumed):
-        mine, other = events_of(folder)
-        assert_one_owner(mine, drives_engine=True)
-        assert_one_owner(other, drives_engine=False)
-        # Both generate; one drives the engine that they share.
-        assert not [event for event in other if event.startswith(("sleep", "wake", "push"))]
-        for part in ("build", "pass", "onload", "offload", "empty"):
-            # Ranks that drive no engine make the same room, in the same order.
-            assert mine.count(part) == other.count(part) > 0
-        assert {"sleep 2", "wake weights", "wake kv_cache", "push", "generate"} <= set(mine)
-        assert mine[0] == "sleep 2" and mine[1] == "build"
-    assert events_of(started)[0][-10:].count("save") == 1, "saved when it was stopped"
-    resumed_events = events_of(resumed)[0]
-    assert resumed_events.index("load") < resumed_events.index("generate")
-    assert resumed_events.count("save") == 1
+def train(
+    job: Job, name: str, phases: Path, *, extra: tuple[str, ...], stop_at: int = 0
+) -> list[str]:
+    """What the first rank of a run of two steps noted; with ``stop_at`` it is stopped."""
+    given = (*extra, *LEAVING, f"data.val_files={job.data}", "trainer.test_freq=1")
+    run = run_forked(job, name, steps=2, extra=given, phases=phases, stop_at=stop_at)
+    assert run.codes == ((130, 130) if stop_at else (0, 0)), run.output[-8000:]
+    mine, other = events_of(phases)
+    assert_one_owner(mine, drives_engine=True)
+    assert_one_owner(other, drives_engine=False)
+    # Both generate; one drives the engine that they share.
+    assert not [event for event in other if event.startswith(("sleep", "wake", "push"))]
+    for part in ("build", "pass", "onload", "offload", "empty"):
+        # A rank that drives no engine makes the same room.
+        assert mine.count(part) == other.count(part) > 0
+    assert {"sleep 2", "wake weights", "wake kv_cache", "push", "generate"} <= set(mine)
+    assert mine[:2] == ["sleep 2", "build"]
+    return mine
+
+
+def test_grpo_is_stopped_in_a_generation_and_resumed(job: Job, tmp_path: Path) -> None:
+    # Validation, a step and validation draw critiques and revisions each; then the second step.
+    before = ("trainer.val_before_train=true",)
+    started = train(job, "phases_grpo", tmp_path / "started", extra=before, stop_at=7)
+    assert started[-10:].count("save") == started.count("save") == 1
+    resumed = train(job, "phases_grpo", tmp_path / "resumed", extra=())
+    assert resumed.index("load") < resumed.index("generate")
+    assert resumed.count("save") == 1
+
+
+def test_ppo_is_stopped_in_a_generation(job: Job, tmp_path: Path) -> None:
+    ppo = golden_runs.RL["ppo"]
+    started = train(job, "phases_ppo", tmp_path / "started", extra=ppo, stop_at=5)
+    assert started.count("build") == 3
+    assert started[-10:].count("save") == 1
 
 
 def test_fine_tuning(job: Job, tmp_path: Path) -> None:
