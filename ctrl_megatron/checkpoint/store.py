@@ -134,6 +134,8 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
 
 def _sharded_state(model: ParallelModel, *, loading: bool) -> dict[str, Any]:
     model.onload("weights", "optimizer")
+    # Nothing of them is saved, and what is gathered needs room.
+    model.offload("gradients")
     on_cpu = next(model.models[0].parameters()).device.type == "cpu"
     # Ranks on a CPU share its memory: only the first data-parallel one holds what is gathered.
     metadata = {**_METADATA, "distrib_optim_fully_reshardable_mem_efficient": on_cpu}
