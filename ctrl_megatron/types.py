@@ -68,6 +68,8 @@ class SamplingParams:
     """Base seed; an engine derives one stream per prompt row and completion from it."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion; the stop token itself is kept as the last token."""
+    log_probs: bool = True
+    """Whether completions carry log-probs, which an engine computes only if it is asked to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ class Completion:
     """Generated tokens, the stop token included when there was one."""
     log_probs: tuple[float, ...]
     """Log-probability of each token under the distribution it was drawn from before truncation
-    by top-p and top-k, at the sampling temperature (at temperature 1 when greedy)."""
+    by top-p and top-k, at the sampling temperature (at temperature 1 when greedy); empty without
+    ``SamplingParams.log_probs``."""
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
     """Which weights produced which tokens; the spans cover all tokens in order."""

@@ -154,7 +154,9 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
     To save, each element is on one rank; to load, on all that need it, and what no checkpoint holds
     (the padding of the vocabulary) is zero.
     """
-    model.onload()
+    model.onload("weights", "optimizer")
+    # No checkpoint has them, and a copy of the rest needs room.
+    model.offload("gradients")
     found: dict[str, TensorParts] = {}
     owned: dict[int, list[OwnedRange]] = {}
     for own in model.optimization.owned() if model.optimization is not None else ():

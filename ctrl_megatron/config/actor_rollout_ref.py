@@ -102,12 +102,13 @@ class Megatron:
     """Split norms and residuals over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks."""
-    param_offload: bool = key(False, read=REFERENCE, stage="rl")
-    """Keep the frozen reference's parameters (never the actor's) in host memory while unused."""
+    param_offload: bool = key(False, stage="rl")
+    """Keep parameters in host memory: the reference's while unused, the others' while the engine
+    generates."""
     optimizer_offload: bool = key(False, stage="rl")
-    """Keep the actor's optimizer state in host memory while the engine generates."""
+    """Keep optimizer states in host memory while the engine generates."""
     grad_offload: bool = key(False, stage="rl")
-    """Free the actor's gradient buffers while the engine generates."""
+    """Free the gradient buffers while the engine generates."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole layers, attention only, or nothing."""
     recompute_num_layers: int = key(1, AT_LEAST_1, read=when(".recompute_granularity", "full"))
@@ -209,8 +210,8 @@ class Rollout:
     """Sequences that the engine decodes at the same time."""
     kv_cache_gib: float = key(2.0, ABOVE_0, read=_CACHING)
     """Size of the key-value cache where the engine runs on a CPU, in GiB."""
-    enforce_eager: bool = key(True, read=_CACHING)
-    """Do not capture graphs."""
+    enforce_eager: bool = key(False, read=_CACHING)
+    """Do not capture CUDA graphs; on a CPU there are none."""
     free_cache_engine: bool = True
     """Release the engine's device memory, weights and cache, while the trainer computes."""
     threads: int | None = key(None, AT_LEAST_1)

@@ -221,12 +221,6 @@ def _parallelism(config: Config) -> Iterator[str]:
             f"{_R}tensor_model_parallel_size={rollout.tensor_model_parallel_size} is not possible "
             f"with {_R}name=hf; use vllm or sglang, or set it to 1"
         )
-    float32 = config.actor_rollout_ref.model.dtype == "float32"
-    if megatron.optimizer_offload and float32 and not megatron.use_distributed_optimizer:
-        yield (
-            f"{_M}optimizer_offload=true would take the weights along, which are their own master "
-            f"copy in float32; set {_M}use_distributed_optimizer=true or turn it off"
-        )
 
 
 def _objective(config: Config) -> Iterator[str]:

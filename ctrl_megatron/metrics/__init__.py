@@ -4,11 +4,18 @@ from ctrl_megatron.metrics.display import Display, byte_bar
 from ctrl_megatron.metrics.flops import device_peak, measure_peak_flops, mfu, model_flops
 from ctrl_megatron.metrics.json_lines import JsonlWriter, read_json_lines
 from ctrl_megatron.metrics.sinks import build_sinks
-from ctrl_megatron.metrics.timeline import Phase, Timeline, hidden_seconds, seconds_by_name
+from ctrl_megatron.metrics.timeline import (
+    Meter,
+    Phase,
+    Timeline,
+    hidden_seconds,
+    seconds_by_name,
+)
 
 __all__ = [
     "Display",
     "JsonlWriter",
+    "Meter",
     "Phase",
     "Timeline",
     "build_sinks",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 Kind = Literal["main", "host", "wait"]
 """``main``: work on the rank's main thread; ``host``: work aside, on the background loop;
@@ -33,10 +33,18 @@ class Phase:
         return self.start, self.end
 
 
+class Meter(Protocol):
+    """Something else that is measured of the main thread's phases."""
+
+    def begin(self) -> None: ...
+    def end(self, name: str) -> None: ...
+
+
 class Timeline:
     """Records the phases of the current step; safe to use from several threads.
 
-    ``on_begin`` and ``on_end`` are called with the name of every phase (by a live display).
+    ``on_begin`` and ``on_end`` are called with the name of every phase (by a live display),
+    ``meter`` at both ends of those of kind ``main``.
     """
 
     def __init__(
@@ -45,7 +53,9 @@ class Timeline:
         clock: Callable[[], float] = time.monotonic,
         on_begin: Callable[[str], None] | None = None,
         on_end: Callable[[str], None] | None = None,
+        meter: Meter | None = None,
     ) -> None:
+        self._meter = meter
         self._clock, self._on_begin, self._on_end = clock, on_begin, on_end
         self._lock = threading.Lock()
         self._phases: list[Phase] = []
@@ -61,11 +71,16 @@ class Timeline:
         """Record the body as a phase, also when it raises."""
         if self._on_begin is not None:
             self._on_begin(name)
+        meter = self._meter if kind == "main" else None
+        if meter is not None:
+            meter.begin()
         start = self._clock()
         try:
             yield
         finally:
             end = self._clock()
+            if meter is not None:
+                meter.end(name)
             with self._lock:
                 self._phases.append(Phase(name, kind, start - self._origin, end - self._origin))
             if self._on_end is not None:

@@ -105,6 +105,14 @@ class Optimization:
         self.scheduler.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Master weights and moments, as far as they exist."""
+        for inner in self.optimizer.chained_optimizers:
+            for group in inner.optimizer.param_groups:
+                yield from group["params"]
+            for state in inner.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
     def create_state(self) -> None:
         """Make the moments exist, as zeros; by itself Adam makes them in its first step."""
         for inner in self._inner:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,13 @@ from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.micro_batch import Fields, split_into_micro_batches
+from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
 from ctrl_megatron.parallel.groups import ProcessGroups
+
+Part = Literal["weights", "gradients", "optimizer"]
+"""What of a model can leave the device: parameters; gradient buffers, which come back as zeros;
+master weights and moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,7 @@ class ParallelModel:
         self.shape, self.groups, self.options = shape, groups, options
         self.models = build_chunks(shape, groups, options.build)
         self.config = self.models[0].config
-        for param, weight in self.shards():
+        for param, weight in self._places():
             if param.split_dim is not None:
                 # Megatron marks split weights while it initialises them, which we leave out;
                 # unmarked, it would take them for copies and leave them out of the gradient norm.
@@ -63,7 +68,14 @@ class ParallelModel:
                 weight.partition_dim = param.split_dim  # type: ignore[attr-defined]
                 weight.partition_stride = 1  # type: ignore[attr-defined]
         self.optimization: Optimization | None = None
-        self._away: set[str] = set()
+        self._parts: dict[Part, OffloadedTensors] = {
+            "weights": OffloadedTensors(self._weights, keep=True),
+            "gradients": OffloadedTensors(self._gradients, keep=False),
+            "optimizer": OffloadedTensors(self._optimizer_state, keep=True),
+        }
+        self.take_device: Callable[[], None] = lambda: None
+        """Called before anything of the model is used or comes back; who shares the device with
+        others puts in here what makes them leave."""
         self.chunks: list[Any] = list(self.models)
         if options.optimizer is None:
             for model in self.models:
@@ -90,50 +102,50 @@ class ParallelModel:
             raise ValueError("this model is frozen; give ModelOptions.optimizer to train it")
         self.optimization = Optimization(self.chunks, self.options.optimizer, self.options.build)
 
-    def offload(self, *, gradients: bool, optimizer: bool) -> None:
-        """Free the gradient buffers; move the optimizer state to host memory. The weights stay.
+    @property
+    def away(self) -> frozenset[Part]:
+        """What is off the device."""
+        return frozenset(part for part, tensors in self._parts.items() if tensors.away)
 
-        Gradients are forgotten. ``step`` and checkpoints call ``onload`` themselves. On a CPU the
-        optimizer state is where it belongs already. ValueError for a frozen model.
-        """
+    def offload(self, *parts: Part) -> None:
+        """Take the memory of ``parts`` off the device: passes, steps and checkpoints bring back
+        what they need. Gradients are forgotten."""
+        if self.optimization is not None and "gradients" in parts:
+            self.optimization.optimizer.zero_grad()
+        for part in parts:
+            self._parts[part].leave()
+
+    def onload(self, *parts: Part) -> None:
+        """Take the device and bring ``parts`` back to it, those that are away."""
+        self.take_device()
+        for part in parts:
+            self._parts[part].come_back()
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        for model in self.models:
+            yield from model.parameters()
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        for chunk in self.chunks if self.options.optimizer else ():
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield buffer.grad_data
+
+    def _optimizer_state(self) -> Iterator[torch.Tensor]:
+        """Without what it shares with the weights: float32 models have no master copy."""
         if self.optimization is None:
-            raise ValueError("a frozen model has no gradients and no optimizer; use to_host()")
-        self.optimization.optimizer.zero_grad()
-        if gradients:
-            for chunk in self.chunks:
-                chunk.offload_grad_buffers()
-            self._away.add("gradients")
-        if optimizer:
-            self.optimization.optimizer.offload_to_cpu()
-            self._away.add("optimizer")
-
-    def onload(self) -> None:
-        """Undo ``offload``; the gradients are zero. Nothing happens where nothing is away."""
-        if "gradients" in self._away:
-            for chunk in self.chunks:
-                chunk.restore_grad_buffers()
-        if "optimizer" in self._away and self.optimization is not None:
-            self.optimization.optimizer.restore_from_cpu()
-        self._away.clear()
-
-    def to_host(self) -> None:
-        """Move a frozen model's weights to host memory; it cannot compute until ``to_device``.
-
-        ValueError for a trained model: its weights are views of Megatron's buffers.
-        """
-        if self.options.optimizer is not None:
-            raise ValueError("the weights of a trained model stay on the device; use offload()")
-        for model in self.models:
-            model.to("cpu")
-        torch.cuda.empty_cache()
-
-    def to_device(self) -> None:
-        """Undo ``to_host``."""
-        for model in self.models:
-            model.to(self.groups.device)
+            return
+        device, weights = self.groups.device.type, storages_of(self._weights())
+        for tensor in self.optimization.tensors():
+            shared = tensor.untyped_storage()._cdata in weights
+            if tensor.device.type == device and not shared:
+                yield tensor
 
     def shards(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
-        """This rank's parameters with their places in the HF tensors."""
+        """This rank's parameters, on the device, with their places in the HF tensors."""
+        self.onload("weights")
+        yield from self._places()
+
+    def _places(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
         for chunk, model in enumerate(self.models):
             named = dict(model.named_parameters())
             place = self.groups.place
@@ -155,6 +167,7 @@ class ParallelModel:
 
         Every rank of the model copy calls this with the same rows and gets the same result.
         """
+        self.onload("weights")
         results = torch.zeros(
             (vectors, *rows["response_mask"].shape), dtype=torch.float32, device=self.groups.device
         )
@@ -176,7 +189,7 @@ class ParallelModel:
         """
         if self.optimization is None:
             raise RuntimeError("call start_optimizer() after the weights are loaded")
-        self.onload()
+        self.onload("weights", "gradients", "optimizer")
         counts = global_counts(rows.get("loss_mask", rows["response_mask"]), self.groups)
         for chunk in self.chunks:
             chunk.train()

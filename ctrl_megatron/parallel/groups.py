@@ -114,6 +114,12 @@ class ProcessGroups:
             dist.broadcast(tensor, src=source, group=self.pipeline)
         return tensor
 
+    def on_any(self, *flags: bool) -> tuple[bool, ...]:
+        """Which of the flags are on on any rank. Collective over all ranks."""
+        raised = torch.tensor([int(flag) for flag in flags])
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self.host)
+        return tuple(map(bool, raised.tolist()))
+
     def barrier(self) -> None:
         """Wait for all ranks (host side)."""
         dist.barrier(group=self.host)

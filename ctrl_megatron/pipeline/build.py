@@ -18,6 +18,7 @@ from ctrl_megatron.models.parallel_model import ModelOptions
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.pipeline.device import DeviceOwner, leaving_parts
 from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.session import Services, Session
@@ -35,18 +36,24 @@ def build_worker(
 ) -> tuple[DAGWorker, ResumableSampler, int]:
     """(the worker that nodes get, the sampler of its rows, training steps of the run). Collective.
 
-    Models are loaded while the services start.
+    Where engine and trainer share the devices, models are built once the engine sleeps: it measures
+    what is free when it starts, and takes what it is given.
     """
     config, groups = run.config, run.groups
     codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
     train, validation = prompt_tables(config, codec)
     sampler = ResumableSampler(len(train.rows), seed=config.data.seed, shuffle=config.data.shuffle)
     steps = total_steps(config, len(train.rows))
-    policy, reference = build_policies(config, groups, steps)
-    value = build_value_model(config, groups, steps)
+    family, control = config.actor_rollout_ref, config.algorithm.kl_ctrl
     services.wait()
     engine = services.connect() if groups.is_leader else None
-    family, control = config.actor_rollout_ref, config.algorithm.kl_ctrl
+    link = engine_link(run, engine)
+    device = DeviceOwner(
+        link, groups, shared=family.rollout.free_cache_engine, leaves=leaving_parts(config)
+    )
+    device.to_trainer()
+    policy, reference = build_policies(config, groups, steps, device)
+    value = build_value_model(config, groups, steps, device)
     actor = MegatronSource(policy, engine_layout(config), groups.engine_hosts)
     worker = DAGWorker(
         config=config,
@@ -58,7 +65,8 @@ def build_worker(
         validation=validation,
         draw=sampler.next_batch,
         engine=engine,
-        weights=engine_weights(run, actor, engine, may_sleep=family.rollout.free_cache_engine),
+        weights=engine_weights(run, actor, link),
+        device=device,
         rewards=reward_sum(run, services, codec, [train, validation], graph.report.rewards),
         reward_weights=reward_functions_of(config, graph.report.rewards),
         policy=policy,
@@ -69,6 +77,8 @@ def build_worker(
         ),
         peak_flops=peak_flops_per_device(config, groups),
     )
+    # While the value model learns alone, the actor stays what the engine may hold already.
+    device.needed_next = lambda: None if worker.actor_learns else worker.weights.version("actor")
     return worker, sampler, steps
 
 
@@ -88,6 +98,7 @@ def rollout_worker(run: Session, services: Services, critic: str) -> RolloutWork
         validation=table,
         engine=engine,
         weights=critic_weights(run, engine, critic),
+        device=DeviceOwner(engine_link(run, engine), groups, shared=False),
         rewards=reward_sum(run, services, codec, [table], ("critic",)),
         reward_weights=reward_functions_of(config, ("critic",)),
     )
@@ -157,7 +168,7 @@ def total_steps(config: Config, rows: int) -> int:
 
 
 def build_policies(
-    config: Config, groups: ProcessGroups, steps: int
+    config: Config, groups: ProcessGroups, steps: int, device: DeviceOwner
 ) -> tuple[Policy, Policy | None]:
     """The actor for ``steps`` training steps, and the reference where the objective has a KL."""
     family = config.actor_rollout_ref
@@ -168,14 +179,16 @@ def build_policies(
         optimizer=actor_optimizer(config, steps),
         budget=family.actor.ppo_max_token_len_per_gpu,
     )
+    device.adopt(policy)
     if not config.needs_reference:
         return policy, None
     path = family.ref.model.path or family.model.path
     reference = build_policy(
         config, groups, path=path, optimizer=None, budget=family.log_prob_token_budget
     )
+    device.adopt(reference)
     if family.actor.megatron.param_offload:
-        reference.to_host()
+        reference.offload("weights")
     return policy, reference
 
 
@@ -196,7 +209,9 @@ def build_policy(
     return policy
 
 
-def build_value_model(config: Config, groups: ProcessGroups, steps: int) -> ValueModel | None:
+def build_value_model(
+    config: Config, groups: ProcessGroups, steps: int, device: DeviceOwner
+) -> ValueModel | None:
     """The value model for ``steps`` training steps; None where nothing reads its values."""
     if not config.needs_values:
         return None
@@ -209,6 +224,7 @@ def build_value_model(config: Config, groups: ProcessGroups, steps: int) -> Valu
     model = ValueModel(value_shape(read_model_shape(path)), groups, options)
     load_hf(model, path)
     model.start_optimizer()
+    device.adopt(model)
     return model
 
 
@@ -273,9 +289,14 @@ def engine_layout(config: Config) -> EngineLayout:
     )
 
 
-def engine_weights(
-    run: Session, actor: WeightSource, engine: Engine | None, *, may_sleep: bool = False
-) -> EngineWeights:
+def engine_link(run: Session, engine: Engine | None) -> EngineLink | None:
+    """The way to this host's engine, on the rank that drives it."""
+    if engine is None or not run.groups.is_first_here:
+        return None
+    return EngineLink(engine=engine, loop=run.background)
+
+
+def engine_weights(run: Session, actor: WeightSource, link: EngineLink | None) -> EngineWeights:
     """The switch between ``actor`` and the configured proxy; ValueError if their shapes differ."""
     family, groups = run.config.actor_rollout_ref, run.groups
     path = family.proxy.model.path or family.model.path
@@ -284,20 +305,12 @@ def engine_weights(
             f"actor_rollout_ref.proxy.model.path={path} has another architecture than "
             "the actor; one engine generates with both, so their shapes must be equal"
         )
-    link = (
-        EngineLink(engine=engine, loop=run.background) if groups.is_first_here and engine else None
-    )
     proxy = DirectorySource(path, engine_layout(run.config), groups)
-    return EngineWeights(
-        {"actor": actor, "proxy": proxy},
-        link,
-        groups,
-        verify=run.config.trainer.verify_weight_sync,
-        may_sleep=may_sleep,
-    )
+    verify = run.config.trainer.verify_weight_sync
+    return EngineWeights({"actor": actor, "proxy": proxy}, link, groups, verify=verify)
 
 
 def critic_weights(run: Session, engine: Engine | None, critic: str) -> EngineWeights:
     """The switch between the critic of an HF directory and the proxy."""
     source = DirectorySource(critic, engine_layout(run.config), run.groups)
-    return engine_weights(run, source, engine)
+    return engine_weights(run, source, engine_link(run, engine))

@@ -180,7 +180,6 @@ def validate(worker: RolloutWorker) -> dict[str, float]:
         for batch in batches:
             written = [str(next(waiting)["critique"]) for _ in batch]
             revisions += revise(worker, [table.rows[row] for row in batch], written)
-    worker.weights.rest()
     with worker.timeline.phase("validate_sandbox"):
         rows = [table.rows[row] for batch in batches for row in batch]
         answers = [worker.codec.decode(r.token_ids) for r in revisions]

@@ -186,7 +186,6 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``old_log_probs`` (B, R): the trainer's own log-probs before the update."""
-    worker.weights.rest()  # from here on the trainer needs the device
     budget = worker.config.actor_rollout_ref.log_prob_token_budget
     log_probs, entropy = worker.policy.log_probs(
         tensors_of(batch), worker.temperature, token_budget=budget
@@ -200,12 +199,9 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``ref_log_prob`` (B, R): the frozen reference's; nothing where the objective has no KL."""
     if worker.reference is None:
         return NodeOutput()
-    away = worker.config.actor_rollout_ref.actor.megatron.param_offload
-    if away:
-        worker.reference.to_device()
     log_probs, _ = worker.reference.log_probs(tensors_of(batch), worker.temperature)
-    if away:
-        worker.reference.to_host()
+    if worker.config.actor_rollout_ref.actor.megatron.param_offload:
+        worker.reference.offload("weights")
     return NodeOutput(fields={"ref_log_prob": log_probs})
 
 
@@ -338,14 +334,16 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """The updated actor's weights go to the engine; reports what all pushes of the step moved."""
-    worker.make_room()
+    """Names the actor's new weights, which go to the engine before it draws from them; reports what
+    all pushes of the step moved.
+
+    They do not go now: the trainer may still need the device, to save for one.
+    """
     if worker.actor_learns:
         worker.weights.actor_changed(worker.step + 1)
-    worker.weights.load("actor")
     reports = worker.weights.take_reports()
     metrics = {"sync/pushes": float(len(reports))}
-    if reports:  # none where the engine holds these weights already
+    if reports:  # none where the engine held what it was asked for
         moved, seconds = sum(r.num_bytes for r in reports), sum(r.seconds for r in reports)
         metrics |= {"sync/gigabytes_per_second": moved / seconds / 1e9, "sync/seconds": seconds}
     return NodeOutput(metrics=metrics)

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.waiting import result_of
 from ctrl_megatron.pipeline.graph import Node, NodePlace, TaskGraph
 from ctrl_megatron.pipeline.stop import StopFlag, StopRequested
 
@@ -101,7 +102,7 @@ class Executor:
     def _collect(self, node_id: str) -> NodeOutput:
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
             future = self._pending.pop(node_id)
-            output = future.result() if future is not None else None
+            output = result_of(future, self._worker.groups)
             return self._worker.groups.from_leader(output)
 
 

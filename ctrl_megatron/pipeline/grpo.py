@@ -185,7 +185,6 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
             answers = [worker.codec.decode(group[0].token_ids) for group in drawn]
             sizes = [len(group[0].token_ids) for group in drawn]
             items += completion_items([table.rows[row] for row in batch], answers, sizes)
-    worker.weights.rest()
     with worker.timeline.phase("validate_rewards"):
         mine = worker.ask(lambda: worker.score(items)).parts
     results: dict[str, float] = {"unjudged": 0.0}

@@ -13,6 +13,7 @@ from ctrl_megatron.checkpoint.store import CheckpointStore, SaveReport
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
 from ctrl_megatron.models.parallel_model import ParallelModel
+from ctrl_megatron.pipeline.device_memory import DeviceMemory
 from ctrl_megatron.pipeline.executor import Executor, Rank
 from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.recorder import Recorder
@@ -69,6 +70,8 @@ class TrainingLoop:
     """Further state to save, by name; the sampler is always saved."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Metrics that every step repeats."""
+    memory: DeviceMemory | None = None
+    """Measures the worker's timeline where there is a GPU."""
     _state: dict[str, Any] | None = None
     _saved: int | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
@@ -125,6 +128,8 @@ class TrainingLoop:
         phases, elapsed = worker.timeline.phases(), worker.timeline.elapsed()
         metrics |= seconds_by_name(phases)
         metrics |= {"time/step": elapsed, "perf/overlap_seconds": hidden_seconds(phases)}
+        if self.memory is not None:
+            metrics |= self.memory.take(worker.groups)
         metrics |= {**self.constants, **report.metrics(worker, batch)}
         self._tell(self.store.take_report())
         metrics |= self._metrics

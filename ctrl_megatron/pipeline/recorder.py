@@ -9,7 +9,7 @@ from typing import Any
 
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.config import Config, to_dict, to_yaml
-from ctrl_megatron.metrics import Display, JsonlWriter, Timeline, build_sinks
+from ctrl_megatron.metrics import Display, JsonlWriter, Meter, Timeline, build_sinks
 from ctrl_megatron.metrics.report import write_report
 
 
@@ -30,11 +30,12 @@ class Recorder:
         self._timelines = JsonlWriter(self.run_dir / "timeline.jsonl")
         self._examples = JsonlWriter(self.run_dir / "examples.jsonl")
 
-    def timeline(self) -> Timeline:
+    def timeline(self, meter: Meter | None = None) -> Timeline:
         """A timeline that also shows its phases on the terminal."""
         if self.display is None:
-            return Timeline()
-        return Timeline(on_begin=self.display.begin_phase, on_end=self.display.end_phase)
+            return Timeline(meter=meter)
+        begin, end = self.display.begin_phase, self.display.end_phase
+        return Timeline(on_begin=begin, on_end=end, meter=meter)
 
     def say(self, text: str) -> None:
         """One line on the terminal."""

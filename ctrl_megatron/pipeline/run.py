@@ -12,6 +12,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.pipeline.build import build_worker, critic_weights, rollout_worker
 from ctrl_megatron.pipeline.critique_revision import validate
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
+from ctrl_megatron.pipeline.device_memory import device_memory
 from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.recorder import Recorder
@@ -35,7 +36,8 @@ def train(config: Config) -> bool:
         services = run.start_services()
         worker, sampler, steps = build_worker(run, services, graph)
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
-        worker.timeline = recorder.timeline()
+        memory = device_memory(run.groups)
+        worker.timeline = recorder.timeline(memory)
         loop = TrainingLoop(
             worker=worker,
             graph=graph,
@@ -56,6 +58,7 @@ def train(config: Config) -> bool:
                 val_before_train=trainer.val_before_train,
                 resume_mode=trainer.resume_mode,
             ),
+            memory=memory,
             # The names under which checkpoints hold them.
             parts={"kl_controller": worker.kl_controller, "reserve": worker.leftover},
             constants=run.groups.from_leader(run.background.run(isolation_level(worker))),

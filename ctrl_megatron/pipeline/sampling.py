@@ -85,8 +85,7 @@ def generate(
     Collective; the ranks of a model copy give and get the same. Raises RuntimeError if other
     weights drew any token.
     """
-    worker.make_room()
-    version = worker.weights.use(role)
+    version = worker.device.to_engine(worker.weights, role)
 
     async def ask_engine() -> list[list[Completion]]:
         assert worker.engine is not None
@@ -116,9 +115,11 @@ def sampling_params(worker: DAGWorker, *, attempt: int = 0) -> SamplingParams:
 
 
 def greedy_params(worker: RolloutWorker, max_tokens: int) -> SamplingParams:
-    """The likeliest completion, once."""
+    """The likeliest completion, once; nobody learns from it, so nobody asks how likely it was."""
     stop = tuple(worker.codec.eos_token_ids)
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, n=1, stop_token_ids=stop)
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=0.0, n=1, stop_token_ids=stop, log_probs=False
+    )
 
 
 def versions_of(completion: Completion) -> str:

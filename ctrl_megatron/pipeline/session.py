@@ -6,9 +6,11 @@ start on every host that needs them; and whatever happens nothing of it stays.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +22,22 @@ from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
+from ctrl_megatron.parallel.waiting import wait_together
 from ctrl_megatron.pipeline.failure import EXIT_CODE, FailureWatch
 from ctrl_megatron.pipeline.stop import StopFlag
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
-from ctrl_megatron.rollout.engine import Engine, EngineAddress, EngineSpec
+from ctrl_megatron.rollout.engine import (
+    Engine,
+    EngineAddress,
+    EngineDied,
+    EngineError,
+    EngineSpec,
+)
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.weight_chunks import remove_segments
 from ctrl_megatron.sandbox import EmbeddedSandbox
+
+_ASK_SECONDS = 2.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +54,7 @@ class Session:
 
     def start_services(self) -> Services:
         """This host's engine and sandbox, starting; a death of one is this rank's failure."""
-        services = Services(self.config, self.groups, self.watch)
+        services = Services(self.config, self.groups, self.watch, self.background)
         self.at_end.append(services.stop)
         services.start()
         return services
@@ -118,14 +129,62 @@ def child_died(
     return f"the {name} (pid {pid}) died; the end of its output:\n{words}"
 
 
-class Services:
-    """An engine, and a sandbox unless one is running elsewhere, on every host with a leader.
+class EngineSilence:
+    """Notices an engine whose process lives and does not answer any more.
 
-    The engine comes up while models are loaded.
+    It is asked every few seconds; generations, updates and sleep do not keep it from answering.
     """
 
-    def __init__(self, config: Config, groups: ProcessGroups, watch: FailureWatch) -> None:
+    def __init__(self, engine: RemoteEngine, background: BackgroundLoop, limit: float) -> None:
+        self._engine, self._limit, self._heard = engine, limit, time.monotonic()
+        self._asking = background.submit(self._ask())
+
+    async def _ask(self) -> None:
+        try:
+            while True:
+                if await self._answers():
+                    self._heard = time.monotonic()
+                await asyncio.sleep(_ASK_SECONDS)
+        finally:
+            await self._engine.close()
+
+    async def _answers(self) -> bool:
+        try:
+            await self._engine.health()
+        except EngineDied:
+            # Its process is watched as well, which knows more to say.
+            return False
+        except EngineError:
+            # An answer too; whoever uses the engine is told.
+            return True
+        return True
+
+    def __call__(self) -> str | None:
+        """What is wrong, for ``FailureWatch.guard``."""
+        if self._asking.done() and not self._asking.cancelled():
+            return f"nobody asks the rollout engine any more: {self._asking.exception()!r}"
+        silent = time.monotonic() - self._heard
+        if silent < self._limit:
+            return None
+        address = self._engine.address
+        return (
+            f"the rollout engine (pid {address.pid}) runs but has not answered for {silent:.0f} s; "
+            f"the end of its log {address.log_path}:\n{log_tail(address.log_path)}"
+        )
+
+
+class Services:
+    """An engine, and a sandbox unless one is running elsewhere, on every host with a leader."""
+
+    def __init__(
+        self,
+        config: Config,
+        groups: ProcessGroups,
+        watch: FailureWatch,
+        background: BackgroundLoop,
+    ) -> None:
         self._config, self._groups, self._watch = config, groups, watch
+        self._background = background
         self._engine: EngineProcess | None = None
         self._sandbox: EmbeddedSandbox | None = None
         self._address: EngineAddress | None = None
@@ -152,11 +211,15 @@ class Services:
 
     def wait(self) -> None:
         """Until both answer on all hosts. Collective."""
-        addresses = None
-        if (engine := self._engine) is not None:
-            engine.wait_ready()
+        addresses, engine = None, self._engine
+        # It has minutes to start in, of which nobody spends one in a collective.
+        starting = asyncio.to_thread(engine.wait_ready) if engine else None
+        wait_together(self._background.submit(starting) if starting else None, self._groups)
+        if engine is not None:
             log = partial(log_tail, engine.address.log_path)
             self._watch.guard(partial(child_died, "rollout engine", engine.pid, engine.alive, log))
+            limit = self._config.trainer.failure_timeout
+            self._watch.guard(EngineSilence(engine.connect(), self._background, limit))
             endpoint = self._sandbox.endpoint if self._sandbox else self._config.sandbox.endpoint
             addresses = (engine.address, endpoint or "")
         near = self._groups.from_first_here(addresses)

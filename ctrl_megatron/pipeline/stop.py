@@ -7,9 +7,6 @@ import time
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from ctrl_megatron.parallel.groups import ProcessGroups
 
 _SAME_REQUEST_SECONDS = 5.0
@@ -52,8 +49,6 @@ class StopFlag:
         """True once this rank was asked to stop."""
         return self._first is not None
 
-    def agreed(self, groups: ProcessGroups, local: bool = False) -> bool:
-        """True on all ranks if any rank was asked to stop (or gives ``local``). Collective."""
-        flag = torch.tensor([int(self.is_set or local)])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=groups.host)
-        return bool(flag.item())
+    def agreed(self, groups: ProcessGroups) -> bool:
+        """True on all ranks if any rank was asked to stop. Collective."""
+        return groups.on_any(self.is_set)[0]

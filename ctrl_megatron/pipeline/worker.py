@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,6 +19,8 @@ from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.waiting import wait_together
+from ctrl_megatron.pipeline.device import DeviceOwner
 from ctrl_megatron.pipeline.dynamic_sampling import LeftoverGroups
 from ctrl_megatron.pipeline.stop import StopFlag, StopRequested
 from ctrl_megatron.resharding.engine_weights import EngineWeights
@@ -27,7 +28,6 @@ from ctrl_megatron.rewards import RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.engine import Engine
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +42,9 @@ class RolloutWorker:
     engine: Engine | None
     """Given on leaders."""
     weights: EngineWeights
-    """Which model the engine holds, and when it sleeps."""
+    """Which model the engine holds."""
+    device: DeviceOwner
+    """Whether engine or trainer holds the device."""
     rewards: RewardSum | None
     """Every reward function of the run; given on leaders."""
     reward_weights: Mapping[str, float]
@@ -57,27 +59,17 @@ class RolloutWorker:
 
         Raises StopRequested, on all ranks, if a stop is requested while any leader waits.
         """
-        answer, interrupted = None, False
-        if self.groups.is_leader:
-            future = self.background.submit(work())
-            while not future.done() and not self.stop.is_set:
-                time.sleep(_POLL_SECONDS)
-            interrupted = not future.done()
-            if interrupted:
+        future = self.background.submit(work()) if self.groups.is_leader else None
+        if wait_together(future, self.groups, lambda: self.stop.is_set):
+            if future is not None:
                 future.cancel()
-            else:
-                answer = future.result()
-        if self.stop.agreed(self.groups, interrupted):
             raise StopRequested
-        return self.groups.from_leader(answer)
+        return self.groups.from_leader(None if future is None else future.result())
 
     async def score(self, items: Sequence[RewardItem]) -> Scores:
         """What every reward function says of the items (leaders only)."""
         assert self.rewards is not None
         return await self.rewards.score(items)
-
-    def make_room(self) -> None:
-        """Called before the engine generates: free what it may need of the device."""
 
     def close(self) -> None:
         """Let go of connections and end the background loop."""
@@ -121,13 +113,6 @@ class DAGWorker(RolloutWorker):
     def actor_learns(self) -> bool:
         """False in the steps that belong to the value model alone."""
         return self.step >= self.config.trainer.critic_warmup
-
-    def make_room(self) -> None:
-        """Free what the configuration lets go of the device while the engine generates."""
-        megatron = self.config.actor_rollout_ref.actor.megatron
-        if megatron.grad_offload or megatron.optimizer_offload:
-            for model in self.trained.values():
-                model.offload(gradients=megatron.grad_offload, optimizer=megatron.optimizer_offload)
 
     def means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
         """Global mean of each vector, its NaN left out, over the data-parallel ranks. Collective.

@@ -1,4 +1,4 @@
-"""Which weights a host's engine holds: pushing them, comparing checksums, its sleep.
+"""Which weights a host's engine holds: pushing them, comparing checksums.
 
 ``EngineWeights.load`` -> ``push`` -> ``Engine.update``: there the weights leave the trainer.
 """
@@ -9,11 +9,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
+from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.waiting import result_of, wait_together
 from ctrl_megatron.resharding.buckets import FilledBucket, fill_buckets, shared_segments
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.rollout.engine import Engine
@@ -22,7 +25,6 @@ from ctrl_megatron.rollout.weight_update import checksums
 from ctrl_megatron.types import TensorSpec
 
 Role = Literal["actor", "proxy"]
-_MEMORY: tuple[str, ...] = ("weights", "kv_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +47,7 @@ class SyncReport:
 class EngineWeights:
     """One engine generates for two models in turn; every completion names the one that drew it.
 
-    With ``may_sleep`` the engine gives its device memory to the trainer between ``rest`` and the
-    next ``load`` or ``use``. It is awake at first. All ranks call the same methods in the same
-    order; the first rank of a host drives its engine.
+    All ranks call the same methods in the same order; the first rank of a host drives its engine.
     """
 
     def __init__(
@@ -57,12 +57,11 @@ class EngineWeights:
         groups: ProcessGroups,
         *,
         verify: bool,
-        may_sleep: bool = False,
     ) -> None:
         self._sources, self._link, self._groups, self._verify = sources, link, groups, verify
-        self._may_sleep, self._asleep = may_sleep, set[str]()
         self._actor_step = 0
-        self._loaded: str | None = None
+        self.loaded: str | None = None
+        """The version that the engine holds, None where that is none of ours."""
         self.reports: list[SyncReport] = []
         """Pushes since the last ``take_reports``."""
 
@@ -74,47 +73,28 @@ class EngineWeights:
         """The trainer's weights are now those after ``step`` training steps."""
         self._actor_step = step
 
-    def use(self, role: Role) -> str:
-        """Let the engine generate with the role's weights; returns their version. Collective."""
-        version = self.load(role)
-        self._wake("kv_cache")
-        return version
+    def holds(self, role: Role) -> bool:
+        """Whether the engine has the role's present weights."""
+        return self.loaded == self.version(role)
 
-    def load(self, role: Role) -> str:
-        """Make the engine hold the role's weights; returns their version. Collective."""
-        version = self.version(role)
-        self._wake("weights")
-        if self._loaded != version:
-            # A push that fails half-way leaves nothing that may be relied on.
-            self._loaded = None
-            source = self._sources[role]
-            self.reports.append(
-                push(source, self._link, self._groups, version=version, verify=self._verify)
+    def model(self, role: Role) -> ParallelModel | None:
+        """The trainer's model whose weights a push of the role reads, if it reads a model's."""
+        return self._sources[role].model
+
+    def forget(self) -> None:
+        """The engine holds nothing any more."""
+        self.loaded = None
+
+    def load(self, role: Role) -> None:
+        """Push the role's weights into the engine, whose own are awake. Collective."""
+        # A push that fails half-way leaves nothing that may be relied on.
+        self.loaded, version = None, self.version(role)
+        self.reports.append(
+            push(
+                self._sources[role], self._link, self._groups, version=version, verify=self._verify
             )
-            self._loaded = version
-        return version
-
-    def rest(self) -> None:
-        """Nobody needs the engine for a while: free its device memory. Collective."""
-        if not self._may_sleep or self._asleep == set(_MEMORY):
-            return
-        # Engines fall asleep as a whole.
-        self._wake("kv_cache")
-        # Another leader may still be generating; and nobody may take the memory before it is free.
-        self._groups.barrier()
-        if self._link:
-            self._link.loop.run(self._link.engine.sleep(_MEMORY))
-        self._asleep = set(_MEMORY)
-        self._groups.barrier()
-
-    def _wake(self, tag: str) -> None:
-        if tag not in self._asleep:
-            return
-        self._groups.barrier()
-        if self._link:
-            self._link.loop.run(self._link.engine.wake((tag,)))
-        self._asleep.remove(tag)
-        self._groups.barrier()
+        )
+        self.loaded = version
 
     def take_reports(self) -> list[SyncReport]:
         """The pushes since the last call."""
@@ -149,11 +129,10 @@ def push(
                 if verify:
                     sent |= checksums(bucket.tensors())
                 queue.put(bucket)
-        if queue:
-            queue.finish()
-        groups.barrier()
-    if link and verify:
-        held = link.loop.run(link.engine.checksums())
+        wait_together(queue.finish() if queue else None, groups)
+    if verify:
+        asked = link.loop.submit(link.engine.checksums()) if link else None
+        held = result_of(asked, groups) or {}
         wrong = [name for name, checksum in sent.items() if held.get(name) != checksum]
         if wrong:
             raise RuntimeError(
@@ -189,10 +168,10 @@ class ChunkQueue:
         if self._update.done():
             self._update.result()
 
-    def finish(self) -> None:
-        """Say that there are no more buckets and wait for the engine to commit."""
+    def finish(self) -> Future[None]:
+        """Say that there are no more buckets; the engine's commit is what comes back."""
         self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
-        self._update.result()
+        return self._update
 
     def __aiter__(self) -> ChunkQueue:
         return self

@@ -34,6 +34,11 @@ class WeightSource(Protocol):
         """Every tensor's place, in the order of buckets; equal on all ranks."""
         ...
 
+    @property
+    def model(self) -> ParallelModel | None:
+        """The model that is read, whose weights must be on the device."""
+        ...
+
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
         """Write this rank's share of ``bucket`` into ``memory`` (uint8, shared by the ranks)."""
         ...
@@ -48,6 +53,7 @@ class MegatronSource:
     def __init__(
         self, model: ParallelModel, layout: EngineLayout, readers: tuple[int, ...]
     ) -> None:
+        self.model = model
         mine, groups = model.groups.place, model.groups
         spread = HostSpread(of_rank=groups.hosts.of_rank, readers=readers)
         self.places = plan(model.shape, groups.layout, layout, has_transformer_engine(), spread)
@@ -71,6 +77,7 @@ class DirectorySource:
     host share the reading tensor by tensor."""
 
     def __init__(self, directory: str | Path, layout: EngineLayout, groups: ProcessGroups) -> None:
+        self.model = None
         shape = read_model_shape(directory)
         self.places = place_in_buckets(hf_specs(shape, layout.dtype), layout.bucket_bytes)
         self._tensors = SafetensorsDirectory(directory)

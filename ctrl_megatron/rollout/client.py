@@ -14,7 +14,13 @@ from typing import Any
 import aiohttp
 
 from ctrl_megatron.rollout import wire
-from ctrl_megatron.rollout.engine import EngineAddress, EngineDied, PauseMode
+from ctrl_megatron.rollout.engine import (
+    EngineAddress,
+    EngineDied,
+    EngineMemory,
+    PauseMode,
+    SleepLevel,
+)
 from ctrl_megatron.rollout.parent_watch import process_gone
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
@@ -97,10 +103,10 @@ class RemoteEngine:
     async def resume(self) -> None:
         await self._post("/resume", {})
 
-    async def sleep(self, tags: Sequence[str]) -> None:
-        await self._post("/sleep", {"tags": list(tags)})
+    async def sleep(self, level: SleepLevel) -> None:
+        await self._post("/sleep", {"level": level})
 
-    async def wake(self, tags: Sequence[str]) -> None:
+    async def wake(self, tags: Sequence[EngineMemory]) -> None:
         await self._post("/wake", {"tags": list(tags)})
 
     async def checksums(self) -> dict[str, str]:

@@ -31,7 +31,8 @@ class DecodingRow:
     def take(self, token: int, log_prob: float, version: str, params: SamplingParams) -> None:
         """Append a drawn token and see whether it ends the completion."""
         self.tokens.append(token)
-        self.log_probs.append(log_prob)
+        if params.log_probs:
+            self.log_probs.append(log_prob)
         self.versions.append(version)
         if token in params.stop_token_ids:
             self.finish_reason = "stop"

@@ -17,11 +17,17 @@ PauseMode = Literal["abort", "keep"]
 """``abort`` ends running completions with finish reason ``abort``; ``keep`` freezes them: they go
 on after ``resume``, with the weights in force then."""
 
+EngineMemory = Literal["weights", "kv_cache"]
+"""What an engine sleeps without and wakes to, one after the other."""
+ENGINE_MEMORY: tuple[EngineMemory, ...] = ("weights", "kv_cache")
+SleepLevel = Literal[1, 2]
+"""1 keeps a copy of the weights in host memory; 2 forgets them: an update must follow."""
+
 ENGINE_MODULES = {"hf": "transformers", "vllm": "vllm"}
 
 
 class EngineError(RuntimeError):
-    """The engine failed for a reason that is not the caller's."""
+    """The engine failed, or is not in a state to do what it was asked for."""
 
 
 class EngineDied(EngineError):
@@ -51,7 +57,8 @@ class EngineSpec:
     """Share of each GPU for weights and KV cache."""
     kv_cache_gib: float | None = None
     """Size of the KV cache on a CPU, in GiB; None is 2."""
-    enforce_eager: bool = True
+    enforce_eager: bool = False
+    """No CUDA graphs; a CPU has none to capture."""
     may_sleep: bool = False
     """Whether ``sleep`` will be asked for, which some engines must know when they start."""
     seed: int = 0
@@ -64,6 +71,11 @@ class EngineSpec:
     """Where the process writes; None makes a file in the temporary directory."""
     extra: dict[str, Any] = field(default_factory=dict)
     """More arguments of the engine's own constructor (vLLM: ``AsyncEngineArgs``)."""
+
+    def require_sleep(self) -> None:
+        """ValueError without ``may_sleep``."""
+        if not self.may_sleep:
+            raise ValueError("the engine was started without may_sleep; set it in EngineSpec")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +100,8 @@ class Engine(Protocol):
 
         Only ``params.stop_token_ids`` and ``params.max_tokens`` end a completion. With
         ``params.seed`` set, sample j of row i draws from a stream of its own, derived from
-        (seed, i, j). Raises ValueError for prompts that do not fit, EngineBroken, EngineDied.
+        (seed, i, j). Raises ValueError for prompts that do not fit, EngineError while anything
+        sleeps or the weights are forgotten, EngineBroken, EngineDied.
         """
         ...
 
@@ -113,12 +126,15 @@ class Engine(Protocol):
         """Draw again."""
         ...
 
-    async def sleep(self, tags: Sequence[str]) -> None:
-        """Free device memory: ``weights``, ``kv_cache``. Nothing to free on a CPU."""
+    async def sleep(self, level: SleepLevel) -> None:
+        """Free all device memory, weights and caches. Nobody may be generating.
+
+        ValueError without ``EngineSpec.may_sleep``.
+        """
         ...
 
-    async def wake(self, tags: Sequence[str]) -> None:
-        """Undo ``sleep``."""
+    async def wake(self, tags: Sequence[EngineMemory]) -> None:
+        """Take memory back: the weights' before an update, the cache's before a completion."""
         ...
 
     async def checksums(self) -> dict[str, str]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
-from ctrl_megatron.rollout.engine import EngineSpec, PauseMode
+from ctrl_megatron.rollout.engine import EngineMemory, EngineSpec, PauseMode, SleepLevel
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, read_chunk
 from ctrl_megatron.rollout.weight_update import (
@@ -42,6 +43,10 @@ class HfEngine:
             spec.model_path, dtype=getattr(torch, spec.dtype), **spec.extra
         )
         self._model: Any = model.eval().to(_DEVICE)
+        if spec.may_sleep:
+            for weight in self._model.parameters():
+                # What is mapped from a file cannot be given back.
+                weight.data = weight.data.clone()
         self._weights = dict(self._model.named_parameters())
         renamed = [s.name for s in self._state.manifest if s.name not in self._weights]
         if renamed:
@@ -50,17 +55,19 @@ class HfEngine:
             )
         self._control, self._one_call = PauseControl(), asyncio.Lock()
         self._resume_after = True
+        self._sleeping: OffloadedTensors | None = None
         self._calls = 0
 
     async def generate(
         self, prompts: list[list[int]], params: SamplingParams
     ) -> list[list[Completion]]:
-        self._state.require_whole()
+        self._state.require_ready()
         check_request(
             prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
         )
         rows, token = self._rows(prompts, params), self._control.begin_work()
         async with self._one_call:
+            self._state.require_ready()
             await self._decode(rows, params, token)
         self._state.require_whole()
         done = [row.completion() for row in rows]
@@ -132,18 +139,25 @@ class HfEngine:
     async def resume(self) -> None:
         self._control.resume()
 
-    async def sleep(self, tags: Sequence[str]) -> None:
-        """Weights go to host memory; the KV cache lives only while a batch is decoded."""
-        if "weights" in tags:
-            await asyncio.to_thread(self._model.to, "cpu")
-            torch.cuda.empty_cache()
+    async def sleep(self, level: SleepLevel) -> None:
+        """The KV cache lives only while a batch is decoded."""
+        self._spec.require_sleep()
+        # A call that was cancelled may still be in its last step.
+        async with self._one_call:
+            self._state.fall_asleep(level)
+            self._sleeping = OffloadedTensors(self._model.parameters, keep=level == 1)
+            await asyncio.to_thread(self._sleeping.leave)
+        torch.cuda.empty_cache()
 
-    async def wake(self, tags: Sequence[str]) -> None:
-        """Bring the weights back."""
+    async def wake(self, tags: Sequence[EngineMemory]) -> None:
+        self._state.wake(tags)
         if "weights" in tags:
-            await asyncio.to_thread(self._model.to, _DEVICE)
+            assert self._sleeping is not None
+            await asyncio.to_thread(self._sleeping.come_back)
+            self._sleeping = None
 
     async def checksums(self) -> dict[str, str]:
+        self._state.require_held()
         held = [(spec.name, self._weights[spec.name]) for spec in self._state.manifest]
         return await asyncio.to_thread(checksums, held)
 

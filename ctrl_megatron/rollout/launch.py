@@ -25,7 +25,7 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARA
 _VLLM = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
-    # The runner whose sampler ``vllm_worker.UntruncatedLogProbs`` knows.
+    # The runner whose sampler ``vllm_worker.SeededSampler`` knows.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     # Worker groups of one host talk over loopback.
     "VLLM_HOST_IP": "127.0.0.1",

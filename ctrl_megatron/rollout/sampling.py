@@ -16,6 +16,18 @@ def stream_seed(seed: int, row: int, sample: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def uniform(generator: torch.Generator) -> float:
+    """A number in [0, 1) from the generator's stream, without a kernel where that is a GPU's.
+
+    A GPU's generator is moved on by the four steps of its counter that a kernel's draw takes.
+    """
+    if generator.device.type == "cpu":
+        return torch.rand(1, generator=generator, dtype=torch.float64).item()
+    place = generator.get_offset()
+    generator.set_offset(place + 4)
+    return (stream_seed(generator.initial_seed(), place, 0) >> 10) / 2**53
+
+
 def check_request(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
@@ -74,9 +86,16 @@ def draw(
     """(B,) int64 tokens; row b takes one number from ``streams[b]`` and nothing from elsewhere."""
     if params.temperature == 0:
         return log_probs.argmax(-1)
-    mass = truncate(log_probs, params.top_p, params.top_k).double().cumsum(-1)
     numbers = [torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams]
-    target = torch.stack(numbers).to(mass.device) * mass[:, -1:]
+    return pick(truncate(log_probs, params.top_p, params.top_k), torch.cat(numbers))
+
+
+def pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """(B,) int64 tokens: where ``numbers`` (B,) float64 in [0, 1) fall among the (B, V) weights,
+    which need not add up to 1. A few kernels, however many rows there are.
+    """
+    mass = weights.double().cumsum(-1)
+    target = numbers[:, None].to(mass.device) * mass[:, -1:]
     # ``right`` never lands on a token of zero mass; the clamp covers target == total by rounding.
     tokens = torch.searchsorted(mass, target, right=True).squeeze(-1)
     last = (mass < mass[:, -1:]).sum(-1)

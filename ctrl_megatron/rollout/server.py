@@ -69,7 +69,7 @@ def application(engine: Engine, token: str) -> web.Application:
         "/generate": generate,
         "/pause": lambda body: engine.pause(body["mode"]),
         "/resume": lambda body: engine.resume(),
-        "/sleep": lambda body: engine.sleep(body["tags"]),
+        "/sleep": lambda body: engine.sleep(body["level"]),
         "/wake": lambda body: engine.wake(body["tags"]),
         "/checksums": lambda body: engine.checksums(),
         "/health": lambda body: engine.health(),

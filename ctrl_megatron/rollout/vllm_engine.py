@@ -17,7 +17,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ctrl_megatron.rollout.engine import EngineDied, EngineSpec, PauseMode
+from ctrl_megatron.rollout.engine import (
+    EngineDied,
+    EngineMemory,
+    EngineSpec,
+    PauseMode,
+    SleepLevel,
+)
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, WeightChunk
 from ctrl_megatron.rollout.weight_update import WeightState, read_manifest, read_model_config
@@ -39,7 +45,8 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "tensor_parallel_size": spec.tensor_parallel_size,
         "gpu_memory_utilization": spec.gpu_memory_utilization,
         "kv_cache_memory_bytes": int(gib * 2**30) if current_platform.is_cpu() else None,
-        "enforce_eager": spec.enforce_eager,
+        # On a CPU vLLM would compile instead, which takes minutes and a C++ compiler.
+        "enforce_eager": spec.enforce_eager or current_platform.is_cpu(),
         "enable_sleep_mode": spec.may_sleep and current_platform.is_sleep_mode_available(),
         "seed": spec.seed,
         # Texts never pass here, and the directory's generation_config.json must not change draws.
@@ -78,7 +85,7 @@ def vllm_params(params: SamplingParams, row: int, sample: int) -> VllmSamplingPa
         seed=None if params.seed is None else stream_seed(params.seed, row, sample),
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=True,
-        logprobs=0,
+        logprobs=0 if params.log_probs else None,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -104,7 +111,7 @@ class VllmEngine:
             # Otherwise vLLM puts a CPU worker into a process of its own, and core and worker poll
             # shared memory for each other: that takes one of two cores away from the model.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if current_platform.is_cpu() and spec.enforce_eager:
+        if current_platform.is_cpu():
             # The sampler compiles small kernels on first use, which needs a C++ compiler.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
         engine = cls(spec, AsyncLLM.from_engine_args(engine_args(spec)))
@@ -115,7 +122,7 @@ class VllmEngine:
     async def generate(
         self, prompts: list[list[int]], params: SamplingParams
     ) -> list[list[Completion]]:
-        self._state.require_whole()
+        self._state.require_ready()
         check_request(
             prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
         )
@@ -142,12 +149,13 @@ class VllmEngine:
         output = final.outputs[0]
         tokens = tuple(output.token_ids)
         steps: Any = output.logprobs or []
+        asked = params.logprobs is not None
         reason = output.finish_reason
         if reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM ended a completion with finish reason {reason!r}")
         return Completion(
             token_ids=tokens,
-            log_probs=tuple(s[t].logprob for s, t in zip(steps, tokens, strict=True)),
+            log_probs=tuple(s[t].logprob for s, t in zip(steps, tokens, strict=asked)),
             finish_reason=reason,
             spans=tuple(
                 VersionSpan(span.version, span.start, span.end)
@@ -191,32 +199,23 @@ class VllmEngine:
         self._state.require_whole()
         await self._llm.resume_generation()
 
-    async def sleep(self, tags: Sequence[str]) -> None:
-        """On a GPU, ValueError without ``EngineSpec.may_sleep``."""
-        if not self._can_sleep():
-            return
-        if set(tags) == {"kv_cache"}:
-            await self._llm.release_kv_cache_memory()
-        else:
-            await self._llm.sleep(level=1, mode="keep")
+    async def sleep(self, level: SleepLevel) -> None:
+        """On a CPU vLLM only stops scheduling."""
+        self._spec.require_sleep()
+        self._state.fall_asleep(level)
+        await self._llm.sleep(level=level, mode="keep")
 
-    async def wake(self, tags: Sequence[str]) -> None:
-        if self._can_sleep():
-            await self._llm.wake_up(list(tags))
-
-    def _can_sleep(self) -> bool:
-        if not current_platform.is_sleep_mode_available():
-            return False
-        if not self._spec.may_sleep:
-            raise ValueError("to sleep, launch vllm with EngineSpec(may_sleep=True)")
-        return True
+    async def wake(self, tags: Sequence[EngineMemory]) -> None:
+        """vLLM schedules again once nothing sleeps any more."""
+        self._state.wake(tags)
+        await self._llm.wake_up(list(tags))
 
     async def checksums(self) -> dict[str, str]:
         """Checksums of the weights read back from vLLM's layers, un-fused and gathered.
 
         RuntimeError if the layers do not give back exactly the manifest's tensors.
         """
-        self._state.require_whole()
+        self._state.require_held()
         parts: list[dict[str, str]] = await self._llm.collective_rpc("ctrl_checksums")
         held = {name: checksum for part in parts for name, checksum in part.items()}
         wanted = {spec.name for spec in self._state.manifest}

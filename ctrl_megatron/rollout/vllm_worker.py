@@ -2,7 +2,7 @@
 
 vLLM imports this module in each worker because ``worker_extension_cls`` names it; the import
 registers the weight transfer. Only vLLM 0.32's own interfaces are used, apart from
-``UntruncatedLogProbs`` (see there).
+``SeededSampler`` (see there).
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from ctrl_megatron.rollout.sampling import pick, uniform
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, read_chunk
 from ctrl_megatron.rollout.weight_update import checksums, tensor_checksum
 
 _PROBE_ROWS = 256
+_DRAWN_ROWS = 64
+"""At a time: the sums are float64, of memory that vLLM did not measure."""
 
 
 @dataclass
@@ -95,8 +99,12 @@ if VLLM_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(VLLM_BACKEND, SharedMemoryTransfer)
 
 
-class UntruncatedLogProbs(torch.nn.Module):
-    """Returns log-probs from before top-k and top-p; vLLM's "processed" ones come from after.
+class SeededSampler(torch.nn.Module):
+    """Draws as vLLM does, but for two things.
+
+    Log-probs are those from before top-k and top-p; vLLM's "processed" ones come from after. And
+    rows with a seed are drawn all together: on a GPU vLLM launches a kernel for each of them, for
+    every token. (On a CPU it has one of its own for all rows.)
 
     Stands in for ``Sampler.topk_topp_sampler`` of vLLM's first model runner (launch selects that
     runner).
@@ -114,11 +122,33 @@ class UntruncatedLogProbs(torch.nn.Module):
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B,) tokens and (B, V) fp32 log-probs."""
+        if generators and logits.is_cuda:
+            return self.draw_together(logits, generators, k, p)
         if k is None and p is None:
             return self.inner(logits, generators, k, p)
         log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
         tokens, _ = self.inner(logits, generators, k, p)
         return tokens, log_probs
+
+    @staticmethod
+    def draw_together(
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with one number per row, which the row's generator gives where it has one."""
+        log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        kept = logits if k is None and p is None else apply_top_k_top_p(logits, k, p)
+        numbers = torch.rand(
+            len(logits), dtype=torch.float64, device="cpu", pin_memory=logits.is_cuda
+        )
+        for row, generator in generators.items():
+            numbers[row] = uniform(generator)
+        numbers = numbers.to(logits.device, non_blocking=True)
+        pairs = zip(kept.split(_DRAWN_ROWS), numbers.split(_DRAWN_ROWS), strict=True)
+        tokens = [pick(part.softmax(dim=-1, dtype=torch.float32), own) for part, own in pairs]
+        return torch.cat(tokens), log_probs
 
 
 def _is_packed(module: torch.nn.Module) -> bool:
@@ -196,9 +226,9 @@ class VllmWorkerExtension:
     """Methods added to vLLM's worker, reached through ``AsyncLLM.collective_rpc``."""
 
     def ctrl_prepare(self: Any) -> None:
-        """Once, after start: log-probs from before truncation."""
+        """Once, after start."""
         sampler = self.model_runner.sampler
-        sampler.topk_topp_sampler = UntruncatedLogProbs(sampler.topk_topp_sampler)
+        sampler.topk_topp_sampler = SeededSampler(sampler.topk_topp_sampler)
 
     def ctrl_checksums(self: Any) -> dict[str, str]:
         """Checksums of this pipeline stage's tensors; only the first tensor rank gives them."""

@@ -15,7 +15,13 @@ from typing import Any, Protocol
 import torch
 
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.rollout.engine import EngineBroken, EngineError
+from ctrl_megatron.rollout.engine import (
+    ENGINE_MEMORY,
+    EngineBroken,
+    EngineError,
+    EngineMemory,
+    SleepLevel,
+)
 from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk, spec_of
 from ctrl_megatron.types import TensorSpec
 
@@ -91,17 +97,51 @@ class WeightLoader(Protocol):
 
 
 class WeightState:
-    """What an engine knows about its weights: manifest, version, and whether they are whole."""
+    """What an engine knows about its weights: manifest, version, and whether they are whole.
+
+    Also what of the engine sleeps: to what is not there nobody may write, nor generate from it.
+    """
 
     def __init__(self, manifest: Sequence[TensorSpec]) -> None:
         self.manifest, self.version = tuple(manifest), "initial"
         self._broken = ""
+        self._asleep = set[EngineMemory]()
+        self._forgotten = False
         self._one_update = asyncio.Lock()
 
     def require_whole(self) -> None:
         """EngineBroken after an update that failed half-way."""
         if self._broken:
             raise EngineBroken(self._broken)
+
+    def require_held(self) -> None:
+        """EngineBroken, or EngineError where the weights sleep or were forgotten in sleep."""
+        self.require_whole()
+        self._require_awake({"weights"})
+        if self._forgotten:
+            raise EngineError("the engine forgot its weights in its sleep; update them first")
+
+    def require_ready(self) -> None:
+        """Raises what keeps the engine from generating."""
+        self.require_held()
+        self._require_awake(self._asleep)
+
+    def _require_awake(self, memory: set[EngineMemory]) -> None:
+        if self._asleep & memory:
+            raise EngineError(f"the engine sleeps ({', '.join(sorted(self._asleep))}); wake it")
+
+    def fall_asleep(self, level: SleepLevel) -> None:
+        """EngineError if anything sleeps already: engines fall asleep as a whole."""
+        self.require_whole()
+        self._require_awake(self._asleep)
+        self._asleep, self._forgotten = set(ENGINE_MEMORY), self._forgotten or level == 2
+
+    def wake(self, tags: Sequence[EngineMemory]) -> bool:
+        """Whether nothing sleeps any more; EngineError for what is awake."""
+        if not self._asleep.issuperset(tags):
+            raise EngineError(f"cannot wake {list(tags)}; asleep is {sorted(self._asleep)}")
+        self._asleep.difference_update(tags)
+        return not self._asleep
 
     async def replace(
         self,
@@ -117,6 +157,7 @@ class WeightState:
         """
         async with self._one_update:
             self.require_whole()
+            self._require_awake({"weights"})
             check_specs(self.manifest, specs)
             due, touched = {spec.name: spec for spec in specs}, False
             try:
@@ -147,7 +188,7 @@ class WeightState:
                     reason = self._broken or f"weight update {version!r} did not start: {error}"
                     raise (EngineBroken if touched else EngineError)(reason) from error
                 raise
-            self.version = version
+            self.version, self._forgotten = version, False
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:

@@ -12,6 +12,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.pipeline.build import build_policy, optimizer_options
+from ctrl_megatron.pipeline.device_memory import device_memory
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.recorder import Recorder
@@ -45,6 +46,7 @@ def train_sft(config: Config) -> bool:
             budget=config.sft.max_token_len_per_gpu,
         )
         recorder = Recorder(config, active=groups.is_first, total_steps=steps)
+        memory = device_memory(groups)
         worker = SftWorker(
             groups=groups,
             background=run.background,
@@ -54,7 +56,7 @@ def train_sft(config: Config) -> bool:
             examples=examples,
             held_out=held_out,
             peak_flops=peak_flops_per_device(config, groups),
-            timeline=recorder.timeline(),
+            timeline=recorder.timeline(memory),
         )
         loop = TrainingLoop(
             worker=worker,
@@ -67,6 +69,7 @@ def train_sft(config: Config) -> bool:
                 asynchronous=config.trainer.async_save,
             ),
             recorder=recorder,
+            memory=memory,
             schedule=Schedule(
                 batch_size=config.sft.train_batch_size,
                 total_steps=steps,

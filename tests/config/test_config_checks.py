@@ -104,15 +104,6 @@ MEGATRON = ACTOR + "megatron."
             ["model.dtype", "bfloat16, float32, not 'float16'"],
         ),
         ((ROLLOUT + "dtype=float16",), ["rollout.dtype", "bfloat16, float32, not 'float16'"]),
-        ((MEGATRON + "param_offload=true",), ["param_offload", "use_kl_loss", "leave it out"]),
-        (
-            (
-                MEGATRON + "optimizer_offload=true",
-                MEGATRON + "use_distributed_optimizer=false",
-                "actor_rollout_ref.model.dtype=float32",
-            ),
-            ["optimizer_offload", "use_distributed_optimizer=true"],
-        ),
     ],
 )
 def test_each_conflict_is_one_line_with_key_and_remedy(

@@ -38,7 +38,6 @@ IN_LOSS = ACTOR + "use_kl_loss=true"
         (CONTROL + "target_kl=0.5", (IN_REWARD,), (CONTROL + "type=adaptive",), ()),
         (CONTROL + "horizon=5000", (IN_REWARD,), (CONTROL + "type=adaptive",), ()),
         ('actor_rollout_ref.ref.model.path="anchor"', (), (IN_LOSS, IN_REWARD), ()),
-        (MEGATRON + "param_offload=false", (), (IN_LOSS, IN_REWARD), ()),
         (MEGATRON + "recompute_num_layers=2", (), (MEGATRON + "recompute_granularity=full",), ()),
         (FILTER + "max_num_gen_batches=3", (), (FILTER + "enable=true",), ()),
         ("data.gen_batch_size=8", (), (FILTER + "enable=true",), ()),

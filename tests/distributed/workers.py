@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 import warnings
@@ -118,6 +119,7 @@ def train(
     The global batch is dealt out to the data-parallel ranks; the weights are exported.
     """
     from ctrl_megatron.checkpoint.hf import save_hf
+    from ctrl_megatron.models.offload import storages_of
 
     groups, results = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -131,8 +133,9 @@ def train(
         results[name] = []
         for _ in range(3):
             if make_room:
-                policy.offload(gradients=True, optimizer=True)
+                policy.offload("weights", "gradients", "optimizer")
                 assert all(buffer_bytes(chunk) == 0 for chunk in policy.chunks)
+                assert storages_of(p for model in policy.models for p in model.parameters()) == {}
                 policy.log_probs(mine)
             results[name].append(policy.step(mine, policy_loss))
             assert all(buffer_bytes(chunk) > 0 for chunk in policy.chunks)
@@ -255,6 +258,78 @@ def value_learns(rank: int, layout: dict, directory: str, batch: dict, steps: in
         sums = explained_variance_sums(values, mine["returns"], mine["response_mask"])
         found.append(explained_variance(groups.sum_over_data(sums)))
         model.step({**mine, "values": values}, loss)
+    return found
+
+
+def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, Any]:
+    """Seconds that an engine's start and a generation took whose collectives may last ``limit``,
+    what the generation gave, and how long a stop took that the other rank was asked for.
+
+    The engine is a real one, suspended for twice the limit in the middle of its work.
+    """
+    import os
+    import signal
+    import threading
+    import time
+
+    from ctrl_megatron.parallel.background import BackgroundLoop
+    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.layout import Layout
+    from ctrl_megatron.parallel.waiting import wait_together
+    from ctrl_megatron.pipeline.stop import StopFlag, StopRequested
+    from ctrl_megatron.pipeline.worker import RolloutWorker
+    from ctrl_megatron.rollout.engine import EngineSpec
+    from ctrl_megatron.rollout.launch import EngineProcess
+    from ctrl_megatron.types import SamplingParams
+
+    groups = initialize(Layout(tensor=2), seed=1, timeout_seconds=limit)
+    background, found = BackgroundLoop(), dict[str, Any]()
+    unused: Any = None
+    spec = EngineSpec(name="hf", model_path=directory, dtype="float32", threads=1, log_path=log)
+    process: Any = EngineProcess(spec) if groups.is_leader else None
+    began = time.monotonic()
+
+    async def start() -> None:
+        await asyncio.to_thread(process.wait_ready)
+        await asyncio.sleep(max(0.0, began + 1.5 * limit - time.monotonic()))
+
+    try:
+        wait_together(background.submit(start()) if process else None, groups)
+        found["start"] = time.monotonic() - began
+        engine: Any = process.connect() if process else None
+        worker = RolloutWorker(
+            config=unused,
+            groups=groups,
+            background=background,
+            stop=StopFlag().install(),
+            codec=unused,
+            engine=engine,
+            weights=unused,
+            device=unused,
+            rewards=None,
+            reward_weights={},
+            validation=None,
+        )
+        began = time.monotonic()
+        if process:
+            os.kill(process.pid, signal.SIGSTOP)
+            threading.Timer(2 * limit, os.kill, (process.pid, signal.SIGCONT)).start()
+        prompts, params = [[1, 2], [3]], SamplingParams(max_tokens=5, seed=1)
+        answers = worker.ask(lambda: engine.generate(prompts, params))
+        found["generation"] = time.monotonic() - began
+        found["answers"] = [len(completion.token_ids) for (completion,) in answers]
+        began = time.monotonic()
+        if rank == 1:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(StopRequested):
+            worker.ask(lambda: asyncio.sleep(100))
+        found["stop"] = time.monotonic() - began
+        if engine:
+            background.run(engine.close())
+    finally:
+        if process:
+            process.stop()
+        background.close()
     return found
 
 

@@ -45,12 +45,15 @@ def run_forked(
     timeout: float = 280.0,
     purpose: str = "rl",
     reads: str = "",
+    phases: Path | None = None,
+    stop_at: int = 0,
     without: tuple[str, ...] = (),
 ) -> ForkedRun:
     """Two ranks from start to end; neither outlives the call. ``purpose`` is ``rl`` or ``sft``.
 
-    The keys that the first rank reads are written to the file ``reads``, one a line; ``without``
-    names keys of the job that are left out.
+    The keys that the first rank reads are written to the file ``reads``, one a line; what
+    ``record_phases(stop_at)`` notes on rank N to the file ``phases``/N; ``without`` names keys of
+    the job that are left out.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / f"{name}.{time.monotonic_ns()}.log"
@@ -63,10 +66,8 @@ def run_forked(
     kept = [setting for setting in settings if setting.partition("=")[0] not in without]
     overrides = [*kept, *extra]
     forks = fork_context()
-    ranks = [
-        forks.Process(target=_rank, args=(rank, launch, overrides, str(log), purpose, reads))
-        for rank in range(_RANKS)
-    ]
+    given = (launch, overrides, str(log), purpose, reads, phases, stop_at)
+    ranks = [forks.Process(target=_rank, args=(rank, *given)) for rank in range(_RANKS)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + timeout
@@ -82,7 +83,14 @@ def run_forked(
 
 
 def _rank(
-    rank: int, launch: dict[str, str], overrides: list[str], log: str, purpose: str, reads: str
+    rank: int,
+    launch: dict[str, str],
+    overrides: list[str],
+    log: str,
+    purpose: str,
+    reads: str,
+    phases: Path | None,
+    stop_at: int,
 ) -> None:
     os.environ |= launch | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -90,6 +98,7 @@ def _rank(
     os.dup2(output, 2)
     os.chdir(REPOSITORY)
     import torch
+    from recorded_phases import record_phases
     from recorded_reads import record_reads
 
     from ctrl_megatron.config import check_files, check_world_size, load_config
@@ -101,8 +110,12 @@ def _rank(
     seen = record_reads(config) if reads and rank == 0 else set()
     check_files(config, purpose)
     check_world_size(config, _RANKS, purpose)
+    events = record_phases(stop_at if rank == 0 else 0) if phases else []
     run = train_sft if purpose == "sft" else train
     finished = run(config)
     if seen:
         Path(reads).write_text("\n".join(sorted(seen)))
+    if phases:
+        phases.mkdir(exist_ok=True)
+        (phases / str(rank)).write_text("\n".join(events))
     raise SystemExit(0 if finished else 130)

@@ -7,7 +7,6 @@ import dataclasses
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -102,7 +101,8 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
         engine=None,
         rewards=RewardSum({"critic": reward}, judge=judge),
         reward_weights={"critic": 1.0},
-        weights=SimpleNamespace(rest=lambda: None),  # type: ignore[arg-type]
+        weights=unused,
+        device=unused,
         policy=policy,
         reference=reference,
         value=None,

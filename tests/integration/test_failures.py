@@ -39,10 +39,12 @@ def _in_a_step(run: Run) -> bool:
             _in_a_step,
             r"(rollout engine|engine vllm) \(pid \d+\b.* (died|is gone|exited)",
         ),
+        # It lives and says nothing any more; no collective waits for it that could give up.
+        ("silent engine", _in_a_step, r"rollout engine \(pid {pid}\) runs but has not answered"),
         ("sandbox", _in_a_step, r"sandbox service \(pid {pid}\) died"),
         ("launcher", _in_a_step, r"launcher"),
     ],
-    ids=["rank 0", "rank 1", "engine", "vllm core", "sandbox", "launcher"],
+    ids=["rank 0", "rank 1", "engine", "vllm core", "silent engine", "sandbox", "launcher"],
 )
 def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: str) -> None:
     if victim == "vllm core" and "vllm" not in available_engines():
@@ -50,14 +52,16 @@ def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: s
     engine = "vllm" if victim == "vllm core" else "hf"
     rollout = "actor_rollout_ref.rollout."
     cache = (rollout + "kv_cache_gib=0.1",) if engine == "vllm" else ()
-    extra = (f"{rollout}name={engine}", *cache)
+    silent = victim == "silent engine"
+    patience = ("trainer.failure_timeout=8",) if silent else ()
+    extra = (f"{rollout}name={engine}", *cache, *patience)
     name = f"without {victim}".replace(" ", "_")
     with job.launch(name, steps=10_000, extra=extra) as run:
         run.wait_for_steps(1)
         process = _process(run, victim)
         assert len(run.look()) >= 5
         run.wait_for(lambda: moment(run), pause=0.0005)
-        process.kill()
+        process.suspend() if silent else process.kill()
         killed = time.monotonic()
         code = run.ends(WITHIN)
         while run.look() and time.monotonic() < killed + WITHIN:
@@ -76,6 +80,7 @@ def _process(run: Run, name: str) -> psutil.Process:
         return psutil.Process(run.process.pid)
     patterns = {
         "engine": r"rollout\.server",
+        "silent engine": r"rollout\.server",
         "vllm core": r"EngineCore",
         "sandbox": r"ctrl_megatron\.sandbox",
     }

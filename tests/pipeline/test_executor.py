@@ -21,7 +21,9 @@ def worker() -> Iterator[Any]:
     """One rank that is its own leader and that nobody asks to stop."""
     background = BackgroundLoop()
     yield SimpleNamespace(
-        groups=SimpleNamespace(is_leader=True, from_leader=lambda value: value),
+        groups=SimpleNamespace(
+            is_leader=True, from_leader=lambda value: value, on_any=lambda *flags: flags
+        ),
         background=background,
         timeline=Timeline(),
         stop=SimpleNamespace(agreed=lambda groups: False),

@@ -17,11 +17,11 @@ PUSH = SimpleNamespace(num_bytes=3e9, seconds=1.5)
     ("reports", "metrics"),
     [
         ([PUSH, PUSH], {"sync/pushes": 2, "sync/seconds": 3, "sync/gigabytes_per_second": 2}),
-        # In a warm-up of the value model without a proxy the engine holds the actor already.
+        # In a warm-up of the value model without a proxy the engine holds the actor all the time.
         ([], {"sync/pushes": 0}),
     ],
 )
 def test_pushes_are_reported_where_there_are_any(reports: list[Any], metrics: Any) -> None:
-    weights = SimpleNamespace(load=lambda role: "actor@0", take_reports=lambda: reports)
-    worker: Any = SimpleNamespace(make_room=lambda: None, actor_learns=False, weights=weights)
+    weights = SimpleNamespace(take_reports=lambda: reports)
+    worker: Any = SimpleNamespace(actor_learns=False, weights=weights)
     assert sync_weights(worker, TensorDict({}, batch_size=[])).metrics == metrics

@@ -40,7 +40,6 @@ class Rank:
             from_data_ranks=lambda value: [value],
         )
         self.codec = SimpleNamespace(decode=lambda t: f"{t[0]}. {JUDGMENT}", eos_token_ids=(0,))
-        self.weights = SimpleNamespace(rest=lambda: self.calls.append("rest"))
         self.rewards = SimpleNamespace(critic=SimpleNamespace(judge_solutions=self._judge))
         self._lost = lost
 
@@ -92,7 +91,7 @@ def test_every_row_is_asked_for_once_in_batches(
         if sum(sizes):
             critique_revision.validate(worker)  # type: ignore[arg-type]
             asked = [(role, size) for role in ("actor", "proxy") for size in sizes]
-            assert worker.calls == [*asked, "rest"]
+            assert worker.calls == asked
         judged += worker.judged
     assert sorted(judged) == list(range(rows))
 

@@ -20,6 +20,7 @@ from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import (
     EngineBroken,
     EngineDied,
+    EngineError,
     EngineSpec,
     available_engines,
 )
@@ -302,10 +303,45 @@ def test_prompts_that_cannot_be_served_are_refused(bench: Bench) -> None:
             bench.generate(prompts, max_tokens=tokens)
 
 
-def test_sleep_and_wake_leave_the_engine_usable(bench: Bench) -> None:
-    bench.run(bench.engine.sleep(["weights", "kv_cache"]))
+def test_a_light_sleeper_keeps_its_weights(bench: Bench) -> None:
+    bench.load(1)
+    before = bench.generate(PROMPTS, max_tokens=6, temperature=0.0)
+    bench.run(bench.engine.sleep(1))
+    with pytest.raises(EngineError, match=r"sleeps .*kv_cache, weights"):
+        bench.generate([[1]], max_tokens=2)
+    with pytest.raises(EngineError, match="the engine sleeps"):
+        bench.run(bench.engine.sleep(2))
+    bench.run(bench.engine.health())
     bench.run(bench.engine.wake(["weights", "kv_cache"]))
-    assert len(bench.generate([[1]], max_tokens=2)[0][0].token_ids) == 2
+    assert bench.generate(PROMPTS, max_tokens=6, temperature=0.0) == before
+
+
+def test_a_deep_sleeper_wakes_for_an_update_and_then_for_its_cache(bench: Bench) -> None:
+    bench.run(bench.engine.sleep(2))
+    sender = Sender(weights(bench.models[1]))
+    with pytest.raises(EngineError, match="sleeps"):
+        bench.run(bench.engine.update(sender.specs(), sender.chunks(), "too early"))
+    bench.run(bench.engine.wake(["weights"]))
+    with pytest.raises(EngineError, match=r"cannot wake \['weights'\]; asleep is \['kv_cache'\]"):
+        bench.run(bench.engine.wake(["weights"]))
+    with pytest.raises(EngineError, match="forgot its weights"):
+        bench.run(bench.engine.checksums())
+    bench.load(1)
+    expected = {n: tensor_checksum(t) for n, t in weights(bench.models[1]).items()}
+    assert bench.run(bench.engine.checksums()) == expected
+    with pytest.raises(EngineError, match=r"sleeps .*kv_cache"):
+        bench.generate([[1]], max_tokens=2)
+    bench.run(bench.engine.wake(["kv_cache"]))
+    for prompt, (completion,) in zip(
+        PROMPTS, bench.generate(PROMPTS, max_tokens=8, temperature=0.0), strict=True
+    ):
+        assert list(completion.token_ids) == greedy(bench.models[1], prompt, 8)
+
+
+def test_log_probs_are_left_out_where_nobody_asks(bench: Bench) -> None:
+    (completion,) = bench.generate([[1, 2]], max_tokens=4, temperature=0.0, log_probs=False)[0]
+    assert completion.log_probs == ()
+    assert list(completion.token_ids) == greedy(bench.models[0], [1, 2], 4)
 
 
 def test_many_calls_at_once_keep_their_answers_apart(bench: Bench) -> None:

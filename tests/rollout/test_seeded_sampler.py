@@ -1,0 +1,104 @@
+"""Rows with seeds are drawn together on a GPU; everything but the GPU's own generator runs here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ctrl_megatron.rollout.engine import EngineSpec, available_engines
+from ctrl_megatron.rollout.launch import engine_environment
+from ctrl_megatron.rollout.sampling import pick, uniform
+
+
+class CountingGenerator:
+    """A GPU's generator as far as it is used: a seed, and a place that may be moved back."""
+
+    device = SimpleNamespace(type="cuda")
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._place = seed, 0
+
+    def initial_seed(self) -> int:
+        return self._seed
+
+    def get_offset(self) -> int:
+        return self._place
+
+    def set_offset(self, offset: int) -> None:
+        assert offset % 4 == 0, "torch refuses other places"
+        self._place = offset
+
+
+def numbers(seed: int) -> Iterator[float]:
+    generator: Any = CountingGenerator(seed)
+    while True:
+        yield uniform(generator)
+
+
+def test_a_stream_of_numbers_is_uniform_and_its_own() -> None:
+    drawn = torch.tensor([[next(s) for _ in range(500)] for s in map(numbers, range(8))])
+    assert drawn.min() >= 0 and drawn.max() < 1
+    ordered = drawn.flatten().double().sort().values
+    expected = torch.arange(1, len(ordered) + 1) / len(ordered)
+    # Kolmogorov and Smirnov: a hundred-thousandth of all uniform samples is further off.
+    assert float((ordered - expected).abs().max()) < 2.5 / len(ordered) ** 0.5
+    between = torch.corrcoef(drawn) - torch.eye(8)
+    assert float(between.abs().max()) < 0.25
+
+
+def test_a_draw_that_is_taken_back_is_drawn_again() -> None:
+    generator: Any = CountingGenerator(7)
+    uniform(generator)
+    second = uniform(generator)
+    # What vLLM does with the number of a prompt that was not read to its end.
+    generator.set_offset(generator.get_offset() - 4)
+    assert uniform(generator) == second != uniform(generator)
+
+
+def test_numbers_pick_tokens_by_their_share() -> None:
+    weights = torch.tensor([[0.5, 0.0, 1.5], [3.0, 1.0, 0.0]])
+    for number, tokens in [(0.0, [0, 0]), (0.249, [0, 0]), (0.251, [2, 0]), (0.76, [2, 1])]:
+        assert pick(weights, torch.tensor([number] * 2, dtype=torch.float64)).tolist() == tokens
+    assert pick(weights, torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist() == [2, 1]
+
+
+DRAW = """
+import json, torch
+from ctrl_megatron.rollout.vllm_worker import SeededSampler
+logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0)).mul_(2).expand(600, 40)
+def draw(rows, k=None, p=None):
+    seeded = {i: torch.Generator().manual_seed(row) for i, row in enumerate(rows)}
+    few = logits[: len(rows)].clone()
+    tokens, log_probs = SeededSampler.draw_together(few, seeded, k, p)
+    torch.testing.assert_close(log_probs, logits[: len(rows)].log_softmax(-1))
+    return tokens.tolist()
+print(json.dumps({
+    "free": draw(range(600)),
+    "alone": [draw([row])[0] for row in range(20)],
+    "top": draw(range(600), torch.full((600,), 4), torch.full((600,), 0.95)),
+    "probabilities": logits[0].softmax(-1).tolist(),
+}))
+"""
+
+
+@pytest.mark.skipif("vllm" not in available_engines(), reason="the optional vllm is not installed")
+def test_rows_are_drawn_from_their_distribution_alone_and_in_company() -> None:
+    environment = engine_environment(EngineSpec(name="vllm", model_path="", threads=1))
+    done = subprocess.run(
+        [sys.executable, "-c", DRAW], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["alone"] == found["free"][:20]
+    shares = torch.tensor(found["probabilities"])
+    drawn = torch.bincount(torch.tensor(found["free"]), minlength=40) / 600
+    assert (((shares * (1 - shares) / 600).sqrt() * 4.5 + 2e-3) > (drawn - shares).abs()).all()
+    assert set(found["top"]) <= set(shares.topk(4).indices.tolist())
+    assert len(set(found["top"])) > 1

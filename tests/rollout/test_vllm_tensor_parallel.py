@@ -1,0 +1,59 @@
+"""A vLLM engine of two tensor ranks takes our weights, sleeps, and gives the weights back whole."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from rollout_models import Sender, greedy, save, tiny_llama, weights
+
+from ctrl_megatron.rollout.engine import EngineSpec, available_engines
+from ctrl_megatron.rollout.launch import launch_engine
+from ctrl_megatron.rollout.parent_watch import group_members
+from ctrl_megatron.rollout.weight_update import tensor_checksum
+from ctrl_megatron.types import SamplingParams
+
+PROMPTS = [[1, 2, 3], [7, 8, 9, 10]]
+
+
+@pytest.mark.skipif("vllm" not in available_engines(), reason="the optional vllm is not installed")
+def test_two_tensor_ranks_hold_what_was_sent(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    spec = EngineSpec(
+        name="vllm",
+        model_path=str(save(tiny_llama(0), tmp_path / "model")),
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        kv_cache_gib=0.1,
+        tensor_parallel_size=2,
+        threads=1,
+        may_sleep=True,
+        log_path=str(tmp_path / "engine.log"),
+        startup_timeout=240.0,
+    )
+    sent = tiny_llama(1)
+
+    async def update_and_ask() -> None:
+        engine, sender = process.connect(), Sender(weights(sent))
+        await engine.sleep(2)
+        await engine.wake(["weights"])
+        await engine.update(sender.specs(), sender.chunks(), "sent")
+        await engine.wake(["kv_cache"])
+        params = SamplingParams(max_tokens=8, temperature=0.0, log_probs=False)
+        answers = await engine.generate(PROMPTS, params)
+        for prompt, (completion,) in zip(PROMPTS, answers, strict=True):
+            assert list(completion.token_ids) == greedy(sent, prompt, 8)
+            assert completion.spans[0].version == "sent"
+        held = await engine.checksums()
+        assert held == {name: tensor_checksum(tensor) for name, tensor in weights(sent).items()}
+        # Seeds mean the same on all tensor ranks.
+        sampled = SamplingParams(max_tokens=6, seed=3)
+        assert await engine.generate(PROMPTS, sampled) == await engine.generate(PROMPTS, sampled)
+        await engine.close()
+
+    with launch_engine(spec) as process:
+        asyncio.run(asyncio.wait_for(update_and_ask(), 120))
+    assert group_members(process.pid) == []
