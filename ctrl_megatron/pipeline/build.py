@@ -27,7 +27,6 @@ from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.build import build_reward_sum, reward_functions_of
-from ctrl_megatron.rollout.engine import Engine
 
 
 def build_worker(
@@ -47,7 +46,7 @@ def build_worker(
     services.wait()
     engine = services.connect() if groups.is_leader else None
     family, control = config.actor_rollout_ref, config.algorithm.kl_ctrl
-    actor = MegatronSource(policy, engine_layout(config), groups.engine_hosts)
+    actor = MegatronSource(policy, engine_layout(config), services.placement.hosts)
     worker = DAGWorker(
         config=config,
         groups=groups,
@@ -58,7 +57,7 @@ def build_worker(
         validation=validation,
         draw=sampler.next_batch,
         engine=engine,
-        weights=engine_weights(run, actor, engine, may_sleep=family.rollout.free_cache_engine),
+        weights=engine_weights(run, services, actor, may_sleep=family.rollout.engine_sleeps),
         rewards=reward_sum(run, services, codec, [train, validation], graph.report.rewards),
         reward_weights=reward_functions_of(config, graph.report.rewards),
         policy=policy,
@@ -87,7 +86,7 @@ def rollout_worker(run: Session, services: Services, critic: str) -> RolloutWork
         codec=codec,
         validation=table,
         engine=engine,
-        weights=critic_weights(run, engine, critic),
+        weights=critic_weights(run, services, critic),
         rewards=reward_sum(run, services, codec, [table], ("critic",)),
         reward_weights=reward_functions_of(config, ("critic",)),
     )
@@ -135,6 +134,7 @@ def reward_sum(
     return build_reward_sum(
         run.config,
         sandbox_endpoint=services.sandbox_endpoint,
+        sandbox_token=services.sandbox_token,
         rows=[row for table in tables if table is not None for row in table.rows],
         tokenizer=codec.tokenizer,
         measured=measured,
@@ -274,30 +274,30 @@ def engine_layout(config: Config) -> EngineLayout:
 
 
 def engine_weights(
-    run: Session, actor: WeightSource, engine: Engine | None, *, may_sleep: bool = False
+    run: Session, services: Services, actor: WeightSource, *, may_sleep: bool = False
 ) -> EngineWeights:
     """The switch between ``actor`` and the configured proxy; ValueError if their shapes differ."""
-    family, groups = run.config.actor_rollout_ref, run.groups
+    family, readers = run.config.actor_rollout_ref, services.placement.hosts
     path = family.proxy.model.path or family.model.path
     if read_model_shape(path) != read_model_shape(family.model.path):
         raise ValueError(
             f"actor_rollout_ref.proxy.model.path={path} has another architecture than "
-            "the actor; one engine generates with both, so their shapes must be equal"
+            "the actor; the same engines generate with both, so their shapes must be equal"
         )
-    link = (
-        EngineLink(engine=engine, loop=run.background) if groups.is_first_here and engine else None
-    )
-    proxy = DirectorySource(path, engine_layout(run.config), groups)
+    own = services.connect_here()
+    link = None if own is None else EngineLink(engine=own, loop=run.background)
+    proxy = DirectorySource(path, engine_layout(run.config), run.groups, readers)
     return EngineWeights(
         {"actor": actor, "proxy": proxy},
         link,
-        groups,
+        run.groups,
         verify=run.config.trainer.verify_weight_sync,
         may_sleep=may_sleep,
     )
 
 
-def critic_weights(run: Session, engine: Engine | None, critic: str) -> EngineWeights:
+def critic_weights(run: Session, services: Services, critic: str) -> EngineWeights:
     """The switch between the critic of an HF directory and the proxy."""
-    source = DirectorySource(critic, engine_layout(run.config), run.groups)
-    return engine_weights(run, source, engine)
+    readers = services.placement.hosts
+    source = DirectorySource(critic, engine_layout(run.config), run.groups, readers)
+    return engine_weights(run, services, source)

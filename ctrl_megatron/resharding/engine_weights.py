@@ -1,4 +1,4 @@
-"""Which weights a host's engine holds: pushing them, comparing checksums, its sleep.
+"""Which weights the engines hold: pushing them, comparing checksums, its sleep.
 
 ``EngineWeights.load`` -> ``push`` -> ``Engine.update``: there the weights leave the trainer.
 """
@@ -27,9 +27,10 @@ _MEMORY: tuple[str, ...] = ("weights", "kv_cache")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLink:
-    """The way to a host's engine, held by the first rank there."""
+    """The way to a host's engines, held by the first rank there."""
 
     engine: Engine
+    """One, or the pool of all that stand there."""
     loop: BackgroundLoop
 
 
@@ -43,11 +44,11 @@ class SyncReport:
 
 
 class EngineWeights:
-    """One engine generates for two models in turn; every completion names the one that drew it.
+    """The engines generate for two models in turn; every completion names the one that drew it.
 
-    With ``may_sleep`` the engine gives its device memory to the trainer between ``rest`` and the
-    next ``load`` or ``use``. It is awake at first. All ranks call the same methods in the same
-    order; the first rank of a host drives its engine.
+    With ``may_sleep`` they give their device memory to the trainer between ``rest`` and the next
+    ``load`` or ``use``. They are awake at first. All ranks call the same methods in the same order;
+    the first rank of a host drives the engines there.
     """
 
     def __init__(
@@ -115,6 +116,11 @@ class EngineWeights:
             self._link.loop.run(self._link.engine.wake((tag,)))
         self._asleep.remove(tag)
         self._groups.barrier()
+
+    def close(self) -> None:
+        """Let go of the connections to this host's engines."""
+        if self._link:
+            self._link.loop.run(self._link.engine.close())
 
     def take_reports(self) -> list[SyncReport]:
         """The pushes since the last call."""
