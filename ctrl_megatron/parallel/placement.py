@@ -38,21 +38,33 @@ class Placement:
 
 
 def engine_devices(
-    ranks: int, *, placement: EnginePlacement, engine_gpus: int | None, tensor: int, on_cpu: bool
+    ranks: int,
+    *,
+    placement: EnginePlacement,
+    engine_gpus: int | None,
+    tensor: int,
+    visible: int | None,
 ) -> range:
     """The devices of a host with ``ranks`` trainer ranks that belong to engines.
 
-    Rank i of a host computes on device i. ``engine_gpus`` is how many dedicated engines have there;
-    colocated ones have the trainer's. Where there is no GPU it is how many there would be, and
-    without it a host has one engine of ``tensor`` processes. ValueError for a count that leaves a
-    GPU without an engine, or engines without a GPU.
+    Rank i of a host computes on device i of the ``visible`` GPUs that its processes see.
+    ``engine_gpus`` is how many of them dedicated engines have; colocated ones have the trainer's.
+    Where there is no GPU (``visible`` is None) it is how many there would be, and without it a host
+    has one engine of ``tensor`` processes. ValueError for a count that leaves a rank's GPU without
+    an engine, or engines without a GPU.
     """
     key = "actor_rollout_ref.rollout.n_gpus_per_node"
-    if on_cpu:
+    if visible is None:
         return range(tensor if engine_gpus is None else engine_gpus)
     if placement == "dedicated":
         if engine_gpus is None:
             raise ValueError(f"actor_rollout_ref.rollout.placement=dedicated needs {key}; set it")
+        if ranks + engine_gpus > visible:
+            raise ValueError(
+                f"{key}={engine_gpus} GPUs for dedicated engines beside {ranks} ranks make "
+                f"{ranks + engine_gpus}, but a rank sees {visible}; lower one, or let every "
+                "rank see all GPUs of its host"
+            )
         return range(ranks, ranks + engine_gpus)
     if engine_gpus not in (None, ranks):
         raise ValueError(

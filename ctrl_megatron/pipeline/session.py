@@ -13,9 +13,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
@@ -144,6 +146,7 @@ class Services:
         self._engines: dict[int, EngineProcess] = {}
         self._sandbox: EmbeddedSandbox | None = None
         self._addresses: dict[int, EngineAddress] = {}
+        self._clients: dict[int, RemoteEngine] = {}
         self.sandbox_endpoint = config.sandbox.endpoint or ""
         """Where sandboxes answer, this host's first; known after ``wait``."""
         self.sandbox_token: str | None = None
@@ -160,7 +163,7 @@ class Services:
         run_dir = Path(config.trainer.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         for place in self.placement.on(groups.here):
-            engine = EngineProcess(self._engine_spec(place, run_dir))
+            engine = EngineProcess(engine_spec(config, groups, self.placement, place))
             self._engines[place.number] = engine
             name, log = engine.address.name, partial(log_tail, engine.address.log_path)
             self._watch.guard(partial(child_died, f"engine {name}", engine.pid, engine.alive, log))
@@ -168,21 +171,6 @@ class Services:
             # It ties its life to the thread that starts it, so that is the main thread.
             self._sandbox = box = self._start_sandbox()
             self._watch.guard(partial(child_died, "sandbox service", box.pid, box.alive, box.log))
-
-    def _engine_spec(self, place: EnginePlace, run_dir: Path) -> EngineSpec:
-        hosts, number = self._groups.hosts, place.number
-        spec = engine_spec(
-            self._config, run_dir / (f"engine.{number}.log" if number else "engine.log")
-        )
-        alone = len(self.placement.engines) == 1
-        return replace(
-            spec,
-            title=spec.name if alone else f"{spec.name} {number} on {hosts.names[place.host]}",
-            host=hosts.addresses[place.host],
-            devices=place.devices if self._groups.device.type == "cuda" else (),
-            # Draws without a seed of their own differ between engines.
-            seed=spec.seed + number,
-        )
 
     def _start_sandbox(self) -> EmbeddedSandbox:
         config, groups = self._config.sandbox, self._groups
@@ -222,7 +210,9 @@ class Services:
         clients: dict[str, Engine] = {}
         for number in numbers:
             own, address = self._engines.get(number), self._addresses[number]
-            clients[address.name] = RemoteEngine(address) if own is None else own.connect()
+            if number not in self._clients:
+                self._clients[number] = RemoteEngine(address) if own is None else own.connect()
+            clients[address.name] = self._clients[number]
         if len(clients) == 1:
             return next(iter(clients.values()))
         rollout, layout = self._config.actor_rollout_ref.rollout, self._groups.layout
@@ -251,18 +241,28 @@ def placement_of(config: Config, groups: ProcessGroups) -> Placement:
             placement=rollout.placement,
             engine_gpus=rollout.n_gpus_per_node,
             tensor=tensor,
-            on_cpu=groups.device.type == "cpu",
+            visible=torch.cuda.device_count() if groups.device.type == "cuda" else None,
         )
         for host in range(len(hosts.names))
     ]
     return place_engines(devices, tensor=tensor)
 
 
-def engine_spec(config: Config, log: Path) -> EngineSpec:
-    """The configured engine, holding the actor's initial weights."""
+def engine_spec(
+    config: Config, groups: ProcessGroups, placement: Placement, place: EnginePlace
+) -> EngineSpec:
+    """The configured engine at one of its places, holding the actor's initial weights."""
     family, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    hosts, number, together = groups.hosts, place.number, len(placement.on(place.host))
+    on_gpus, alone = groups.device.type == "cuda", len(placement.engines) == 1
+    log = f"engine.{number}.log" if number else "engine.log"
+    # Left to themselves the engines of a host would each compute with all its cores.
+    share = None if on_gpus or together == 1 else max(1, usable_cores() // together)
     return EngineSpec(
         name=rollout.name,
+        title=rollout.name if alone else f"{rollout.name} {number} on {hosts.names[place.host]}",
+        host=hosts.addresses[place.host],
+        devices=place.devices if on_gpus else (),
         model_path=family.model.path,
         dtype=family.rollout_dtype,
         max_model_len=config.max_model_len,
@@ -272,9 +272,10 @@ def engine_spec(config: Config, log: Path) -> EngineSpec:
         max_num_seqs=rollout.max_num_seqs,
         enforce_eager=rollout.enforce_eager,
         may_sleep=rollout.engine_sleeps,
-        seed=rollout.seed,
-        threads=rollout.threads,
+        # Draws without a seed of their own differ between engines.
+        seed=rollout.seed + number,
+        threads=rollout.threads or share,
         startup_timeout=config.trainer.distributed_timeout,
-        log_path=str(log),
+        log_path=str(Path(config.trainer.run_dir) / log),
         extra=dict(rollout.engine_kwargs),
     )

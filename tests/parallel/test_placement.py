@@ -24,10 +24,10 @@ def placed(
     *,
     placement: EnginePlacement = "colocated",
     gpus: int | None = None,
-    on_cpu: bool = False,
+    visible: int | None = 64,
 ) -> Placement:
     there = engine_devices(
-        ranks, placement=placement, engine_gpus=gpus, tensor=tensor, on_cpu=on_cpu
+        ranks, placement=placement, engine_gpus=gpus, tensor=tensor, visible=visible
     )
     return place_engines([there] * nodes, tensor=tensor)
 
@@ -49,7 +49,7 @@ def test_every_gpu_of_every_host_is_in_exactly_one_engine(
 ) -> None:
     gpus = tensor * engines
     if dedicated:
-        plan = placed(nodes, trainer, tensor, placement="dedicated", gpus=gpus)
+        plan = placed(nodes, trainer, tensor, placement="dedicated", gpus=gpus, visible=72)
         wanted = {(h, trainer + g) for h in range(nodes) for g in range(gpus)}
     else:
         plan = placed(nodes, gpus, tensor)
@@ -71,9 +71,9 @@ def test_hosts_may_differ(first: int, second: int, tensor: int) -> None:
 
 
 def test_a_host_on_a_cpu_has_one_engine_unless_it_is_told_otherwise() -> None:
-    assert len(placed(2, 4, 1, on_cpu=True).engines) == 2
-    assert len(placed(2, 4, 3, on_cpu=True).engines) == 2
-    assert len(placed(2, 2, 1, gpus=2, on_cpu=True).engines) == 4
+    assert len(placed(2, 4, 1, visible=None).engines) == 2
+    assert len(placed(2, 4, 3, visible=None).engines) == 2
+    assert len(placed(2, 2, 1, gpus=2, visible=None).engines) == 4
 
 
 def test_what_leaves_a_gpu_without_an_engine_is_refused() -> None:
@@ -85,6 +85,8 @@ def test_what_leaves_a_gpu_without_an_engine_is_refused() -> None:
         placed(1, 8, 2, gpus=4)
     with pytest.raises(ValueError, match=r"dedicated needs actor_rollout_ref\.rollout\.n_gpus"):
         placed(1, 8, 2, placement="dedicated")
+    with pytest.raises(ValueError, match=r"8 GPUs .* beside 4 ranks make 12, but a rank sees 8"):
+        placed(1, 4, 2, placement="dedicated", gpus=8, visible=8)
 
 
 def test_the_sandbox_leaves_the_ranks_their_cores() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rollout_models import Sender, save, tiny_llama, weights
 
 from ctrl_megatron.pipeline.performance import engine_balance
+from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineDied, EngineError, EngineSpec
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
@@ -260,6 +261,11 @@ def test_a_sender_that_fails_breaks_every_engine_and_a_dead_one_is_named_at_once
         assert time.monotonic() - began < 30
         with pytest.raises(EngineDied, match="engine hf 1 on here"):
             await pool.health()
+        elsewhere = replace(processes[1].address, home=("another machine", 0))
+        with pytest.raises(
+            EngineDied, match=r"engine hf 1 on here \(pid \d+\) is not reached from"
+        ):
+            await RemoteEngine(elsewhere).health()
         rest = connected(processes[:1])
         with pytest.raises(RuntimeError, match="the trainer fell over"):
             await rest.update(new.specs(), new.chunks(fail_after=1), "half")
