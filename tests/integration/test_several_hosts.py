@@ -19,13 +19,15 @@ def can_make_hosts() -> bool:
 pytestmark = [
     # A busy machine may be several times slower than an idle one.
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not can_make_hosts(), reason="needs root and namespaces"),
+    pytest.mark.skipif(not can_make_hosts(), reason="needs root, namespaces and ip"),
 ]
 
 # Two ranks and two engines a host: each host holds one half of two copies, and the leaders are on
-# the first. What a host lacks has to travel, and half of the prompts too.
+# the first. What a host lacks has to travel, and half of the prompts too. Dedicated engines never
+# sleep.
 STAGES = (
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+    "actor_rollout_ref.rollout.placement=dedicated",
     "actor_rollout_ref.rollout.n_gpus_per_node=2",
 )
 # One rank and one engine a host: each holds a whole copy. No weights travel.
