@@ -256,7 +256,9 @@ def test_a_sender_that_fails_breaks_every_engine_and_a_dead_one_is_named_at_once
         await asyncio.sleep(0.5)
         began = time.monotonic()
         os.kill(processes[1].pid, signal.SIGKILL)
-        with pytest.raises(EngineDied, match=r"engine hf 1 on here \(pid \d+\) was killed by SIG"):
+        # Its threads may still be ending, and then nobody knows its exit code yet.
+        ending = r"engine hf 1 on here \(pid \d+\) (was killed by SIGKILL|is gone)"
+        with pytest.raises(EngineDied, match=ending):
             await endless
         assert time.monotonic() - began < 30
         with pytest.raises(EngineDied, match="engine hf 1 on here"):
