@@ -66,6 +66,8 @@ class SamplingParams:
     """Completions per prompt."""
     seed: int | None = None
     """Base seed; an engine derives one stream per prompt row and completion from it."""
+    first_row: int = 0
+    """Row of the first prompt: a part of a request draws what it would draw in the whole."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion; the stop token itself is kept as the last token."""
     log_probs: bool = True

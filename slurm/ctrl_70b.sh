@@ -26,7 +26,7 @@
 # longer, in --signal above and in stop_seconds below.
 #
 # Machines meet by their names; where a name leads to the wrong network, export GLOO_SOCKET_IFNAME and
-# NCCL_SOCKET_IFNAME. Machines that hold the first pipeline stage start an engine and a sandbox each.
+# NCCL_SOCKET_IFNAME. Every machine starts a sandbox and as many engines as its GPUs make.
 #
 # Not there yet: a vLLM engine with tensor_model_parallel_size=8 on GPUs has not been run.
 

@@ -195,7 +195,12 @@ class Rollout:
     top_k: int = key(-1, COUNT_OR_MINUS_1)
     """Keep the k likeliest tokens; -1 keeps all."""
     tensor_model_parallel_size: int = key(1, AT_LEAST_1)
-    """Devices per engine."""
+    """Devices per engine; every host has as many engines as its devices make."""
+    placement: Literal["colocated", "dedicated"] = "colocated"
+    """Engines share the trainer's GPUs, or have GPUs of their own on the same hosts."""
+    n_gpus_per_node: int | None = key(None, AT_LEAST_1)
+    """GPUs per host for dedicated engines, beside trainer.n_gpus_per_node; on a CPU, processes per
+    host for engines, None for one engine."""
     gpu_memory_utilization: float = key(0.5, SOME_SHARE, read=_CACHING)
     """Share of device memory that the engine may take."""
     max_model_len: int | None = key(None, AT_LEAST_1)
@@ -212,7 +217,7 @@ class Rollout:
     """Size of the key-value cache where the engine runs on a CPU, in GiB."""
     enforce_eager: bool = key(False, read=_CACHING)
     """Do not capture CUDA graphs; on a CPU there are none."""
-    free_cache_engine: bool = True
+    free_cache_engine: bool = key(True, read=when(".placement", "colocated"))
     """Release the engine's device memory, weights and cache, while the trainer computes."""
     threads: int | None = key(None, AT_LEAST_1)
     """CPU threads of the engine; None lets the engine decide."""
@@ -222,6 +227,11 @@ class Rollout:
     """Size of one bucket of a weight update, in 2**20 bytes."""
     log_prob_max_token_len_per_gpu: int | None = key(None, AT_LEAST_1)
     """Token budget of forward-only micro-batches; None takes actor.ppo_max_token_len_per_gpu."""
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether engines leave their devices to the trainer while it computes."""
+        return self.free_cache_engine and self.placement == "colocated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

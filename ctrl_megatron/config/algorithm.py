@@ -217,4 +217,5 @@ class Sandbox:
     isolation: Literal["strict", "standard", "none"] = key("standard", read=_EMBEDDED)
     """Isolation level of the embedded service; strict refuses to start without namespaces."""
     workers: int | None = key(None, AT_LEAST_1, read=_EMBEDDED)
-    """Programs that the embedded service runs at the same time; None for one per CPU."""
+    """Programs that a host's embedded service runs at the same time; None for one per core that the
+    process may use, less one for each rank of the host."""

@@ -100,10 +100,12 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
     batches = {"sft.train_batch_size": config.sft.train_batch_size}
     if purpose != "sft":
         rollout_tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        if config.actor_rollout_ref.rollout.name != "hf" and world_size % rollout_tensor:
+        shared = config.actor_rollout_ref.rollout.n_gpus_per_node is None
+        if shared and each % rollout_tensor:
             raise ValueError(
-                f"{_R}tensor_model_parallel_size={rollout_tensor} does not divide the "
-                f"{world_size} ranks that were started"
+                f"{_R}tensor_model_parallel_size={rollout_tensor} does not divide trainer."
+                f"n_gpus_per_node={each}; choose a size that does, since an engine lives on one "
+                "host and every GPU belongs to one"
             )
         batches = {
             "data.train_batch_size": config.data.train_batch_size,
@@ -220,6 +222,14 @@ def _parallelism(config: Config) -> Iterator[str]:
         yield (
             f"{_R}tensor_model_parallel_size={rollout.tensor_model_parallel_size} is not possible "
             f"with {_R}name=hf; use vllm or sglang, or set it to 1"
+        )
+    gpus = rollout.n_gpus_per_node
+    if rollout.placement == "dedicated" and gpus is None:
+        yield f"{_R}placement=dedicated needs {_R}n_gpus_per_node, the engines' GPUs of a host"
+    if gpus is not None and gpus % rollout.tensor_model_parallel_size:
+        yield (
+            f"{_R}n_gpus_per_node={gpus} is no multiple of {_R}tensor_model_parallel_size="
+            f"{rollout.tensor_model_parallel_size}, the devices of one engine; change one of them"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,12 +103,26 @@ def read_provider_keys(
     return found | {key: environ[name] for key, name in optional.items() if name in environ}
 
 
-def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def child_environment(
+    environ: Mapping[str, str] = os.environ, *, devices: Sequence[int] = ()
+) -> dict[str, str]:
     """The environment for a helper process: ours without the launcher's variables.
 
     An engine that saw RANK or MASTER_ADDR would try to join the trainer's process group.
+    ``devices`` are those of our GPUs that it sees; empty for all. ValueError for one that we do not
+    see.
     """
-    return {name: value for name, value in environ.items() if not _OF_LAUNCHER.fullmatch(name)}
+    kept = {name: value for name, value in environ.items() if not _OF_LAUNCHER.fullmatch(name)}
+    if devices:
+        ours = environ.get("CUDA_VISIBLE_DEVICES")
+        names = ours.split(",") if ours else [str(device) for device in range(max(devices) + 1)]
+        if max(devices) >= len(names):
+            raise ValueError(
+                f"CUDA_VISIBLE_DEVICES={ours} shows {len(names)} GPUs, an engine needs number "
+                f"{max(devices)} (counted from 0); let every process of a machine see all its GPUs"
+            )
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(names[device] for device in devices)
+    return kept
 
 
 def first_host(node_list: str) -> str:

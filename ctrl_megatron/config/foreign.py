@@ -24,6 +24,7 @@ RENAMED: Mapping[str, str] = {
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _FORWARD_TOKENS,
     _ROLLOUT + "log_prob_micro_batch_size": _FORWARD_TOKENS,
     _ROLLOUT + "max_model_length": _ROLLOUT + "max_model_len",
+    "actor_rollout_ref.hybrid_engine": _ROLLOUT + "placement",
     _ROLLOUT + "startup_timeout": "trainer.distributed_timeout",
     "sandbox.max_concurrency": "reward.max_requests",
     **{
@@ -48,12 +49,15 @@ RENAMED: Mapping[str, str] = {
 _NO_DIFFUSION, _WHOLE_RUN = "diffusion models are not trained", "the schedule lasts the whole run"
 ABSENT: Mapping[str, str] = {
     "data.num_loader_workers": "all prompts are tokenised before the first step",
-    "actor_rollout_ref.hybrid_engine": "trainer and engine always share the devices",
     "actor_rollout_ref.model.trust_remote_code": "no code of a model directory is ever run",
     "actor_rollout_ref.model.model_type": "config.json of actor_rollout_ref.model.path says it",
     _ACTOR + "strategy": "the trainer is always Megatron-Core",
     _OPTIM + "total_training_steps": _WHOLE_RUN,
     "critic.optim.total_training_steps": _WHOLE_RUN,
+    _ROLLOUT + "nnodes": (
+        "dedicated engines stand on the trainer's hosts, with actor_rollout_ref.rollout."
+        "n_gpus_per_node GPUs on each"
+    ),
     _ROLLOUT + "mode": "the engine is a process of its own and always answers asynchronously",
     "reward.compare_lax": "expected results never enter the process of a program",
     _ROLLOUT + "revision_n": "a critique's reward is that of one greedy revision",

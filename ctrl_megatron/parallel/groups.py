@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ctrl_megatron.config.environment import Launch, read_launch
-from ctrl_megatron.parallel.hosts import Hosts, host_identity, number_hosts
+from ctrl_megatron.parallel.hosts import Hosts, host_identity, number_hosts, way_to
 from ctrl_megatron.parallel.layout import Coordinates, Layout
 
 T = TypeVar("T")
@@ -56,11 +56,6 @@ class ProcessGroups:
     def here(self) -> int:
         """The number of this rank's host."""
         return self.hosts.of_rank[self.rank]
-
-    @property
-    def engine_hosts(self) -> tuple[int, ...]:
-        """The hosts of leaders, which have an engine each."""
-        return self.hosts.with_leaders(self.layout)
 
     @property
     def is_last_stage(self) -> bool:
@@ -170,7 +165,7 @@ def initialize(
         create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    groups = _collect(layout, device, timeout)
+    groups = _collect(layout, device, timeout, launch.master_addr)
     groups.hosts.require_whole_tensor_groups(layout)
     return groups
 
@@ -189,7 +184,9 @@ def _rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
     return {"store": store, "rank": launch.rank, "world_size": launch.world_size}
 
 
-def _collect(layout: Layout, device: torch.device, timeout: timedelta) -> ProcessGroups:
+def _collect(
+    layout: Layout, device: torch.device, timeout: timedelta, master: str
+) -> ProcessGroups:
     from megatron.core import parallel_state
 
     rank = dist.get_rank()
@@ -209,12 +206,15 @@ def _collect(layout: Layout, device: torch.device, timeout: timedelta) -> Proces
     # Whoever has written its share waits for the others; a dead one closes its connections.
     writers = dist.new_group(list(every), backend="gloo", timeout=_LONGEST_WRITE)
     identities = _gather(host_identity(), layout.world_size, host)
+    hosts = number_hosts(identities)
+    alone = len(hosts.names) == 1
+    hosts = hosts.reached([] if alone else _gather(way_to(master), layout.world_size, host))
     return ProcessGroups(
         layout=layout,
         rank=rank,
         place=place,
         device=device,
-        hosts=number_hosts(identities),
+        hosts=hosts,
         tensor=parallel_state.get_tensor_model_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         host=host,

@@ -1,16 +1,25 @@
-"""Which ranks share a host, and with it memory."""
+"""Which ranks share a host, and with it memory, and how hosts reach each other."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from ctrl_megatron.parallel.layout import Layout
 
 SHARED_MEMORY = "/dev/shm"
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Two IP addresses between which the system would send."""
+
+    own: str
+    peer: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +29,28 @@ class Hosts:
     names: tuple[str, ...]
     of_rank: tuple[int, ...]
     """Every rank's host."""
+    addresses: tuple[str, ...] = ()
+    """IP address of each host by which the others reach it; loopback where there is only one."""
 
     def first_rank(self, host: int) -> int:
-        """The host's lowest rank, which acts for it. It is a leader if any rank of the host is."""
+        """The host's lowest rank, which acts for it."""
         return self.of_rank.index(host)
 
-    def with_leaders(self, layout: Layout) -> tuple[int, ...]:
-        """The hosts on which somebody speaks to an engine, in ascending order."""
-        leaders = (layout.rank(tp=0, pp=0, dp=dp) for dp in range(layout.data))
-        return tuple(sorted({self.of_rank[rank] for rank in leaders}))
+    def ranks_on(self, host: int) -> int:
+        """How many ranks the host has."""
+        return self.of_rank.count(host)
+
+    def reached(self, ways: Sequence[Way]) -> Hosts:
+        """With ``addresses``, from every rank's way to rank 0's host.
+
+        A name often leads to loopback on the machine that bears it, so rank 0's host is known by
+        what the others reach it by.
+        """
+        first = [self.first_rank(host) for host in range(len(self.names))]
+        if len(first) == 1:
+            return replace(self, addresses=(LOOPBACK,))
+        others = tuple(ways[rank].own for rank in first[1:])
+        return replace(self, addresses=(ways[first[1]].peer, *others))
 
     def require_whole_tensor_groups(self, layout: Layout) -> None:
         """ValueError if tensor-parallel ranks of one group stand on several hosts."""
@@ -57,3 +79,11 @@ def host_identity() -> tuple[str, int]:
     """This process's host, for ``number_hosts``. Containers with a shared memory of their own are
     hosts of their own."""
     return socket.gethostname(), os.stat(SHARED_MEMORY).st_dev
+
+
+def way_to(host: str) -> Way:
+    """This process's way to ``host``, a name or an address; nothing is sent."""
+    family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as way:
+        way.connect(place)
+        return Way(own=way.getsockname()[0], peer=way.getpeername()[0])

@@ -28,7 +28,6 @@ from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.build import build_reward_sum, reward_functions_of
-from ctrl_megatron.rollout.engine import Engine
 
 
 def build_worker(
@@ -47,14 +46,14 @@ def build_worker(
     family, control = config.actor_rollout_ref, config.algorithm.kl_ctrl
     services.wait()
     engine = services.connect() if groups.is_leader else None
-    link = engine_link(run, engine)
+    link = engine_link(run, services)
     device = DeviceOwner(
-        link, groups, shared=family.rollout.free_cache_engine, leaves=leaving_parts(config)
+        link, groups, shared=family.rollout.engine_sleeps, leaves=leaving_parts(config)
     )
     device.to_trainer()
     policy, reference = build_policies(config, groups, steps, device)
     value = build_value_model(config, groups, steps, device)
-    actor = MegatronSource(policy, engine_layout(config), groups.engine_hosts)
+    actor = MegatronSource(policy, engine_layout(config), services.placement.hosts)
     worker = DAGWorker(
         config=config,
         groups=groups,
@@ -65,7 +64,7 @@ def build_worker(
         validation=validation,
         draw=sampler.next_batch,
         engine=engine,
-        weights=engine_weights(run, actor, link),
+        weights=engine_weights(run, services, actor, link),
         device=device,
         rewards=reward_sum(run, services, codec, [train, validation], graph.report.rewards),
         reward_weights=reward_functions_of(config, graph.report.rewards),
@@ -97,8 +96,8 @@ def rollout_worker(run: Session, services: Services, critic: str) -> RolloutWork
         codec=codec,
         validation=table,
         engine=engine,
-        weights=critic_weights(run, engine, critic),
-        device=DeviceOwner(engine_link(run, engine), groups, shared=False),
+        weights=critic_weights(run, services, critic),
+        device=DeviceOwner(engine_link(run, services), groups, shared=False),
         rewards=reward_sum(run, services, codec, [table], ("critic",)),
         reward_weights=reward_functions_of(config, ("critic",)),
     )
@@ -146,6 +145,7 @@ def reward_sum(
     return build_reward_sum(
         run.config,
         sandbox_endpoint=services.sandbox_endpoint,
+        sandbox_token=services.sandbox_token,
         rows=[row for table in tables if table is not None for row in table.rows],
         tokenizer=codec.tokenizer,
         measured=measured,
@@ -289,28 +289,30 @@ def engine_layout(config: Config) -> EngineLayout:
     )
 
 
-def engine_link(run: Session, engine: Engine | None) -> EngineLink | None:
-    """The way to this host's engine, on the rank that drives it."""
-    if engine is None or not run.groups.is_first_here:
-        return None
-    return EngineLink(engine=engine, loop=run.background)
+def engine_link(run: Session, services: Services) -> EngineLink | None:
+    """The way to this host's engines, on the rank that drives them."""
+    own = services.connect_here()
+    return None if own is None else EngineLink(engine=own, loop=run.background)
 
 
-def engine_weights(run: Session, actor: WeightSource, link: EngineLink | None) -> EngineWeights:
+def engine_weights(
+    run: Session, services: Services, actor: WeightSource, link: EngineLink | None
+) -> EngineWeights:
     """The switch between ``actor`` and the configured proxy; ValueError if their shapes differ."""
-    family, groups = run.config.actor_rollout_ref, run.groups
+    family, readers = run.config.actor_rollout_ref, services.placement.hosts
     path = family.proxy.model.path or family.model.path
     if read_model_shape(path) != read_model_shape(family.model.path):
         raise ValueError(
             f"actor_rollout_ref.proxy.model.path={path} has another architecture than "
-            "the actor; one engine generates with both, so their shapes must be equal"
+            "the actor; the same engines generate with both, so their shapes must be equal"
         )
-    proxy = DirectorySource(path, engine_layout(run.config), groups)
+    proxy = DirectorySource(path, engine_layout(run.config), run.groups, readers)
     verify = run.config.trainer.verify_weight_sync
-    return EngineWeights({"actor": actor, "proxy": proxy}, link, groups, verify=verify)
+    return EngineWeights({"actor": actor, "proxy": proxy}, link, run.groups, verify=verify)
 
 
-def critic_weights(run: Session, engine: Engine | None, critic: str) -> EngineWeights:
+def critic_weights(run: Session, services: Services, critic: str) -> EngineWeights:
     """The switch between the critic of an HF directory and the proxy."""
-    source = DirectorySource(critic, engine_layout(run.config), run.groups)
-    return engine_weights(run, source, engine_link(run, engine))
+    readers = services.placement.hosts
+    source = DirectorySource(critic, engine_layout(run.config), run.groups, readers)
+    return engine_weights(run, services, source, engine_link(run, services))

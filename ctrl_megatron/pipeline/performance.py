@@ -18,6 +18,8 @@ from ctrl_megatron.metrics import (
 from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.worker import DAGWorker
+from ctrl_megatron.rollout.engine import Engine
+from ctrl_megatron.rollout.pool import EnginePool
 
 
 def flops_of(shape: ModelShape, lengths: list[int], *, responses: int, backward: bool) -> int:
@@ -47,7 +49,8 @@ def sequence_lengths(batch: TensorDict, groups: ProcessGroups) -> tuple[list[int
 
 
 def performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
-    """``perf/tokens_per_second`` and ``perf/mfu`` of a step of ``ctrl.add_update_nodes``.
+    """``perf/tokens_per_second`` and ``perf/mfu`` of a step of ``ctrl.add_update_nodes``, and of
+    several engines ``perf/engine_balance``.
 
     MFU counts the trainer's passes (log-probs, values, updates) over the time they took; tokens per
     second counts the sequences over the whole step. Collective.
@@ -74,7 +77,17 @@ def performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
             devices=worker.groups.layout.world_size,
             peak=worker.peak_flops,
         ),
+        **engine_balance(worker.engine, worker.groups),
     }
+
+
+def engine_balance(engine: Engine | None, groups: ProcessGroups) -> dict[str, float]:
+    """``perf/engine_balance``: the fewest tokens that an engine drew since the last call, as a
+    share of the most that one drew. Nothing where there is one engine. Collective.
+    """
+    mine = engine.take_drawn() if isinstance(engine, EnginePool) else []
+    drawn = [sum(parts) for parts in zip(*groups.from_data_ranks(mine), strict=True)]
+    return {"perf/engine_balance": min(drawn) / max(drawn)} if any(drawn) else {}
 
 
 def peak_flops_per_device(config: Config, groups: ProcessGroups) -> float:

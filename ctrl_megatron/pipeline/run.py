@@ -85,9 +85,10 @@ def evaluate(config: Config, critics: Mapping[str, str]) -> dict[str, dict[str, 
         raise ValueError("data.val_files is empty; there is nothing to evaluate on")
     results: dict[str, dict[str, float]] = {}
     with session(config) as run:
-        worker = rollout_worker(run, run.start_services(), next(iter(critics.values())))
+        services = run.start_services()
+        worker = rollout_worker(run, services, next(iter(critics.values())))
         for stage, directory in critics.items():
-            worker.weights = critic_weights(run, worker.engine, directory)
+            worker.weights = critic_weights(run, services, directory)
             results[stage] = validate(worker)
         run.watch.quiet()
         worker.close()

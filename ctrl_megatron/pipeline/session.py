@@ -1,27 +1,38 @@
 """Where a run begins and ends, whatever it does: training, fine-tuning, evaluating.
 
-Ranks meet; a failure on one ends all; Ctrl-C and SIGTERM ask for a stop; an engine and a sandbox
-start on every host that needs them; and whatever happens nothing of it stays.
+Ranks meet; a failure on one ends all; Ctrl-C and SIGTERM ask for a stop; engines and a sandbox
+start on every host; and whatever happens nothing of it stays.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
+from ctrl_megatron.parallel.placement import (
+    EnginePlace,
+    Placement,
+    engine_devices,
+    place_engines,
+    sandbox_workers,
+)
 from ctrl_megatron.parallel.waiting import wait_together
 from ctrl_megatron.pipeline.failure import EXIT_CODE, FailureWatch
 from ctrl_megatron.pipeline.stop import StopFlag
@@ -34,8 +45,10 @@ from ctrl_megatron.rollout.engine import (
     EngineSpec,
 )
 from ctrl_megatron.rollout.launch import EngineProcess
+from ctrl_megatron.rollout.pool import EnginePool
 from ctrl_megatron.rollout.weight_chunks import remove_segments
 from ctrl_megatron.sandbox import EmbeddedSandbox
+from ctrl_megatron.sandbox.cores import usable_cores
 
 _ASK_SECONDS = 2.0
 
@@ -53,7 +66,8 @@ class Session:
     """Called last to first whatever happens."""
 
     def start_services(self) -> Services:
-        """This host's engine and sandbox, starting; a death of one is this rank's failure."""
+        """This host's engines and sandbox, starting; a death of one is this rank's failure.
+        Collective."""
         services = Services(self.config, self.groups, self.watch, self.background)
         self.at_end.append(services.stop)
         services.start()
@@ -174,7 +188,12 @@ class EngineSilence:
 
 
 class Services:
-    """An engine, and a sandbox unless one is running elsewhere, on every host with a leader."""
+    """The engines that the placement gives every host, and a sandbox there unless one is running
+    elsewhere.
+
+    The first rank of a host starts what stands there; it comes up while models are loaded. Leaders
+    talk to all engines and all sandboxes of the run. With one host everything is on loopback.
+    """
 
     def __init__(
         self,
@@ -185,66 +204,134 @@ class Services:
     ) -> None:
         self._config, self._groups, self._watch = config, groups, watch
         self._background = background
-        self._engine: EngineProcess | None = None
+        self.placement = placement_of(config, groups)
+        self._engines: dict[int, EngineProcess] = {}
         self._sandbox: EmbeddedSandbox | None = None
-        self._address: EngineAddress | None = None
-        self.sandbox_endpoint = ""
-        """Where this host's sandbox answers; known after ``wait``."""
+        self._addresses: dict[int, EngineAddress] = {}
+        self._clients: dict[int, RemoteEngine] = {}
+        self.sandbox_endpoint = config.sandbox.endpoint or ""
+        """Where sandboxes answer, this host's first; known after ``wait``."""
+        self.sandbox_token: str | None = None
+        """What our own sandboxes want to see, where there are several hosts."""
 
     def start(self) -> None:
-        """Start this host's processes, on its first rank."""
+        """Start this host's processes, on its first rank. Collective."""
         config, groups = self._config, self._groups
-        if not (groups.is_first_here and groups.is_leader):
+        own_sandbox = not config.sandbox.endpoint and config.reward.provider == "local"
+        if own_sandbox and len(groups.hosts.names) > 1:
+            self.sandbox_token = groups.from_first(secrets.token_hex(32))
+        if not groups.is_first_here:
             return
         run_dir = Path(config.trainer.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        log = "engine.log" if groups.is_first else f"engine.{groups.here}.log"
-        self._engine = EngineProcess(engine_spec(config, run_dir / log))
-        if config.sandbox.endpoint or config.reward.provider != "local":
-            return
-        # It ties its life to the thread that starts it, so that is the main thread.
-        self._sandbox = box = EmbeddedSandbox.start(
-            workers=config.sandbox.workers,
-            isolation=config.sandbox.isolation,  # type: ignore[arg-type]
-        )
-        self._watch.guard(partial(child_died, "sandbox service", box.pid, box.alive, box.log))
+        for place in self.placement.on(groups.here):
+            engine = EngineProcess(engine_spec(config, groups, self.placement, place))
+            self._engines[place.number] = engine
+            name, log = engine.address.name, partial(log_tail, engine.address.log_path)
+            self._watch.guard(partial(child_died, f"engine {name}", engine.pid, engine.alive, log))
+        if own_sandbox:
+            # It ties its life to the thread that starts it, so that is the main thread.
+            self._sandbox = box = self._start_sandbox()
+            self._watch.guard(partial(child_died, "sandbox service", box.pid, box.alive, box.log))
+
+    def _start_sandbox(self) -> EmbeddedSandbox:
+        config, groups = self._config.sandbox, self._groups
+        workers = sandbox_workers(usable_cores(), groups.hosts.ranks_on(groups.here))
+        with tempfile.NamedTemporaryFile("w", prefix="ctrl-sandbox-") as file:
+            file.write(self.sandbox_token or "")
+            file.flush()
+            return EmbeddedSandbox.start(
+                workers=config.workers or workers,
+                isolation=config.isolation,  # type: ignore[arg-type]
+                host=groups.hosts.addresses[groups.here],
+                token_file=file.name if self.sandbox_token else None,
+            )
 
     def wait(self) -> None:
-        """Until both answer on all hosts. Collective."""
-        addresses, engine = None, self._engine
-        # It has minutes to start in, of which nobody spends one in a collective.
-        starting = asyncio.to_thread(engine.wait_ready) if engine else None
-        wait_together(self._background.submit(starting) if starting else None, self._groups)
-        if engine is not None:
-            log = partial(log_tail, engine.address.log_path)
-            self._watch.guard(partial(child_died, "rollout engine", engine.pid, engine.alive, log))
-            limit = self._config.trainer.failure_timeout
+        """Until everything answers on all hosts. Collective."""
+        groups, box, engines = self._groups, self._sandbox, self._engines.values()
+
+        async def ready() -> None:
+            await asyncio.gather(*(asyncio.to_thread(engine.wait_ready) for engine in engines))
+
+        # They have minutes to start in, of which nobody spends one in a collective.
+        wait_together(self._background.submit(ready()) if engines else None, groups)
+        limit = self._config.trainer.failure_timeout
+        for engine in engines:
             self._watch.guard(EngineSilence(engine.connect(), self._background, limit))
-            endpoint = self._sandbox.endpoint if self._sandbox else self._config.sandbox.endpoint
-            addresses = (engine.address, endpoint or "")
-        near = self._groups.from_first_here(addresses)
-        if near is not None:
-            self._address, self.sandbox_endpoint = near
+        addresses = {number: engine.address for number, engine in self._engines.items()}
+        everywhere = groups.from_all((addresses, box.endpoint if box else ""))
+        for there, _ in everywhere:
+            self._addresses |= there
+        mine = groups.hosts.first_rank(groups.here)
+        boxes = [endpoint for _, endpoint in everywhere[mine:] + everywhere[:mine] if endpoint]
+        self.sandbox_endpoint = self.sandbox_endpoint or ",".join(boxes)
 
     def connect(self) -> Engine:
-        """A client of this host's engine."""
-        if self._engine is not None:
-            return self._engine.connect()
-        assert self._address is not None
-        return RemoteEngine(self._address)
+        """A client of all engines."""
+        return self._client([engine.number for engine in self.placement.engines])
+
+    def connect_here(self) -> Engine | None:
+        """A client of this host's engines on its first rank; None elsewhere."""
+        return self._client(list(self._engines)) if self._engines else None
+
+    def _client(self, numbers: Sequence[int]) -> Engine:
+        clients: dict[str, Engine] = {}
+        for number in numbers:
+            own, address = self._engines.get(number), self._addresses[number]
+            if number not in self._clients:
+                self._clients[number] = RemoteEngine(address) if own is None else own.connect()
+            clients[address.name] = self._clients[number]
+        if len(clients) == 1:
+            return next(iter(clients.values()))
+        rollout, layout = self._config.actor_rollout_ref.rollout, self._groups.layout
+        return EnginePool(
+            clients,
+            # So much that an engine never waits for us, of which every leader has its share.
+            at_once=max(1, 2 * rollout.max_num_seqs // layout.data),
+            joins_calls=rollout.name != "hf",
+            first=self._groups.place.dp * len(clients) // layout.data,
+        )
 
     def stop(self) -> None:
-        """End this rank's child processes, also one that is still starting."""
-        for service in (self._sandbox, self._engine):
+        """End this rank's child processes, also those that are still starting."""
+        for service in (self._sandbox, *self._engines.values()):
             if service is not None:
                 service.stop()
 
 
-def engine_spec(config: Config, log: Path) -> EngineSpec:
-    """The configured engine, holding the actor's initial weights."""
+def placement_of(config: Config, groups: ProcessGroups) -> Placement:
+    """Where the configured engines stand among the ranks that were started."""
+    rollout, hosts = config.actor_rollout_ref.rollout, groups.hosts
+    tensor = rollout.tensor_model_parallel_size
+    devices = [
+        engine_devices(
+            hosts.ranks_on(host),
+            placement=rollout.placement,
+            engine_gpus=rollout.n_gpus_per_node,
+            tensor=tensor,
+            visible=torch.cuda.device_count() if groups.device.type == "cuda" else None,
+        )
+        for host in range(len(hosts.names))
+    ]
+    return place_engines(devices, tensor=tensor)
+
+
+def engine_spec(
+    config: Config, groups: ProcessGroups, placement: Placement, place: EnginePlace
+) -> EngineSpec:
+    """The configured engine at one of its places, holding the actor's initial weights."""
     family, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    hosts, number, together = groups.hosts, place.number, len(placement.on(place.host))
+    on_gpus, alone = groups.device.type == "cuda", len(placement.engines) == 1
+    log = f"engine.{number}.log" if number else "engine.log"
+    # Left to themselves the engines of a host would each compute with all its cores.
+    share = None if on_gpus or together == 1 else max(1, usable_cores() // together)
     return EngineSpec(
         name=rollout.name,
+        title=rollout.name if alone else f"{rollout.name} {number} on {hosts.names[place.host]}",
+        host=hosts.addresses[place.host],
+        devices=place.devices if on_gpus else (),
         model_path=family.model.path,
         dtype=family.rollout_dtype,
         max_model_len=config.max_model_len,
@@ -253,10 +340,11 @@ def engine_spec(config: Config, log: Path) -> EngineSpec:
         kv_cache_gib=rollout.kv_cache_gib,
         max_num_seqs=rollout.max_num_seqs,
         enforce_eager=rollout.enforce_eager,
-        may_sleep=rollout.free_cache_engine,
-        seed=rollout.seed,
-        threads=rollout.threads,
+        may_sleep=rollout.engine_sleeps,
+        # Draws without a seed of their own differ between engines.
+        seed=rollout.seed + number,
+        threads=rollout.threads or share,
         startup_timeout=config.trainer.distributed_timeout,
-        log_path=str(log),
+        log_path=str(Path(config.trainer.run_dir) / log),
         extra=dict(rollout.engine_kwargs),
     )

@@ -40,7 +40,7 @@ class RolloutWorker:
     stop: StopFlag
     codec: TextCodec
     engine: Engine | None
-    """Given on leaders."""
+    """All engines of the run; given on leaders."""
     weights: EngineWeights
     """Which model the engine holds."""
     device: DeviceOwner
@@ -75,6 +75,7 @@ class RolloutWorker:
         """Let go of connections and end the background loop."""
         if self.engine is not None:
             self.background.run(self.engine.close())
+        self.weights.close()
         if self.rewards is not None:
             self.background.run(self.rewards.close())
         self.background.close()

@@ -24,6 +24,8 @@ from ctrl_megatron.rollout.weight_chunks import (
     weight_chunk,
 )
 
+_PIECE_BYTES = 8 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilledBucket:
@@ -96,7 +98,7 @@ def fill_buckets(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteSpan:
-    """Bytes of a bucket that go from one host to another."""
+    """Bytes of a bucket that travel together."""
 
     route: Route
     start: int
@@ -120,20 +122,38 @@ def byte_spans(places: Iterable[TensorPlace]) -> tuple[ByteSpan, ...]:
     return tuple(spans)
 
 
+def pieces(spans: Iterable[ByteSpan]) -> list[ByteSpan]:
+    """The spans cut small, so that a host passes on what it has while more arrives; the beginnings
+    of all come first. Pure."""
+    cut = [
+        (begin, ByteSpan(route=span.route, start=start, stop=min(start + _PIECE_BYTES, span.stop)))
+        for span in spans
+        for begin, start in enumerate(range(span.start, span.stop, _PIECE_BYTES))
+    ]
+    return [piece for _, piece in sorted(cut, key=lambda entry: entry[0])]
+
+
 def _exchange(places: Iterable[TensorPlace], memory: torch.Tensor, groups: ProcessGroups) -> None:
     """Bring one bucket, uint8 ``memory``, to the hosts that lack parts of it.
 
     Called by the first rank of every host; over gloo, from host memory to host memory.
     """
-    running = []
-    for tag, span in enumerate(byte_spans(places)):
-        part, (sender, receiver) = memory[span.start : span.stop], span.route
-        if sender == groups.here:
-            to = groups.hosts.first_rank(receiver)
-            running.append(dist.isend(part, to, group=groups.host, tag=tag))
-        elif receiver == groups.here:
-            source = groups.hosts.first_rank(sender)
-            running.append(dist.irecv(part, source, group=groups.host, tag=tag))
+    running, arriving = [], []
+    for tag, piece in enumerate(pieces(byte_spans(places))):
+        if groups.here not in piece.route:
+            continue
+        part, position = memory[piece.start : piece.stop], piece.route.index(groups.here)
+        before, after = piece.route[:position], piece.route[position + 1 :]
+        to = [groups.hosts.first_rank(host) for host in after[:1]]
+        if before:
+            giver = groups.hosts.first_rank(before[-1])
+            arriving.append((dist.irecv(part, giver, group=groups.host, tag=tag), part, to, tag))
+        else:
+            running += [dist.isend(part, rank, group=groups.host, tag=tag) for rank in to]
+    for work, part, to, tag in arriving:
+        assert work is not None
+        work.wait()
+        running += [dist.isend(part, rank, group=groups.host, tag=tag) for rank in to]
     for work in running:
         assert work is not None
         work.wait()

@@ -1,4 +1,4 @@
-"""Which weights a host's engine holds: pushing them, comparing checksums.
+"""Which weights the engines hold: pushing them, comparing checksums.
 
 ``EngineWeights.load`` -> ``push`` -> ``Engine.update``: there the weights leave the trainer.
 """
@@ -29,9 +29,10 @@ Role = Literal["actor", "proxy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLink:
-    """The way to a host's engine, held by the first rank there."""
+    """The way to a host's engines, held by the first rank there."""
 
     engine: Engine
+    """One, or the pool of all that stand there."""
     loop: BackgroundLoop
 
 
@@ -45,9 +46,10 @@ class SyncReport:
 
 
 class EngineWeights:
-    """One engine generates for two models in turn; every completion names the one that drew it.
+    """The engines generate for two models in turn; every completion names the one that drew it.
 
-    All ranks call the same methods in the same order; the first rank of a host drives its engine.
+    All ranks call the same methods in the same order; the first rank of a host drives the engines
+    there.
     """
 
     def __init__(
@@ -95,6 +97,11 @@ class EngineWeights:
             )
         )
         self.loaded = version
+
+    def close(self) -> None:
+        """Let go of the connections to this host's engines."""
+        if self._link:
+            self._link.loop.run(self._link.engine.close())
 
     def take_reports(self) -> list[SyncReport]:
         """The pushes since the last call."""

@@ -48,8 +48,8 @@ class HostSpread:
     """Hosts whose buckets must hold every tensor."""
 
 
-Route = tuple[int, int]
-"""(from host, to host)"""
+Route = tuple[int, ...]
+"""Hosts in the order in which bytes pass through them: the first writes, each sends to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class TensorPlace:
     bucket: int
     offset: int
     routes: tuple[Route, ...] = ()
-    """Hosts that need the tensor and hosts that write it for them, where they are not the same."""
+    """From hosts that write the tensor to those that need it and hold none of it."""
     sources: tuple[Source, ...] = ()
     """What it is put together from on every host that writes it."""
 
@@ -130,12 +130,14 @@ def plan(
 def _replicas(
     holders: Sequence[int], readers: Sequence[int], load: list[int], size: int
 ) -> tuple[tuple[int, ...], tuple[Route, ...]]:
-    """Which replicas write a tensor, at most one per host, and who sends it to whom.
+    """Which replicas write a tensor, at most one per host, and over which hosts it travels.
 
-    ``holders`` are the hosts of the replicas; ``load`` is what each has had to write or send.
+    Readers pass it on, so that no host sends a byte twice, however many there are; a writer begins
+    with the host after its own, so that all links are used where several write. ``holders`` are the
+    hosts of the replicas; ``load`` is what each has had to write for readers.
     """
     writers: dict[int, int] = {}
-    routes = []
+    served: dict[int, list[int]] = {}
     for reader in readers:
         local = [dp for dp, host in enumerate(holders) if host == reader]
         replica = min(local or range(len(holders)), key=load.__getitem__)
@@ -143,5 +145,6 @@ def _replicas(
         host = holders[replica]
         writers.setdefault(host, replica)
         if host != reader:
-            routes.append((host, reader))
+            served.setdefault(host, []).append(reader)
+    routes = ((w, *sorted(to, key=lambda reader: (reader < w, reader))) for w, to in served.items())
     return tuple(writers.values()), tuple(routes)

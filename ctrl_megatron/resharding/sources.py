@@ -73,17 +73,23 @@ class MegatronSource:
 
 
 class DirectorySource:
-    """The safetensors of an HF directory, read on every host that has an engine; the ranks of a
+    """The safetensors of an HF directory, read on each of the hosts ``readers``; the ranks of a
     host share the reading tensor by tensor."""
 
-    def __init__(self, directory: str | Path, layout: EngineLayout, groups: ProcessGroups) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        layout: EngineLayout,
+        groups: ProcessGroups,
+        readers: tuple[int, ...],
+    ) -> None:
         self.model = None
         shape = read_model_shape(directory)
         self.places = place_in_buckets(hf_specs(shape, layout.dtype), layout.bucket_bytes)
         self._tensors = SafetensorsDirectory(directory)
         self._tensors.check(shape)
         ranks = [rank for rank, host in enumerate(groups.hosts.of_rank) if host == groups.here]
-        needed = self.places if groups.here in groups.engine_hosts else ()
+        needed = self.places if groups.here in readers else ()
         self._own_places = needed[ranks.index(groups.rank) :: len(ranks)]
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:

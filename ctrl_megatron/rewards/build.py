@@ -53,6 +53,7 @@ def build_reward_sum(
     config: Config,
     *,
     sandbox_endpoint: str,
+    sandbox_token: str | None = None,
     rows: Sequence[Row],
     tokenizer: Any,
     measured: Sequence[str] = (),
@@ -63,7 +64,8 @@ def build_reward_sum(
     ``measured``: see ``reward_functions_of``. Raises ``ValueError`` for different rows with one id
     and for a wrong name, option, import path, key, package or cache file.
     """
-    judge, cache = code_judge(config, sandbox_endpoint), VerdictCache(config.reward.cache_path)
+    judge = code_judge(config, sandbox_endpoint, sandbox_token)
+    cache = VerdictCache(config.reward.cache_path)
     weights = reward_functions_of(config, measured)
     functions = _functions(config, weights, judge, cache)
     if "critic" in weights:
@@ -85,13 +87,17 @@ def check_reward_functions(config: Config) -> None:
     _functions(config, reward_functions_of(config), None, None)
 
 
-def code_judge(config: Config, sandbox_endpoint: str) -> SandboxClient | ScriptProvider:
-    """Who runs the programs. Raises ``ValueError`` naming a missing key, package or option."""
+def code_judge(
+    config: Config, sandbox_endpoint: str, sandbox_token: str | None = None
+) -> SandboxClient | ScriptProvider:
+    """Who runs the programs. The token is that of services of ours; ``sandbox.token_file`` has that
+    of others. Raises ``ValueError`` naming a missing key, package or option.
+    """
     name, file = config.reward.provider, config.sandbox.token_file
     if name == "local":
         options = {
             "endpoint": sandbox_endpoint,
-            "token": None if file is None else read_token(file),
+            "token": sandbox_token if file is None else read_token(file),
         }
     else:
         options = {**read_provider_keys(name), **config.reward.provider_options}

@@ -1,4 +1,4 @@
-"""``Engine`` over HTTP: any process on the engine's host talks to it through this."""
+"""``Engine`` over HTTP: how other processes talk to one, also on other hosts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.rollout import wire
 from ctrl_megatron.rollout.engine import (
     EngineAddress,
@@ -149,6 +150,9 @@ class RemoteEngine:
     async def _died(self, error: BaseException) -> EngineDied:
         """The error to raise when the connection failed, with all that can be known."""
         address, deadline = self.address, time.monotonic() + _EXIT_GRACE
+        what = f"{type(error).__name__}: {error}"
+        if address.home != host_identity():
+            return engine_died(address, f"is not reached from {os.uname().nodename} ({what})")
         exit_code = self._exit_code or (lambda: None)
         # The process that launched the engine gets its exit code once it has reaped it.
         while not (gone := process_gone(address.pid)) and time.monotonic() < deadline:
@@ -158,7 +162,7 @@ class RemoteEngine:
         elif gone:
             ending = "is gone"
         else:
-            ending = f"still runs but does not answer ({type(error).__name__}: {error})"
+            ending = f"still runs but does not answer ({what})"
         return engine_died(address, f"{ending} (seen from pid {os.getpid()})")
 
 

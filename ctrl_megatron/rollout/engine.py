@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -44,6 +44,12 @@ class EngineSpec:
 
     name: str
     """``vllm``, ``hf`` or ``sglang``."""
+    title: str = ""
+    """What errors call the engine; empty for ``name``."""
+    host: str = "127.0.0.1"
+    """Address of this machine at which the engine is reached."""
+    devices: tuple[int, ...] = ()
+    """Those GPUs of the launching process's that the engine may use; empty for all."""
     model_path: str
     """HF directory with ``config.json`` and safetensors."""
     dtype: str = "bfloat16"
@@ -80,11 +86,13 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAddress:
-    """How any process on the engine's host reaches it. Plain data: send it to other ranks."""
+    """How other processes reach an engine. Plain data: send it to other ranks."""
 
     name: str
     endpoint: str
-    """``http://127.0.0.1:PORT``."""
+    """``http://HOST:PORT``; on loopback only the engine's own machine gets there."""
+    home: Hashable
+    """The engine's ``host_identity``: only there do process id and log say anything."""
     token: str = field(repr=False)
     pid: int
     log_path: str
@@ -99,9 +107,9 @@ class Engine(Protocol):
         """Draw ``params.n`` completions per prompt, in the order of the prompts.
 
         Only ``params.stop_token_ids`` and ``params.max_tokens`` end a completion. With
-        ``params.seed`` set, sample j of row i draws from a stream of its own, derived from
-        (seed, i, j). Raises ValueError for prompts that do not fit, EngineError while anything
-        sleeps or the weights are forgotten, EngineBroken, EngineDied.
+        ``params.seed`` set, sample j of row i (counted from ``params.first_row``) draws from a
+        stream of its own, derived from (seed, i, j). Raises ValueError for prompts that do not fit,
+        EngineError while anything sleeps or the weights are forgotten, EngineBroken, EngineDied.
         """
         ...
 

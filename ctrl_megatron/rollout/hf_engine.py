@@ -102,7 +102,7 @@ class HfEngine:
         base = own if params.seed is None else params.seed
         return [
             DecodingRow(prompt, torch.Generator().manual_seed(stream_seed(base, i, j)))
-            for i, prompt in enumerate(prompts)
+            for i, prompt in enumerate(prompts, params.first_row)
             for j in range(params.n)
         ]
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ctrl_megatron.config.environment import child_environment
+from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, engine_died
 from ctrl_megatron.rollout.engine import EngineAddress, EngineSpec, require_engine
 from ctrl_megatron.rollout.parent_watch import end_group
@@ -37,7 +38,7 @@ _VLLM = {
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
     """The environment of the engine's process: ours, without what makes it a trainer rank."""
-    kept = child_environment()
+    kept = child_environment(devices=spec.devices)
     # torchrun sets this to 1 for each of its ranks.
     kept.pop("OMP_NUM_THREADS", None)
     path = os.pathsep.join(filter(None, (_PACKAGE_PARENT, kept.get("PYTHONPATH"))))
@@ -55,6 +56,7 @@ class EngineProcess:
     def __init__(self, spec: EngineSpec) -> None:
         require_engine(spec.name)
         read_manifest(spec.model_path, spec.dtype)
+        self._host = f"[{spec.host}]" if ":" in spec.host else spec.host
         self._timeout, self._started = spec.startup_timeout, time.monotonic()
         token = secrets.token_urlsafe(32)
         ready, ready_child = os.pipe()
@@ -85,7 +87,12 @@ class EngineProcess:
         self.pid = self._popen.pid
         """Process id of the server, which is also the id of its process group."""
         self.address = EngineAddress(
-            name=spec.name, endpoint="", token=token, pid=self.pid, log_path=log_path
+            name=spec.title or spec.name,
+            endpoint="",
+            home=host_identity(),
+            token=token,
+            pid=self.pid,
+            log_path=log_path,
         )
         """What another rank needs to connect; the endpoint is known after ``wait_ready``."""
 
@@ -106,7 +113,7 @@ class EngineProcess:
         if not text:
             # Nothing can come any more: the server has ended, or is about to.
             self._fail(describe_exit(self._popen.wait(_KILL_SECONDS)) + " while starting")
-        endpoint = f"http://127.0.0.1:{json.loads(text)['port']}"
+        endpoint = f"http://{self._host}:{json.loads(text)['port']}"
         self.address = replace(self.address, endpoint=endpoint)
 
     def _fail(self, what: str) -> None:

@@ -46,7 +46,7 @@ def check_request(
         raise ValueError(f"top_p must lie in (0, 1], got {params.top_p}")
     if params.top_k < 1 and params.top_k != -1:
         raise ValueError(f"top_k must be positive, or -1 to keep all, got {params.top_k}")
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(prompts, params.first_row):
         if not prompt:
             raise ValueError(f"prompt in row {row} is empty")
         if len(prompt) + params.max_tokens > max_model_len:

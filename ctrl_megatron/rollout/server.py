@@ -1,4 +1,4 @@
-"""The process an engine lives in: builds it and serves it on loopback.
+"""The process an engine lives in: builds it and serves it at one address.
 
 Started by ``launch.py`` as ``python -m ctrl_megatron.rollout.server --engine NAME --ready-fd N``,
 in a process group of its own. Standard input carries one JSON line (token and spec) and stays open:
@@ -158,7 +158,7 @@ async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
     # A client that goes away cancels its request, so that the engine stops drawing for nobody.
     runner = web.AppRunner(application(engine, token), handler_cancellation=True, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, spec.host, 0).start()
     os.write(ready_fd, json.dumps({"port": runner.addresses[0][1]}).encode())
     os.close(ready_fd)
     await end_with_engine(engine)

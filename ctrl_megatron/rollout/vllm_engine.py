@@ -128,7 +128,7 @@ class VllmEngine:
         )
         tasks = [
             asyncio.create_task(self._one(prompt, vllm_params(params, i, j)))
-            for i, prompt in enumerate(prompts)
+            for i, prompt in enumerate(prompts, params.first_row)
             for j in range(params.n)
         ]
         try:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from ctrl_megatron.sandbox.access import read_token
+from ctrl_megatron.sandbox.cores import usable_cores
 from ctrl_megatron.sandbox.jail.isolation import IsolationRefused
 from ctrl_megatron.sandbox.limits import LEVELS, MECHANISMS, SandboxLimits
 from ctrl_megatron.sandbox.service.server import ServerOptions, serve
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--endpoint-file", help="file to hold the address while it answers")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, default=usable_cores())
     parser.add_argument("--isolation", choices=LEVELS, default="standard")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the programs")
     parser.add_argument("--preload", nargs="*", default=[], help="further modules to import once")

@@ -279,6 +279,28 @@ def test_world_size_must_fit_layout_and_batches() -> None:
         check(12, "sft")
 
 
+def test_engines_take_whole_hosts() -> None:
+    rollout = "actor_rollout_ref.rollout."
+    vllm = (rollout + "name=vllm", rollout + "tensor_model_parallel_size=2")
+    dedicated = (*vllm, rollout + "placement=dedicated")
+    assert messages(*dedicated, rollout + "n_gpus_per_node=4") == []
+    (line,) = messages(*dedicated)
+    assert "placement=dedicated needs actor_rollout_ref.rollout.n_gpus_per_node" in line
+    (line,) = messages(*dedicated, rollout + "n_gpus_per_node=3")
+    assert "n_gpus_per_node=3 is no multiple of" in line and "size=2" in line
+    (line,) = messages(
+        *dedicated, rollout + "n_gpus_per_node=4", rollout + "free_cache_engine=true"
+    )
+    assert "free_cache_engine=true is not read with" in line
+    batches = ("data.train_batch_size=30", ACTOR + "ppo_mini_batch_size=30")
+    three = load_config(None, [*PATHS, *batches, *vllm, "trainer.n_gpus_per_node=3"])
+    with pytest.raises(ValueError, match=r"size=2 does not divide trainer\.n_gpus_per_node=3"):
+        check_world_size(three, 3)
+    # Dedicated engines do not care.
+    own = [*PATHS, *batches, *dedicated, rollout + "n_gpus_per_node=4"]
+    check_world_size(load_config(None, [*own, "trainer.n_gpus_per_node=3"]), 3)
+
+
 def test_derived_values_follow_their_sources() -> None:
     config = load_config(None, PATHS)
     model = config.actor_rollout_ref

@@ -104,6 +104,15 @@ def test_children_do_not_inherit_the_launcher() -> None:
     assert child_environment(environ) == {"PATH": "/bin"}
 
 
+def test_a_child_sees_its_share_of_the_gpus_that_we_see() -> None:
+    assert child_environment({}, devices=(2, 3)) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    for ours, theirs in (("4,5,6,7", "6,7"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c,GPU-d")):
+        made = child_environment({"CUDA_VISIBLE_DEVICES": ours}, devices=(2, 3))
+        assert made == {"CUDA_VISIBLE_DEVICES": theirs}
+    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES=4 shows 1 GPUs, .* number 1"):
+        child_environment({"CUDA_VISIBLE_DEVICES": "4"}, devices=(0, 1))
+
+
 def test_no_other_file_reads_the_environment() -> None:
     """Only one file reads; setting a variable for a library is not reading."""
     package = Path(ctrl_megatron.__file__).parent

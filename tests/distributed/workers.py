@@ -25,6 +25,48 @@ def start(layout: dict[str, Any]) -> Any:
     return initialize(Layout(**layout), seed=1, timeout_seconds=60)
 
 
+def pass_on(rank: int, routes: list[tuple[int, ...]], size: int) -> list[list[int]]:
+    """Every rank is a host. Tensor i of ``size`` bytes is written by the first host of route i with
+    the bytes (i + 1); returns which values each tensor has here afterwards."""
+    from dataclasses import replace
+
+    from ctrl_megatron.parallel.hosts import Hosts
+    from ctrl_megatron.resharding.buckets import fill_buckets
+    from ctrl_megatron.resharding.plan import TensorPlace, place_in_buckets
+    from ctrl_megatron.types import TensorSpec
+
+    groups = start({"data": 4})
+    hosts = Hosts(names=tuple("abcd"), of_rank=(0, 1, 2, 3))
+    groups = replace(groups, hosts=hosts)
+    specs = [
+        TensorSpec(name=f"{i}", dtype="bfloat16", shape=(size // 2,)) for i in range(len(routes))
+    ]
+    placed = place_in_buckets(specs, bucket_bytes=3 * size)
+    routed = [replace(p, routes=(route,)) for p, route in zip(placed, routes, strict=True)]
+
+    class Source:
+        places: tuple[TensorPlace, ...] = tuple(routed)
+
+        def fill(self, bucket: int, memory: torch.Tensor) -> None:
+            memory.zero_()
+            for place in self.places:
+                if place.bucket == bucket and place.routes[0][0] == rank:
+                    number = int(place.spec.name) + 1
+                    memory[place.offset : place.offset + size] = number
+
+    class Segment:
+        def __init__(self) -> None:
+            self.memory = torch.zeros(3 * size + 512, dtype=torch.uint8)
+
+    found = []
+    segments: Any = [Segment(), Segment()]
+    for bucket in fill_buckets(Source(), segments, groups):
+        for place in bucket.places:
+            part = bucket.segment.memory[place.offset : place.offset + size]
+            found.append(part.unique().tolist())
+    return found
+
+
 def make_policy(
     groups: Any, directory: str, *, optimizer: dict[str, Any] | None = None, **options: Any
 ) -> Any:

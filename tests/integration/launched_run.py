@@ -79,7 +79,8 @@ class Job:
                 [
                     *(several if hosts > 1 else ()),
                     *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts)),
-                    *("--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"),
+                    *("--nproc-per-node", str(ranks)),
+                    *("--master-addr", "host0" if hosts > 1 else "127.0.0.1"),
                     *("--master-port", str(_free_port())),
                     *("tools/train_rl.py", "--config", "examples/ctrl_smollm2_cpu.yaml"),
                     *self.overrides(name, steps),

@@ -189,8 +189,8 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
         process.wait_ready()
         remote, layout = process.connect(), EngineLayout(dtype="float32", bucket_bytes=64 << 20)
         link = EngineLink(engine=remote, loop=loop)
-        actor = MegatronSource(policy, layout, groups.engine_hosts)
-        proxy = DirectorySource(model, layout, groups)
+        actor = MegatronSource(policy, layout, readers=(0,))
+        proxy = DirectorySource(model, layout, groups, readers=(0,))
         results = {}
         for version, source in (("actor@0", actor), ("actor@1", actor), ("proxy", proxy)):
             if version == "actor@1":

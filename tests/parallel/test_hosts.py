@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ctrl_megatron.parallel.hosts import Hosts, host_identity, number_hosts
+from ctrl_megatron.parallel.hosts import Hosts, Way, host_identity, number_hosts, way_to
 from ctrl_megatron.parallel.layout import Layout
 
 
@@ -16,26 +16,21 @@ def test_this_process_and_its_neighbour_are_on_one_host() -> None:
     assert number_hosts([host_identity(), host_identity()]).of_rank == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("layout", "per_host", "with_leaders"),
-    [
-        (Layout(tensor=8, pipeline=8), 8, (0,)),
-        (Layout(tensor=8, pipeline=4, data=2), 8, (0, 1)),
-        (Layout(tensor=8, data=8), 8, tuple(range(8))),
-        (Layout(tensor=2, pipeline=2, data=4), 4, (0, 1)),
-        (Layout(pipeline=2, data=2), 2, (0,)),
-        (Layout(tensor=2, pipeline=2, data=2), 8, (0,)),
-    ],
-)
-def test_a_host_with_a_leader_begins_with_one(
-    layout: Layout, per_host: int, with_leaders: tuple[int, ...]
-) -> None:
-    hosts = number_hosts([("h", rank // per_host) for rank in range(layout.world_size)])
-    hosts.require_whole_tensor_groups(layout)
-    assert hosts.with_leaders(layout) == with_leaders
-    for host in range(len(hosts.names)):
-        place = layout.coordinates(hosts.first_rank(host))
-        assert (place.tp == 0 and place.pp == 0) == (host in with_leaders)
+def test_a_host_is_known_by_the_address_that_others_reach() -> None:
+    """Rank 0's own name often leads to loopback where it stands."""
+    hosts = number_hosts([("east", 0), ("east", 0), ("west", 0), ("south", 0), ("south", 0)])
+    ways = [
+        *[Way(own="127.0.0.1", peer="127.0.1.1")] * 2,
+        *(Way(own=f"10.0.0.{n}", peer="10.0.0.1") for n in (2, 3, 3)),
+    ]
+    assert hosts.reached(ways).addresses == ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+    assert [hosts.ranks_on(host) for host in range(3)] == [2, 1, 2]
+
+
+def test_one_host_stays_on_loopback() -> None:
+    alone = number_hosts([("east", 0), ("east", 0)])
+    assert alone.reached([]).addresses == ("127.0.0.1",)
+    assert way_to("localhost") == Way(own="127.0.0.1", peer="127.0.0.1")
 
 
 def test_a_torn_tensor_group_is_named_with_its_hosts() -> None:

@@ -34,11 +34,13 @@ def worker(reference: Any, clock: Any, other_rank: list[int]) -> Any:
         ),
         groups=SimpleNamespace(
             layout=SimpleNamespace(world_size=4),
-            from_data_ranks=lambda mine: [mine, (other_rank, 2)],
+            # The other rank has no engine pool to speak of either.
+            from_data_ranks=lambda mine: [mine, (other_rank, 2)] if mine else [mine, []],
         ),
         policy=SimpleNamespace(shape=SHAPE),
         reference=reference,
         value=None,
+        engine=None,
         step=1,
         peak_flops=1e3,
     )
@@ -67,6 +69,7 @@ def test_speed_counts_every_rank_and_every_pass() -> None:
     assert flops_of(SHAPE, [3, 2, 3], responses=5, backward=False) == forward
     assert flops_of(SHAPE, [3, 2, 3], responses=5, backward=True) == 3 * forward
     # Old and reference log-probs, and two epochs of forward and backward, in seven seconds.
+    assert "perf/engine_balance" not in found
     assert found["perf/mfu"] == pytest.approx(forward * (1 + 1 + 2 * 3) / (7 * 4 * 1e3))
 
 

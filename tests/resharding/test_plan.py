@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ctrl_megatron.models.families import hf_names, hf_shape, shard_params
 from ctrl_megatron.models.hf_config import ModelShape, Rope
 from ctrl_megatron.parallel.layout import Layout
-from ctrl_megatron.resharding.buckets import byte_spans
+from ctrl_megatron.resharding.buckets import _PIECE_BYTES, ByteSpan, byte_spans, pieces
 from ctrl_megatron.resharding.plan import (
     ALIGNMENT,
     EngineLayout,
@@ -115,12 +115,15 @@ def test_carrying_the_plan_out_rebuilds_every_tensor_for_every_reader(
             into[source.piece.hf_slices] = shard[source.piece.slices]
             writes.setdefault(host, torch.zeros_like(want))[source.piece.hf_slices] += 1
         written = set(got)
-        for giver, taker in place.routes:
-            assert giver in written
-            assert taker not in holders, "what a host holds is not sent to it"
-            got[taker] = got[giver].clone()
+        for route in place.routes:
+            assert route[0] in written
+            for giver, taker in itertools.pairwise(route):
+                assert taker not in holders, "what a host holds is not sent to it"
+                got[taker] = got[giver].clone()
         assert set(got) == written | set(spread.readers)
-        assert len(place.routes) == len(set(spread.readers) - holders)
+        takers = [host for route in place.routes for host in route[1:]]
+        assert sorted(takers) == sorted(set(spread.readers) - holders)
+        assert len({route[0] for route in place.routes}) == len(place.routes)
         for host in written:
             assert torch.all(writes[host] == 1), name
         for reader in spread.readers:
@@ -156,6 +159,51 @@ def test_spans_hold_what_is_sent_and_no_tensor_that_is_not(
             touching = [s.route for s in found if s.start < around[1] and around[0] < s.stop]
             assert sorted(touching) == sorted(routes)
         assert len(found) <= sum(len(place.routes) for place in inside)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3 * _PIECE_BYTES), st.integers(1, 3 * _PIECE_BYTES)), max_size=5
+    )
+)
+def test_pieces_are_the_spans(drawn: list[tuple[int, int]]) -> None:
+    spans = [
+        ByteSpan(route=(number, 9), start=start, stop=start + size)
+        for number, (start, size) in enumerate(drawn)
+    ]
+    found = pieces(spans)
+    assert all(0 < piece.stop - piece.start <= _PIECE_BYTES for piece in found)
+    for span in spans:
+        own = [piece for piece in found if piece.route == span.route]
+        assert (own[0].start, own[-1].stop) == (span.start, span.stop)
+        assert all(a.stop == b.start for a, b in itertools.pairwise(own))
+    # No span waits until another one is through.
+    assert {piece.route for piece in found[: len(spans)]} == {span.route for span in spans}
+
+
+def test_no_host_sends_a_tensor_twice() -> None:
+    """Eight hosts of which each holds one stage: every tensor runs once round."""
+    layout = Layout(tensor=2, pipeline=8)
+    spread = HostSpread(of_rank=tuple(r // 2 for r in range(16)), readers=tuple(range(8)))
+    shape = ModelShape(
+        family="any",
+        num_layers=8,
+        hidden_size=4,
+        ffn_hidden_size=4,
+        num_attention_heads=2,
+        num_query_groups=2,
+        head_dim=2,
+        vocab_size=8,
+        max_position_embeddings=8,
+        norm_epsilon=1e-5,
+        rope=Rope(theta=1e4),
+        tied_embeddings=False,
+        qkv_bias=False,
+        qk_norm=False,
+    )
+    for place in plan(shape, layout, EngineLayout(dtype="float32", bucket_bytes=99), False, spread):
+        (route,) = place.routes
+        assert route == tuple((route[0] + step) % 8 for step in range(8))
 
 
 def check_buckets(places: list[tuple[TensorSpec, int, int]], bucket_bytes: int) -> None:

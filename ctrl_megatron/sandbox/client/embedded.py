@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from ctrl_megatron.sandbox.cores import usable_cores
 from ctrl_megatron.sandbox.limits import Level, SandboxLimits
 
 _LINE_BYTES = 1 << 16
@@ -56,15 +57,15 @@ class EmbeddedSandbox:
         """Start the service and wait until it answers. Raises ``SandboxStartError`` with its
         message.
 
-        ``workers`` defaults to the number of processors; ``python`` is the interpreter that runs
-        programs; ``port`` 0 takes a free one; the first line of ``token_file`` is the token that
-        clients must send, which a ``host`` beyond loopback needs.
+        ``workers`` defaults to the processors that this process may use; ``python`` is the
+        interpreter that runs programs; ``port`` 0 takes a free one; the first line of
+        ``token_file`` is the token that clients must send, which a ``host`` beyond loopback needs.
         """
         main_thread = threading.current_thread() is threading.main_thread()
         command = [
             *(sys.executable, "-m", "ctrl_megatron.sandbox", "--host", host, "--port", str(port)),
             *("--log-level", "warning"),
-            *("--workers", str(workers or os.cpu_count() or 1)),
+            *("--workers", str(workers or usable_cores())),
             *("--isolation", isolation, "--python", python, "--owner", str(os.getpid())),
             *("--limits", json.dumps(asdict(limits or SandboxLimits()))),
             *(["--owner-main-thread"] if main_thread else []),

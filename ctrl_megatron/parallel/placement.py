@@ -1,0 +1,99 @@
+"""Which engine runs where, with which devices. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+EnginePlacement = Literal["colocated", "dedicated"]
+"""``colocated`` engines share the trainer's devices, ``dedicated`` ones have their own beside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlace:
+    """One engine's host and devices."""
+
+    number: int
+    """Counts the engines of the run, host by host."""
+    host: int
+    devices: tuple[int, ...]
+    """Among those that the host's processes see; on a CPU they stand for no device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Every engine of a run."""
+
+    engines: tuple[EnginePlace, ...]
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The hosts that have engines, ascending."""
+        return tuple(sorted({engine.host for engine in self.engines}))
+
+    def on(self, host: int) -> tuple[EnginePlace, ...]:
+        """The engines of a host."""
+        return tuple(engine for engine in self.engines if engine.host == host)
+
+
+def engine_devices(
+    ranks: int,
+    *,
+    placement: EnginePlacement,
+    engine_gpus: int | None,
+    tensor: int,
+    visible: int | None,
+) -> range:
+    """The devices of a host with ``ranks`` trainer ranks that belong to engines.
+
+    Rank i of a host computes on device i of the ``visible`` GPUs that its processes see.
+    ``engine_gpus`` is how many of them dedicated engines have; colocated ones have the trainer's.
+    Where there is no GPU (``visible`` is None) it is how many there would be, and without it a host
+    has one engine of ``tensor`` processes. ValueError for a count that leaves a rank's GPU without
+    an engine, or engines without a GPU.
+    """
+    key = "actor_rollout_ref.rollout.n_gpus_per_node"
+    if visible is None:
+        return range(tensor if engine_gpus is None else engine_gpus)
+    if placement == "dedicated":
+        if engine_gpus is None:
+            raise ValueError(f"actor_rollout_ref.rollout.placement=dedicated needs {key}; set it")
+        if ranks + engine_gpus > visible:
+            raise ValueError(
+                f"{key}={engine_gpus} GPUs for dedicated engines beside {ranks} ranks make "
+                f"{ranks + engine_gpus}, but a rank sees {visible}; lower one, or let every "
+                "rank see all GPUs of its host"
+            )
+        return range(ranks, ranks + engine_gpus)
+    if engine_gpus not in (None, ranks):
+        raise ValueError(
+            f"{key}={engine_gpus} is not possible with actor_rollout_ref.rollout.placement="
+            f"colocated on a host of {ranks} ranks, whose GPUs all belong to engines; leave it out"
+        )
+    return range(ranks)
+
+
+def place_engines(devices: Sequence[range], *, tensor: int) -> Placement:
+    """Engines of ``tensor`` neighbouring devices each; ``devices`` are those of every host.
+
+    ValueError where a host's devices do not form whole engines: an engine lives on one host.
+    """
+    engines: list[EnginePlace] = []
+    for host, there in enumerate(devices):
+        if len(there) % tensor:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor} does not divide "
+                f"the {len(there)} devices of host {host} that belong to engines; choose a size "
+                "that does, since an engine lives on one host"
+            )
+        for first in range(0, len(there), tensor):
+            own = tuple(there[first : first + tensor])
+            engines.append(EnginePlace(number=len(engines), host=host, devices=own))
+    return Placement(engines=tuple(engines))
+
+
+def sandbox_workers(cores: int, ranks: int) -> int:
+    """Programs that a host judges at the same time: one per core that the process may use, less one
+    for each of the host's ranks, which compute meanwhile; at least one."""
+    return max(1, cores - ranks)

@@ -1,0 +1,94 @@
+"""Which engine runs where: every GPU in exactly one engine."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctrl_megatron.parallel.placement import (
+    EnginePlacement,
+    Placement,
+    engine_devices,
+    place_engines,
+    sandbox_workers,
+)
+
+
+def placed(
+    nodes: int,
+    ranks: int,
+    tensor: int,
+    *,
+    placement: EnginePlacement = "colocated",
+    gpus: int | None = None,
+    visible: int | None = 64,
+) -> Placement:
+    there = engine_devices(
+        ranks, placement=placement, engine_gpus=gpus, tensor=tensor, visible=visible
+    )
+    return place_engines([there] * nodes, tensor=tensor)
+
+
+def held(placement: Placement) -> list[tuple[int, int]]:
+    """(host, device) of everything that engines have."""
+    return [(engine.host, device) for engine in placement.engines for device in engine.devices]
+
+
+@given(
+    nodes=st.sampled_from([1, 2, 8, 64]),
+    tensor=st.integers(1, 8),
+    engines=st.integers(1, 8),
+    trainer=st.integers(1, 8),
+    dedicated=st.booleans(),
+)
+def test_every_gpu_of_every_host_is_in_exactly_one_engine(
+    nodes: int, tensor: int, engines: int, trainer: int, dedicated: bool
+) -> None:
+    gpus = tensor * engines
+    if dedicated:
+        plan = placed(nodes, trainer, tensor, placement="dedicated", gpus=gpus, visible=72)
+        wanted = {(h, trainer + g) for h in range(nodes) for g in range(gpus)}
+    else:
+        plan = placed(nodes, gpus, tensor)
+        wanted = {(h, g) for h in range(nodes) for g in range(gpus)}
+    assert len(held(plan)) == len(wanted) and set(held(plan)) == wanted
+    assert len(plan.engines) == nodes * engines
+    assert [engine.number for engine in plan.engines] == list(range(nodes * engines))
+    assert all(len(engine.devices) == tensor for engine in plan.engines)
+    # Neighbours, which share the fastest links.
+    assert all(b == a + 1 for engine in plan.engines for a, b in pairwise(engine.devices))
+    assert plan.hosts == tuple(range(nodes))
+    assert [engine for host in plan.hosts for engine in plan.on(host)] == list(plan.engines)
+
+
+@given(first=st.integers(1, 4), second=st.integers(1, 4), tensor=st.integers(1, 8))
+def test_hosts_may_differ(first: int, second: int, tensor: int) -> None:
+    plan = place_engines([range(first * tensor), range(second * tensor)], tensor=tensor)
+    assert (len(plan.on(0)), len(plan.on(1))) == (first, second)
+
+
+def test_a_host_on_a_cpu_has_one_engine_unless_it_is_told_otherwise() -> None:
+    assert len(placed(2, 4, 1, visible=None).engines) == 2
+    assert len(placed(2, 4, 3, visible=None).engines) == 2
+    assert len(placed(2, 2, 1, gpus=2, visible=None).engines) == 4
+
+
+def test_what_leaves_a_gpu_without_an_engine_is_refused() -> None:
+    with pytest.raises(ValueError, match="size=3 does not divide the 8 devices of host 0"):
+        placed(2, 8, 3)
+    with pytest.raises(ValueError, match="size=16 does not divide the 8 devices"):
+        placed(2, 8, 16)
+    with pytest.raises(ValueError, match=r"n_gpus_per_node=4 is not possible .* leave it out"):
+        placed(1, 8, 2, gpus=4)
+    with pytest.raises(ValueError, match=r"dedicated needs actor_rollout_ref\.rollout\.n_gpus"):
+        placed(1, 8, 2, placement="dedicated")
+    with pytest.raises(ValueError, match=r"8 GPUs .* beside 4 ranks make 12, but a rank sees 8"):
+        placed(1, 4, 2, placement="dedicated", gpus=8, visible=8)
+
+
+def test_the_sandbox_leaves_the_ranks_their_cores() -> None:
+    assert sandbox_workers(96, 8) == 88
+    assert sandbox_workers(2, 2) == sandbox_workers(1, 8) == 1
