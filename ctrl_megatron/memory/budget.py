@@ -330,7 +330,8 @@ class _Stage:
         }
         if not self.family.rollout.free_cache_engine:
             held = self._engine_awake()
-        staying = self._staying(weights=True) | self._reference()
+        sent = {"actor's parameters": self.trained["actor"].parameters}
+        staying = self._staying() | sent | self._reference()
         return self._process() | held | staying | {"engine's tensors on arrival": engine.reload}
 
     def _saving(self, *, gradients: bool) -> dict[str, int]:
