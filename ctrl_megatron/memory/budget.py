@@ -26,6 +26,7 @@ from ctrl_megatron.memory.model_state import (
     trained_state,
 )
 from ctrl_megatron.memory.shapes import ModelShapes
+from ctrl_megatron.models.families import check_tensor_size
 from ctrl_megatron.parallel.layout import Layout, layout_for
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
@@ -114,6 +115,7 @@ def memory_budget(
         sequence_parallel=megatron.sequence_parallel,
     )
     layout.check_layers(shapes.actor.num_layers)
+    check_tensor_size(shapes.actor, layout)
     engine = None
     if purpose == "rl":
         engine = engine_use(config, shapes.actor, gpu_memory)
@@ -128,7 +130,7 @@ def memory_budget(
         rank = layout.rank(tp=0, pp=pp, dp=0)
         phases.append(PhaseUse(phase=name, stage=pp, rank=rank, items=per_stage[pp][name]))
     shared = _shared_by_ranks(config, shapes) if engine is not None else {}
-    hosts = [shared | _host(config, stages, layout, host) for host in range(trainer.nnodes)]
+    hosts = [shared | _host(config, stages, layout, host, engine) for host in range(trainer.nnodes)]
     number = max(range(len(hosts)), key=lambda host: sum(hosts[host].values()))
     return MemoryBudget(
         gpu_memory=gpu_memory,
@@ -141,7 +143,7 @@ def memory_budget(
 
 
 class _Stage:
-    """A rank of one pipeline stage."""
+    """A rank of one pipeline stage; ``engine`` is the one on its GPU."""
 
     def __init__(
         self,
@@ -188,14 +190,17 @@ class _Stage:
 
     def phases(self) -> dict[str, dict[str, int]]:
         """Phase -> item -> bytes, in the order of a run."""
-        phases = {"start: models": self._building()}
+        rl = self.purpose == "rl"
+        phases: dict[str, dict[str, int]] = {}
         if self.engine is not None:
-            phases = {"start: engine": self._engine_alone(), **phases}
+            phases["start: engine"] = self._process() | self._engine_awake()
+        phases["start: models"] = self._building()
+        if rl:
             phases |= {"generate": self._generating(), "log-probs": self._log_probs()}
         phases["update"] = self._updating()
-        if self.engine is not None:
+        if rl:
             phases["sync"] = self._pushing()
-        phases["save"] = self._saving(gradients=not (self.engine and self.megatron.grad_offload))
+        phases["save"] = self._saving(gradients=not (rl and self.megatron.grad_offload))
         phases["save-on-stop"] = self._saving(gradients=True)
         phases["resume"] = self._saving(gradients=True) | {
             "tensor being loaded": 4 * largest_in_layer(self.shapes["actor"], self.layout)
@@ -214,15 +219,14 @@ class _Stage:
         return {"trainer's CUDA context and NCCL": CUDA_CONTEXT + groups * COMMUNICATOR}
 
     def _engine_at_rest(self) -> dict[str, int]:
-        if self.engine is None:
-            return {}
-        if self.family.rollout.free_cache_engine:
-            return {"engine asleep": self.engine.asleep}
-        return self._engine_awake()
+        if self.engine is None or not self.family.rollout.free_cache_engine:
+            return self._engine_awake()
+        return {"engine asleep": self.engine.asleep}
 
     def _engine_awake(self) -> dict[str, int]:
         engine = self.engine
-        assert engine is not None
+        if engine is None:
+            return {}
         return {
             "engine's CUDA context and buffers": engine.outside,
             "engine's weights": engine.weights,
@@ -259,9 +263,6 @@ class _Stage:
         )
 
     # Phases
-
-    def _engine_alone(self) -> dict[str, int]:
-        return self._process() | self._engine_awake()
 
     def _building(self) -> dict[str, int]:
         """The fullest moment while models are built one after the other."""
@@ -321,18 +322,17 @@ class _Stage:
         return resident | max(passes, key=lambda items: sum(items.values()))
 
     def _pushing(self) -> dict[str, int]:
-        engine = self.engine
-        assert engine is not None
-        held = {
-            "engine's CUDA context and buffers": engine.outside,
-            "engine's weights": engine.weights,
-            "engine's graphs": engine.graphs,
-        }
-        if not self.family.rollout.free_cache_engine:
-            held = self._engine_awake()
+        held, engine = self._engine_awake(), self.engine
+        if engine is not None and self.family.rollout.free_cache_engine:
+            held = {
+                "engine's CUDA context and buffers": engine.outside,
+                "engine's weights": engine.weights,
+                "engine's graphs": engine.graphs,
+            }
+        if engine is not None:
+            held["engine's tensors on arrival"] = engine.reload
         sent = {"actor's parameters": self.trained["actor"].parameters}
-        staying = self._staying() | sent | self._reference()
-        return self._process() | held | staying | {"engine's tensors on arrival": engine.reload}
+        return self._process() | held | self._staying() | sent | self._reference()
 
     def _saving(self, *, gradients: bool) -> dict[str, int]:
         states = self._states(weights=True, gradients=gradients, optimizer=True)
@@ -383,10 +383,12 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
     return {"weight buckets": _BUCKETS * bucket}
 
 
-def _host(config: Config, stages: list[_Stage], layout: Layout, host: int) -> dict[str, int]:
+def _host(
+    config: Config, stages: list[_Stage], layout: Layout, host: int, engine: EngineUse | None
+) -> dict[str, int]:
     """Host memory of one host by item; its ranks are neighbours."""
     each, family = config.trainer.n_gpus_per_node, config.actor_rollout_ref
-    megatron, engine = family.actor.megatron, stages[0].engine
+    megatron = family.actor.megatron
     here = [stages[layout.coordinates(rank).pp] for rank in range(host * each, (host + 1) * each)]
     items = {"ranks": each * _RANK_PROCESS, "checkpoint": sum(stage.checkpoint for stage in here)}
     if engine is None:

@@ -109,6 +109,21 @@ def test_a_model_too_large_for_its_gpus_is_told_to_spread_out() -> None:
         require_fit(config, shapes, gpu_memory=MEMORY)
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (f"{M}tensor_model_parallel_size=8", "num_attention_heads=28 does not divide"),
+        (f"{M}pipeline_model_parallel_size=8", "28 layers do not divide"),
+    ],
+)
+def test_a_layout_that_the_model_does_not_divide_over_is_named(override: str, words: str) -> None:
+    config, shapes = example(
+        "ctrl_7b.yaml", f"{M}tensor_model_parallel_size=1", override, f"{M}sequence_parallel=false"
+    )
+    with pytest.raises(ValueError, match=words):
+        require_fit(config, shapes, gpu_memory=MEMORY)
+
+
 def test_an_engine_without_room_for_one_sequence_is_refused() -> None:
     config, shapes = example("ctrl_70b.yaml", f"{R}gpu_memory_utilization=0.24")
     with pytest.raises(ValueError, match=r"tokens beside weights .*, a sequence of .* needs 4096"):
