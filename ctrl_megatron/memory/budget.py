@@ -156,7 +156,8 @@ class _Stage:
         kernels: Kernels,
     ) -> None:
         self.config, self.layout, self.pp, self.engine = config, layout, pp, engine
-        self.purpose, self.kernels = purpose, kernels
+        self.purpose = purpose
+        self.kernels: Kernels = kernels
         self.family = config.actor_rollout_ref
         self.megatron = self.family.actor.megatron
         dtype = self.family.model.dtype
@@ -231,7 +232,7 @@ class _Stage:
             "engine's CUDA context and buffers": engine.outside,
             "engine's weights": engine.weights,
             "engine's key-value cache": max(0, engine.cache),
-            "engine's graphs and workspace": engine.share - engine.weights - max(0, engine.cache),
+            "engine's graphs and workspace": engine.graphs + engine.workspace,
         }
 
     def _states(self, *, weights: bool, gradients: bool, optimizer: bool) -> dict[str, int]:
