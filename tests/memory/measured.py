@@ -7,6 +7,7 @@ on the meta device.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import weakref
 from collections.abc import Iterator, Sequence
@@ -105,18 +106,18 @@ def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         try:
-            yield ProcessGroups(
-                layout=layout,
-                rank=rank,
-                place=layout.coordinates(rank),
-                device=torch.device(device),
-                hosts=Hosts(names=("host",), of_rank=(0,) * layout.world_size),
-                tensor=parallel_state.get_tensor_model_parallel_group(),
-                pipeline=parallel_state.get_pipeline_model_parallel_group(),
-                host=None,
-                host_model=None,
-                host_data=None,
-            )
+            given = {
+                "layout": layout,
+                "rank": rank,
+                "place": layout.coordinates(rank),
+                "device": torch.device(device),
+                "hosts": Hosts(names=("host",), of_rank=(0,) * layout.world_size),
+                "tensor": parallel_state.get_tensor_model_parallel_group(),
+                "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+            }
+            # Models are built and run without the groups of host memory.
+            names = [field.name for field in dataclasses.fields(ProcessGroups)]
+            yield ProcessGroups(**{name: given.get(name) for name in names})
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
