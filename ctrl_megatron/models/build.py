@@ -102,7 +102,12 @@ def transformer_config(
             "persist_layer_norm": False,
         }
     elif has_transformer_engine():
-        settings |= {"bias_dropout_fusion": True, "apply_rope_fusion": True}
+        settings |= {
+            "bias_dropout_fusion": True,
+            "apply_rope_fusion": True,
+            # Saves three fifths of what SwiGLU keeps for its backward pass when it is not fused.
+            "bias_activation_fusion": True,
+        }
     return TransformerConfig(**{**settings, **options.overrides})
 
 

@@ -15,6 +15,7 @@ from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
 from ctrl_megatron.pipeline.device_memory import device_memory
 from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
+from ctrl_megatron.pipeline.memory_check import check_memory
 from ctrl_megatron.pipeline.recorder import Recorder
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.pipeline.worker import RolloutWorker
@@ -27,11 +28,12 @@ def train(config: Config) -> bool:
     """A whole RL run on this rank; False if it was stopped by a signal.
 
     Raises ValueError before anything starts for a pipeline, an estimator, a loss or a reward
-    function that does not exist or does not fit.
+    function that does not exist or does not fit, and for a run that the GPU cannot hold.
     """
     graph, trainer = pipeline_of(config), config.trainer
     check_names(config)
     check_reward_functions(config)
+    check_memory(config, "rl")
     with session(config) as run:
         services = run.start_services()
         worker, sampler, steps = build_worker(run, services, graph)

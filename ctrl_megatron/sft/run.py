@@ -14,6 +14,7 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.pipeline.build import build_policy, optimizer_options
 from ctrl_megatron.pipeline.device_memory import device_memory
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
+from ctrl_megatron.pipeline.memory_check import check_memory
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.recorder import Recorder
 from ctrl_megatron.pipeline.session import session
@@ -26,6 +27,7 @@ def train_sft(config: Config) -> bool:
 
     At the end the weights stand in ``<run directory>/hf`` as an HF directory.
     """
+    check_memory(config, "sft")
     with session(config) as run:
         groups, path = run.groups, config.actor_rollout_ref.model.path
         codec = TextCodec(config.actor_rollout_ref.model.tokenizer)

@@ -177,7 +177,7 @@ def test_every_room_stands_in_the_readme_in_the_order_of_imports() -> None:
     rooms = re.findall(r"^\| `ctrl_megatron/(\w+)(?:/|\.py)` \|", TEXTS["README.md"], re.MULTILINE)
     order = (
         "types config metrics prompts data sandbox rewards algorithms parallel models rollout "
-        "resharding checkpoint generation eval pipeline sft commands"
+        "resharding memory checkpoint generation eval pipeline sft commands"
     )
     assert rooms == order.split()
     present = {p.parent.name for p in (ROOT / "ctrl_megatron").glob("*/__init__.py")}

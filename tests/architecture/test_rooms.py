@@ -12,8 +12,8 @@ from package_imports import FILES, NAME, PACKAGE, ROOT, Import, imports_of, libr
 
 ORDER = (
     *("types", "config", "metrics", "prompts", "data", "sandbox", "rewards", "algorithms"),
-    *("parallel", "models", "rollout", "resharding", "checkpoint", "generation", "eval"),
-    *("pipeline", "sft", "commands"),
+    *("parallel", "models", "rollout", "resharding", "memory", "checkpoint", "generation"),
+    *("eval", "pipeline", "sft", "commands"),
 )
 """A room imports itself and the rooms before it."""
 

@@ -1,0 +1,196 @@
+"""Bytes that passes of a model hold beside its parameters, on one rank. Pure.
+
+T tokens of a packed micro-batch, H hidden, F ffn, A query heads, G query groups of D numbers each,
+V vocabulary, t tensor ranks, s = t under sequence parallelism and else 1, e bytes per number.
+
+``te``: Transformer Engine 2.9-2.11's fused norms and rotary embedding and flash attention, as read
+in its sources: ``LayerNormLinear`` saves its input, the normalised input and one float32 per token;
+flash attention saves queries, keys, values (a view that keeps the fused projection alive), its
+output and one float32 per token and head; fused SwiGLU saves its input.
+``torch``: the project's own layer spec (``models.layer_spec``), as autograd saves its operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.parallel.vocab import vocab_range
+
+Kernels = Literal["te", "torch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassShape:
+    """What the size of a pass depends on."""
+
+    shape: ModelShape
+    layout: Layout
+    kernels: Kernels
+    dtype_size: int
+    tokens: int
+    """Of one micro-batch."""
+    micro_batches: int
+    """Of one optimizer step on one data-parallel rank."""
+    logprob_chunk: int
+    recompute_granularity: str | None = None
+    recompute_num_layers: int = 1
+    recompute_modules: Sequence[str] = ("core_attn",)
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Over how many ranks norms and residuals are cut."""
+        return self.layout.tensor if self.layout.sequence_parallel else 1
+
+    @property
+    def residual(self) -> float:
+        """Bytes per token of the stream between layers."""
+        return self.dtype_size * self.shape.hidden_size / self.sequence_ranks
+
+    @property
+    def vocabulary(self) -> int:
+        """Columns of the output layer here."""
+        return vocab_range(self.shape.vocab_size, 0, self.layout.tensor)[2]
+
+
+def saved_by_layer(p: PassShape) -> float:
+    """Bytes per token that one layer keeps for its backward pass, without full recomputation."""
+    shape, e, t = p.shape, p.dtype_size, p.layout.tensor
+    heads, groups, head = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
+    fused_qkv = e * (heads + 2 * groups) * head / t
+    rotated = e * (heads + groups) * head / t
+    context, softmax = e * heads * head / t, 4 * heads / t
+    ffn = e * shape.ffn_hidden_size / t
+    per_norm = 4 / p.sequence_ranks
+    if p.kernels == "te":
+        norms = 2 * (2 * p.residual + per_norm)
+        attention = fused_qkv + rotated + context + softmax
+        attention += rotated * shape.qk_norm
+        mlp = 3 * ffn
+    else:
+        wide = 4 * shape.hidden_size / p.sequence_ranks
+        norms = 2 * (wide + 2 * p.residual + per_norm)
+        # The kernel's own output, and all sequences' together; cosines and sines for both.
+        attention = fused_qkv + rotated + 2 * context + softmax + 4 * e * head
+        if shape.qk_norm:
+            attention += (4 + e) / e * rotated + 4 * (heads + groups) / t
+        # SwiGLU's two halves, silu(a), b, and their product; fc1's output where it is not fused.
+        mlp = 5 * ffn
+    if p.recompute_granularity == "selective":
+        if "core_attn" in p.recompute_modules:
+            attention -= softmax if p.kernels == "te" else softmax + context
+        if "mlp" in p.recompute_modules:
+            mlp = 0
+            if p.kernels == "te":
+                norms /= 2
+                norms += p.residual
+    return norms + attention + mlp
+
+
+def layers_of(p: PassShape) -> int:
+    """Layers of one virtual stage."""
+    return p.shape.num_layers // (p.layout.pipeline * p.layout.virtual_pipeline)
+
+
+def in_flight(p: PassShape, *, pp: int) -> int:
+    """Virtual stages' micro-batches whose activations exist at one time on stage ``pp``.
+
+    Megatron's 1F1B schedule runs this many forward passes before its first backward pass.
+    """
+    layout = p.layout
+    if layout.pipeline == 1:
+        return 1
+    ahead = layout.pipeline - pp - 1
+    if layout.virtual_pipeline > 1:
+        ahead = 2 * ahead + (layout.virtual_pipeline - 1) * layout.pipeline
+    return min(ahead + 1, p.micro_batches * layout.virtual_pipeline)
+
+
+def update_use(p: PassShape, *, pp: int, largest: int) -> tuple[int, int]:
+    """(activations kept, workspace) in bytes at the fullest moment of an update on a rank of stage
+    ``pp``; ``largest``: elements of the largest parameter of its layers.
+
+    That is the output layer's backward pass or a layer's, for which its block is recomputed.
+    """
+    kept, layer_bytes = _kept(p, pp=pp), saved_by_layer(p)
+    block = 0.0
+    if p.recompute_granularity == "full":
+        block = p.tokens * layer_bytes * min(p.recompute_num_layers, layers_of(p))
+    moments = [(kept + block, _layer_workspace(p, largest))]
+    if pp == p.layout.pipeline - 1:
+        moments.append((kept, logits_workspace(p, backward=True)))
+    activations, workspace = max(moments, key=sum)
+    return int(activations), int(workspace)
+
+
+def _kept(p: PassShape, *, pp: int) -> float:
+    """Bytes that a rank keeps when its first backward pass begins."""
+    layers, count = layers_of(p), in_flight(p, pp=pp)
+    if p.recompute_granularity == "full":
+        stage = math.ceil(layers / min(p.recompute_num_layers, layers)) * p.residual
+    else:
+        stage = layers * saved_by_layer(p)
+    if p.layout.pipeline > 1:
+        stage += p.residual  # what came in or goes out stays until its backward pass
+    if pp == 0:
+        stage += 8  # the embedding's rows
+    ends = _saved_by_end(p) if pp == p.layout.pipeline - 1 else 0
+    return p.tokens * (count * stage + ends)
+
+
+def _saved_by_end(p: PassShape) -> float:
+    """Bytes per token of final norm, output and loss; at most all tokens are responses."""
+    norm = 2 * p.residual + 4 / p.sequence_ranks
+    if p.kernels == "torch":
+        norm += 4 * p.shape.hidden_size / p.sequence_ranks
+    selected = p.dtype_size * p.shape.hidden_size
+    if p.shape.value_head:
+        selected = 4 * p.shape.hidden_size / p.sequence_ranks  # float32 for the head
+    return norm + selected + 100  # vectors of the loss
+
+
+def _layer_workspace(p: PassShape, largest: int) -> float:
+    """Gradients inside a layer, under sequence parallelism the whole input and its gradient, and a
+    weight's gradient before it is added to Megatron's buffer.
+
+    Our own spec saves more than these kernels, and frees it meanwhile.
+    """
+    e, hidden = p.dtype_size, p.shape.hidden_size
+    ffn = e * p.shape.ffn_hidden_size / p.layout.tensor
+    gathered = 2 * e * hidden if p.layout.sequence_parallel else 0
+    if p.kernels == "te":
+        return p.tokens * (2 * ffn + 3 * p.residual + gathered) + e * largest
+    return p.tokens * (ffn + p.residual + gathered) + e * largest / 2
+
+
+def logits_workspace(p: PassShape, *, backward: bool) -> float:
+    """Bytes of ``parallel.vocab`` on the last stage at its peak: a chunk of logits several times
+    over in float32, and backwards the output weight's gradient in float32 and as a product."""
+    if p.shape.value_head:
+        return 0
+    e, hidden = p.dtype_size, p.shape.hidden_size
+    logits = min(p.logprob_chunk, p.tokens) * p.vocabulary
+    gathered = e * hidden * p.tokens
+    if not backward:
+        return 20 * logits + 2 * gathered
+    weight = p.vocabulary * hidden
+    product = e if e == 4 else e + 4
+    return gathered + max(
+        (24 + e) * logits + 4 * weight, (12 + e) * logits + (4 + product) * weight
+    )
+
+
+def inference_workspace(p: PassShape, *, pp: int) -> int:
+    """Bytes of a pass without gradients at its peak on a rank of stage ``pp``."""
+    e, hidden = p.dtype_size, p.shape.hidden_size
+    ffn = e * p.shape.ffn_hidden_size / p.layout.tensor
+    gathered = e * hidden if p.layout.sequence_parallel else 0
+    halves = 3 if p.kernels == "te" else 5
+    moments = [p.tokens * (3 * p.residual + gathered + halves * ffn)]
+    if pp == p.layout.pipeline - 1:
+        moments.append(p.residual * p.tokens + logits_workspace(p, backward=False))
+    return int(max(moments))

@@ -1,0 +1,420 @@
+"""The memory of a run phase by phase: what every GPU and every host must hold. Pure.
+
+The order of phases is that of ``pipeline``: the engine starts alone and sleeps, models are built;
+in every step the engine wakes and the trainer leaves as configured, or the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ctrl_megatron.config import Config, Purpose
+from ctrl_megatron.memory.activations import (
+    Kernels,
+    PassShape,
+    inference_workspace,
+    update_use,
+)
+from ctrl_megatron.memory.engine import COMMUNICATOR, CUDA_CONTEXT, GIB, EngineUse, engine_use
+from ctrl_megatron.memory.model_state import (
+    DTYPE_SIZE,
+    ModelState,
+    frozen_state,
+    largest_in_layer,
+    trained_state,
+)
+from ctrl_megatron.memory.shapes import ModelShapes
+from ctrl_megatron.models.families import check_tensor_size
+from ctrl_megatron.parallel.layout import Layout, layout_for
+from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
+from ctrl_megatron.rollout.weight_chunks import spec_bytes
+
+RESERVE = 0.08
+"""Share of a GPU that must stay free: what allocators lose to fragmentation, and our estimates."""
+_RANK_PROCESS, _ENGINE_PROCESS = 6 * GIB, 5 * GIB
+"""Host memory of a rank and of an engine's worker, libraries included; estimates."""
+_WRITE_BUFFER = 1 << 30
+"""Host memory of a rank that writes its part of a checkpoint file by file."""
+_BUCKETS = 2
+
+Items = Mapping[str, int]
+"""What -> bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseUse:
+    """What one phase takes of the GPU that has to hold most."""
+
+    phase: str
+    stage: int
+    """The pipeline stage of that GPU."""
+    rank: int
+    """The first such rank."""
+    items: Items
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.items.values())
+
+    def largest(self, count: int = 3) -> str:
+        """The largest items, for people."""
+        order = sorted(self.items.items(), key=lambda item: -item[1])[:count]
+        return ", ".join(f"{name} {gib(size)}" for name, size in order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """The memory of a run on equal GPUs."""
+
+    gpu_memory: int
+    """Bytes of one GPU."""
+    phases: tuple[PhaseUse, ...]
+    """The fullest GPU of each phase, in the order of a run."""
+    engine: EngineUse | None
+    host: Items
+    """Host memory of the fullest host."""
+    host_number: int
+    checkpoint_per_rank: int
+    """Bytes that the fullest rank writes into a checkpoint."""
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a GPU that may be planned with."""
+        return int(self.gpu_memory * (1 - RESERVE))
+
+    @property
+    def fullest(self) -> PhaseUse:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda use: use.total)
+
+
+def gib(size: float) -> str:
+    """Bytes as text."""
+    return f"{size / GIB:.1f} GiB"
+
+
+def memory_budget(
+    config: Config,
+    shapes: ModelShapes,
+    *,
+    gpu_memory: int,
+    purpose: Purpose = "rl",
+    kernels: Kernels = "te",
+) -> MemoryBudget:
+    """The budget of a checked configuration; ``gpu_memory`` in bytes.
+
+    Raises ValueError where the model does not divide over the layout.
+    """
+    megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
+    layout = layout_for(
+        trainer.nnodes * trainer.n_gpus_per_node,
+        tensor=megatron.tensor_model_parallel_size,
+        pipeline=megatron.pipeline_model_parallel_size,
+        virtual_pipeline=megatron.virtual_pipeline_model_parallel_size,
+        sequence_parallel=megatron.sequence_parallel,
+    )
+    layout.check_layers(shapes.actor.num_layers)
+    check_tensor_size(shapes.actor, layout)
+    engine = None
+    if purpose == "rl":
+        engine = engine_use(config, shapes.actor, gpu_memory)
+    # A dedicated engine has its GPUs to itself.
+    beside = engine if config.actor_rollout_ref.rollout.placement == "colocated" else None
+    stages = [
+        _Stage(config, shapes, layout, pp, beside, purpose, kernels)
+        for pp in range(layout.pipeline)
+    ]
+    per_stage = [stage.phases() for stage in stages]
+    phases = []
+    for name in per_stage[0]:
+        pp = max(range(layout.pipeline), key=lambda pp: sum(per_stage[pp][name].values()))
+        rank = layout.rank(tp=0, pp=pp, dp=0)
+        phases.append(PhaseUse(phase=name, stage=pp, rank=rank, items=per_stage[pp][name]))
+    shared = _shared_by_ranks(config, shapes) if engine is not None else {}
+    hosts = [shared | _host(config, stages, layout, host, engine) for host in range(trainer.nnodes)]
+    number = max(range(len(hosts)), key=lambda host: sum(hosts[host].values()))
+    return MemoryBudget(
+        gpu_memory=gpu_memory,
+        phases=tuple(phases),
+        engine=engine,
+        host=hosts[number],
+        host_number=number,
+        checkpoint_per_rank=max(stage.checkpoint for stage in stages),
+    )
+
+
+class _Stage:
+    """A rank of one pipeline stage; ``engine`` is the one on its GPU."""
+
+    def __init__(
+        self,
+        config: Config,
+        shapes: ModelShapes,
+        layout: Layout,
+        pp: int,
+        engine: EngineUse | None,
+        purpose: Purpose,
+        kernels: Kernels,
+    ) -> None:
+        self.config, self.layout, self.pp, self.engine = config, layout, pp, engine
+        self.purpose = purpose
+        self.kernels: Kernels = kernels
+        self.family = config.actor_rollout_ref
+        self.megatron = self.family.actor.megatron
+        dtype = self.family.model.dtype
+        self.shapes = {"actor": shapes.actor}
+        if shapes.value is not None:
+            self.shapes["value model"] = shapes.value
+        self.trained = {
+            name: trained_state(
+                shape,
+                layout,
+                pp=pp,
+                dtype=dtype,
+                distributed=self.megatron.use_distributed_optimizer,
+            )
+            for name, shape in self.shapes.items()
+        }
+        self.reference: ModelState | None = None
+        if shapes.reference is not None:
+            self.reference = frozen_state(shapes.reference, layout, pp=pp, dtype=dtype)
+        self.dtype_size = DTYPE_SIZE[dtype]
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes that this rank writes: data-parallel ranks share what they all hold."""
+        data = self.layout.data
+        shared = self.megatron.use_distributed_optimizer
+        return sum(
+            state.parameters // data + state.optimizer // (1 if shared else data)
+            for state in self.trained.values()
+        )
+
+    def phases(self) -> dict[str, dict[str, int]]:
+        """Phase -> item -> bytes, in the order of a run."""
+        rl = self.purpose == "rl"
+        phases: dict[str, dict[str, int]] = {}
+        if self.engine is not None:
+            phases["start: engine"] = self._process() | self._engine_awake()
+        phases["start: models"] = self._building()
+        if rl:
+            phases |= {"generate": self._generating(), "log-probs": self._log_probs()}
+        phases["update"] = self._updating()
+        if rl:
+            phases["sync"] = self._pushing()
+        phases["save"] = self._saving(gradients=not (rl and self.megatron.grad_offload))
+        phases["save-on-stop"] = self._saving(gradients=True)
+        phases["resume"] = self._saving(gradients=True) | {
+            "tensor being loaded": 4 * largest_in_layer(self.shapes["actor"], self.layout)
+        }
+        return {
+            name: {item: size for item, size in items.items() if size}
+            for name, items in phases.items()
+        }
+
+    # Parts
+
+    def _process(self) -> dict[str, int]:
+        layout = self.layout
+        groups = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.data > 1)
+        groups += layout.model_size > 1
+        return {"trainer's CUDA context and NCCL": CUDA_CONTEXT + groups * COMMUNICATOR}
+
+    def _engine_at_rest(self) -> dict[str, int]:
+        if self.engine is None or not self.family.rollout.free_cache_engine:
+            return self._engine_awake()
+        return {"engine asleep": self.engine.asleep}
+
+    def _engine_awake(self) -> dict[str, int]:
+        engine = self.engine
+        if engine is None:
+            return {}
+        return {
+            "engine's CUDA context and buffers": engine.outside,
+            "engine's weights": engine.weights,
+            "engine's key-value cache": max(0, engine.cache),
+            "engine's graphs and workspace": engine.graphs + engine.workspace,
+        }
+
+    def _states(self, *, weights: bool, gradients: bool, optimizer: bool) -> dict[str, int]:
+        """What of the trained models is on the device."""
+        items: dict[str, int] = {}
+        for name, state in self.trained.items():
+            if weights:
+                items[f"{name}'s parameters"] = state.parameters
+            if gradients:
+                items[f"{name}'s gradients"] = state.gradients
+            if optimizer:
+                items[f"{name}'s master weights"] = state.master
+                items[f"{name}'s moments"] = state.moments
+        return items
+
+    def _reference(self, *, used: bool = False) -> dict[str, int]:
+        away = self.megatron.param_offload and not used
+        if self.reference is None or away:
+            return {}
+        return {"reference's parameters": self.reference.parameters}
+
+    def _staying(self, *, weights: bool = False) -> dict[str, int]:
+        """What the configuration leaves on the device while the engine has it."""
+        megatron = self.megatron
+        return self._states(
+            weights=weights or not megatron.param_offload,
+            gradients=not megatron.grad_offload,
+            optimizer=not megatron.optimizer_offload,
+        )
+
+    # Phases
+
+    def _building(self) -> dict[str, int]:
+        """The fullest moment while models are built one after the other."""
+        before = self._process() | self._engine_at_rest()
+        moments = []
+        for name, state in self.trained.items():
+            copied = state.parameters if self.megatron.use_distributed_optimizer else 0
+            moments.append(
+                before
+                | {
+                    f"{name}'s parameters": state.parameters,
+                    f"{name}'s parameters before they move into Megatron's buffer": copied,
+                    f"{name}'s gradients": state.gradients,
+                }
+            )
+            before = before | {
+                f"{name}'s parameters": state.parameters,
+                f"{name}'s gradients": state.gradients,
+                f"{name}'s master weights": state.master,
+            }
+            if name == "actor":
+                moments.append(before | self._reference(used=True))
+                before = before | self._reference()
+        return max([*moments, before], key=lambda items: sum(items.values()))
+
+    def _generating(self) -> dict[str, int]:
+        staying = self._staying() | self._reference()
+        return self._process() | self._engine_awake() | staying
+
+    def _log_probs(self) -> dict[str, int]:
+        workspace = max(
+            inference_workspace(self._forward(name), pp=self.pp) for name in self.shapes
+        )
+        return (
+            self._process()
+            | self._engine_at_rest()
+            | self._staying(weights=True)
+            | self._reference(used=True)
+            | {"workspace": workspace}
+        )
+
+    def _updating(self) -> dict[str, int]:
+        resident = (
+            self._process()
+            | self._engine_at_rest()
+            | self._states(weights=True, gradients=True, optimizer=True)
+            | self._reference()
+        )
+        passes = []
+        for name, shape in self.shapes.items():
+            largest = largest_in_layer(shape, self.layout)
+            kept, workspace = update_use(self._backward(name), pp=self.pp, largest=largest)
+            passes.append({"activations": kept, "workspace": workspace})
+        if self.kernels == "torch":
+            # torch's AdamW steps all parameters together and needs their size once more.
+            passes += [{"optimizer's workspace": s.moments // 2} for s in self.trained.values()]
+        return resident | max(passes, key=lambda items: sum(items.values()))
+
+    def _pushing(self) -> dict[str, int]:
+        held, engine = self._engine_awake(), self.engine
+        if engine is not None and self.family.rollout.free_cache_engine:
+            held = {
+                "engine's CUDA context and buffers": engine.outside,
+                "engine's weights": engine.weights,
+                "engine's graphs": engine.graphs,
+            }
+        if engine is not None:
+            held["engine's tensors on arrival"] = engine.reload
+        sent = {"actor's parameters": self.trained["actor"].parameters}
+        return self._process() | held | self._staying() | sent | self._reference()
+
+    def _saving(self, *, gradients: bool) -> dict[str, int]:
+        states = self._states(weights=True, gradients=gradients, optimizer=True)
+        return self._process() | self._engine_at_rest() | states | self._reference()
+
+    # Passes
+
+    def _backward(self, name: str) -> PassShape:
+        config, actor = self.config, self.family.actor
+        if self.purpose == "sft":
+            rows = config.sft.train_batch_size // self.layout.data
+            return self._pass(name, config.sft.max_token_len_per_gpu, rows, config.sft.max_length)
+        rows = actor.ppo_mini_batch_size * self.family.rollout.n // self.layout.data
+        budget = actor.ppo_max_token_len_per_gpu
+        return self._pass(name, budget, rows, config.sequence_tokens)
+
+    def _forward(self, name: str) -> PassShape:
+        family = self.family
+        rows = self.config.data.train_batch_size * family.rollout.n // self.layout.data
+        budget = family.log_prob_token_budget
+        if name != "actor":
+            budget = family.actor.ppo_max_token_len_per_gpu
+        return self._pass(name, budget, rows, self.config.sequence_tokens)
+
+    def _pass(self, name: str, budget: int, rows: int, longest: int) -> PassShape:
+        megatron = self.megatron
+        modules = megatron.override_transformer_config.get("recompute_modules") or ["core_attn"]
+        return PassShape(
+            shape=self.shapes[name],
+            layout=self.layout,
+            kernels=self.kernels,
+            dtype_size=self.dtype_size,
+            tokens=min(budget, rows * longest),
+            micro_batches=math.ceil(rows / max(1, budget // longest)),
+            logprob_chunk=megatron.logprob_chunk_size,
+            recompute_granularity=megatron.recompute_granularity,
+            recompute_num_layers=megatron.recompute_num_layers,
+            recompute_modules=tuple(modules),
+        )
+
+
+def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
+    """Host memory that the ranks of a host use together."""
+    family = config.actor_rollout_ref
+    specs = hf_specs(shapes.actor, family.rollout_dtype)
+    places = place_in_buckets(specs, family.rollout.update_bucket_megabytes << 20)
+    bucket = max(place.offset + spec_bytes(place.spec) for place in places)
+    return {"weight buckets": _BUCKETS * bucket}
+
+
+def _host(
+    config: Config, stages: list[_Stage], layout: Layout, host: int, engine: EngineUse | None
+) -> dict[str, int]:
+    """Host memory of one host by item; its ranks are neighbours."""
+    each, family = config.trainer.n_gpus_per_node, config.actor_rollout_ref
+    megatron = family.actor.megatron
+    here = [stages[layout.coordinates(rank).pp] for rank in range(host * each, (host + 1) * each)]
+    # Written as it is copied to the host, or copied as a whole first.
+    whole = config.trainer.async_save
+    saved = sum(s.checkpoint if whole else min(s.checkpoint, _WRITE_BUFFER) for s in here)
+    items = {"ranks": each * _RANK_PROCESS, "checkpoint": saved}
+    if engine is None:
+        return items
+    engine_gpus = family.rollout.n_gpus_per_node or each
+    items["engines"] = engine_gpus * _ENGINE_PROCESS
+    if megatron.param_offload:
+        items["weights away"] = sum(
+            state.parameters
+            for stage in here
+            for state in (*stage.trained.values(), stage.reference)
+            if state is not None
+        )
+    if megatron.optimizer_offload:
+        items["optimizer away"] = sum(
+            state.optimizer for stage in here for state in stage.trained.values()
+        )
+    if config.trainer.critic_warmup and family.rollout.free_cache_engine:
+        # The engine will be asked for the same weights again, so it keeps them in its sleep.
+        items["engines' weights asleep"] = engine_gpus * engine.weights
+    return items

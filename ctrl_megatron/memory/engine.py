@@ -1,0 +1,103 @@
+"""Bytes that a rollout engine takes of one GPU, awake and asleep. Pure.
+
+As vLLM 0.32 does it: a worker's CUDA context and communicators come before it measures what is
+free; then it takes ``gpu_memory_utilization`` of the whole device for weights, its largest pass,
+CUDA graphs and, with what is left, the key-value cache. Asleep it gives weights and cache back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.memory.model_state import DTYPE_SIZE, engine_weight_bytes
+from ctrl_megatron.models.families import hf_names, hf_shape
+from ctrl_megatron.models.hf_config import ModelShape
+
+MIB, GIB = 2**20, 2**30
+CUDA_CONTEXT = 600 * MIB
+"""A process's context with the kernels it loads and its workspaces; an estimate."""
+COMMUNICATOR = 256 * MIB
+"""An NCCL communicator's channels and buffers; an estimate."""
+_ENGINE_BUFFERS = 300 * MIB
+"""Block tables, input buffers and the like, which never sleep; an estimate."""
+_GRAPHS, _GRAPHS_PER_LAYER = 512 * MIB, 20 * MIB
+"""Captured CUDA graphs; an estimate."""
+_BATCHED_TOKENS = 2048
+"""vLLM's ``max_num_batched_tokens`` for an engine that is embedded, as ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUse:
+    """Bytes of one worker on its GPU."""
+
+    share: int
+    """What it may take of the device in all."""
+    weights: int
+    workspace: int
+    """Of its largest pass."""
+    graphs: int
+    outside: int
+    """Context, communicators and buffers, beside the share."""
+    reload: int
+    """Whole tensors that arrive in a weight push before they are cut."""
+    cache_per_token: int
+
+    @property
+    def cache(self) -> int:
+        """What is left of the share for keys and values; not above 0 where nothing is."""
+        return self.share - self.weights - self.workspace - self.graphs
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return max(0, self.cache) // self.cache_per_token
+
+    @property
+    def asleep(self) -> int:
+        """What stays on the device while the engine sleeps."""
+        return self.outside + self.graphs
+
+    @property
+    def awake(self) -> int:
+        """What it takes while it generates."""
+        return self.outside + self.share
+
+
+def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
+    """The configured engine of ``shape`` on a GPU of ``gpu_memory`` bytes."""
+    rollout, dtype = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout_dtype
+    tensor, size = rollout.tensor_model_parallel_size, DTYPE_SIZE[dtype]
+    given = rollout.engine_kwargs.get("max_num_batched_tokens") or _BATCHED_TOKENS
+    tokens = max(given, rollout.max_num_seqs)
+    width = 4 * shape.hidden_size + 3 * shape.ffn_hidden_size / tensor
+    # The sampler's float32 logits over the whole vocabulary: as they come, scaled, log-softmax.
+    logits = min(tokens, rollout.max_num_seqs) * shape.vocab_size * 3 * 4
+    heads = math.ceil(shape.num_query_groups / tensor)
+    cache_per_token = 2 * heads * shape.head_dim * size * shape.num_layers
+    weights = engine_weight_bytes(shape, tensor=tensor, dtype=dtype)
+    workspace = int(tokens * width * size + logits)
+    graphs = 0 if rollout.enforce_eager else _GRAPHS + shape.num_layers * _GRAPHS_PER_LAYER
+    share = int(rollout.gpu_memory_utilization * gpu_memory)
+    if rollout.name == "hf":
+        # transformers takes what it needs, and has no graphs.
+        cache = rollout.max_num_seqs * config.max_model_len * cache_per_token
+        share, graphs = weights + workspace + cache, 0
+    return EngineUse(
+        share=share,
+        weights=weights,
+        workspace=workspace,
+        graphs=graphs,
+        outside=CUDA_CONTEXT + _ENGINE_BUFFERS + COMMUNICATOR * (tensor > 1),
+        reload=_largest_module(shape) * size,
+        cache_per_token=cache_per_token,
+    )
+
+
+def _largest_module(shape: ModelShape) -> int:
+    """Elements of the HF tensors that vLLM buffers at most before it cuts them: a fused layer's."""
+    sizes = {name: math.prod(hf_shape(name, shape)) for name in hf_names(shape)}
+    layer = "model.layers.0."
+    fused = sizes[f"{layer}mlp.gate_proj.weight"] + sizes[f"{layer}mlp.up_proj.weight"]
+    return max(fused, *sizes.values())

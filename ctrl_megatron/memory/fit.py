@@ -1,0 +1,131 @@
+"""Whether a configuration fits its GPUs, and what would make it fit. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ctrl_megatron.config import Config, Purpose
+from ctrl_megatron.config.keys import value_of
+from ctrl_megatron.memory.activations import Kernels
+from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, gib, memory_budget
+from ctrl_megatron.memory.shapes import ModelShapes
+
+Change = tuple[str, Any]
+"""A key and the value it would get."""
+_ACTOR = "actor_rollout_ref.actor."
+_MEGATRON, _ROLLOUT = _ACTOR + "megatron.", "actor_rollout_ref.rollout."
+_SMALLEST_SHARE, _SHARE_STEPS = 0.1, 20
+
+
+def problem(config: Config, budget: MemoryBudget) -> str | None:
+    """What does not fit, with the largest items; None where all does."""
+    engine, needed = budget.engine, config.max_model_len
+    if engine is not None and engine.cache_tokens < needed:
+        share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+        return (
+            f"start: engine: {_ROLLOUT}gpu_memory_utilization={share} of {gib(budget.gpu_memory)} "
+            f"leaves the key-value cache room for {engine.cache_tokens} tokens beside weights "
+            f"{gib(engine.weights)}, a sequence of max_model_len needs {needed}"
+        )
+    use = budget.fullest
+    if use.total <= budget.limit:
+        return None
+    return (
+        f"{use.phase} needs {gib(use.total)} on rank {use.rank} (pipeline stage {use.stage}), a "
+        f"GPU has {gib(budget.gpu_memory)} and {RESERVE:.0%} of it must stay free; largest: "
+        f"{use.largest()}"
+    )
+
+
+def require_fit(
+    config: Config,
+    shapes: ModelShapes,
+    *,
+    gpu_memory: int,
+    purpose: Purpose = "rl",
+    kernels: Kernels = "te",
+) -> MemoryBudget:
+    """The budget of a configuration that fits GPUs of ``gpu_memory`` bytes.
+
+    Raises ValueError with one line that names the phase, the largest items and the remedy.
+    """
+
+    def budget_of(changed: Config) -> MemoryBudget:
+        return memory_budget(
+            changed, shapes, gpu_memory=gpu_memory, purpose=purpose, kernels=kernels
+        )
+
+    budget = budget_of(config)
+    wrong = problem(config, budget)
+    if wrong is None:
+        return budget
+    raise ValueError(f"{wrong}; {_remedy(config, purpose, lambda c: not problem(c, budget_of(c)))}")
+
+
+def _remedy(config: Config, purpose: Purpose, fits: Callable[[Config], bool]) -> str:
+    """Changes of keys that make the configuration fit: each alone, or the fewest together."""
+    changes = list(_changes(config, purpose))
+    alone = {key: value for key, value in reversed(changes) if fits(_changed(config, key, value))}
+    if alone:
+        words = [f"{key}={_text(value)}" for key, value in reversed(alone.items())]
+        return "it fits with " + ", or with ".join(words[:3])
+    chosen: dict[str, Any] = {}
+    for key, value in changes:
+        chosen[key] = value
+        if fits(_together(config, chosen)):
+            for key in list(chosen):
+                fewer = {k: v for k, v in chosen.items() if k != key}
+                if fits(_together(config, fewer)):
+                    chosen = fewer
+            return "it fits with " + " ".join(f"{k}={_text(v)}" for k, v in chosen.items())
+    return (
+        "no offloading, recomputation or smaller share is enough: raise "
+        f"{_MEGATRON}tensor_model_parallel_size or pipeline_model_parallel_size, or take more GPUs"
+    )
+
+
+def _changes(config: Config, purpose: Purpose) -> Iterator[Change]:
+    """What may help, the cheapest for the run's speed first."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if purpose == "rl":
+        for name in ("grad_offload", "optimizer_offload", "param_offload"):
+            if not getattr(actor.megatron, name):
+                yield _MEGATRON + name, True
+        if not rollout.free_cache_engine:
+            yield _ROLLOUT + "free_cache_engine", True
+    budget, longest = _ACTOR + "ppo_max_token_len_per_gpu", config.sequence_tokens
+    if purpose == "sft":
+        budget, longest = "sft.max_token_len_per_gpu", config.sft.max_length
+    tokens = value_of(config, budget)
+    while (tokens := tokens // 2) >= longest:
+        yield budget, tokens
+    if actor.megatron.recompute_granularity != "full":
+        yield _MEGATRON + "recompute_granularity", "full"
+    tokens = config.actor_rollout_ref.log_prob_token_budget
+    while purpose == "rl" and (tokens := tokens // 2) >= longest:
+        yield _ROLLOUT + "log_prob_max_token_len_per_gpu", tokens
+    if purpose == "rl":
+        for step in range(_SHARE_STEPS - 1, int(_SMALLEST_SHARE * _SHARE_STEPS), -1):
+            share = step / _SHARE_STEPS
+            if share != rollout.gpu_memory_utilization:
+                yield _ROLLOUT + "gpu_memory_utilization", share
+
+
+def _together(config: Config, changes: dict[str, Any]) -> Config:
+    for key, value in changes.items():
+        config = _changed(config, key, value)
+    return config
+
+
+def _changed(config: Any, key: str, value: Any) -> Any:
+    """The configuration with another value at a dotted key."""
+    name, _, below = key.partition(".")
+    if below:
+        value = _changed(getattr(config, name), below, value)
+    return dataclasses.replace(config, **{name: value})
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

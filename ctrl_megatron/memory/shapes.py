@@ -1,0 +1,49 @@
+"""The shapes of a run's models, read from their config.json; no weights are needed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ctrl_megatron.config import Config, Purpose
+from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape, value_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShapes:
+    """The models of a run."""
+
+    actor: ModelShape
+    reference: ModelShape | None
+    """None where the objective has no KL."""
+    value: ModelShape | None
+    """None where nothing reads values."""
+
+
+def model_shapes(config: Config, purpose: Purpose, same: Path | None = None) -> ModelShapes:
+    """The shapes of the configured directories, or of one file that stands for all of them.
+
+    Raises ValueError for a file that does not exist or describes a model that is not supported.
+    """
+    family = config.actor_rollout_ref
+    own = family.model.path
+    reference = value = None
+    if purpose == "rl" and config.needs_reference:
+        reference = _shape(family.ref.model.path or own, same)
+    if purpose == "rl" and config.needs_values:
+        value = value_shape(_shape(config.critic.model.path or own, same))
+    return ModelShapes(actor=_shape(own, same), reference=reference, value=value)
+
+
+def _shape(directory: str, same: Path | None) -> ModelShape:
+    file = same or Path(directory) / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{file} does not exist; a plan needs the model's shape, not its weights: give "
+            "--model-config FILE with a Hugging Face config.json (two are in examples/shapes/)"
+        )
+    try:
+        return parse_model_shape(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error

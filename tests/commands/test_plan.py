@@ -1,0 +1,83 @@
+"""ctrl-plan and the check that a run makes of its own GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ctrl_megatron.commands.plan import main
+from ctrl_megatron.config import load_config
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LARGE = ["--config", str(EXAMPLES / "ctrl_70b.yaml")]
+SHAPE = ["--model-config", str(EXAMPLES / "shapes/qwen2.5-72b.json")]
+
+
+def test_a_run_on_4096_gpus_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    world = ["--nodes", "512", "--gpus-per-node", "8", "--gpu-memory", "80"]
+    assert main([*LARGE, *SHAPE, *world]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("4096 GPUs of 80.0 GiB on 512 hosts")
+    rows = [line.split("  ")[0] for line in out.splitlines()]
+    for phase in ("generate", "log-probs", "update", "sync", "save", "save-on-stop", "resume"):
+        assert phase in rows
+    assert "fullest: start: engine, rank 0 (pipeline stage 0)" in out
+    assert "\nhost " in out and "\ncheckpoint: " in out
+
+
+def test_what_does_not_fit_is_printed_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LARGE, *SHAPE, "actor_rollout_ref.rollout.gpu_memory_utilization=0.95"]) == 2
+    said = capsys.readouterr()
+    assert "64 GPUs of 80.0 GiB" in said.out
+    assert re.match("plan: [a-z: -]+ needs .* GiB", said.err) and said.err.count("\n") == 1
+
+
+def test_fine_tuning_has_a_plan_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LARGE, *SHAPE, "--purpose", "sft"]) == 0
+    assert "generate" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (LARGE, "models/Qwen2.5-72B-Instruct-sft/config.json does not exist; a plan needs"),
+        ([*LARGE, "--model-config", "nowhere.json"], "nowhere.json does not exist"),
+        ([*LARGE, *SHAPE, "--nodes", "3"], "does not divide the 24 ranks"),
+        ([*LARGE, *SHAPE, "--gpu-memory", "0"], "--gpu-memory=0.0 must be greater than 0"),
+        ([*LARGE, *SHAPE, "trainer.nodes=3"], "trainer.nodes"),
+    ],
+)
+def test_wrong_input_is_named(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("purpose", ["rl", "sft"])
+def test_a_run_that_its_gpu_cannot_hold_does_not_start(
+    purpose: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from ctrl_megatron.pipeline import memory_check, run
+    from ctrl_megatron.sft import run as sft_run
+
+    shape = json.loads((EXAMPLES / "shapes/qwen2.5-7b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = load_config(
+        EXAMPLES / "ctrl_7b.yaml",
+        [
+            f"actor_rollout_ref.model.path={tmp_path}",
+            f"actor_rollout_ref.ref.model.path={tmp_path}",
+        ],
+    )
+    started = []
+    for module in (run, sft_run):
+        monkeypatch.setattr(module, "session", lambda *_: started.append(1))
+    monkeypatch.setattr(memory_check, "device_memory", lambda: 24 * 2**30)
+    train = run.train if purpose == "rl" else sft_run.train_sft
+    with pytest.raises(ValueError, match=r"needs .* GiB on rank 0 .*largest: "):
+        train(config)
+    assert not started

@@ -1,0 +1,340 @@
+"""Bytes that real models really hold, counted in a process of its own.
+
+Layouts of many ranks are built rank by rank under torch's fake process group: its collectives
+return at once, and all memory is allocated as it would be. Models too large for a host are built
+on the meta device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import fork_context
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape, value_shape
+from ctrl_megatron.parallel.hosts import Hosts
+from ctrl_megatron.parallel.layout import Layout
+
+SMALL = {
+    "model_type": "qwen2",
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 2048,
+}
+ROWS, PROMPT, RESPONSE = 4, 8, 120
+
+
+def small(**changes: Any) -> ModelShape:
+    """A model that takes milliseconds."""
+    return parse_model_shape({**SMALL, **changes})
+
+
+def count(function: str, *arguments: Any, folder: Path) -> Any:
+    """``function`` of this module in a forked process; what it returns goes through JSON."""
+    result, log = folder / "result.json", folder / "log.txt"
+    process = fork_context().Process(target=_run, args=(function, arguments, str(result), str(log)))
+    process.start()
+    process.join(240)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    assert process.exitcode == 0, log.read_text()[-5000:]
+    return json.loads(result.read_text())
+
+
+def _run(function: str, arguments: Sequence[Any], result: str, log: str) -> None:
+    import os
+    import sys
+    import warnings
+
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    warnings.filterwarnings("ignore")
+    sys.path.insert(0, str(Path(__file__).parent))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    Path(result).write_text(json.dumps(globals()[function](*arguments)))
+
+
+@contextmanager
+def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
+    """The groups of one rank of ``layout``, all others being absent."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    from ctrl_megatron.parallel import cpu_platform
+    from ctrl_megatron.parallel.groups import ProcessGroups
+
+    cpu_platform.install()
+    with pytest.MonkeyPatch.context() as patch:
+        make_group = dist.new_group
+        patch.setattr(dist, "new_group", lambda *a, **k: make_group(*a, **{**k, "backend": "fake"}))
+        if device == "meta":
+            patch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
+            for name, stands_for in list(cpu_platform._TYPE_NAMES.items()):
+                meta = name.replace("torch.", "torch.meta.")
+                patch.setitem(cpu_platform._TYPE_NAMES, meta, stands_for)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+        virtual = layout.virtual_pipeline
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            create_gloo_process_groups=True,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        try:
+            given = {
+                "layout": layout,
+                "rank": rank,
+                "place": layout.coordinates(rank),
+                "device": torch.device(device),
+                "hosts": Hosts(names=("host",), of_rank=(0,) * layout.world_size),
+                "tensor": parallel_state.get_tensor_model_parallel_group(),
+                "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+            }
+            # Models are built and run without the groups of host memory.
+            names = [field.name for field in dataclasses.fields(ProcessGroups)]
+            yield ProcessGroups(**{name: given.get(name) for name in names})
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def build(kind: str, shape: ModelShape, groups: Any, *, chunk: int = 128, **options: Any) -> Any:
+    """A trained model with its optimizer's state."""
+    from ctrl_megatron.models.build import BuildOptions
+    from ctrl_megatron.models.optimizer import OptimizerOptions
+    from ctrl_megatron.models.parallel_model import ModelOptions
+    from ctrl_megatron.models.policy import Policy
+    from ctrl_megatron.models.value import ValueModel
+
+    distributed = options.pop("distributed", True)
+    built = {"policy": Policy, "value": ValueModel}[kind](
+        shape,
+        groups,
+        ModelOptions(
+            build=BuildOptions(**options),
+            token_budget=4096,
+            logprob_chunk=chunk,
+            optimizer=OptimizerOptions(lr=1e-4, total_steps=9, distributed=distributed),
+        ),
+    )
+    for model in built.models:
+        for weight in model.parameters():
+            if weight.device.type != "meta":
+                weight.data.normal_(0, 0.02)
+    built.start_optimizer()
+    return built
+
+
+def batch(rows: int = ROWS) -> dict[str, torch.Tensor]:
+    """Rows of equal length, mostly responses."""
+    ids = torch.randint(0, 200, (rows, PROMPT + RESPONSE))
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "response_mask": torch.ones(rows, RESPONSE, dtype=torch.bool),
+    }
+
+
+def held(model: Any) -> dict[str, int]:
+    """Bytes of a trained model's parameters, gradients, master weights and moments, and its number
+    of parameters."""
+    adams = [inner.optimizer for inner in model.optimization.optimizer.chained_optimizers]
+    weights = {storage(p) for m in model.models for p in m.parameters()}
+    stepped = [p for adam in adams for group in adam.param_groups for p in group["params"]]
+    moments = [
+        value
+        for adam in adams
+        for state in adam.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    ]
+    buffers = [buffer for chunk in model.chunks for buffer in chunk.buffers]
+    return {
+        "count": sum(p.numel() for m in model.models for p in m.parameters()),
+        "parameters": total([p for m in model.models for p in m.parameters()]),
+        "gradients": total([buffer.grad_data for buffer in buffers]),
+        "master": total([p for p in stepped if storage(p) not in weights]),
+        "moments": total(moments),
+    }
+
+
+def let_adam_make_its_state(model: Any) -> None:
+    """One step of Adam itself, on gradients that are 0."""
+    for inner in model.optimization.optimizer.chained_optimizers:
+        for group in inner.optimizer.param_groups:
+            for weight in group["params"]:
+                weight.grad = torch.zeros_like(weight)
+        inner.optimizer.step()
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def total(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the storages below, each once."""
+    return sum({storage(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+# What the tests ask for
+
+
+def large_ranks(config: str, layout: dict[str, int], ranks: Sequence[int]) -> list[dict[str, int]]:
+    """Every rank of ``ranks`` of a large model, built on the meta device."""
+    shape, whole = parse_model_shape(json.loads(Path(config).read_text())), Layout(**layout)
+    found = []
+    for rank in ranks:
+        with fake_rank(whole, rank, "meta") as groups, torch.device("meta"):
+            model = build("policy", shape, groups)
+        let_adam_make_its_state(model)
+        found.append(held(model))
+    return found
+
+
+def small_ranks(cases: Sequence[dict[str, Any]]) -> list[dict[str, int]]:
+    """What the first rank of each stage holds in host memory, for every case and stage."""
+    found = []
+    for case in cases:
+        layout = Layout(**case["layout"])
+        for pp in range(layout.pipeline):
+            rank = layout.rank(tp=0, pp=pp, dp=0)
+            with fake_rank(layout, rank, "cpu") as groups:
+                model = build("policy", small(**case["shape"]), groups, **case["options"])
+                let_adam_make_its_state(model)
+                found.append(held(model))
+    return found
+
+
+def passes(cases: Sequence[dict[str, Any]]) -> list[dict[str, int]]:
+    """Bytes saved for the backward pass, the peak of an update's passes and of a pass without
+    gradients, beside what the model holds, on rank 0."""
+    return [_pass(**case) for case in cases]
+
+
+def _pass(
+    layout: dict[str, Any], shape: dict[str, Any], options: dict[str, Any], kind: str = "policy"
+) -> dict[str, int]:
+    whole, described = Layout(**layout), small(**shape)
+    if kind == "value":
+        described = value_shape(described)
+    with fake_rank(whole, 0, "cpu") as groups:
+        model = build(kind, described, groups, **options)
+        saved: dict[int, Any] = {}
+        own = resident(model)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if storage(tensor) not in own:
+                saved[storage(tensor)] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = _forward(model)
+        kept = sum(piece.nbytes() for piece in saved.values())
+        saved.clear()
+        del loss
+        with LiveBytes(own) as update:
+            _forward(model).backward()
+        with LiveBytes(own) as inference, torch.no_grad():
+            _forward(model)
+    return {"kept": kept, "update": update.peak, "inference": inference.peak}
+
+
+def _forward(model: Any) -> torch.Tensor:
+    """The loss of one micro-batch, on a stage that is not the last the sum of its output."""
+    from functools import partial
+
+    from ctrl_megatron.models.forward_step import run_stage
+
+    micro = next(model._micro_batches(batch(), 4096)["data_iterator"][0])
+    module, output = run_stage(model.chunks[0], micro)
+    if not module.post_process:
+        return output.sum()
+    head = model._head
+    if not model.shape.value_head:
+        head = partial(head, temperature=1.0)
+    vectors = head(module, micro, output)
+    return sum(micro.to_rows(vector).sum() for vector in vectors) + 0.0 * output.sum()
+
+
+def one_real_step(options: dict[str, Any]) -> dict[str, int]:
+    """A whole optimizer step of one process over gloo, through the product's own way."""
+    from ctrl_megatron.models.loss_scale import GlobalCounts
+    from ctrl_megatron.parallel.groups import initialize, shutdown
+
+    def loss(log_probs: Any, entropy: Any, rows: Any, counts: GlobalCounts) -> Any:
+        return -(log_probs * rows["response_mask"]).sum() / counts.tokens, {}
+
+    groups = initialize(Layout(), seed=1, timeout_seconds=60)
+    model = build("policy", small(), groups, **options)
+    rows = batch()
+    model.step(rows, loss)  # moments exist from now on
+    before = held(model)
+    with LiveBytes(resident(model)) as live:
+        model.step(rows, loss)
+    assert before == held(model)
+    shutdown()
+    return {**before, "peak": live.peak}
+
+
+def resident(model: Any) -> set[int]:
+    """The storages that a model holds between its passes."""
+    tensors = [p for m in model.models for p in (*m.parameters(), *m.buffers())]
+    for chunk in model.chunks:
+        for buffer in chunk.buffers:
+            tensors += [t for t in (buffer.param_data, buffer.grad_data) if t is not None]
+    for inner in model.optimization.optimizer.chained_optimizers:
+        tensors += [p for group in inner.optimizer.param_groups for p in group["params"]]
+        for state in inner.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return {storage(tensor) for tensor in tensors}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of storages that operations make, while they live, and the most of them at a time."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self._known, self._sizes = known, dict[int, int]()
+        self._now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            below = tensor.untyped_storage()
+            if below._cdata in self._known or below._cdata in self._sizes:
+                continue
+            self._sizes[below._cdata] = below.nbytes()
+            self._now += below.nbytes()
+            weakref.finalize(below, self._gone, below._cdata)
+        self.peak = max(self.peak, self._now)
+        return out
+
+    def _gone(self, identity: int) -> None:
+        self._now -= self._sizes.pop(identity, 0)

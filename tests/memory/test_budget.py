@@ -1,0 +1,257 @@
+"""What fits, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctrl_megatron.config import Config, load_config
+from ctrl_megatron.memory.activations import PassShape, in_flight
+from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, memory_budget
+from ctrl_megatron.memory.engine import GIB, engine_use
+from ctrl_megatron.memory.fit import problem, require_fit
+from ctrl_megatron.memory.model_state import engine_weight_bytes, frozen_state, model_bytes
+from ctrl_megatron.memory.shapes import ModelShapes
+from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape, value_shape
+from ctrl_megatron.parallel.layout import Layout
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODELS = {"ctrl_7b.yaml": "qwen2.5-7b.json", "ctrl_70b.yaml": "qwen2.5-72b.json"}
+PHASES = ("start: engine", "start: models", "generate", "log-probs", "update", "sync", "save")
+MEMORY = 80 * GIB
+M, R = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.rollout."
+
+
+def shape_of(file: str) -> ModelShape:
+    return parse_model_shape(json.loads((EXAMPLES / "shapes" / file).read_text()))
+
+
+def example(file: str, *overrides: str, value: bool = False) -> tuple[Config, ModelShapes]:
+    shape = shape_of(MODELS[file])
+    config = load_config(EXAMPLES / file, overrides)
+    return config, ModelShapes(
+        actor=shape, reference=shape, value=value_shape(shape) if value else None
+    )
+
+
+def totals(budget: MemoryBudget) -> dict[str, int]:
+    return {use.phase: use.total for use in budget.phases}
+
+
+@pytest.mark.parametrize("purpose", ["rl", "sft"])
+@pytest.mark.parametrize("file", MODELS)
+def test_the_examples_fit_gpus_of_80_gb_with_a_reserve(file: str, purpose: Any) -> None:
+    memory = 79 * GIB  # what CUDA says of them
+    config, shapes = example(file)
+    if purpose == "sft":
+        shapes = replace(shapes, reference=None)
+    budget = require_fit(config, shapes, gpu_memory=memory, purpose=purpose)
+    assert max(totals(budget).values()) <= (1 - RESERVE) * memory
+    if purpose == "rl":
+        assert budget.engine is not None
+        rollout = config.actor_rollout_ref.rollout
+        assert budget.engine.cache_tokens >= rollout.max_num_seqs * config.max_model_len
+    # Nodes of eight such GPUs have 1 to 2 TiB.
+    assert sum(budget.host.values()) < 700 * GIB
+
+
+@pytest.mark.parametrize("file", MODELS)
+def test_every_phase_of_a_run_is_there_in_its_order(file: str) -> None:
+    config, shapes = example(file)
+    found = list(totals(memory_budget(config, shapes, gpu_memory=MEMORY)))
+    assert found == [*PHASES, "save-on-stop", "resume"]
+    tuned = memory_budget(config, shapes, gpu_memory=MEMORY, purpose="sft")
+    assert not {"start: engine", "generate", "log-probs", "sync"} & totals(tuned).keys()
+    assert tuned.engine is None
+
+
+TOO_LARGE = {
+    "nothing leaves": (f"{M}param_offload=false", f"{M}optimizer_offload=false"),
+    "long micro-batches": ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",),
+    "greedy engine": (f"{R}gpu_memory_utilization=0.97",),
+    "an engine that never sleeps": (f"{R}free_cache_engine=false",),
+    "all at once": (
+        *(f"{M}param_offload=false", f"{M}optimizer_offload=false", f"{M}grad_offload=false"),
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",
+        f"{R}gpu_memory_utilization=0.85",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_what_does_not_fit_is_refused_in_a_line_whose_remedy_helps(name: str) -> None:
+    config, shapes = example("ctrl_7b.yaml", *TOO_LARGE[name])
+    with pytest.raises(ValueError) as caught:
+        require_fit(config, shapes, gpu_memory=MEMORY)
+    text = str(caught.value)
+    assert "\n" not in text and re.match(r"(start: \w+|generate|update|log-probs|sync) needs", text)
+    assert re.search(r"largest: [a-z' -]+ \d+\.\d GiB, ", text)
+    _, _, remedy = text.partition("it fits with ")
+    assert remedy, text
+    for alternative in remedy.split(", or with "):
+        changed, _ = example("ctrl_7b.yaml", *TOO_LARGE[name], *alternative.split())
+        require_fit(changed, shapes, gpu_memory=MEMORY)
+
+
+def test_a_model_too_large_for_its_gpus_is_told_to_spread_out() -> None:
+    config, shapes = example("ctrl_7b.yaml")
+    large = shape_of("qwen2.5-72b.json")
+    shapes = ModelShapes(actor=large, reference=large, value=None)
+    with pytest.raises(ValueError, match=r"raise .*tensor_model_parallel_size or pipeline"):
+        require_fit(config, shapes, gpu_memory=MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (f"{M}tensor_model_parallel_size=8", "num_attention_heads=28 does not divide"),
+        (f"{M}pipeline_model_parallel_size=8", "28 layers do not divide"),
+    ],
+)
+def test_a_layout_that_the_model_does_not_divide_over_is_named(override: str, words: str) -> None:
+    config, shapes = example(
+        "ctrl_7b.yaml", f"{M}tensor_model_parallel_size=1", override, f"{M}sequence_parallel=false"
+    )
+    with pytest.raises(ValueError, match=words):
+        require_fit(config, shapes, gpu_memory=MEMORY)
+
+
+def test_an_engine_without_room_for_one_sequence_is_refused() -> None:
+    config, shapes = example("ctrl_70b.yaml", f"{R}gpu_memory_utilization=0.24")
+    with pytest.raises(ValueError, match=r"tokens beside weights .*, a sequence of .* needs 4096"):
+        require_fit(config, shapes, gpu_memory=MEMORY)
+
+
+def test_the_old_7b_example_would_not_have_fitted() -> None:
+    """It had no offloading, selective recomputation and micro-batches of 16384 tokens."""
+    old = [f"{M}{key}_offload=false" for key in ("param", "optimizer", "grad")]
+    old += [f"{M}recompute_granularity=selective"]
+    old += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384"]
+    config, shapes = example("ctrl_7b.yaml", *old)
+    used = totals(memory_budget(config, shapes, gpu_memory=MEMORY))
+    assert used["generate"] > MEMORY and used["update"] > MEMORY
+
+
+def test_a_value_model_takes_what_an_actor_takes_without_its_vocabulary() -> None:
+    config, shapes = example("ctrl_7b.yaml", "algorithm.adv_estimator=gae")
+    one = memory_budget(config, shapes, gpu_memory=MEMORY)
+    _, both = example("ctrl_7b.yaml", value=True)
+    two = memory_budget(config, both, gpu_memory=MEMORY)
+    for use, alone in zip(two.phases, one.phases, strict=True):
+        if use.phase in ("update", "save", "resume"):
+            assert use.items["value model's moments"] < use.items["actor's moments"]
+            assert use.total > alone.total
+    assert sum(two.host.values()) > sum(one.host.values())
+
+
+def test_4096_ranks_are_planned_and_each_holds_less() -> None:
+    config, shapes = example("ctrl_70b.yaml")
+    few = memory_budget(config, shapes, gpu_memory=MEMORY)
+    many, _ = example("ctrl_70b.yaml", "trainer.nnodes=512")
+    most = memory_budget(many, shapes, gpu_memory=MEMORY)
+    assert totals(most)["update"] < totals(few)["update"]
+    assert sum(most.host.values()) < sum(few.host.values())
+
+
+CHOICES = st.fixed_dictionaries(
+    {
+        f"{M}param_offload": st.booleans(),
+        f"{M}optimizer_offload": st.booleans(),
+        f"{M}grad_offload": st.booleans(),
+        f"{M}sequence_parallel": st.booleans(),
+        f"{M}tensor_model_parallel_size": st.sampled_from([1, 2, 4]),
+        f"{R}free_cache_engine": st.booleans(),
+        f"{R}gpu_memory_utilization": st.sampled_from([0.3, 0.5, 0.8]),
+    }
+)
+
+
+def drawn(choices: dict[str, Any]) -> tuple[Config, ModelShapes]:
+    if choices[f"{M}tensor_model_parallel_size"] == 1:
+        choices = {**choices, f"{M}sequence_parallel": False}
+    return example("ctrl_7b.yaml", *(f"{k}={str(v).lower()}" for k, v in choices.items()))
+
+
+@settings(max_examples=12)
+@given(CHOICES)
+def test_more_memory_and_more_offloading_never_hurt(choices: dict[str, Any]) -> None:
+    config, shapes = drawn(choices)
+    budget = memory_budget(config, shapes, gpu_memory=MEMORY)
+    larger = memory_budget(config, shapes, gpu_memory=2 * MEMORY)
+    if problem(config, budget) is None:
+        assert problem(config, larger) is None
+    for key in ("param_offload", "optimizer_offload", "grad_offload"):
+        off, on = (drawn({**choices, M + key: flag}) for flag in (False, True))
+        before = totals(memory_budget(*off, gpu_memory=MEMORY))
+        after = totals(memory_budget(*on, gpu_memory=MEMORY))
+        assert all(after[phase] <= before[phase] for phase in before)
+    for use in budget.phases:
+        assert all(size > 0 for size in use.items.values())
+
+
+@settings(max_examples=40)
+@given(
+    stages=st.integers(2, 8),
+    virtual=st.integers(1, 3),
+    micro=st.integers(1, 20),
+    data=st.data(),
+)
+def test_micro_batches_under_way_are_those_of_megatrons_schedule(
+    stages: int, virtual: int, micro: int, data: st.DataObject
+) -> None:
+    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+
+    pp = data.draw(st.integers(0, stages - 1))
+    if virtual > 1:
+        micro *= stages  # the interleaved schedule wants whole rounds
+    group = SimpleNamespace(size=lambda: stages, rank=lambda: pp)
+    virtual_size = virtual if virtual > 1 else None
+    talker: Any = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=virtual_size)
+    total, _, warmup, _ = get_pp_rank_microbatches(micro, virtual, stages, p2p_communicator=talker)
+    shape = PassShape(
+        shape=shape_of("qwen2.5-7b.json"),
+        layout=Layout(pipeline=stages, virtual_pipeline=virtual),
+        kernels="te",
+        dtype_size=2,
+        tokens=1,
+        micro_batches=micro,
+        logprob_chunk=1,
+    )
+    # One forward pass more before the first backward pass.
+    assert in_flight(shape, pp=pp) == min(warmup + 1, total)
+
+
+@pytest.mark.parametrize("file", MODELS.values())
+def test_shards_of_trainer_and_engine_add_up_to_the_model(file: str) -> None:
+    shape = shape_of(file)
+    whole = model_bytes(shape, "bfloat16")
+    layout = Layout(tensor=4, pipeline=4)
+    held = [frozen_state(shape, layout, pp=pp, dtype="bfloat16") for pp in range(4)]
+    norms = whole // 1000  # every tensor rank has them whole
+    assert whole <= 4 * sum(state.parameters for state in held) <= whole + norms
+    for tensor in (1, 2, 4):
+        each = engine_weight_bytes(shape, tensor=tensor, dtype="bfloat16")
+        assert whole <= tensor * each <= whole + norms
+    # More workers than heads of keys: some hold the same ones.
+    shared = engine_weight_bytes(shape, tensor=16, dtype="bfloat16") * 16
+    assert shared > whole
+
+
+def test_the_cache_of_an_engine_is_what_its_share_leaves() -> None:
+    config, shapes = example("ctrl_7b.yaml")
+    engine = engine_use(config, shapes.actor, MEMORY)
+    assert engine.weights + engine.cache + engine.workspace + engine.graphs == engine.share
+    # Two kinds, four heads on two GPUs, 128 numbers of two bytes, 28 layers.
+    assert engine.cache_per_token == 2 * 2 * 128 * 2 * 28
+    eager = engine_use(
+        load_config(EXAMPLES / "ctrl_7b.yaml", [f"{R}enforce_eager=true"]), shapes.actor, MEMORY
+    )
+    assert eager.graphs == 0 and eager.asleep < engine.asleep

@@ -1,0 +1,187 @@
+"""The budget against models that are really built: parameters, gradients, optimizer, passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import measured
+import pytest
+
+from ctrl_megatron.memory.activations import (
+    PassShape,
+    inference_workspace,
+    saved_by_layer,
+    update_use,
+)
+from ctrl_megatron.memory.model_state import (
+    ModelState,
+    largest_in_layer,
+    stage_elements,
+    trained_state,
+)
+from ctrl_megatron.models.hf_config import parse_model_shape, value_shape
+from ctrl_megatron.parallel.layout import Layout
+
+SHAPES = Path(__file__).parents[2] / "examples/shapes"
+BIG = SHAPES / "qwen2.5-72b.json"
+LARGE: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "64 ranks": ({"tensor": 8, "pipeline": 8, "sequence_parallel": True}, list(range(64))),
+    "512 ranks": (
+        {"tensor": 8, "pipeline": 8, "data": 8, "sequence_parallel": True},
+        # Both ends and a middle of every dimension.
+        [tp + 8 * (dp + 8 * pp) for pp in (0, 3, 7) for dp in (0, 7) for tp in (0, 7)],
+    ),
+    "512 ranks, virtual stages": (
+        {"tensor": 8, "pipeline": 4, "virtual_pipeline": 2, "data": 16, "sequence_parallel": True},
+        [0, 127, 128, 511],
+    ),
+}
+
+
+def assert_equal_within(state: ModelState, held: dict[str, int], share: float) -> None:
+    for part in ("parameters", "gradients", "master", "moments"):
+        planned, real = getattr(state, part), held[part]
+        assert abs(planned - real) <= share * real, (part, planned, real)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_every_rank_of_a_72b_model_holds_what_is_planned(name: str, tmp_path: Path) -> None:
+    layout_keys, ranks = LARGE[name]
+    layout, shape = Layout(**layout_keys), parse_model_shape(json.loads(BIG.read_text()))
+    found = measured.count("large_ranks", str(BIG), layout_keys, ranks, folder=tmp_path)
+    for rank, held in zip(ranks, found, strict=True):
+        pp = layout.coordinates(rank).pp
+        assert held["count"] == sum(map(sum, stage_elements(shape, layout, pp=pp))), rank
+        state = trained_state(shape, layout, pp=pp, dtype="bfloat16", distributed=True)
+        assert_equal_within(state, held, 0.02)
+
+
+def case(
+    layout: dict[str, Any] | None = None, shape: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    return {"layout": layout or {}, "shape": shape or {}, "options": options}
+
+
+STATES = {
+    "one": case(),
+    "float32": case(dtype="float32"),
+    "plain optimizer": case(distributed=False),
+    "plain optimizer, float32": case(distributed=False, dtype="float32"),
+    "data 4": case({"data": 4}),
+    "odd vocabulary": case({"tensor": 2, "data": 3}, {"vocab_size": 2011}),
+    "tied over stages": case({"pipeline": 2, "data": 2}, {"tie_word_embeddings": True}),
+    "tied": case({"tensor": 2}, {"tie_word_embeddings": True}),
+    "virtual stages": case({"pipeline": 2, "virtual_pipeline": 2}),
+    "qk norms": case({"tensor": 2}, {"model_type": "qwen3", "head_dim": 32}),
+}
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, int]]]:
+    folder = tmp_path_factory.mktemp("states")
+    found = iter(measured.count("small_ranks", list(STATES.values()), folder=folder))
+    return {
+        name: [next(found) for _ in range(given["layout"].get("pipeline", 1))]
+        for name, given in STATES.items()
+    }
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_models_in_host_memory_hold_what_is_planned(
+    states: dict[str, list[dict[str, int]]], name: str
+) -> None:
+    given = STATES[name]
+    layout, options = Layout(**given["layout"]), given["options"]
+    shape = measured.small(**given["shape"])
+    for pp, held in enumerate(states[name]):
+        assert held["count"] == sum(map(sum, stage_elements(shape, layout, pp=pp)))
+        state = trained_state(
+            shape,
+            layout,
+            pp=pp,
+            dtype=options.get("dtype", "bfloat16"),
+            distributed=options.get("distributed", True),
+        )
+        assert_equal_within(state, held, 0.02)
+
+
+FFN_BOUND = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 2048}
+LOGITS_BOUND = {"vocab_size": 16000}
+SEQUENCE = {"tensor": 2, "sequence_parallel": True}
+MLP = {"recompute_granularity": "selective", "overrides": {"recompute_modules": ["mlp"]}}
+PASSES = {
+    "one": case(),
+    "float32": case(dtype="float32"),
+    "attention again": case(recompute_granularity="selective"),
+    "mlp again": case(**MLP),
+    "layers again": case(recompute_granularity="full"),
+    "two layers again": case(recompute_granularity="full", recompute_num_layers=2),
+    "tensor 2": case({"tensor": 2}),
+    "sequence parallel": case(SEQUENCE),
+    "sequence parallel, layers again": case(SEQUENCE, recompute_granularity="full"),
+    "first of two stages": case({**SEQUENCE, "pipeline": 2}),
+    "qk norms": case(shape={"model_type": "qwen3", "head_dim": 32}),
+    "wide": case(shape=FFN_BOUND),
+    "wide, layers again": case(SEQUENCE, FFN_BOUND, recompute_granularity="full"),
+    "large vocabulary": case(SEQUENCE, LOGITS_BOUND),
+    "large vocabulary, float32": case(shape=LOGITS_BOUND, dtype="float32"),
+    "value model": case() | {"kind": "value"},
+}
+
+
+@pytest.fixture(scope="module")
+def found_in_passes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    folder = tmp_path_factory.mktemp("passes")
+    found = measured.count("passes", list(PASSES.values()), folder=folder)
+    return dict(zip(PASSES, found, strict=True))
+
+
+def pass_shape(given: dict[str, Any]) -> PassShape:
+    options, shape = given["options"], measured.small(**given["shape"])
+    modules = options.get("overrides", {}).get("recompute_modules", ["core_attn"])
+    return PassShape(
+        shape=value_shape(shape) if given.get("kind") == "value" else shape,
+        layout=Layout(**given["layout"]),
+        kernels="torch",
+        dtype_size=4 if options.get("dtype") == "float32" else 2,
+        tokens=measured.ROWS * (measured.PROMPT + measured.RESPONSE),
+        micro_batches=1,
+        logprob_chunk=128,
+        recompute_granularity=options.get("recompute_granularity"),
+        recompute_num_layers=options.get("recompute_num_layers", 1),
+        recompute_modules=modules,
+    )
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_passes_take_what_is_planned(found_in_passes: dict[str, dict[str, int]], name: str) -> None:
+    given, found = PASSES[name], found_in_passes[name]
+    p = pass_shape(given)
+    largest = largest_in_layer(p.shape, p.layout)
+    kept, workspace = update_use(p, pp=0, largest=largest)
+    if p.recompute_granularity != "full":
+        # Without the layers that are computed again while the others' gradients are made.
+        assert kept == pytest.approx(found["kept"], rel=0.15)
+    assert kept + workspace == pytest.approx(found["update"], rel=0.15)
+    assert inference_workspace(p, pp=0) == pytest.approx(found["inference"], rel=0.15)
+
+
+def test_a_whole_step_over_gloo_takes_what_is_planned(tmp_path: Path) -> None:
+    held = measured.count("one_real_step", {}, folder=tmp_path)
+    p = pass_shape(case())
+    state = trained_state(p.shape, Layout(), pp=0, dtype="bfloat16", distributed=True)
+    assert_equal_within(state, held, 0.02)
+    use = update_use(p, pp=0, largest=largest_in_layer(p.shape, Layout()))
+    assert sum(use) == pytest.approx(held["peak"], rel=0.15)
+
+
+def test_fused_swiglu_keeps_three_fifths(tmp_path: Path) -> None:
+    """What Transformer Engine's plan counts on, by Megatron's own kernel."""
+    plain, fused = case(), case(overrides={"bias_activation_fusion": True})
+    before, after = measured.count("passes", [plain, fused], folder=tmp_path)
+    p = pass_shape(plain)
+    halves = 2 * p.dtype_size * p.shape.ffn_hidden_size * p.shape.num_layers * p.tokens
+    assert before["kept"] - after["kept"] == pytest.approx(halves, rel=0.01)
+    assert saved_by_layer(p) > 0
