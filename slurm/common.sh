@@ -7,7 +7,7 @@
 #   CONTAINER    words in front of every command, e.g. "apptainer exec --nv --bind /shared ctrl.sif";
 #                CTRL_VENV is then the environment inside the image (/opt/venv)
 #   CONFIG       YAML file of the run, in place of the script's own
-#   GPU_MEMORY   GB of one GPU, for the memory plan; 80 by default
+#   GPU_MEMORY   GiB of one GPU, for the memory plan; 80 by default
 #   MAX_CRASHES  crashes in a row after which the job is given up; 3 by default
 # Arguments of a script override keys of the file, e.g. trainer.total_epochs=1.
 #
@@ -156,7 +156,8 @@ run_training() {
   trap 'stop_training TERM' TERM
 
   [[ ! -f tools/plan.py ]] || "${python[@]}" tools/plan.py --config "$config" --nodes "$SLURM_JOB_NUM_NODES" \
-    --gpus-per-node "$SLURM_GPUS_ON_NODE" --gpu-memory "${GPU_MEMORY:-80}" "$@" ||
+    --gpus-per-node "$SLURM_GPUS_ON_NODE" --gpu-memory "${GPU_MEMORY:-80}" \
+    --purpose "$purpose" "$@" ||
     fail "the memory plan refuses this configuration (exit code $?), see above"
 
   on_every_node --label "${python[@]}" tools/check_env.py --config "$config" --purpose "$purpose" \
