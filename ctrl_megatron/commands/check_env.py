@@ -11,6 +11,7 @@ failed, 2 wrong input.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import shutil
@@ -104,8 +105,11 @@ def findings(launch: Launch, config: Config | None) -> Iterator[Finding]:
         "/dev/shm": lambda: shared_memory(config),
         "limits": limits,
         "processors": processors,
+        "sandbox": lambda: sandbox(config),
         "ranks": lambda: meeting(launch),
     }
+    if launch.local_rank > 0:  # its machine's first rank has looked at the rest
+        checks = {"ranks": checks["ranks"]}
     for item, check in checks.items():
         try:
             yield from check()
@@ -292,6 +296,27 @@ def processors() -> Iterator[Finding]:
         yield Finding("FAIL", item, found, remedy)
     else:
         yield Finding("pass", item, found)
+
+
+def sandbox(config: Config | None) -> Iterator[Finding]:
+    """The isolation that untrusted programs really get here: a service is started and asked."""
+    from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
+
+    wanted = "standard" if config is None else config.sandbox.isolation
+    if config is not None and (config.sandbox.endpoint or config.reward.provider != "local"):
+        yield Finding("skip", "sandbox", "elsewhere (sandbox.endpoint, reward.provider)")
+        return
+
+    async def reached(endpoint: str) -> str:
+        async with SandboxClient(endpoint) as client:
+            (level,) = (await client.ping()).values()
+            return level
+
+    with EmbeddedSandbox.start(workers=1, isolation=wanted) as service:
+        level = asyncio.run(reached(service.endpoint))
+    remedy = "strict wants unprivileged user namespaces (docs/sandbox.md)"
+    status: Status = "pass" if level == "strict" or wanted == "none" else "warn"
+    yield Finding(status, "sandbox", f"isolation {level}, {wanted} asked for", remedy)
 
 
 def meeting(launch: Launch) -> Iterator[Finding]:

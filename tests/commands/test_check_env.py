@@ -35,6 +35,7 @@ def test_a_job_of_two_machines_is_checked() -> None:
         ("megatron-core", metadata.version("megatron-core")),
         ("kernel: attention", "PackedCausalAttention"),
         ("kernel: optimizer", "AdamW"),
+        ("sandbox", "isolation "),
         ("ranks meet", "2 at "),
         ("clocks", "0.0"),
     ):
