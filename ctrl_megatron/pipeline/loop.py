@@ -16,7 +16,7 @@ from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.pipeline.executor import Executor, Rank
 from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.recorder import Recorder
-from ctrl_megatron.pipeline.stop import StopRequested, requests_held
+from ctrl_megatron.pipeline.stop import StopRequested
 
 
 class Resumable(Protocol):
@@ -128,7 +128,7 @@ class TrainingLoop:
         return {name: part.state_dict() for name, part in parts.items()}
 
     def _save(self) -> None:
-        with self.worker.timeline.phase("save"), requests_held():
+        with self.worker.timeline.phase("save"):
             # Stopped within a step, the run continues with that step's batch.
             state = self._state or self._snapshot()
             path = self.store.save(self.worker.trained, self.worker.step, state)

@@ -6,7 +6,6 @@ start on every host that needs them; and whatever happens nothing of it stays.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import threading
@@ -56,7 +55,7 @@ def session(config: Config) -> Iterator[Session]:
     stop = StopFlag().install()
     groups = join(config)
     pids = set(groups.from_here(os.getpid()).values())
-    at_end: list[Callable[[], None]] = [lambda: remove_segments(pids.__contains__), end_helpers]
+    at_end: list[Callable[[], None]] = [lambda: remove_segments(pids.__contains__)]
     one_at_a_time = threading.Lock()
 
     def clean_up() -> None:
@@ -89,15 +88,6 @@ def session(config: Config) -> Iterator[Session]:
     clean_up()
     shutdown()
     stop.restore()
-
-
-def end_helpers() -> None:
-    """End what multiprocessing has started in this process, which may leave without its farewells.
-
-    Megatron's checkpoint writer keeps such a helper; it would stay, and hold the output open.
-    """
-    for helper in multiprocessing.active_children():
-        helper.kill()
 
 
 def join(config: Config) -> ProcessGroups:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -16,7 +13,6 @@ import torch.distributed as dist
 from ctrl_megatron.parallel.groups import ProcessGroups
 
 _SAME_REQUEST_SECONDS = 5.0
-_REQUESTS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequested(Exception):
@@ -35,7 +31,7 @@ class StopFlag:
 
     def install(self) -> StopFlag:
         """Handle SIGINT and SIGTERM from now on (main thread only)."""
-        for number in _REQUESTS:
+        for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -61,21 +57,3 @@ class StopFlag:
         flag = torch.tensor([int(self.is_set or local)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=groups.host)
         return bool(flag.item())
-
-
-@contextmanager
-def requests_held() -> Iterator[None]:
-    """Processes that are started in the block never see a request; this one sees it after the block
-    at the latest (main thread only).
-
-    Launchers send the signal to a rank's whole process group. Megatron's checkpoint writer starts
-    helpers in the first save and keeps them; with one of them gone no later save succeeds, the one
-    before the stop least of all.
-    """
-    # Whoever starts multiprocessing's tracker lets these signals through again.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -156,7 +156,7 @@ def a_machine_is_lost(run: Submitted) -> None:
 def a_rank_crashes(run: Submitted) -> None:
     """The script requeues the job and counts."""
     rank = next(p for p in run.ours() if "tools/train_rl.py" in p.cmdline() and is_rank(p, "1"))
-    os.killpg(rank.pid, signal.SIGKILL)  # with its helpers, as a control group's limit does
+    rank.kill()
     run.wait_for_text(r"crash 1 of at most 3 in a row \(exit code 1\), requeueing job")
     run.wait_for_text("continuing from", 3)
     assert run.crashes.read_text() == "1\n"
