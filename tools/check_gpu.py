@@ -29,6 +29,16 @@ sys.path.insert(0, str(ROOT))
 CONFIG = "examples/ctrl_smollm2_cpu.yaml"
 STEPS = 4
 GROWTH_GIB = 0.25
+WITHIN_GIB = 1.0
+PLANNED = {
+    "rollout_actor": "generate",
+    "old_log_prob": "log-probs",
+    "ref_log_prob": "log-probs",
+    "actor_update": "update",
+    "sync_weights": "sync",
+    "save": "save",
+}
+"""Phase of a run -> phase of the plan."""
 PROBS_DIFF = 0.005
 """Most that trainer and engine may differ in the probabilities of tokens, in the mean."""
 COSINE = {"float32": 0.99999, "bfloat16": 0.99}
@@ -130,22 +140,37 @@ class Checks:
         return f"{len(self.run)} steps with {self.engine}, the last in {last['time/step']:.1f} s"
 
     def memory_by_phase(self) -> str:
-        """What all processes hold on the fullest GPU, by phase."""
-        found = self.device_memory()[-1]
-        lines = [f"{name:<24} {gib:6.2f} GiB" for name, gib in found.items()]
-        if (ROOT / "tools/plan.py").exists():
-            total = subprocess.run(
-                ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout.split()[0]
-            done = self.command(
-                *("tools/plan.py", "--config", str(self.work / "run.yaml"), "--nodes", "1"),
-                *("--gpus-per-node", str(self.gpus), "--gpu-memory", f"{int(total) / 1024:.0f}"),
+        """What all processes hold on the fullest GPU at the end of each phase; the plan's figures
+        within 1 GiB.
+        """
+        found, planned = self.device_memory()[-1], self.planned()
+        lines, wrong = [], 0
+        for name, gib in found.items():
+            wanted = planned.get(PLANNED.get(name, ""))
+            off = wanted is not None and abs(gib - wanted) > WITHIN_GIB
+            wrong += off
+            text = "" if wanted is None else f", planned {wanted:6.2f} GiB{' !' * off}"
+            lines.append(f"{name:<24} {gib:6.2f} GiB{text}")
+        if wrong:
+            raise Failed(
+                "\n".join([f"{wrong} phases differ by more than {WITHIN_GIB} GiB", *lines])
             )
-            lines += ["the plan:", done.stdout.strip() or done.stderr[-2000:]]
         return "\n".join(lines)
+
+    def planned(self) -> dict[str, float]:
+        """Phase -> GiB of the fullest GPU, by ``tools/plan.py`` where there is one."""
+        if not (ROOT / "tools/plan.py").exists():
+            return {}
+        command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        total = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        done = self.command(
+            *("tools/plan.py", "--config", str(self.work / "run.yaml"), "--nodes", "1"),
+            *("--gpus-per-node", str(self.gpus), "--gpu-memory", f"{int(total[0]) / 1024:.1f}"),
+        )
+        if done.returncode:
+            raise Failed(f"the plan refuses the run:\n{done.stdout}{done.stderr}")
+        rows = re.findall(r"^(\S.*?) {2,}(\d+\.\d)[ !] +\d+  ", done.stdout, re.M)
+        return {phase: float(gib) for phase, gib in rows}
 
     def no_growth(self) -> str:
         """Three times push, generate, sleep: the same phase holds no more the last time."""

@@ -77,6 +77,32 @@ def test_the_engine_must_agree_and_memory_must_not_grow(tmp_path: Path) -> None:
         checks(tmp_path, run=[{}]).no_growth()
 
 
+PLAN = """1 GPUs of 80.0 GiB on 1 hosts; 73.6 GiB of each may be used, 8% stay free
+
+phase             GiB   rank  largest
+start: engine    66.7      0  engine's key-value cache 44.4 GiB
+generate         40.4      0  engine's key-value cache 44.4 GiB, engine's weights 16.9 GiB
+update           79.9!     0  actor's moments 9.3 GiB
+"""
+
+
+def test_measured_memory_is_compared_with_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"memory/rollout_actor_device_gib": 41.0, "memory/actor_update_device_gib": 79.5}
+    made = checks(tmp_path, gpus=1, run=[step, step])
+    done = subprocess.CompletedProcess([], 0, stdout=PLAN, stderr="")
+    nvidia_smi = subprocess.CompletedProcess([], 0, stdout="81559\n")
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    monkeypatch.setattr(Checks, "command", lambda self, *words: done)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: nvidia_smi)
+    assert made.planned() == {"start: engine": 66.7, "generate": 40.4, "update": 79.9}
+    assert "rollout_actor             41.00 GiB, planned  40.40 GiB" in made.memory_by_phase()
+    step["memory/actor_update_device_gib"] = 78.0
+    with pytest.raises(Failed, match=r"1 phases differ by more than 1\.0 GiB"):
+        made.memory_by_phase()
+
+
 def test_an_item_that_fails_does_not_keep_the_next_from_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
