@@ -342,6 +342,7 @@ class Checks:
             *(
                 f"sft.total_training_steps={steps}",
                 "sft.lr=1e-4",
+                "sft.lr_scheduler_type=constant",  # the same whatever the number of steps
                 f"trainer.experiment_name={name}",
             ),
             f"trainer.default_local_dir={self.work / 'runs'}",
