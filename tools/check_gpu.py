@@ -423,13 +423,13 @@ def make_model(directory: Path, *, large: bool) -> None:
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    fast = PreTrainedTokenizerFast(
+    fast: Any = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|im_end|>",
         chat_template=template,
     )
-    size = (
+    size: dict[str, Any] = (
         {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 20}
         if large
         else {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -447,7 +447,8 @@ def make_model(directory: Path, *, large: bool) -> None:
         pad_token_id=fast.eos_token_id,
     )
     torch.manual_seed(1)
-    model = LlamaForCausalLM(config).to(torch.bfloat16 if large else torch.float32)
+    model: Any = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16 if large else torch.float32)
     model.save_pretrained(directory)
     fast.save_pretrained(directory)
 
@@ -528,8 +529,8 @@ def compare(layers: str, directory: str, dtype: str) -> dict[str, Any]:
     mask = attention[:, prompt:].bool()
     batch = {"input_ids": ids, "attention_mask": attention, "response_mask": mask}
 
-    def loss(log_probs, entropy, fields, counts):
-        return -(log_probs * fields["response_mask"]).sum() / counts.tokens, {}
+    def loss(log_probs, entropy, rows, counts):
+        return -(log_probs * rows["response_mask"]).sum() / counts.tokens, {}
 
     ours = policy.log_probs(batch)[0][mask]
     policy.step(batch, loss)

@@ -228,12 +228,13 @@ def gpus() -> Iterator[Finding]:
 def nccl() -> Iterator[Finding]:
     """The NCCL that torch would use."""
     import torch
+    from torch.cuda import nccl as library
 
     if not torch.cuda.is_available():
         yield Finding("skip", "NCCL", "no GPU for it")
         return
     installed = [name for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if version(name)]
-    number = ".".join(map(str, torch.cuda.nccl.version()))
+    number = ".".join(map(str, library.version()))
     if len(installed) > 1:
         remedy = f"keep the one of torch's CUDA {torch.version.cuda}: pip uninstall the other"
         yield Finding("FAIL", "NCCL", f"{number}, but {' and '.join(installed)} overlap", remedy)

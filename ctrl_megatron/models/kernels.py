@@ -13,7 +13,7 @@ def providers() -> dict[str, str]:
     from ctrl_megatron.models.layer_spec import block_spec
 
     def name(part: Any) -> str:
-        kind = part.module if isinstance(part, ModuleSpec) else part
+        kind: Any = part.module if isinstance(part, ModuleSpec) else part
         return f"{kind.__module__}.{kind.__qualname__}"
 
     block = block_spec(1, qk_norm=False)
