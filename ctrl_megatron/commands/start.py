@@ -22,7 +22,7 @@ warnings.filterwarnings("ignore", module=r"megatron|torch")
 
 WRONG_INPUT, STOPPED = 2, 130
 """Exit codes: refused before anything ran; stopped by a signal, with the state saved."""
-_SHUTDOWN_SECONDS = 300
+_SHUTDOWN_SECONDS = 1800
 """What ranks get after a signal to finish the update they are in and to save."""
 _FIRST_WAITS, _OTHERS_WAIT = 10.0, 60.0
 """Seconds that a machine's first rank and its other ranks wait to be ended by the launcher."""

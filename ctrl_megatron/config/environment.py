@@ -125,6 +125,11 @@ def child_environment(
     return kept
 
 
+def gpus_are_hidden(environ: Mapping[str, str] = os.environ) -> bool:
+    """True where ``CUDA_VISIBLE_DEVICES`` hides every GPU: set, and empty or beginning with -1."""
+    return environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
+
+
 def first_host(node_list: str) -> str:
     """First host of SLURM's compressed list: ``gpu[03-05,9],x1`` gives ``gpu03``."""
     match = re.match(r"([^\[\],]+)(?:\[([^\]]+)\])?([^,]*)", node_list.strip())

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ctrl_megatron.config.environment import Launch, read_launch
+from ctrl_megatron.parallel.devices import local_device
 from ctrl_megatron.parallel.hosts import Hosts, host_identity, number_hosts, way_to
 from ctrl_megatron.parallel.layout import Coordinates, Layout
 
@@ -132,25 +133,24 @@ def initialize(
     """Start torch.distributed as the launcher says and build Megatron's groups.
 
     CUDA devices talk over NCCL; without one, the CPU platform is installed and everything talks
-    over gloo. Raises ValueError if the launched world does not fit the layout, or if a group of
-    tensor-parallel ranks stands on several hosts.
+    over gloo. Raises ValueError if the launched world does not fit the layout, if a group of
+    tensor-parallel ranks stands on several hosts, or if torch does not reach a GPU that is there.
     """
     from megatron.core import parallel_state, tensor_parallel
 
     from ctrl_megatron.parallel import cpu_platform
 
     launch = launch or read_launch()
-    cuda = torch.cuda.is_available() and not cpu_platform.installed()
+    device = local_device(launch.local_rank)
+    cuda = device.type == "cuda"
     if cuda:
-        device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
     else:
-        device = torch.device("cpu")
         cpu_platform.install()
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized():
         dist.init_process_group(
-            "nccl" if cuda else "gloo", timeout=timeout, **_rendezvous(launch, timeout)
+            "nccl" if cuda else "gloo", timeout=timeout, **rendezvous(launch, timeout)
         )
     if dist.get_world_size() != layout.world_size:
         raise ValueError(
@@ -170,8 +170,11 @@ def initialize(
     return groups
 
 
-def _rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
-    """torchrun serves a store of its own; everywhere else rank 0 serves one."""
+def rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
+    """Where the ranks meet, as arguments of ``init_process_group``.
+
+    torchrun serves a store of its own; everywhere else rank 0 serves one.
+    """
     if launch.launcher == "torchrun":
         return {}
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]

@@ -24,6 +24,7 @@ OWNERS = {
     "torch": (
         *("algorithms/", "parallel/", "models/", "rollout/", "resharding/", "checkpoint/"),
         *("pipeline/", "sft/", "metrics/flops.py", "commands/start.py"),
+        "commands/check_env.py",
     ),
     "tensordict": ("pipeline/", "sft/"),
     "megatron": ("parallel/", "models/"),

@@ -1,8 +1,13 @@
-"""slurm/ctrl_70b.sh with stand-ins for SLURM's commands and for torchrun."""
+"""The training scripts of slurm/ with stand-ins for SLURM's commands, torchrun and Python.
+
+``tests/integration/test_slurm_cluster.py`` runs them in a real SLURM.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import time
@@ -13,11 +18,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "slurm/ctrl_70b.sh"
+SCRIPTS = {
+    # name -> (machines, seconds of notice, program, configuration, what it trains)
+    "ctrl_70b": (8, 1800, "tools/train_rl.py", "examples/ctrl_70b.yaml", "rl"),
+    "ctrl_7b": (1, 600, "tools/train_rl.py", "examples/ctrl_7b.yaml", "rl"),
+    "sft_70b": (8, 1800, "tools/train_sft.py", "examples/ctrl_70b.yaml", "sft"),
+}
 SECONDS = 60
 
-# Runs its command once, as the first machine would.
+# Runs its command once, as the first machine would; the step's own options stand in a file.
 SRUN = """
-printf '%s\\n' "$@" > "$STUBS/srun.args"
+printf '%s\\n' "$@" >> "$STUBS/srun.args"
+echo -- >> "$STUBS/srun.args"
 while [[ $1 == --* ]]; do shift; done
 SLURM_NODEID=0 exec "$@"
 """
@@ -25,15 +37,28 @@ SCONTROL = """
 echo "$*" >> "$STUBS/scontrol.calls"
 [[ $1 != show ]] || printf 'gpu%02d\\n' $(seq 1 "$HOSTS")
 """
+SQUEUE = """
+echo "$STATE"
+"""
+PYTHON = """
+printf '%s\\n' "$@" >> "$STUBS/${1##*/}.args"
+[[ $1 != *check_env.py ]] || exit "$HEALTH"
+[[ $1 != *plan.py ]] || exit "$PLAN"
+"""
 TORCHRUN = """
 printf '%s\\n' "$@" > "$STUBS/torchrun.args"
 env > "$STUBS/torchrun.env"
+ulimit -S -n > "$STUBS/torchrun.files"
 exit "$STATUS"
 """
 WAITING_TORCHRUN = """
 trap 'touch "$STUBS/asked"; exit 1' TERM
 touch "$STUBS/up"
 while true; do sleep 0.1; done
+"""
+SLOW_PYTHON = """
+touch "$STUBS/up"
+sleep 3
 """
 
 
@@ -46,26 +71,37 @@ def write_program(path: Path, body: str) -> None:
 @pytest.fixture
 def job(tmp_path: Path) -> dict[str, str]:
     """The environment of a job of 8 machines; programs and their records lie in STUBS."""
-    for name, body in (("bin/srun", SRUN), ("bin/scontrol", SCONTROL)):
-        write_program(tmp_path / name, body)
+    for name, body in (("srun", SRUN), ("scontrol", SCONTROL), ("squeue", SQUEUE)):
+        write_program(tmp_path / "bin" / name, body)
     write_program(tmp_path / "venv/bin/torchrun", TORCHRUN)
+    write_program(tmp_path / "venv/bin/python", PYTHON)
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for name in ("slurm", "tools", "examples"):
+        (checkout / name).symlink_to(ROOT / name)
     return {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "STUBS": str(tmp_path),
         "HOSTS": "8",
         "STATUS": "0",
+        "HEALTH": "0",
+        "PLAN": "0",
+        "STATE": "RUNNING",
         "CTRL_VENV": str(tmp_path / "venv"),
         "SLURM_JOB_ID": "31234",
         "SLURM_JOB_NODELIST": "gpu[01-08]",
         "SLURM_JOB_NUM_NODES": "8",
         "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_CPUS_ON_NODE": "192",
+        "SLURM_SUBMIT_DIR": str(checkout),
     }
 
 
-def submit(job: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def submit(
+    job: Mapping[str, str], *arguments: str, script: Path = SCRIPT
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(SCRIPT), *arguments],
+        ["bash", str(script), *arguments],
         env=dict(job),
         cwd="/",
         capture_output=True,
@@ -74,32 +110,86 @@ def submit(job: Mapping[str, str], *arguments: str) -> subprocess.CompletedProce
     )
 
 
+def signalled(job: Mapping[str, str], *signals: signal.Signals) -> tuple[int, str]:
+    """(exit code, errors) of a script that gets signals as soon as STUBS/up is there."""
+    with subprocess.Popen(
+        ["bash", str(SCRIPT)],
+        env=job,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            deadline = time.monotonic() + SECONDS
+            while not (Path(job["STUBS"]) / "up").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            for number in signals:
+                process.send_signal(number)
+            errors = process.communicate(timeout=SECONDS)[1]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, errors
+
+
 def lines(job: Mapping[str, str], name: str) -> list[str]:
-    return (Path(job["STUBS"]) / name).read_text().splitlines()
+    file = Path(job["STUBS"]) / name
+    return file.read_text().splitlines() if file.exists() else []
 
 
-def test_bash_accepts_the_script() -> None:
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
-    assert os.access(SCRIPT, os.X_OK)
+def requeued(job: Mapping[str, str]) -> bool:
+    return lines(job, "scontrol.calls")[-1] == "requeue 31234"
 
 
-def test_it_asks_for_8_machines_of_8_gpus_and_a_signal_before_the_end() -> None:
-    asked = {w for w in SCRIPT.read_text().split() if w.startswith("--")}
-    assert {"--nodes=8", "--gpus-per-node=8", "--ntasks-per-node=1", "--exclusive"} <= asked
-    assert {"--requeue", "--signal=B:USR1@300"} <= asked
+def crashes(job: Mapping[str, str]) -> str | None:
+    file = Path(job["SLURM_SUBMIT_DIR"], "ctrl_70b-31234.crashes")
+    return file.read_text().strip() if file.exists() else None
 
 
-def test_it_starts_torchrun_on_every_machine(job: dict[str, str]) -> None:
-    done = submit(job, "trainer.total_epochs=1", "trainer.logger=[console, jsonl]")
+@pytest.mark.parametrize("name", [*SCRIPTS, "common"])
+def test_bash_and_shellcheck_accept_the_scripts(name: str) -> None:
+    script = ROOT / "slurm" / f"{name}.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert os.access(script, os.X_OK) == (name != "common")
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "-x", str(script)], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_asks_for_whole_machines_and_a_signal_before_the_end(name: str) -> None:
+    machines, notice, *_ = SCRIPTS[name]
+    text = (ROOT / "slurm" / f"{name}.sh").read_text()
+    asked = dict(re.findall(r"^#SBATCH (--[\w-]+)(?:=(\S+))?$", text, re.M))
+    assert asked["--job-name"] == name and asked["--nodes"] == str(machines)
+    assert asked["--gpus-per-node"] == "8" and asked["--ntasks-per-node"] == "1"
+    assert asked["--mem"] == "0" and {"--exclusive", "--requeue"} <= set(asked)
+    assert asked["--signal"] == f"B:USR1@{notice}"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_starts_torchrun_on_every_machine(job: dict[str, str], name: str) -> None:
+    *_, program, config, purpose = SCRIPTS[name]
+    given = ("trainer.total_epochs=1", "trainer.logger=[console, jsonl]")
+    done = submit(job, *given, script=ROOT / "slurm" / f"{name}.sh")
     assert done.returncode == 0, done.stderr
-    step = lines(job, "srun.args")
-    assert step[:4] == ["--nodes=8", "--ntasks=8", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    text = "\n".join(lines(job, "srun.args"))
+    health, run = (part.strip().splitlines() for part in text.split("\n--\n")[:2])
+    everywhere = [
+        *("--nodes=8", "--ntasks=8", "--ntasks-per-node=1"),
+        *("--cpus-per-task=192", "--cpu-bind=none", "--mem=0"),
+    ]
+    assert health[:7] == [*everywhere, "--label"]
+    assert run[:8] == [*everywhere, "--kill-on-bad-exit=0", "--wait=120"]
+    assert lines(job, "check_env.py.args") == [
+        *("tools/check_env.py", "--config", config, "--purpose", purpose),
+        *("--nproc-per-node", "8", *given),
+    ]
     assert lines(job, "torchrun.args") == [
         *("--nnodes", "8", "--nproc-per-node", "8"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "gpu01:21234", "--rdzv-id", "31234-0"),
-        *("--max-restarts", "0", "--shutdown-timeout", "270"),
-        *("tools/train_rl.py", "--config", "examples/ctrl_70b.yaml"),
-        *("trainer.total_epochs=1", "trainer.logger=[console, jsonl]"),
+        *("--max-restarts", "0", "--shutdown-timeout", "3600"),
+        *(program, "--config", config, *given),
     ]
     environment = {
         name: value for name, _, value in (x.partition("=") for x in lines(job, "torchrun.env"))
@@ -108,6 +198,8 @@ def test_it_starts_torchrun_on_every_machine(job: dict[str, str]) -> None:
     assert environment["PATH"].startswith(f"{job['CTRL_VENV']}/bin:")
     assert not [name for name in environment if name.startswith("CTRL_") or name == "CONFIG"]
     assert lines(job, "scontrol.calls") == ["show hostnames gpu[01-08]"]
+    hard = subprocess.run(["bash", "-c", "ulimit -H -n"], capture_output=True, text=True)
+    assert lines(job, "torchrun.files") == [hard.stdout.strip()]
 
 
 def test_another_configuration_and_a_requeued_job(job: dict[str, str]) -> None:
@@ -118,9 +210,17 @@ def test_another_configuration_and_a_requeued_job(job: dict[str, str]) -> None:
     assert words[words.index("--rdzv-id") + 1] == "31234-2"
 
 
+def test_everything_runs_in_the_container_where_there_is_one(job: dict[str, str]) -> None:
+    apptainer = 'until [[ $1 == *.sif ]]; do shift; done; echo "${3##*/}" >> "$STUBS/inside"'
+    write_program(Path(job["STUBS"], "bin/apptainer"), f'{apptainer}; shift; exec "$@"')
+    done = submit(job | {"CONTAINER": "apptainer exec --nv --bind /shared image.sif"})
+    assert done.returncode == 0, done.stderr
+    assert lines(job, "inside") == ["plan.py", "check_env.py", "--nnodes"]
+
+
 NEEDED = (
     "CTRL_VENV SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_GPUS_ON_NODE "
-    "SLURM_SUBMIT_DIR"
+    "SLURM_CPUS_ON_NODE SLURM_SUBMIT_DIR"
 )
 
 
@@ -128,8 +228,8 @@ NEEDED = (
 def test_a_missing_variable_is_named(job: dict[str, str], name: str) -> None:
     del job[name]
     done = submit(job)
-    assert done.returncode == 2
-    assert f"ctrl_70b: {name} is not set" in done.stderr
+    assert done.returncode != 0
+    assert f"{name}" in done.stderr and "is not set" in done.stderr
     assert not (Path(job["STUBS"]) / "srun.args").exists()
 
 
@@ -149,31 +249,63 @@ def test_a_wrong_value_is_named(job: dict[str, str], name: str, value: str, word
     assert not (Path(job["STUBS"]) / "srun.args").exists()
 
 
-def test_a_failure_is_passed_on_and_not_requeued(job: dict[str, str]) -> None:
-    assert submit({**job, "STATUS": "13"}).returncode == 13
-    assert not [call for call in lines(job, "scontrol.calls") if call.startswith("requeue")]
+def test_wrong_input_ends_the_job(job: dict[str, str]) -> None:
+    done = submit(job | {"HEALTH": "2"})
+    assert done.returncode == 2 and "wrong input" in done.stderr
+    assert not lines(job, "torchrun.args") and not requeued(job) and crashes(job) is None
 
 
-def test_near_the_time_limit_the_run_is_asked_to_stop_and_requeued(job: dict[str, str]) -> None:
-    stubs = Path(job["STUBS"])
-    write_program(stubs / "venv/bin/torchrun", WAITING_TORCHRUN)
-    with subprocess.Popen(
-        ["bash", str(SCRIPT)],
-        env=job,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            deadline = time.monotonic() + SECONDS
-            while not (stubs / "up").exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            process.send_signal(signal.SIGUSR1)
-            errors = process.communicate(timeout=SECONDS)[1]
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert (stubs / "asked").exists(), errors
-    assert process.returncode == 1
-    assert lines(job, "scontrol.calls")[-1] == "requeue 31234"
+def test_a_configuration_that_does_not_fit_ends_the_job(job: dict[str, str]) -> None:
+    done = submit(job | {"PLAN": "1"})
+    assert done.returncode == 2 and "the memory plan refuses" in done.stderr
+    assert not lines(job, "srun.args") and not requeued(job)
+
+
+def test_a_bad_machine_is_a_crash(job: dict[str, str]) -> None:
+    done = submit(job | {"HEALTH": "1"})
+    assert done.returncode == 1 and "sbatch --exclude=HOST" in done.stderr
+    assert not lines(job, "torchrun.args") and requeued(job) and crashes(job) == "1"
+
+
+def test_a_crash_is_requeued_until_the_limit_and_success_forgets_it(job: dict[str, str]) -> None:
+    job |= {"MAX_CRASHES": "2"}
+    for count in ("1", "2"):
+        assert submit(job | {"STATUS": "13"}).returncode == 13
+        assert requeued(job) and crashes(job) == count
+        (Path(job["STUBS"]) / "scontrol.calls").unlink()
+    done = submit(job | {"STATUS": "13"})
+    assert done.returncode == 13 and not requeued(job)
+    assert "crash 3 in a row (exit code 13); given up after 2" in done.stderr
+    assert submit(job).returncode == 0 and crashes(job) is None
+
+
+def test_a_job_that_is_being_cancelled_is_not_requeued(job: dict[str, str]) -> None:
+    done = submit(job | {"STATUS": "13", "STATE": "COMPLETING"})
+    assert done.returncode == 13 and not requeued(job)
+    assert "is not requeued" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("signals", "again"),
+    [
+        ((signal.SIGUSR1,), True),
+        ((signal.SIGUSR1, signal.SIGTERM), False),
+        ((signal.SIGTERM,), False),
+    ],
+    ids=["time limit", "time limit, then cancelled", "asked to end"],
+)
+def test_a_stop_reaches_torchrun(
+    job: dict[str, str], signals: tuple[signal.Signals, ...], again: bool
+) -> None:
+    write_program(Path(job["STUBS"], "venv/bin/torchrun"), WAITING_TORCHRUN)
+    Path(job["SLURM_SUBMIT_DIR"], "ctrl_70b-31234.crashes").write_text("2\n")
+    code, errors = signalled(job, *signals)
+    assert lines(job, "asked") == [] and (Path(job["STUBS"]) / "asked").exists(), errors
+    assert code == 1 and requeued(job) == again
+    assert crashes(job) == (None if again else "2")
+
+
+def test_a_stop_before_the_run_is_up_requeues_without_starting_it(job: dict[str, str]) -> None:
+    write_program(Path(job["STUBS"], "venv/bin/python"), SLOW_PYTHON)
+    code, _ = signalled(job, signal.SIGUSR1)
+    assert code == 1 and requeued(job) and not lines(job, "torchrun.args")

@@ -38,6 +38,7 @@ def job(tmp_path: Path) -> dict[str, str]:
         "CTRL_VENV": str(tmp_path / "venv"),
         "SLURM_JOB_ID": "77",
         "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_CPUS_ON_NODE": "96",
         "SLURM_SUBMIT_DIR": str(ROOT),
         "ENDPOINTS": str(tmp_path / "endpoints"),
         "TOKEN_FILE": str(tmp_path / "token"),
@@ -80,7 +81,7 @@ def test_a_service_announces_itself_asks_for_the_token_and_goes(job: dict[str, s
         service.send_signal(signal.SIGTERM)
         service.communicate(timeout=60)
     assert service.returncode == 0 and not file.exists()
-    assert (Path(job["STUBS"]) / "srun.args").read_text().splitlines()[:2] == [
-        "--nodes=2",
-        "--ntasks=2",
+    assert (Path(job["STUBS"]) / "srun.args").read_text().splitlines()[:6] == [
+        *("--nodes=2", "--ntasks=2", "--ntasks-per-node=1"),
+        *("--cpus-per-task=96", "--cpu-bind=none", "--mem=0"),
     ]

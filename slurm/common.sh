@@ -1,0 +1,195 @@
+# shellcheck shell=bash
+# What the training scripts of this folder share; they source it and call run_training.
+#
+# Environment:
+#   CTRL_VENV    virtual environment with CUDA builds of torch, megatron-core and vllm (required;
+#                requirements/cuda.txt)
+#   CONTAINER    words in front of every command, e.g. "apptainer exec --nv --bind /shared ctrl.sif";
+#                CTRL_VENV is then the environment inside the image (/opt/venv)
+#   CONFIG       YAML file of the run, in place of the script's own
+#   GPU_MEMORY   GiB of one GPU, for the memory plan; 80 by default
+#   MAX_CRASHES  crashes in a row after which the job is given up; 3 by default
+# Arguments of a script override keys of the file, e.g. trainer.total_epochs=1.
+#
+# A job goes through: the memory plan (on the first machine), a health check (on every machine), the
+# run (torchrun on every machine), and, where the run is not at its end, back into the queue.
+#
+# Time limit: --signal=B:USR1@N lets SLURM signal this script alone, N seconds before the end
+# (signalled as a whole, the run would lose its engines and sandboxes). torchrun on the first machine
+# is asked to stop; the ranks agree among themselves. A step in which no weight has changed yet is
+# dropped at once, one that is updating is finished; then a checkpoint is saved, the job is requeued
+# and goes on from there (trainer.resume_mode=auto). So N must exceed the seconds of the updates, the
+# push and a save together: time/actor_update, time/sync_weights and time/save of metrics.jsonl.
+# By hand: `scancel --batch --signal=USR1 JOB` saves and requeues, with --signal=TERM it saves and
+# ends, and plain `scancel JOB` ends without saving.
+#
+# A crash puts the job back too, at most MAX_CRASHES times in a row; the count is in a file beside the
+# job's output and begins anew after a stop at the time limit. SLURM itself requeues after the loss of
+# a machine (--requeue). Wrong input (exit code 2 of the check) ends the job.
+
+fail() {
+  echo "$name: $*" >&2
+  exit 2
+}
+
+say() {
+  echo "$name: $*" >&2
+}
+
+# check_job: the variables of SLURM and of the user; sets nodes, python, config and crash_file.
+check_job() {
+  local variable
+  for variable in SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_GPUS_ON_NODE \
+    SLURM_CPUS_ON_NODE; do
+    [[ -n ${!variable:-} ]] || fail "$variable is not set; start this script with sbatch and ask for GPUs"
+  done
+  [[ -n ${CTRL_VENV:-} ]] || fail "CTRL_VENV is not set; give the virtual environment to run in"
+  read -r -a container <<<"${CONTAINER:-}"
+  if ((${#container[@]} == 0)); then
+    [[ -x $CTRL_VENV/bin/torchrun ]] ||
+      fail "$CTRL_VENV/bin/torchrun is missing; is CTRL_VENV a virtual environment with torch?"
+  fi
+  python=("${container[@]}" "$CTRL_VENV/bin/python")
+  [[ -f $program ]] || fail "$PWD has no $program; submit from the root of the checkout"
+  config=${CONFIG:-$config}
+  [[ -f $config ]] || fail "CONFIG=$config does not exist"
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  ((${#nodes[@]} == SLURM_JOB_NUM_NODES)) ||
+    fail "scontrol lists ${#nodes[@]} hosts in $SLURM_JOB_NODELIST, the job has $SLURM_JOB_NUM_NODES"
+  crash_file=$SLURM_SUBMIT_DIR/$name-$SLURM_JOB_ID.crashes
+}
+
+set_environment() {
+  export PATH="$CTRL_VENV/bin:$PATH"
+  export PYTHONUNBUFFERED=1
+  export TOKENIZERS_PARALLELISM=false
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+  # Megatron-Core overlaps tensor-parallel communication by the order in which kernels are queued.
+  export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+  export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+  export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
+  # CTRL_ names are the package's own; these are meant for the script.
+  export -n CTRL_VENV CONTAINER CONFIG GPU_MEMORY MAX_CRASHES
+}
+
+# on_every_node COMMAND...: one task per machine, in the background, followed to its end; sets status.
+# A task gets every processor and all memory of the job there: without --cpus-per-task SLURM gives a
+# step one processor per task, and sites that bind by default would pin torchrun and all it starts to
+# it.
+on_every_node() {
+  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+    --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --mem=0 "$@" &
+  follow $!
+}
+
+# follow PID: wait for it, also where a signal interrupts the wait; sets status.
+follow() {
+  status=0
+  until
+    wait "$1"
+    status=$?
+    ! kill -0 "$1" 2>/dev/null
+  do :; done
+}
+
+# stop_training WORD: ask torchrun on this machine, the first, to stop, as soon as it is up. TERM after
+# USR1 means that the job is cancelled while it saves.
+stop_training() {
+  local before=$stopping
+  [[ $stopping == TERM ]] || stopping=$1
+  [[ -z $before ]] || return 0
+  say "asked to stop ($1); a run that is up saves first"
+  (
+    until [[ -s $pid_file ]]; do sleep 0.5; done
+    kill -TERM "$(<"$pid_file")"
+  ) &
+  waiting_to_stop=$!
+}
+
+# requeue WHY: back into the queue, unless the job is being cancelled.
+requeue() {
+  if [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) != RUNNING ]]; then
+    say "$1; the job is being ended from outside and is not requeued"
+    return
+  fi
+  say "$1, requeueing job $SLURM_JOB_ID"
+  scontrol requeue "$SLURM_JOB_ID"
+}
+
+# conclude: where an unfinished job goes; uses status and stopping, ends the script.
+conclude() {
+  local crashes=0
+  if ((status == 0)); then
+    rm -f "$crash_file"
+  elif [[ $stopping == TERM ]]; then
+    say "stopped as asked, not requeued"
+  elif [[ $stopping == USR1 ]]; then
+    rm -f "$crash_file"
+    requeue "stopped before the end"
+  else
+    [[ ! -s $crash_file ]] || crashes=$(<"$crash_file")
+    crashes=$((crashes + 1))
+    echo "$crashes" >"$crash_file"
+    if ((crashes > ${MAX_CRASHES:-3})); then
+      say "crash $crashes in a row (exit code $status); given up after ${MAX_CRASHES:-3}." \
+        "Submit again once the cause is mended; the run goes on from its last checkpoint"
+    else
+      requeue "crash $crashes of at most ${MAX_CRASHES:-3} in a row (exit code $status)"
+    fi
+  fi
+  exit "$status"
+}
+
+# run_training NAME PROGRAM CONFIG PURPOSE [key=value ...]: the whole job; does not return.
+run_training() {
+  name=$1 program=$2 config=$3
+  local purpose=$4
+  shift 4
+  check_job
+  set_environment
+
+  scratch=$(mktemp -d)
+  pid_file=$scratch/torchrun.pid
+  stopping='' waiting_to_stop=''
+  trap 'rm -rf "$scratch"; [[ -z $waiting_to_stop ]] || kill "$waiting_to_stop" 2>/dev/null || true' EXIT
+  trap 'stop_training USR1' USR1
+  trap 'stop_training TERM' TERM
+
+  "${python[@]}" tools/plan.py --config "$config" --nodes "$SLURM_JOB_NUM_NODES" \
+    --gpus-per-node "$SLURM_GPUS_ON_NODE" --gpu-memory "${GPU_MEMORY:-80}" \
+    --purpose "$purpose" "$@" ||
+    fail "the memory plan refuses this configuration (exit code $?), see above"
+
+  on_every_node --label "${python[@]}" tools/check_env.py --config "$config" --purpose "$purpose" \
+    --nproc-per-node "$SLURM_GPUS_ON_NODE" "$@"
+  ((status != 2)) || fail "wrong input, see above"
+  if ((status != 0)); then
+    say "the health check failed, see the lines with FAIL; their first number is the place in" \
+      "${nodes[*]}. Keep a bad machine out with sbatch --exclude=HOST"
+    conclude
+  fi
+  if [[ -n $stopping ]]; then
+    status=1
+    conclude
+  fi
+
+  # Every machine computes the same port, and two jobs on one machine different ones.
+  local port=$((20000 + SLURM_JOB_ID % 10000))
+  # Processes of the run get the hard limit of open files; the first machine leaves torchrun's pid.
+  # shellcheck disable=SC2016  # expanded on each machine
+  local on_each_node='ulimit -S -n "$(ulimit -H -n)"
+    if ((${SLURM_NODEID:-0} == 0)); then echo $$ >"$1"; fi; shift; exec "$@"'
+  # torchrun waits for ranks that save as long as SLURM lets it. A machine whose torchrun is still
+  # there two minutes after the first has ended is hanging.
+  on_every_node --kill-on-bad-exit=0 --wait=120 bash -c "$on_each_node" node "$pid_file" \
+    "${container[@]}" "$CTRL_VENV/bin/torchrun" \
+    --nnodes "$SLURM_JOB_NUM_NODES" \
+    --nproc-per-node "$SLURM_GPUS_ON_NODE" \
+    --rdzv-backend c10d \
+    --rdzv-endpoint "${nodes[0]}:$port" \
+    --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
+    --max-restarts 0 \
+    --shutdown-timeout 3600 \
+    "$program" --config "$config" "$@"
+  conclude
+}

@@ -1,0 +1,180 @@
+"""Every line of the check: what it finds on a machine that is right, and on one that is not."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ctrl_megatron.commands import check_env
+from ctrl_megatron.commands.check_env import Finding
+
+ROOT = Path(__file__).parents[2]
+
+
+def by_item(findings: object) -> dict[str, Finding]:
+    return {finding.item: finding for finding in findings}  # type: ignore[attr-defined]
+
+
+def test_a_job_of_two_machines_is_checked() -> None:
+    """Real ranks: they meet, and compare their clocks."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    command = [*launcher, "--nproc-per-node", "2", "tools/check_env.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("pass  machine") for line in lines) == 1  # the first rank's
+    for item, words in (
+        ("megatron-core", metadata.version("megatron-core")),
+        ("kernel: attention", "PackedCausalAttention"),
+        ("kernel: optimizer", "AdamW"),
+        ("sandbox", "isolation "),
+        ("ranks meet", "2 at "),
+        ("clocks", "0.0"),
+    ):
+        assert any(item in line and words in line for line in lines), (item, done.stdout)
+    assert (done.returncode == 0) == (not any(line.startswith("FAIL") for line in lines))
+
+
+def test_a_wrong_configuration_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ["--config", str(ROOT / "examples/ctrl_7b.yaml")]
+    assert check_env.main([*config, "trainer.sead=1"]) == 2
+    assert check_env.main([*config, "--nproc-per-node", "3"]) == 2
+    assert check_env.main(["trainer.seed=1"]) == 2
+    errors = capsys.readouterr().err
+    assert "'trainer.sead'" in errors and "needs --config FILE" in errors
+
+
+def test_a_wrong_version_and_the_other_apex_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = check_env.version
+    wrong = {"transformers": "4.0.0", "rich": None, "apex": "0.9.10.dev0"}
+    monkeypatch.setattr(check_env, "version", lambda name: wrong.get(name, real(name)))
+    found = by_item(check_env.packages())
+    assert found["transformers"].status == "FAIL" and "wanted ==" in found["transformers"].found
+    assert found["rich"] == Finding("FAIL", "rich", "not installed", check_env._ENV)
+    assert found["apex"].status == "FAIL" and found["apex"].remedy == "pip uninstall apex"
+    assert found["torch"].status == "pass" and found["flash-attn"].status == "skip"
+
+
+NVIDIA_SMI = """#!/bin/sh
+cat <<'END'
+{rows}
+END
+exit {code}
+"""
+
+
+@pytest.fixture
+def nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Finding]]:
+    """What ``gpus`` finds where nvidia-smi prints such rows."""
+
+    def find(rows: str, code: int = 0, cuda: str = "13.0") -> dict[str, Finding]:
+        import torch
+
+        program = tmp_path / "nvidia-smi"
+        program.write_text(NVIDIA_SMI.format(rows=rows, code=code))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        return by_item(check_env.gpus())
+
+    return find
+
+
+def test_gpus_in_order(nvidia_smi: Callable[..., dict[str, Finding]]) -> None:
+    found = nvidia_smi("0, 580.65.06, 81559, 4, 0\n1, 580.65.06, 81559, 4, [N/A]")
+    assert {f.status for f in found.values()} == {"pass"}
+    assert set(found) == {"driver", "GPU 0", "GPU 1"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "code", "item", "words"),
+    [
+        ("0, 535.10, 81559, 4, 0", 0, "driver", "needs driver 580"),
+        ("0, 580.65, 81559, 71234, 0", 0, "GPU 0", "another job left"),
+        ("0, 580.65, 81559, 4, 7", 0, "GPU 0", "out of service"),
+        ("NVIDIA-SMI has failed", 9, "driver", "NVIDIA-SMI has failed"),
+    ],
+)
+def test_a_gpu_that_is_not(
+    nvidia_smi: Callable[..., dict[str, Finding]], rows: str, code: int, item: str, words: str
+) -> None:
+    finding = nvidia_smi(rows, code)[item]
+    assert finding.status == "FAIL" and words in str(finding)
+
+
+def test_a_small_shared_memory_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    (finding,) = check_env.shared_memory(None)
+    assert finding.status == "FAIL" and "0.1 GiB free, 2.0 needed" in str(finding)
+    assert "--shm-size" in str(finding) and "update_bucket_megabytes" in str(finding)
+
+
+def test_low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    files, locked = check_env.limits()
+    assert files.status == "FAIL" and "1024, at most 4096" in str(files)
+    assert locked.status == "warn" and "InfiniBand" in str(locked)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert {finding.status for finding in check_env.limits()} == {"pass"}
+
+
+def test_a_step_bound_to_one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_env.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(check_env.os, "sched_getaffinity", lambda _: {5})
+    (finding,) = check_env.processors()
+    assert finding.status == "FAIL" and "1 of 64 usable" in str(finding)
+    assert "--cpu-bind=none" in str(finding)
+
+
+def test_gpus_that_torch_does_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ctrl_megatron.parallel import devices
+
+    monkeypatch.setattr(devices, "unreached_gpus", lambda: "no way; install it")
+    (finding,) = check_env.torch_and_gpus()
+    assert finding == Finding("FAIL", "torch and GPUs", "no way; install it")
+
+
+def test_a_check_that_breaks_is_a_line_and_the_next_ones_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("kernel module missing\nand more")
+
+    monkeypatch.setattr(check_env, "kernels", broken)
+    launch = check_env.Launch("single", 0, 1, 0, 1, "127.0.0.1", 0)
+    found = by_item(check_env.findings(launch, None))
+    assert found["kernels"].found == "RuntimeError: kernel module missing"
+    assert found["processors"].status == "pass" and found["ranks meet"].status == "skip"
+
+
+def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    def two_clocks(values: list[object], mine: object) -> None:
+        now = time.time()
+        values[:] = [(now, "gpu01"), (now + 42.0, "gpu02")]
+
+    for name in ("init_process_group", "barrier", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(dist, "all_gather_object", two_clocks)
+    launch = check_env.Launch("torchrun", 0, 2, 0, 1, "gpu01", 20000)
+    clocks = by_item(check_env.meeting(launch))["clocks"]
+    assert clocks.status == "FAIL" and "42.000 s apart, gpu02 is ahead of gpu01" in str(clocks)
+
+
+def test_machines_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_env, "_MEETING_SECONDS", 1.0)
+    launch = check_env.Launch("slurm", 1, 2, 0, 1, "127.0.0.1", 1)  # nobody listens there
+    (finding,) = check_env.meeting(launch)
+    assert finding.status == "FAIL" and "not at 127.0.0.1:1" in str(finding)
+    assert "GLOO_SOCKET_IFNAME" in str(finding)

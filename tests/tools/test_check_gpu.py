@@ -1,0 +1,129 @@
+"""The check for GPUs on a machine without one: what runs here, and how items report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import check_gpu
+from tools.check_gpu import Checks, Failed, Skipped
+
+ROOT = Path(__file__).parents[2]
+
+
+def checks(folder: Path, *, gpus: int = 0, run: list[dict[str, Any]] | None = None) -> Checks:
+    engine = "vllm" if gpus else "hf"
+    made = Checks(work=folder, gpus=gpus, engine=engine, given=None, timeout=300)
+    if run is not None:
+        made.__dict__["run"] = run
+    return made
+
+
+def test_local_layers_give_the_log_probs_and_gradients_of_transformers(tmp_path: Path) -> None:
+    """The real item, and the report around it."""
+    command = [sys.executable, "tools/check_gpu.py", "--only", "logits", "--keep", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Transformer Engine left out: it needs a GPU" in done.stdout
+    assert "local against transformers (float32)" in done.stdout
+    assert "nothing failed" in done.stdout
+
+
+def test_the_model_speaks_every_byte(tmp_path: Path) -> None:
+    from ctrl_megatron.data.tokens import TextCodec
+
+    check_gpu.make_model(tmp_path, large=False)
+    codec = TextCodec(tmp_path)
+    text = "def f(x):\n\treturn 'ü€'"
+    assert codec.decode(codec.tokenizer.encode(text)) == text
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["vocab_size"] == len(codec.tokenizer)
+    assert len(codec.encode_chat([{"role": "user", "content": "?"}])) > 10
+
+
+def test_the_run_is_a_configuration_that_is_accepted(tmp_path: Path) -> None:
+    from ctrl_megatron.config import load_config
+
+    for gpus in (0, 1, 8):
+        made = checks(tmp_path, gpus=gpus)
+        made.__dict__["model"] = tmp_path
+        command = made.train("run", 4, "trainer.save_freq=1")
+        assert str(max(1, gpus)) in command
+        config = load_config(str(tmp_path / "run.yaml"), ["trainer.save_freq=1"], "rl")
+        assert config.reward.reward_funcs == ("tools.check_gpu:even",)
+
+
+def test_the_engine_must_agree_and_memory_must_not_grow(tmp_path: Path) -> None:
+    def step(difference: float, asleep: float) -> dict[str, float]:
+        memory = {"memory/generate_device_gib": 40.0, "memory/update_device_gib": asleep}
+        return {"rollout/probs_diff_mean": difference, **memory}
+
+    good = checks(tmp_path, gpus=1, run=[step(0.001, 9.0 if n else 1.0) for n in range(4)])
+    assert "0.001 in the mean" in good.engine_agrees()
+    assert "+0.000 GiB" in good.no_growth()  # the first step still builds things
+    leaking = checks(tmp_path, gpus=1, run=[step(0.02, 9.0 + n) for n in range(4)])
+    with pytest.raises(Failed, match=r"differ by 0\.02"):
+        leaking.engine_agrees()
+    with pytest.raises(Failed, match=r"update holds 2\.00 GiB more in step 4 than in step 2"):
+        leaking.no_growth()
+    with pytest.raises(Failed, match="no metrics memory/"):
+        checks(tmp_path, gpus=1, run=[{}]).no_growth()
+    with pytest.raises(Skipped, match="no GPU"):
+        checks(tmp_path, run=[{}]).no_growth()
+
+
+PLAN = """1 GPUs of 80.0 GiB on 1 hosts; 73.6 GiB of each may be used, 8% stay free
+
+phase             GiB   rank  largest
+start: engine    66.7      0  engine's key-value cache 44.4 GiB
+generate         40.4      0  engine's key-value cache 44.4 GiB, engine's weights 16.9 GiB
+update           79.9!     0  actor's moments 9.3 GiB
+"""
+
+
+def test_measured_memory_is_compared_with_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"memory/rollout_actor_device_gib": 41.0, "memory/actor_update_device_gib": 79.5}
+    made = checks(tmp_path, gpus=1, run=[step, step])
+    done = subprocess.CompletedProcess([], 0, stdout=PLAN, stderr="")
+    nvidia_smi = subprocess.CompletedProcess([], 0, stdout="81559\n")
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    monkeypatch.setattr(Checks, "command", lambda self, *words: done)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: nvidia_smi)
+    assert made.planned() == {"start: engine": 66.7, "generate": 40.4, "update": 79.9}
+    assert "rollout_actor             41.00 GiB, planned  40.40 GiB" in made.memory_by_phase()
+    step["memory/actor_update_device_gib"] = 78.0
+    with pytest.raises(Failed, match=r"1 phases differ by more than 1\.0 GiB"):
+        made.memory_by_phase()
+
+
+def test_an_item_that_fails_does_not_keep_the_next_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> str:
+        raise Failed("too slow\nby far")
+
+    def breaks() -> str:
+        raise ZeroDivisionError
+
+    def is_left_out() -> str:
+        raise Skipped("no GPU")
+
+    items = {"one": fails, "two": breaks, "three": is_left_out, "four": lambda: "good"}
+    monkeypatch.setattr(Checks, "items", lambda self: items)
+    assert check_gpu.main(["--keep", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines if line[:4] in ("FAIL", "skip", "pass")] == [
+        ["FAIL", "one"],
+        ["FAIL", "two"],
+        ["skip", "three"],
+        ["pass", "four"],
+    ]
+    assert "      by far" in lines and "2 failed" in lines
+    assert check_gpu.main(["--keep", str(tmp_path), "--only", "our", "hre"]) == 0

@@ -1,0 +1,621 @@
+"""The first ten minutes on a GPU: what the tests cannot see without one, item by item.
+
+``python tools/check_gpu.py`` makes a model of its own, or takes ``--model DIR``, a Hugging Face
+directory. Every item prints pass, FAIL or skip with its figures, and the next one follows. On a
+machine without a GPU it runs what can run on the CPU platform and says what it leaves out.
+Exit code: 0 if nothing failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+CONFIG = "examples/ctrl_smollm2_cpu.yaml"
+STEPS = 4
+GROWTH_GIB = 0.25
+WITHIN_GIB = 1.0
+PLANNED = {
+    "rollout_actor": "generate",
+    "old_log_prob": "log-probs",
+    "ref_log_prob": "log-probs",
+    "actor_update": "update",
+    "sync_weights": "sync",
+    "save": "save",
+}
+"""Phase of a run -> phase of the plan."""
+PROBS_DIFF = 0.005
+"""Most that trainer and engine may differ in the probabilities of tokens, in the mean."""
+COSINE = {"float32": 0.99999, "bfloat16": 0.99}
+"""Least cosine of a tensor's gradient with transformers'."""
+LOG_PROBS = {"float32": 1e-4, "bfloat16": 0.02}
+"""Most that a log-prob may differ in the mean."""
+SAME = 1e-3
+"""Relative difference of a resumed run's metrics from the uninterrupted one's."""
+
+
+class Failed(Exception):
+    """An item did not pass."""
+
+
+class Skipped(Exception):
+    """An item cannot run here."""
+
+
+def even(items: Sequence[Any]) -> list[float]:
+    """A reward that differs within a group: one for an even number of tokens."""
+    return [float(item.length % 2 == 0) for item in items]
+
+
+@dataclass
+class Checks:
+    """The items, in order, and what they share."""
+
+    work: Path
+    gpus: int
+    """0 on a machine without."""
+    engine: str
+    given: Path | None
+    timeout: float
+
+    def items(self) -> dict[str, Callable[[], str]]:
+        """Name -> what returns its figures, or raises ``Failed`` or ``Skipped``."""
+        return {
+            "environment": self.environment,
+            "logits and gradients": self.logits_and_gradients,
+            "optimizer: save, resume": self.optimizer_resumes,
+            "training run": self.training_run,
+            "device memory by phase": self.memory_by_phase,
+            "no growth over cycles": self.no_growth,
+            "engine agrees": self.engine_agrees,
+            "stop in mid-generation": self.stop_in_generation,
+            "rates": self.rates,
+        }
+
+    # The items
+
+    def environment(self) -> str:
+        """``tools/check_env.py``."""
+        done = self.command("tools/check_env.py")
+        wrong = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+        if done.returncode:
+            raise Failed("\n".join(wrong) or done.stderr[-2000:])
+        return done.stdout.strip()
+
+    def logits_and_gradients(self) -> str:
+        """Log-probs and every tensor's gradient: transformers, Transformer Engine, local layers."""
+        dtype = self.dtype
+        variants = ["local"]
+        if self.gpus and not _has("transformer_engine"):
+            raise Failed("transformer-engine is not installed; install requirements/cuda.txt")
+        if self.gpus:
+            variants.insert(0, "te")
+        said = [] if self.gpus else ["Transformer Engine left out: it needs a GPU"]
+        for layers in variants:
+            done = self.command(__file__, "--compare", layers, "--model", str(self.model), dtype)
+            if done.returncode:
+                raise Failed(f"{layers}: {done.stderr[-3000:]}")
+            found = json.loads(done.stdout.splitlines()[-1])
+            text = (
+                f"{layers} against transformers ({dtype}): log-probs differ by "
+                f"{found['mean']:.2g} in the mean, {found['most']:.2g} at most; least cosine of a "
+                f"gradient {found['cosine']:.6f} ({found['tensor']})"
+            )
+            if found["mean"] > LOG_PROBS[dtype] or found["cosine"] < COSINE[dtype]:
+                raise Failed(text)
+            said.append(text)
+        return "\n".join(said)
+
+    def optimizer_resumes(self) -> str:
+        """Fine-tuning of 4 steps, and one of 2 that is saved and goes on to 4."""
+        whole = self.sft("whole", 4)
+        self.sft("halves", 2)
+        again = self.sft("halves", 4, wants="after step 2")
+        for step in (3, 4):
+            for name in ("sft/loss", "sft/grad_norm"):
+                one, other = whole[step][name], again[step][name]
+                if abs(one - other) > SAME * abs(one):
+                    raise Failed(f"step {step}: {name} is {other} after a resume, {one} without")
+        kind = json.loads(self.command("-c", _OPTIMIZER).stdout.splitlines()[-1])
+        return f"{kind}: steps 3 and 4 after a resume equal those without to {SAME:g}"
+
+    def training_run(self) -> str:
+        """GRPO: draw, sleep, log-probs, update, push; ends with the figures of the last step."""
+        last = self.run[-1]
+        return f"{len(self.run)} steps with {self.engine}, the last in {last['time/step']:.1f} s"
+
+    def memory_by_phase(self) -> str:
+        """What all processes hold on the fullest GPU at the end of each phase; the plan's figures
+        within 1 GiB.
+        """
+        found, planned = self.device_memory()[-1], self.planned()
+        lines, wrong = [], 0
+        for name, gib in found.items():
+            wanted = planned.get(PLANNED.get(name, ""))
+            off = wanted is not None and abs(gib - wanted) > WITHIN_GIB
+            wrong += off
+            text = "" if wanted is None else f", planned {wanted:6.2f} GiB{' !' * off}"
+            lines.append(f"{name:<24} {gib:6.2f} GiB{text}")
+        if wrong:
+            raise Failed(
+                "\n".join([f"{wrong} phases differ by more than {WITHIN_GIB} GiB", *lines])
+            )
+        return "\n".join(lines)
+
+    def planned(self) -> dict[str, float]:
+        """Phase -> GiB of the fullest GPU, by ``tools/plan.py``."""
+        command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        total = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        done = self.command(
+            *("tools/plan.py", "--config", str(self.work / "run.yaml"), "--nodes", "1"),
+            *("--gpus-per-node", str(self.gpus), "--gpu-memory", f"{int(total[0]) / 1024:.1f}"),
+        )
+        if done.returncode:
+            raise Failed(f"the plan refuses the run:\n{done.stdout}{done.stderr}")
+        rows = re.findall(r"^(\S.*?) {2,}(\d+\.\d)[ !] +\d+  ", done.stdout, re.M)
+        return {phase: float(gib) for phase, gib in rows}
+
+    def no_growth(self) -> str:
+        """Three times push, generate, sleep: the same phase holds no more the last time."""
+        first, *_, last = self.device_memory()[1:]
+        growth = {name: last[name] - first[name] for name in first if name in last}
+        name, most = max(growth.items(), key=lambda item: item[1])
+        if most > GROWTH_GIB:
+            raise Failed(f"{name} holds {most:.2f} GiB more in step {STEPS} than in step 2")
+        return f"at most {most:+.3f} GiB from step 2 to step {STEPS} ({name})"
+
+    def engine_agrees(self) -> str:
+        """Probabilities of the drawn tokens, engine against trainer, after every push."""
+        differences = [step["rollout/probs_diff_mean"] for step in self.run]
+        text = f"probabilities differ by {max(differences):.2g} in the mean, {PROBS_DIFF} allowed"
+        if max(differences) > PROBS_DIFF:
+            raise Failed(text)
+        return text
+
+    def stop_in_generation(self) -> str:
+        """SIGTERM while the engine draws; what is saved goes on."""
+        length = 2048 if self.gpus else 128
+        long = ("trainer.save_freq=1", f"data.max_response_length={length}")
+        log = self.work / "stopped.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                self.train("stopped", 100, *long),
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        begun = r"^\[step 2/100\] +[\d.]+s rollout_actor"
+        try:
+            self.wait_for(process, log, begun)
+            time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            at = time.monotonic()
+            process.wait(self.timeout)
+        finally:
+            if process.poll() is None:
+                process.kill()
+        seconds, text = time.monotonic() - at, log.read_text(errors="replace")
+        saved = re.search(r"stopped as asked; the state after step (\d+) is saved", text)
+        if saved is None:
+            raise Failed(f"it was not saved; the end of {log}:\n{text[-3000:]}")
+        step = int(saved[1])
+        done = self.finished(self.train("stopped", step + 1, *long), "stopped_again")
+        if f"after step {step}" not in done:
+            raise Failed(f"the run did not go on after step {step}:\n{done[-3000:]}")
+        return f"stopped after step {step} in {seconds:.1f} s, went on to step {step + 1}"
+
+    def rates(self) -> str:
+        """Of the last step; peers' figures are of larger models."""
+        last = self.run[-1]
+        tokens = last["perf/tokens_per_second"] / max(1, self.gpus)
+        return (
+            f"{tokens:,.0f} tokens/s a device over the whole step, MFU {last['perf/mfu']:.3f} in "
+            f"the trainer, push {last['sync/gigabytes_per_second']:.2f} GB/s"
+        )
+
+    # What they share
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.gpus else "float32"
+
+    @property
+    def tensor_size(self) -> int:
+        return 2 if self.gpus and self.gpus % 2 == 0 else 1
+
+    @cached_property
+    def model(self) -> Path:
+        """The directory that was given, or a random model with a tokenizer of bytes."""
+        if self.given is not None:
+            return self.given
+        directory = self.work / "model"
+        make_model(directory, large=self.gpus > 0)
+        return directory
+
+    @cached_property
+    def run(self) -> list[dict[str, float]]:
+        """The metrics of every step of one training run."""
+        self.finished(self.train("run", STEPS), "run")
+        steps = self.metrics("run")
+        if len(steps) != STEPS:
+            raise Failed(f"{len(steps)} of {STEPS} steps are recorded")
+        return [steps[step] for step in sorted(steps)]
+
+    def device_memory(self) -> list[dict[str, float]]:
+        """Per step: phase -> GiB that all processes hold on the fullest device."""
+        if not self.gpus:
+            raise Skipped("no GPU, whose memory could be measured")
+        end = "_device_gib"
+        found = [
+            {
+                name.removeprefix("memory/").removesuffix(end): value
+                for name, value in step.items()
+                if name.startswith("memory/") and name.endswith(end)
+            }
+            for step in self.run
+        ]
+        if not all(found):
+            raise Failed(f"the run has no metrics memory/*{end}")
+        return found
+
+    def train(self, name: str, steps: int, *extra: str) -> list[str]:
+        """The command of a GRPO run; its configuration is left in NAME.yaml."""
+        import yaml
+
+        rows = self.work / "problems.parquet"
+        if not rows.exists():
+            write_problems(rows)
+        on_gpu = self.gpus > 0 and self.engine == "vllm"
+        share = {"gpu_memory_utilization": 0.5} if on_gpu else {}
+        config = {
+            "data": {
+                "train_files": str(rows),
+                "val_files": [],
+                "max_prompt_length": 1024,
+                "max_response_length": 512 if self.gpus else 16,
+                "train_batch_size": 32 if self.gpus else 4,
+            },
+            "actor_rollout_ref": {
+                "model": {"path": str(self.model), "dtype": self.dtype},
+                "actor": {
+                    "ppo_mini_batch_size": 32 if self.gpus else 4,
+                    "ppo_max_token_len_per_gpu": 16384 if self.gpus else 2048,
+                    "use_kl_loss": True,
+                    "optim": {"lr": 1e-5},
+                    "megatron": {
+                        "tensor_model_parallel_size": self.tensor_size,
+                        "sequence_parallel": self.tensor_size > 1,
+                        "param_offload": True,
+                        "grad_offload": True,
+                        "optimizer_offload": True,
+                    },
+                },
+                "rollout": {
+                    "name": self.engine,
+                    "n": 8 if self.gpus else 2,
+                    "tensor_model_parallel_size": self.tensor_size,
+                    "max_num_seqs": 256 if self.gpus else 16,
+                    **share,
+                },
+            },
+            "dag": {"custom_pipeline_fn": "ctrl_megatron.pipeline:grpo_pipeline"},
+            "reward": {"reward_funcs": ["tools.check_gpu:even"]},
+            "trainer": {
+                "experiment_name": name,
+                "default_local_dir": str(self.work / "runs"),
+                "total_training_steps": steps,
+                "verify_weight_sync": True,
+                "n_gpus_per_node": max(1, self.gpus),
+            },
+        }
+        file = self.work / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(config, sort_keys=False))
+        return self.ranks("ctrl_megatron.commands.train_rl", str(file), *extra)
+
+    def sft(self, name: str, steps: int, *, wants: str = "") -> dict[int, dict[str, float]]:
+        """Metrics by step of a fine-tuning run."""
+        rows = self.work / "examples.parquet"
+        if not rows.exists():
+            write_examples_to(rows)
+        settings = (
+            *(f"actor_rollout_ref.model.path={self.model}", "sft.train_batch_size=4"),
+            *(f"actor_rollout_ref.model.dtype={self.dtype}", f"sft.train_files={rows}"),
+            *("sft.val_files=[]", "sft.max_length=512", "sft.max_token_len_per_gpu=2048"),
+            *(
+                f"sft.total_training_steps={steps}",
+                "sft.lr=1e-4",
+                "sft.lr_scheduler_type=constant",  # the same whatever the number of steps
+                f"trainer.experiment_name={name}",
+            ),
+            f"trainer.default_local_dir={self.work / 'runs'}",
+            f"trainer.n_gpus_per_node={max(1, self.gpus)}",
+        )
+        command = self.ranks("ctrl_megatron.commands.train_sft", CONFIG, *settings)
+        said = self.finished(command, f"{name}_{steps}")
+        if wants not in said:
+            raise Failed(f"the run did not go on {wants}:\n{said[-3000:]}")
+        return self.metrics(name)
+
+    def ranks(self, module: str, config: str, *settings: str) -> list[str]:
+        ranks = str(max(1, self.gpus))
+        command = [sys.executable, "-m", module, "--nproc-per-node", ranks, "--config", config]
+        return [*command, *settings]
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=self.timeout,
+        )
+
+    def finished(self, command: list[str], name: str) -> str:
+        """What a command printed, which must end well; kept in NAME.log."""
+        log = self.work / f"{name}.log"
+        with log.open("w") as output:
+            done = subprocess.run(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=self.timeout
+            )
+        text = log.read_text(errors="replace")
+        if done.returncode:
+            raise Failed(f"exit code {done.returncode}; the end of {log}:\n{text[-3000:]}")
+        return text
+
+    def metrics(self, name: str) -> dict[int, dict[str, float]]:
+        from ctrl_megatron.metrics import read_json_lines
+
+        records = read_json_lines(self.work / "runs" / name / "metrics.jsonl")
+        return {r["step"]: r["metrics"] for r in records if "time/step" in r["metrics"]}
+
+    def wait_for(self, process: subprocess.Popen[Any], log: Path, pattern: str) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not re.search(pattern, text := log.read_text(errors="replace"), re.M):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise Failed(f"no {pattern!r} in {log}:\n{text[-3000:]}")
+            time.sleep(0.05)
+
+
+_OPTIMIZER = """
+import json
+from ctrl_megatron.models.kernels import providers
+print(json.dumps(providers()["optimizer"]))
+"""
+
+
+def _has(module: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(module) is not None
+
+
+def make_model(directory: Path, *, large: bool) -> None:
+    """A random Llama, of 0.9 billion parameters or tiny, and a tokenizer of bytes."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>", *(f"<|reserved_{i}|>" for i in range(254))]
+    tokenizer.add_special_tokens(special)
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    fast: Any = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        chat_template=template,
+    )
+    size: dict[str, Any] = (
+        {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 20}
+        if large
+        else {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    )
+    config = LlamaConfig(
+        **size,
+        num_attention_heads=size["hidden_size"] // (64 if large else 32),
+        num_key_value_heads=8 if large else 2,
+        head_dim=64 if large else 32,
+        vocab_size=len(fast),
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        eos_token_id=fast.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=fast.eos_token_id,
+    )
+    torch.manual_seed(1)
+    model: Any = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16 if large else torch.float32)
+    model.save_pretrained(directory)
+    fast.save_pretrained(directory)
+
+
+def write_problems(path: Path) -> None:
+    """A few problems; nobody solves them."""
+    from ctrl_megatron.data.rows import row_of, write_rows
+    from ctrl_megatron.types import Attempt, Problem
+
+    rows = []
+    for number in range(64):
+        problem = Problem(
+            id=f"check/{number}",
+            statement=f"Write f(x) that returns x + {number}.",
+            prompter_type="mbppplus",
+            selected_uts=(f"assert f(1) == {number + 1}",),
+            entry_point="f",
+        )
+        solution = "```python\ndef f(x):\n    return x\n```"
+        rows.append(row_of(Attempt(id=f"{problem.id}/0", problem=problem, solution=solution)))
+    write_rows(path, rows)
+
+
+def write_examples_to(path: Path) -> None:
+    """Prompts and responses to learn."""
+    from ctrl_megatron.sft.examples import SftExample, write_examples
+
+    examples = [
+        SftExample(
+            id=f"check/{number}",
+            prompt=({"role": "user", "content": f"What is {number} + {number}?"},),
+            response=f"{number} + {number} is {2 * number}.",
+        )
+        for number in range(32)
+    ]
+    write_examples(path, examples)
+
+
+def compare(layers: str, directory: str, dtype: str) -> dict[str, Any]:
+    """Log-probs and gradients of Megatron's model and of transformers' on one packed batch."""
+    if layers == "local":
+        # Where Transformer Engine is installed, as if it were not.
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ctrl_megatron.checkpoint.hf import load_hf
+    from ctrl_megatron.models.build import DTYPES, BuildOptions
+    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.optimizer import OptimizerOptions
+    from ctrl_megatron.models.parallel_model import ModelOptions
+    from ctrl_megatron.models.policy import Policy
+    from ctrl_megatron.parallel.groups import initialize, shutdown
+    from ctrl_megatron.parallel.layout import layout_for
+
+    one = layout_for(1, tensor=1, pipeline=1, virtual_pipeline=1, sequence_parallel=False)
+    groups = initialize(one, seed=1, timeout_seconds=300)
+    shape = read_model_shape(directory)
+    # Gradients are looked at, so nothing may scale them, and the weights stay.
+    frozen = OptimizerOptions(lr=0.0, total_steps=1, clip_grad=1e9, weight_decay=0.0)
+    options = ModelOptions(
+        build=BuildOptions(dtype=dtype), token_budget=4096, logprob_chunk=256, optimizer=frozen
+    )
+    policy = Policy(shape, groups, options)
+    load_hf(policy, directory)
+    policy.start_optimizer()
+
+    prompt, response, rows = 64, 64, 6
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, shape.vocab_size, (rows, prompt + response), generator=generator)
+    # transformers gives a padding token's embedding no gradient.
+    padding = AutoConfig.from_pretrained(directory).pad_token_id
+    if padding is not None:
+        ids[ids == padding] = (padding + 1) % shape.vocab_size
+    lengths = torch.randint(1, response + 1, (rows,), generator=generator)
+    column = torch.arange(prompt + response)
+    attention = (column < prompt + lengths[:, None]).long()
+    mask = attention[:, prompt:].bool()
+    batch = {"input_ids": ids, "attention_mask": attention, "response_mask": mask}
+
+    def loss(log_probs, entropy, rows, counts):
+        return -(log_probs * rows["response_mask"]).sum() / counts.tokens, {}
+
+    ours = policy.log_probs(batch)[0][mask]
+    policy.step(batch, loss)
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype])
+    model.to(groups.device)
+    theirs, total = [], int(mask.sum())
+    for row in range(rows):
+        tokens = ids[row, : prompt + int(lengths[row])].to(groups.device)
+        logits = model(tokens[None]).logits[0, prompt - 1 : -1].float()
+        log_probs = logits.log_softmax(-1).gather(-1, tokens[prompt:, None]).squeeze(-1)
+        (-log_probs.sum() / total).backward()
+        theirs.append(log_probs.detach().cpu())
+    difference = (ours - torch.cat(theirs)).abs()
+
+    parameters = dict(model.named_parameters())
+    cosine, tensor = 2.0, ""
+    for param, weight in policy.shards():
+        for piece in param.pieces:
+            mine = weight.main_grad[piece.slices].double().flatten()  # type: ignore[attr-defined]
+            wanted = parameters[piece.hf].grad[piece.hf_slices].double().flatten()
+            found = float(torch.nn.functional.cosine_similarity(mine, wanted, dim=0))
+            if found < cosine:
+                cosine, tensor = found, piece.hf
+    shutdown()
+    mean, most = float(difference.mean()), float(difference.max())
+    return {"mean": mean, "most": most, "cosine": cosine, "tensor": tensor}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if no item failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="Hugging Face directory; else a random model")
+    parser.add_argument("--engine", choices=("vllm", "hf"), help="default: vllm where installed")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="WORD", help="items whose name has"
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs and runs there")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one command")
+    parser.add_argument("--compare", choices=("te", "local"), help=argparse.SUPPRESS)
+    parser.add_argument("dtype", nargs="?", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.compare:
+        print(json.dumps(compare(options.compare, str(options.model), options.dtype)))
+        return 0
+    import torch
+
+    from ctrl_megatron.parallel.devices import unreached_gpus
+
+    if fault := unreached_gpus():
+        print(f"FAIL  {fault}")
+        return 1
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    work = options.keep or Path(tempfile.mkdtemp(prefix="check_gpu_"))
+    work.mkdir(parents=True, exist_ok=True)
+    checks = Checks(
+        work=work,
+        gpus=gpus,
+        engine=options.engine or ("vllm" if _has("vllm") else "hf"),
+        given=options.model,
+        timeout=options.timeout,
+    )
+    print(f"{gpus} GPUs" if gpus else "no GPU: the CPU platform stands in")
+    failed = 0
+    for name, item in checks.items().items():
+        if options.only and not any(word in name for word in options.only):
+            continue
+        begun = time.monotonic()
+        try:
+            status, text = "pass", item()
+        except Skipped as reason:
+            status, text = "skip", str(reason)
+        except Exception as error:  # an item that breaks must not keep the next from running
+            status, text = "FAIL", str(error) if isinstance(error, Failed) else repr(error)
+            failed += 1
+        first, *rest = text.splitlines() or [""]
+        print(f"{status}  {name:<24} {time.monotonic() - begun:5.0f} s  {first}", flush=True)
+        print("".join(f"      {line}\n" for line in rest), end="", flush=True)
+    print(f"{failed} failed" if failed else "nothing failed")
+    if options.keep is None and not failed:
+        shutil.rmtree(work)
+    elif failed:
+        print(f"logs and runs: {work}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
