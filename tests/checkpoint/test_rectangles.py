@@ -54,7 +54,8 @@ def stand_in(layout: Layout, place: Any, cut: Any) -> Any:
             owned.append(OwnedRange(weight=weight, start=begin, tensors={"exp_avg": part}))  # type: ignore[arg-type]
     return SimpleNamespace(
         shape=SHAPE,
-        onload=lambda: None,
+        onload=lambda *_: None,
+        offload=lambda *_: None,
         shards=lambda: shards,
         groups=SimpleNamespace(layout=layout, place=place),
         options=SimpleNamespace(optimizer=SimpleNamespace(distributed=True)),
