@@ -12,7 +12,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "ctrl_megatron"
 SANDBOX = "ctrl_megatron.sandbox"
-SHARED = {f"{SANDBOX}.{name}" for name in ("wire", "limits", "access", "languages", "comparison")}
+SHARED = {
+    f"{SANDBOX}.{name}" for name in ("wire", "limits", "access", "languages", "comparison", "cores")
+}
 """What client and service agree on."""
 
 
