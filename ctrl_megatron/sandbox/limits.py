@@ -62,7 +62,8 @@ CALL_BYTES = 256 << 20
 ANSWER_BYTES = 4 << 20
 """Of what such a call returns, encoded."""
 DECODING_SECONDS = 2.0
-"""What the judge spends on reading one returned value."""
+"""What the judge spends on reading one returned value of more than ``DECODING_BYTES``."""
+DECODING_BYTES = 1 << 16
 PIPELINED_CALLS = 32
 """Calls that may be sent together; together they get one test's time."""
 PIPELINED_BYTES = 1 << 16

@@ -83,6 +83,8 @@ class FrameReader:
         self._fd = fd
         self._limit = limit
         self._data = b""
+        self.size = 0
+        """Bytes of the last frame."""
 
     def receive(self, deadline: float | None = None) -> Any:
         """The next frame, until ``deadline`` (``time.monotonic`` seconds). Raises ``PeerGone``,
@@ -91,6 +93,7 @@ class FrameReader:
         size = HEADER.unpack(self._take(HEADER.size, deadline))[0]
         if size > self._limit:
             raise FrameError(f"a frame of {size} bytes exceeds the limit of {self._limit}")
+        self.size = size
         try:
             return _decoded(self._take(size, deadline).decode())
         except (ValueError, RecursionError) as error:

@@ -21,6 +21,7 @@ from ctrl_megatron.sandbox.jail import codec, frames, program
 from ctrl_megatron.sandbox.limits import (
     ANSWER_BYTES,
     CALL_BYTES,
+    DECODING_BYTES,
     DECODING_SECONDS,
     PIPELINED_BYTES,
 )
@@ -165,63 +166,66 @@ def serve_calls(fd: int, prelude: str, code: str) -> None:
         failure = _failure(error)
     frames.send(fd, {"loaded": failure is None, "error": failure})
     calls = frames.FrameReader(fd, limit=CALL_BYTES)
-    objects: list[Any] = []
+    server = _CallServer(module.__dict__)
     while failure is None:
         call = calls.receive()
-        frames.send_encoded(fd, _answer(module, objects, call))
+        frames.send_encoded(fd, server.answer(call))
     os._exit(0)
 
 
-def _answer(module: types.ModuleType, objects: list[Any], call: dict[str, Any]) -> bytes:
-    """The frame that answers ``call``. ``objects``: what the judge has been told of by number."""
+class _CallServer:
+    """Answers calls of what ``names`` holds, and of the objects that the judge has been told of."""
 
-    def hold(value: Any) -> list[Any]:
-        told = ["object", type(value).__name__[:80], bool(value), callable(value), len(objects)]
-        objects.append(value)
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+        self._objects: list[Any] = []
+
+    def answer(self, call: dict[str, Any]) -> bytes:
+        """The frame that answers ``call``."""
+        try:
+            arguments = [codec.decode(item, self._held) for item in call["args"]]
+            named = {name: codec.decode(item, self._held) for name, item in call["named"].items()}
+            value = codec.encode(self._do(call, arguments, named), self._hold)
+            answer: dict[str, Any] = {"id": call["id"], "value": value}
+            if "in_place" in call:
+                answer["changed"] = self._changes(arguments, call["args"])
+            encoded = frames.encode(answer)
+            if len(encoded) > ANSWER_BYTES:
+                raise OverflowError(f"the returned value takes more than {ANSWER_BYTES} bytes")
+        except BaseException as error:
+            return frames.encode({"id": call["id"], "error": _failure(error)})
+        return encoded
+
+    def _do(self, call: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> Any:
+        name, do = call["name"], call.get("do")
+        if do is None:
+            if name not in self._names:
+                raise NameError(f"name {name!r} is not defined")
+            return self._names[name](*arguments, **named)
+        target = self._objects[call["of"]]
+        if do == "get":
+            return getattr(target, name)
+        if do == "set":
+            return setattr(target, name, *arguments)
+        return target(*arguments, **named)
+
+    def _changes(self, arguments: list[Any], before: list[Any]) -> list[list[Any]]:
+        """What the call has changed: place of an argument, and what it is now."""
+        after = (
+            (i, codec.encode(argument, self._hold))
+            for i, argument in enumerate(arguments)
+            if isinstance(argument, (list, dict, set))
+        )
+        return [[i, data] for i, data in after if data != before[i]]
+
+    def _hold(self, value: Any) -> list[Any]:
+        number = len(self._objects)
+        told = ["object", type(value).__name__[:80], bool(value), callable(value), number]
+        self._objects.append(value)
         return told
 
-    def held(rest: list[Any]) -> Any:
-        return objects[rest[0]]
-
-    try:
-        arguments = [codec.decode(item, held) for item in call["args"]]
-        named = {name: codec.decode(item, held) for name, item in call["named"].items()}
-        value = codec.encode(_done(module, objects, call, arguments, named), hold)
-        answer: dict[str, Any] = {"id": call["id"], "value": value}
-        if call["in_place"]:
-            answer["changed"] = [
-                [index, after]
-                for index, (argument, before) in enumerate(
-                    zip(arguments, call["args"], strict=True)
-                )
-                if isinstance(argument, (list, dict, set))
-                and (after := codec.encode(argument, hold)) != before
-            ]
-        encoded = frames.encode(answer)
-        if len(encoded) > ANSWER_BYTES:
-            raise OverflowError(f"the returned value takes more than {ANSWER_BYTES} bytes")
-    except BaseException as error:
-        return frames.encode({"id": call["id"], "error": _failure(error)})
-    return encoded
-
-
-def _done(
-    module: types.ModuleType,
-    objects: list[Any],
-    call: dict[str, Any],
-    arguments: list[Any],
-    named: dict[str, Any],
-) -> Any:
-    name, of = call["name"], call["of"]
-    if call["do"] == "get":
-        return getattr(objects[of], name)
-    if call["do"] == "set":
-        return setattr(objects[of], name, *arguments)
-    if of is not None:
-        return objects[of](*arguments, **named)
-    if name not in module.__dict__:
-        raise NameError(f"name {name!r} is not defined")
-    return module.__dict__[name](*arguments, **named)
+    def _held(self, rest: list[Any]) -> Any:
+        return self._objects[rest[0]]
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
@@ -293,8 +297,7 @@ class CandidateConnection:
     def call(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the program's ``name``; applies changes of arguments where the test asks for it."""
         attributes = own_attribute if name[0].isupper() else no_attribute
-        of = {"do": "call", "of": None, "name": name}
-        return self.ask(of, arguments, named, attributes=attributes)
+        return self.ask({"name": name}, arguments, named, attributes=attributes)
 
     def ask(
         self,
@@ -338,7 +341,9 @@ class CandidateConnection:
             made = RemoteCallable if is_callable is True else RemoteObject
             return made(self, attributes, str(kind)[:80], truth is True, int(number))
 
-        signal.setitimer(signal.ITIMER_REAL, min(DECODING_SECONDS, self._left()))
+        timed = self._answers.size > DECODING_BYTES
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, min(DECODING_SECONDS, self._left()))
         try:
             value = codec.decode(answer.get("value"), remote)
             if self.in_place:
@@ -349,7 +354,8 @@ class CandidateConnection:
             self._lose("protocol", "the returned value takes too much memory")
         except CandidateLost:
             self._lose("timeout", "the returned value takes too long to read")
-        signal.setitimer(signal.ITIMER_REAL, self._left())
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, self._left())
         return value
 
     def _left(self) -> float:
@@ -361,8 +367,7 @@ class CandidateConnection:
         requests, data = [], b""
         for call in calls:
             try:
-                of = {"do": "call", "of": None, "name": call.name}
-                request = self._request(of, call.arguments, call.named)
+                request = self._request({"name": call.name}, call.arguments, call.named)
             except codec.CodecError:
                 break  # the test itself will say so
             frame = frames.encode(request)
@@ -383,13 +388,13 @@ class CandidateConnection:
     def _request(
         self, what: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> dict[str, Any]:
-        return {
+        request = {
             "id": os.urandom(4).hex(),
             **what,
             "args": [codec.encode(value, self._own) for value in arguments],
             "named": {key: codec.encode(value, self._own) for key, value in named.items()},
-            "in_place": self.in_place,
         }
+        return {**request, "in_place": True} if self.in_place else request
 
     def _own(self, value: Any) -> list[Any]:
         """What the program knows of an object of its own."""
