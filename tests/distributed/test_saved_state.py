@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import filecmp
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from ctrl_megatron.checkpoint.sharded import (
     load_tensors,
     saved_tensors,
 )
+from ctrl_megatron.rollout.engine import EngineSpec, available_engines
+from ctrl_megatron.rollout.launch import launch_engine
+from ctrl_megatron.rollout.weight_update import tensor_checksum
+from ctrl_megatron.types import SamplingParams
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -152,3 +157,44 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         for key, weight in loaded.state_dict().items():
             name = "model.embed_tokens.weight" if key == "lm_head.weight" else key
             assert weight.dtype == torch.bfloat16 and torch.equal(weight, saved[name]), key
+
+
+@pytest.mark.skipif("vllm" not in available_engines(), reason="the optional vllm is not installed")
+def test_what_a_running_model_exports_generates_in_vllm(tmp_path: Path) -> None:
+    # Its attention on a CPU wants heads of 32.
+    model = save_tiny("qwen2_tied", tmp_path / "model", hidden_size=128)
+    run_world(
+        "saving:save_aside",
+        4,
+        layout={"tensor": 2, "pipeline": 2},
+        directory=str(model),
+        batch=random_batch(seed=5, rows=8),
+        out=str(tmp_path),
+    )
+    exported = tmp_path / "hf_exports/global_step_1"
+    spec = EngineSpec(
+        name="vllm",
+        model_path=str(exported),
+        dtype="bfloat16",
+        max_model_len=64,
+        max_num_seqs=4,
+        kv_cache_gib=0.1,
+        threads=1,
+        log_path=str(tmp_path / "engine.log"),
+        startup_timeout=240.0,
+    )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    names = set(loaded.state_dict()) - {"lm_head.weight"}
+
+    async def ask() -> dict[str, int]:
+        engine = process.connect()
+        (completion,) = (await engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4)))[0]
+        assert len(completion.token_ids) == 4
+        held = await engine.checksums()
+        await engine.close()
+        return held
+
+    with launch_engine(spec) as process:
+        held = asyncio.run(asyncio.wait_for(ask(), 120))
+    wanted = {name: tensor_checksum(loaded.state_dict()[name]) for name in names}
+    assert {name: held[name] for name in names} == wanted

@@ -37,11 +37,15 @@ FAMILIES = {
 }
 
 
-def save_tiny(family: str, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
+def save_tiny(
+    family: str, directory: Path, dtype: torch.dtype = torch.float32, **dims: int
+) -> Path:
     """A random model of ``family``; biases and norms are random too, so that none is forgotten."""
     config_class, extra = FAMILIES[family]
     torch.manual_seed(sum(map(ord, family)))
-    model = transformers.AutoModelForCausalLM.from_config(config_class(**_DIMS, **extra))
+    model = transformers.AutoModelForCausalLM.from_config(
+        config_class(**{**_DIMS, **extra, **dims})
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
