@@ -216,7 +216,7 @@ async def flood(service: EmbeddedSandbox, count: int) -> None:
             asked(f"```python\n{noisy}\n```", {"test": cases}),
             asked(fences + str(number), {"test": cases[:1]}),
             asked("x = [1,\n" * 4000, {"test": cases[:1]}),
-            asked(f"```python\n{noisy}\n```", {"test": cases[:1], "more": [number] * 90_000}),
+            asked(f"```python\n{noisy}\n```", {"test": cases[:1], "more": [number] * 45_000}),
         ]
         for request in kinds:
             longest = max(longest, len((await client.submit(request)).model_dump_json()))

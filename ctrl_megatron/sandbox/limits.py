@@ -91,5 +91,5 @@ ATTEMPTS = 3
 """Workers that a job may bring down before its program is judged to do so."""
 CHECKED_BYTES = 1 << 16
 """A longer request is read aside of the event loop."""
-JSON_VALUES = 100_000
+JSON_VALUES = 50_000
 """In such a request: nothing else of the service runs while its parser does."""

@@ -339,7 +339,7 @@ def test_a_request_of_too_many_values_is_refused(service: EmbeddedSandbox) -> No
             return answer.status, await answer.text()
 
     status, text = asyncio.run(post())
-    assert status == 400 and "more than 100000 JSON values" in text
+    assert status == 400 and "more than 50000 JSON values" in text
     body["config"]["provided_data"].pop("more")  # what is quoted is text
     assert "not supported" in asyncio.run(post())[1]
 
