@@ -21,8 +21,8 @@ from typing import Any
 
 from ctrl_megatron.sandbox.comparison import RESULT_CHECK, RESULT_CHECK_NAMES
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, text_field
+from ctrl_megatron.sandbox.limits import CASE_CHARACTERS
 
-_SHOWN = 1000
 _REMEMBERED_PROBLEMS = 512
 _REMEMBERED_CHARACTERS = 1 << 15
 _BUILTINS = frozenset({*dir(builtins), "__name__", "__file__"})
@@ -128,7 +128,10 @@ def calls_problem(
         {"test_list": tests, "test_setup_code": RESULT_CHECK, "entry_point": name}
     )
     shown = tuple(
-        {"input": ", ".join(map(repr, given))[:_SHOWN], "expected": repr(wanted)[:_SHOWN]}
+        {
+            "input": ", ".join(map(repr, given))[:CASE_CHARACTERS],
+            "expected": repr(wanted)[:CASE_CHARACTERS],
+        }
         for given, wanted in calls
     )
     return replace(

@@ -170,6 +170,9 @@ class _TestRunner:
             self._until(
                 self._pipeline_deadline, lambda: candidate.pipeline(self._certain_calls(index))
             )
+        if candidate.busy:
+            # Cut off in the middle of a frame: nothing can follow it.
+            candidate.lost = candidate.lost or CandidateLost("timeout", "time limit exceeded")
         self._pipeline = range(index, index + candidate.pipelined)
 
     def _certain_calls(self, index: int) -> Iterator[RemoteCall]:
