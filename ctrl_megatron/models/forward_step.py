@@ -40,18 +40,22 @@ def train_step(
     loss: Callable[..., tuple[torch.Tensor, Scalars]],
     rows: Fields,
     counts: GlobalCounts,
+    results: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """Megatron's ``forward_step_func`` of an optimizer step: stage, head, loss.
 
     ``rows`` are this rank's rows of the global mini-batch. ``loss`` is called with the head's
     vectors as (b, R) matrices, the other fields of these b rows and ``counts``; see
-    ``models.policy.LossFn`` and ``models.value.ValueLossFn``.
+    ``models.policy.LossFn`` and ``models.value.ValueLossFn``. ``results`` is filled with the head's
+    vectors as in ``inference_step``.
     """
     micro = next(micro_batches)
     module, output = run_stage(model, micro)
     if not module.post_process:
         return output, None  # goes to the next stage
     vectors = head(module, micro, output)
+    if results is not None:
+        _keep(vectors, micro, results)
     if len(micro.rows):
         fields = {name: value[micro.rows].to(output.device) for name, value in rows.items()}
         share, scalars = loss(*map(micro.to_rows, vectors), fields, counts)
@@ -74,9 +78,13 @@ def inference_step(
     if not module.post_process:
         return output, None
     vectors = head(module, micro, output)
-    rows = micro.rows.to(results.device)
-    results[:, rows] = torch.stack([micro.to_rows(vector) for vector in vectors])
+    _keep(vectors, micro, results)
     return vectors[0].sum(), partial(report_loss, {})
+
+
+def _keep(vectors: tuple[torch.Tensor, ...], micro: MicroBatch, results: torch.Tensor) -> None:
+    rows = micro.rows.to(results.device)
+    results[:, rows] = torch.stack([micro.to_rows(vector.detach()) for vector in vectors])
 
 
 def report_loss(scalars: Scalars, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Scalars]:

@@ -168,9 +168,7 @@ class ParallelModel:
         Every rank of the model copy calls this with the same rows and gets the same result.
         """
         self.onload("weights")
-        results = torch.zeros(
-            (vectors, *rows["response_mask"].shape), dtype=torch.float32, device=self.groups.device
-        )
+        results = self.new_results(rows, vectors)
         get_forward_backward_func()(
             forward_step_func=partial(inference_step, head=head, results=results),
             forward_only=True,
@@ -178,12 +176,24 @@ class ParallelModel:
         )
         return self.groups.from_last_stage(results).cpu()
 
+    def new_results(self, rows: Fields, vectors: int) -> torch.Tensor:
+        """Where a pass over ``rows`` puts ``vectors`` of its head: (vectors, B, R) float32 zeros on
+        the device.
+        """
+        shape = (vectors, *rows["response_mask"].shape)
+        return torch.zeros(shape, dtype=torch.float32, device=self.groups.device)
+
     def train_step(
-        self, rows: Fields, head: Head, loss: Callable[..., tuple[torch.Tensor, Scalars]]
+        self,
+        rows: Fields,
+        head: Head,
+        loss: Callable[..., tuple[torch.Tensor, Scalars]],
+        results: torch.Tensor | None = None,
     ) -> dict[str, float]:
         """One optimizer step on the global mini-batch whose local rows are ``rows``.
 
         Rows count for the loss where ``loss_mask`` (B, R) is on, by default ``response_mask``.
+        ``results`` (``new_results``) is filled with the head's vectors on the last stage.
         Returns the loss function's scalars (global) and ``loss``, ``grad_norm`` (before clipping),
         ``lr``. Raises FloatingPointError on a gradient that is not finite.
         """
@@ -196,7 +206,9 @@ class ParallelModel:
             chunk.zero_grad_buffer()
         self.optimization.optimizer.zero_grad()
         shares = get_forward_backward_func()(
-            forward_step_func=partial(train_step, head=head, loss=loss, rows=rows, counts=counts),
+            forward_step_func=partial(
+                train_step, head=head, loss=loss, rows=rows, counts=counts, results=results
+            ),
             forward_only=False,
             **self._micro_batches(rows, self.options.token_budget),
         )

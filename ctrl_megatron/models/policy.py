@@ -59,6 +59,17 @@ class Policy(ParallelModel):
         """
         return self.train_step(rows, partial(self._head, temperature=temperature), loss)
 
+    def step_with_log_probs(
+        self, rows: Fields, loss: LossFn, temperature: float = 1.0
+    ) -> tuple[dict[str, float], torch.Tensor, torch.Tensor]:
+        """``step``, and what ``log_probs`` would have given before it: the step's own forward pass
+        has computed them.
+        """
+        head, results = partial(self._head, temperature=temperature), self.new_results(rows, 2)
+        scalars = self.train_step(rows, head, loss, results)
+        log_probs, entropy = self.groups.from_last_stage(results).cpu()
+        return scalars, log_probs, entropy
+
     def _head(
         self, module: GPTModel, micro: MicroBatch, output: torch.Tensor, *, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,8 @@ from ctrl_megatron.pipeline.worker import DAGWorker
 class ActorLoss:
     """A ``models.policy.LossFn``: this micro-batch's share of the global loss and its scalars.
 
+    Rows without ``old_log_probs`` are learned from once, by the weights that drew them: the old
+    log-probs are the present ones, without a gradient.
     ``response_limit`` is the constant of ``seq-mean-token-sum-norm``: the width of a batch is that
     of its longest response, which differs between ranks and steps.
     """
@@ -57,7 +59,7 @@ class ActorLoss:
         whole = partial(aggregate, mask=mask, counts=counts, response_limit=self._response_limit)
         mode = actor.loss_agg_mode
         terms = self._terms(
-            old_log_prob=rows["old_log_probs"],
+            old_log_prob=rows.get("old_log_probs", log_probs.detach()),
             log_prob=log_probs,
             advantages=rows["advantages"],
             response_mask=mask,

@@ -64,15 +64,20 @@ def revise(
 ) -> list[Completion]:
     """The frozen proxy's revision of each row's solution after its critique. Collective.
 
-    Revisions are greedy, so that a critique's reward does not depend on luck.
+    Revisions are greedy, so that a critique's reward does not depend on luck; equal critiques of
+    one solution are answered once.
     """
     limit = worker.config.actor_rollout_ref.rollout.revision_max_tokens
     prompts = [
-        worker.codec.encode_chat(revision_messages(row, critique), add_generation_prompt=True)
+        tuple(
+            worker.codec.encode_chat(revision_messages(row, critique), add_generation_prompt=True)
+        )
         for row, critique in zip(rows, critiques, strict=True)
     ]
-    answers = generate(worker, "proxy", prompts, greedy_params(worker, limit))
-    return [answer[0] for answer in answers]
+    different = list(dict.fromkeys(prompts))
+    answers = generate(worker, "proxy", different, greedy_params(worker, limit))
+    revision = {prompt: answer[0] for prompt, answer in zip(different, answers, strict=True)}
+    return [revision[prompt] for prompt in prompts]
 
 
 def revise_valid(

@@ -22,6 +22,7 @@ from ctrl_megatron.algorithms import (
     mismatch_metrics,
     mismatch_sums,
     penalise,
+    token_selection,
 )
 from ctrl_megatron.algorithms.rollout_correction import MismatchSums
 from ctrl_megatron.config import Config
@@ -124,27 +125,52 @@ def ctrl_pipeline(config: Config) -> TaskGraph:
 def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: list[str]) -> None:
     """The second half of a step: from responses (written by the node ``drawn``) and their rewards
     (by ``judged``) to new weights in the engine. Every built-in pipeline ends with it.
+
+    Where nothing asks for ``old_log_probs`` before the update they are the update's own, and the
+    node that computes them is left out (``needs_old_log_prob``).
     """
     forward: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN, "only_forward_compute": True}
     train: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN}
     actor, advantage, reward = NodeRole.ACTOR, NodeRole.ADVANTAGE, NodeRole.REWARD
     add = pipeline.add_node
-    add("old_log_prob", old_log_prob, [drawn], node_role=actor, **forward)
-    add("ref_log_prob", ref_log_prob, ["old_log_prob"], node_role=NodeRole.REFERENCE, **forward)
+    before = needs_old_log_prob(config)
+    if before:
+        add("old_log_prob", old_log_prob, [drawn], node_role=actor, **forward)
+        drawn = "old_log_prob"
+    add("ref_log_prob", ref_log_prob, [drawn], node_role=NodeRole.REFERENCE, **forward)
     if config.needs_values:
         add("values", compute_values, ["ref_log_prob"], node_role=NodeRole.CRITIC, **forward)
     add("scores", place_scores, judged, node_role=reward)
-    logged = ["scores", "old_log_prob"]
-    add("rollout_correction", rollout_correction, logged, node_role=advantage)
-    add("token_rewards", token_rewards, [*logged, "ref_log_prob"], node_role=reward)
+    ready = ["advantages"]
+    if before:
+        add("rollout_correction", rollout_correction, ["scores", drawn], node_role=advantage)
+        ready.append("rollout_correction")
+    add("token_rewards", token_rewards, ["scores", "ref_log_prob"], node_role=reward)
     inputs = ["token_rewards", "values"] if config.needs_values else ["token_rewards"]
     add("advantages", advantages, inputs, node_role=advantage)
-    ready = ["advantages", "rollout_correction"]
     if config.needs_values:
         add("critic_update", update_critic, ready, node_role=NodeRole.CRITIC, **train)
         ready = ["critic_update"]
     add("actor_update", update_actor, ready, node_role=actor, **train)
+    if not before:
+        add("rollout_correction", rollout_correction, ["actor_update"], node_role=advantage)
     add("sync_weights", sync_weights, ["actor_update"], node_role=actor, **train)
+
+
+def needs_old_log_prob(config: Config) -> bool:
+    """Whether ``old_log_probs`` are wanted before the update: by a second optimizer step on the
+    batch, a KL in the reward, a correction by the engine's probabilities, or a loss that chooses
+    tokens over the whole batch.
+    """
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    return (
+        actor.ppo_epochs > 1
+        or config.data.train_batch_size > actor.ppo_mini_batch_size
+        or config.algorithm.use_kl_in_reward
+        or correction.rollout_is != "none"
+        or correction.rollout_rs != "none"
+        or token_selection(actor.policy_loss) is not None
+    )
 
 
 # Critiques, revisions and their verdicts
@@ -245,8 +271,11 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``loss_mask`` (B, R) bool and, where they are on, ``rollout_is_weights`` (B, R) float32.
 
-    How far the engine's probabilities are from the trainer's is reported in any case.
+    How far the engine's probabilities are from the trainer's is reported wherever these are known:
+    not in steps of ``trainer.critic_warmup`` without the node ``old_log_prob``.
     """
+    if "old_log_probs" not in batch:
+        return NodeOutput()
     keys = worker.config.algorithm.rollout_correction
     given = batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
     correction = correct_rollout(*given, **dataclasses.asdict(keys))
@@ -266,9 +295,8 @@ def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     algorithm, mask = worker.config.algorithm, batch["response_mask"]
     metrics: dict[str, float] = {}
     rewards = batch["token_level_scores"]
-    if worker.reference is not None:
-        gap = (batch["old_log_probs"] - batch["ref_log_prob"])[mask]
-        metrics = worker.means({"actor/kl_to_reference": gap})
+    if worker.reference is not None and "old_log_probs" in batch:
+        metrics = kl_to_reference(worker, batch, batch["old_log_probs"])
     if algorithm.use_kl_in_reward:
         beta = worker.kl_controller.value
         rewards, kl = penalise(
@@ -284,6 +312,14 @@ def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         worker.kl_controller.update(current_kl=mean, n_steps=rows)
         metrics |= {"actor/reward_kl_penalty": mean, "actor/kl_coef": beta}
     return NodeOutput(fields={"token_level_rewards": rewards}, metrics=metrics)
+
+
+def kl_to_reference(
+    worker: DAGWorker, batch: TensorDict, log_probs: torch.Tensor
+) -> dict[str, float]:
+    """``actor/kl_to_reference``: mean gap per token of the actor's ``log_probs`` (B, R)."""
+    gap = (log_probs - batch["ref_log_prob"])[batch["response_mask"]]
+    return worker.means({"actor/kl_to_reference": gap})
 
 
 def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
@@ -318,13 +354,28 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``ppo_epochs`` passes over the mini-batches; metrics are means over the optimizer steps.
 
     The first step's ``ppo_kl`` is reported by itself: with the weights that computed
-    ``old_log_probs`` it must be 0. During ``trainer.critic_warmup`` nothing happens.
+    ``old_log_probs`` it must be 0. Without ``old_log_probs`` in the batch there is one optimizer
+    step, and its own log-probs are written there. During ``trainer.critic_warmup`` nothing happens.
     """
     if not worker.actor_learns:
         return NodeOutput()
     actor, steps = worker.config.actor_rollout_ref.actor, []
     loss = ActorLoss(actor, response_limit=worker.config.data.max_response_length)
     loss.check(batch)
+    if "old_log_probs" not in batch:
+        if needs_old_log_prob(worker.config):
+            raise ValueError(
+                "the batch has no old_log_probs, which this configuration wants before the update; "
+                "give the pipeline the node old_log_prob"
+            )
+        step, log_probs, entropy = worker.policy.step_with_log_probs(
+            tensors_of(batch), loss, worker.temperature
+        )
+        metrics = means_over_steps([step], "actor") | {"actor/ppo_kl_first": step["actor/ppo_kl"]}
+        metrics |= worker.means({"actor/entropy": entropy[batch["response_mask"]]})
+        if worker.reference is not None:
+            metrics |= kl_to_reference(worker, batch, log_probs)
+        return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
     for rows in mini_batches(batch, epochs=actor.ppo_epochs):
         rows |= select_tokens(worker, rows, draw=len(steps))
         steps.append(worker.policy.step(rows, loss, worker.temperature))

@@ -61,7 +61,10 @@ def performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     body = flops_of(worker.policy.shape, lengths, responses=responses, backward=False)
     # The step is counted already: the first one that the actor learns in is critic_warmup + 1.
     learned = worker.step > config.trainer.critic_warmup
-    passes = {"old_log_prob": 1, "ref_log_prob": int(worker.reference is not None)}
+    passes = {
+        "old_log_prob": int("time/old_log_prob" in seconds),
+        "ref_log_prob": int(worker.reference is not None),
+    }
     passes["actor_update"] = 3 * actor.ppo_epochs * learned
     flops = body * sum(passes.values())
     phases = [*passes]

@@ -91,6 +91,14 @@ def test_every_aggregation_and_loss_is_the_same_however_the_batch_is_cut(
         assert gap <= 1e-5, (name, float(gap))
 
 
+def test_a_step_with_its_own_log_probs_is_the_same(
+    model: Path, whole: dict[str, dict[str, float]]
+) -> None:
+    given, own = (gradient(model, model.parent / "whole" / name) for name in ("given", "own"))
+    assert whole["own"] == pytest.approx(whole["given"], rel=1e-6, abs=1e-9)
+    assert (given - own).norm() <= 1e-6 * given.norm() and given.norm() > 0
+
+
 def test_the_objectives_differ(whole: dict[str, dict[str, float]]) -> None:
     norms = [round(metrics["grad_norm"], 7) for metrics in whole.values()]
     assert len(set(norms)) >= len(norms) - 1, "two configurations compute the same"

@@ -197,6 +197,7 @@ def objectives(
     """Loss, gradient norm and scalars of the trainer's own loss for every configuration.
 
     The weights after the step are exported: each has moved by g / (|g| + 1), with g its gradient.
+    ``given`` and ``own`` are one step, with the old log-probs given and left to the step.
     """
     from types import SimpleNamespace
 
@@ -223,6 +224,19 @@ def objectives(
         policy = make_policy(groups, directory, optimizer=optimizer, token_budget=budget)
         results[name] = policy.step(rows, ActorLoss(actor, response_limit=11))
         save_hf(policy, f"{out}/{name}", side_files=directory)
+    # The step's own log-probs in the place of those of a pass before it.
+    loss = ActorLoss(Actor(use_kl_loss=True, kl_loss_coef=0.1), response_limit=11)
+    policy = make_policy(groups, directory, optimizer=optimizer, token_budget=budget)
+    expected = policy.log_probs(mine, 0.7)
+    results["given"] = policy.step({**mine, "old_log_probs": expected[0]}, loss, 0.7)
+    save_hf(policy, f"{out}/given", side_files=directory)
+    policy = make_policy(groups, directory, optimizer=optimizer, token_budget=budget)
+    rows = {name: value for name, value in mine.items() if name != "old_log_probs"}
+    results["own"], *own = policy.step_with_log_probs(rows, loss, 0.7)
+    for found, wanted in zip(own, expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    assert results["own"]["actor/ppo_kl"] == 0.0
+    save_hf(policy, f"{out}/own", side_files=directory)
     return results
 
 

@@ -57,6 +57,8 @@ def judged(actor_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     overrides = [
         *(f"data.train_files={data}", "data.val_files=[]", f"{family}.model.path={actor_path}"),
         *(f"{family}.model.dtype=float32", f"{family}.rollout.name=hf"),
+        # A second optimizer step on the batch wants the log-probs from before the first.
+        f"{family}.actor.ppo_epochs=2",
     ]
     found = in_process("judge_beside_log_probs", overrides=overrides, rows=rows, lost=LOST)
     return {**found, "wrong": _share(wrong[0], records[0])}

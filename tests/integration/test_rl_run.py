@@ -28,7 +28,7 @@ METRICS = {
     ),
 }
 PHASES = {
-    *("generate_critiques", "generate_revisions", "sandbox", "old_log_prob", "ref_log_prob"),
+    *("generate_critiques", "generate_revisions", "sandbox", "ref_log_prob"),
     *("scores", "token_rewards", "advantages", "actor_update", "sync_weights"),
 }
 
@@ -44,7 +44,7 @@ def test_every_step_has_every_metric_and_phase(whole_run: Run) -> None:
     for line in timelines:
         assert {phase["name"] for phase in line["phases"]} >= PHASES
         kinds = {phase["name"]: phase["kind"] for phase in line["phases"]}
-        assert kinds["sandbox"] == "host" and kinds["old_log_prob"] == "main"
+        assert kinds["sandbox"] == "host" and kinds["ref_log_prob"] == "main"
 
 
 def test_the_first_step_starts_from_the_reference(whole_run: Run) -> None:
