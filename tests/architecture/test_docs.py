@@ -192,6 +192,11 @@ def test_the_configuration_page_is_what_the_tool_writes() -> None:
     assert described == LEAVES | set(RENAMED) | set(ABSENT)
 
 
+def test_the_page_of_metrics_is_what_the_tool_writes() -> None:
+    written = load_tool("write_metric_docs").render()
+    assert TEXTS["docs/metrics.md"] == written, "run python tools/write_metric_docs.py"
+
+
 def test_the_sandbox_page_gives_every_limit_with_its_default() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", TEXTS["docs/sandbox.md"], re.MULTILINE)
     limits = SandboxLimits()

@@ -9,6 +9,8 @@ import golden_runs
 import pytest
 from launched_run import Job
 
+from ctrl_megatron.metrics.names import metric_of
+
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -20,6 +22,8 @@ def golden_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def assert_recorded(name: str, steps: list[dict[str, Any]]) -> None:
     recorded = golden_runs.load(name)
+    logged = {metric for step in steps for metric in step["metrics"]}
+    assert [metric for metric in sorted(logged) if metric_of(metric) is None] == []
     assert len(steps) == len(recorded["steps"])
     same_machine = recorded["machine"] == golden_runs.machine()
     for number, (found, expected) in enumerate(zip(steps, recorded["steps"], strict=True), 1):

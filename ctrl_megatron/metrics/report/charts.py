@@ -5,21 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ctrl_megatron.metrics.names import METRICS, metric_of
 from ctrl_megatron.metrics.report.run_files import Series
 
-_TITLES = {
-    "reward/mean": ("Reward", "mean over samples"),
-    "actor/ppo_kl": ("KL of the update", "old policy to new policy"),
-    "actor/kl_to_reference": ("KL to the reference", "policy to reference model"),
-    "actor/pg_clipfrac": ("Clipped tokens", "share whose ratio left the clip range"),
-    "actor/entropy": ("Entropy", "nats per response token"),
-    "actor/grad_norm": ("Gradient norm", "before clipping"),
-    "critic/explained_variance": ("Value model", "explained share of the returns' variance"),
-    "rollout/probs_diff_mean": ("Engine against trainer", "mean difference of probabilities"),
-    "perf/tokens_per_second": ("Throughput", "tokens per second"),
-    "perf/mfu": ("MFU", "share of the devices' peak that the model's arithmetic used"),
-}
-"""Title and note of what every trainer measures."""
+_TITLES = {name: metric.title for name, metric in METRICS.items() if metric.title}
+"""What every trainer measures, in the order of display."""
 _TRAINER = ("actor", "critic", "advantage", "rollout", "sampling", "sync", "perf", "time")
 """Groups that the trainer writes: only those above are drawn. Others belong to a pipeline, which
 chose what to measure: all of it is drawn.
@@ -75,7 +65,7 @@ def tiles(series: Series) -> list[str]:
 def title_of(name: str) -> str:
     """A metric's title, or its name in words."""
     if name in _TITLES:
-        return _TITLES[name][0]
+        return _TITLES[name]
     words = name.replace("_", " ").replace("/", ": ")
     return words[:1].upper() + words[1:]
 
@@ -89,7 +79,8 @@ def is_share(name: str, series: Series) -> bool:
 def _chart(names: list[str], series: Series) -> Chart:
     shares = ", shares" if _group(names[0]) != "time" else ""
     title = title_of(names[0]) if len(names) == 1 else title_of(_group(names[0])) + shares
-    note = _TITLES[names[0]][1] if names[0] in _TITLES else ", ".join(names)
+    declared = metric_of(names[0]) if len(names) == 1 else None
+    note = ", ".join(names) if declared is None else declared.meaning
     percent = all(is_share(name, series) for name in names)
     return Chart(title=title, note=note, metrics=tuple(names), percent=percent)
 

@@ -1,0 +1,53 @@
+"""Write docs/metrics.md from the declared metrics: ``python tools/write_metric_docs.py``."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from ctrl_megatron.metrics.names import METRICS
+
+TARGET = ROOT / "docs/metrics.md"
+_INTRODUCTION = """# Metrics
+
+Written by `python tools/write_metric_docs.py` from `ctrl_megatron/metrics/names.py`; do not edit by
+hand.
+
+A step logs the names below to every sink of `trainer.logger`: the terminal's table,
+`runs/NAME/metrics.jsonl`, TensorBoard, Weights & Biases, MLflow; `runs/NAME/report.html` draws
+them. Values are means over the whole global batch where nothing else is said. A name is absent
+where there is nothing to report (no KL, no value model, one engine): the unknown is not a 0. A
+capital NAME stands for what the run puts there. Pipelines, losses and reward functions of your own
+log what they like; the report draws it.
+
+What to look at first:
+
+- `rollout/probs_diff_mean` says whether engine and trainer compute the same model: below 0.01 in
+  bfloat16, 1e-4 in float32. More is a bug or a wrong setting of the rollout, and makes every other
+  number worthless.
+- `actor/ppo_kl_first` is 0, up to rounding.
+- `advantage/mean_abs` near 0 means that groups have equal rewards: tasks too easy or too hard, `n`
+  too small, or a temperature too low. `algorithm.filter_groups.enable=true` draws on until groups
+  differ.
+- `critique/cut_rate` above a few percent: raise `data.max_response_length`.
+- `reward/mean` that rises while `val/revision_pass_rate` does not: the reward is being gamed, or
+  the training rows are too few.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [_INTRODUCTION]
+    for group, names in groupby(METRICS, key=lambda name: name.partition("/")[0]):
+        rows = "".join(f"| `{name}` | {METRICS[name].meaning} |\n" for name in names)
+        parts.append(f"\n## {group}\n\n| name | says |\n|---|---|\n{rows}")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
+    print(TARGET.relative_to(ROOT))
