@@ -1,10 +1,19 @@
-"""What the process imports from which the tests' ranks are forked; it must start no thread."""
+"""What the process imports from which the tests' ranks and engines are forked; it must start no
+thread.
+"""
 
+# ruff: noqa: F401
 from __future__ import annotations
 
+import torch.distributed.run
+import transformers.models.llama.modeling_llama
+import transformers.models.llama.tokenization_llama
+
 import ctrl_megatron.checkpoint.store
+import ctrl_megatron.metrics.report.page
 import ctrl_megatron.models.value
 import ctrl_megatron.pipeline.ctrl
 import ctrl_megatron.pipeline.dynamic_sampling
 import ctrl_megatron.pipeline.run
-import ctrl_megatron.pipeline.value_model  # noqa: F401
+import ctrl_megatron.pipeline.value_model
+import ctrl_megatron.rollout.hf_engine

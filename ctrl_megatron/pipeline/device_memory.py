@@ -1,12 +1,36 @@
-"""How much of a GPU's memory each phase of a run takes."""
+"""A GPU's memory: whether a run fits, before anything starts, and what each phase of it takes."""
 
 from __future__ import annotations
 
 import torch
 
+from ctrl_megatron.config import Config, Purpose
+from ctrl_megatron.config.environment import read_launch
+from ctrl_megatron.memory.fit import require_fit
+from ctrl_megatron.memory.shapes import model_shapes
+from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.parallel.groups import ProcessGroups
 
 _GIB = 2**30
+
+
+def check_memory(config: Config, purpose: Purpose) -> None:
+    """ValueError with phase, largest items and remedy where this rank's GPU cannot hold the run.
+
+    Nothing is checked where there is no CUDA device: the host's memory is everybody's.
+    """
+    gpu_memory = total_memory()
+    if gpu_memory is not None:
+        kernels = "te" if has_transformer_engine() else "torch"
+        shapes = model_shapes(config, purpose)
+        require_fit(config, shapes, gpu_memory=gpu_memory, purpose=purpose, kernels=kernels)
+
+
+def total_memory() -> int | None:
+    """Bytes of this rank's CUDA device; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(read_launch().local_rank).total_memory
 
 
 class DeviceMemory:

@@ -1,10 +1,15 @@
-"""Walks a task graph for one training step: the same order on every rank."""
+"""Walks a task graph for one training step, in the same order on every rank, until a stop is asked
+for: Ctrl-C and SIGTERM ask for one at the next border between nodes.
+"""
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 from tensordict import TensorDict
@@ -14,7 +19,8 @@ from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import result_of
 from ctrl_megatron.pipeline.graph import Node, NodePlace, TaskGraph
-from ctrl_megatron.pipeline.stop import StopFlag, StopRequested
+
+_SAME_REQUEST_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +30,48 @@ class NodeOutput:
     fields: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     batch: TensorDict | None = None
+
+
+class StopRequested(Exception):
+    """All ranks agreed to stop before the current step changed any weight."""
+
+
+class StopFlag:
+    """Remembers that a stop was asked for; a second request, seconds later, interrupts at once.
+
+    The launcher repeats the terminal's Ctrl-C to every rank, so requests close together are one.
+    """
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> StopFlag:
+        """Handle SIGINT and SIGTERM from now on (main thread only)."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def restore(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+        elif now - self._first > _SAME_REQUEST_SECONDS:
+            raise KeyboardInterrupt
+
+    @property
+    def is_set(self) -> bool:
+        """True once this rank was asked to stop."""
+        return self._first is not None
+
+    def agreed(self, groups: ProcessGroups) -> bool:
+        """True on all ranks if any rank was asked to stop. Collective."""
+        return groups.on_any(self.is_set)[0]
 
 
 class Rank(Protocol):

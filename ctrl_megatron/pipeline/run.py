@@ -12,10 +12,9 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.pipeline.build import build_worker, critic_weights, rollout_worker
 from ctrl_megatron.pipeline.critique_revision import validate
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
-from ctrl_megatron.pipeline.device_memory import device_memory
+from ctrl_megatron.pipeline.device_memory import check_memory, device_memory
 from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
-from ctrl_megatron.pipeline.memory_check import check_memory
 from ctrl_megatron.pipeline.recorder import Recorder
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.pipeline.worker import RolloutWorker

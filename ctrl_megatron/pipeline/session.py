@@ -34,8 +34,8 @@ from ctrl_megatron.parallel.placement import (
     sandbox_workers,
 )
 from ctrl_megatron.parallel.waiting import wait_together
+from ctrl_megatron.pipeline.executor import StopFlag
 from ctrl_megatron.pipeline.failure import EXIT_CODE, FailureWatch
-from ctrl_megatron.pipeline.stop import StopFlag
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import (
     Engine,

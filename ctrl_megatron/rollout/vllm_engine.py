@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -114,7 +115,13 @@ class VllmEngine:
         if current_platform.is_cpu():
             # The sampler compiles small kernels on first use, which needs a C++ compiler.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        engine = cls(spec, AsyncLLM.from_engine_args(engine_args(spec)))
+        config = engine_args(spec).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if current_platform.is_cpu():
+            # The platform has just asked for spawned processes, each of which would import vLLM
+            # anew: ten seconds of a core. This process has computed nothing, so nothing speaks
+            # against forking them, as vLLM does elsewhere.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        engine = cls(spec, AsyncLLM.from_vllm_config(config, disable_log_stats=True))
         await engine._llm.collective_rpc("ctrl_prepare")
         await engine._llm.update_weight_version(engine._state.version)
         return engine

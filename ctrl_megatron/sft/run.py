@@ -12,9 +12,8 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.pipeline.build import build_policy, optimizer_options
-from ctrl_megatron.pipeline.device_memory import device_memory
+from ctrl_megatron.pipeline.device_memory import check_memory, device_memory
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
-from ctrl_megatron.pipeline.memory_check import check_memory
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.recorder import Recorder
 from ctrl_megatron.pipeline.session import session

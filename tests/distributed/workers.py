@@ -321,7 +321,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     """Seconds that an engine's start and a generation took whose collectives may last ``limit``,
     what the generation gave, and how long a stop took that the other rank was asked for.
 
-    The engine is a real one, suspended for twice the limit in the middle of its work.
+    The engine is a real one, suspended for longer than the limit in the middle of its work.
     """
     import os
     import signal
@@ -332,7 +332,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     from ctrl_megatron.parallel.groups import initialize
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.parallel.waiting import wait_together
-    from ctrl_megatron.pipeline.stop import StopFlag, StopRequested
+    from ctrl_megatron.pipeline.executor import StopFlag, StopRequested
     from ctrl_megatron.pipeline.worker import RolloutWorker
     from ctrl_megatron.rollout.engine import EngineSpec
     from ctrl_megatron.rollout.launch import EngineProcess
@@ -347,7 +347,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
 
     async def start() -> None:
         await asyncio.to_thread(process.wait_ready)
-        await asyncio.sleep(max(0.0, began + 1.5 * limit - time.monotonic()))
+        await asyncio.sleep(max(0.0, began + 1.2 * limit - time.monotonic()))
 
     try:
         wait_together(background.submit(start()) if process else None, groups)
@@ -369,7 +369,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
         began = time.monotonic()
         if process:
             os.kill(process.pid, signal.SIGSTOP)
-            threading.Timer(2 * limit, os.kill, (process.pid, signal.SIGCONT)).start()
+            threading.Timer(1.4 * limit, os.kill, (process.pid, signal.SIGCONT)).start()
         prompts, params = [[1, 2], [3]], SamplingParams(max_tokens=5, seed=1)
         answers = worker.ask(lambda: engine.generate(prompts, params))
         found["generation"] = time.monotonic() - began

@@ -15,6 +15,7 @@ from typing import Any
 
 from forked_ranks import fork_context
 from launched_run import Job
+from preloaded import reserve
 from tiny_run import REPOSITORY
 
 from ctrl_megatron.metrics import read_json_lines
@@ -64,7 +65,8 @@ def run_forked(
     launch |= {"WORLD_SIZE": str(_RANKS), "LOCAL_WORLD_SIZE": str(_RANKS)}
     settings = job.sft_overrides(name, steps) if purpose == "sft" else job.overrides(name, steps)
     kept = [setting for setting in settings if setting.partition("=")[0] not in without]
-    overrides = [*kept, *extra]
+    # Left out, every rank measures it.
+    overrides = [*kept, "trainer.peak_tflops_per_device=0.1", *extra]
     forks = fork_context()
     given = (launch, overrides, str(log), purpose, reads, phases, stop_at)
     ranks = [forks.Process(target=_rank, args=(rank, *given)) for rank in range(_RANKS)]
@@ -97,6 +99,9 @@ def _rank(
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(REPOSITORY)
+    if rank == 0:
+        # The engine's process.
+        reserve(1)
     import torch
     from recorded_phases import record_phases
     from recorded_reads import record_reads

@@ -1,37 +1,45 @@
-"""Runs a function of ``policy_workers`` in a process of its own: one rank, no launcher."""
+"""Runs a function of ``policy_workers`` in a process of its own: one rank, no launcher.
+
+The process and its engine are forked from one that has imported Megatron already."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-
-WORKERS = Path(__file__).with_name("policy_workers.py")
+from forked_ranks import fork_context
+from preloaded import reserve
+from tiny_run import REPOSITORY
 
 
 def in_process(function: str, timeout: float = 280.0, **arguments: Any) -> dict[str, Any]:
     """What ``policy_workers.<function>(**arguments)`` returns; fails with the process's output."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save(arguments, f"{folder}/arguments.pt")
-        with open(f"{folder}/log", "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, str(WORKERS), function, folder],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        process = fork_context().Process(target=_run, args=(function, folder))
+        process.start()
         try:
-            code = process.wait(timeout)
+            process.join(timeout)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        assert code == 0, Path(f"{folder}/log").read_text()[-6000:]
+            if process.is_alive():
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+        assert process.exitcode == 0, Path(f"{folder}/log").read_text(errors="replace")[-6000:]
         return torch.load(f"{folder}/result.pt", weights_only=False)
+
+
+def _run(function: str, folder: str) -> None:
+    with open(f"{folder}/log", "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.chdir(REPOSITORY)
+    reserve(1)
+    import policy_workers
+
+    arguments = torch.load(f"{folder}/arguments.pt", weights_only=False)
+    torch.save(getattr(policy_workers, function)(**arguments), f"{folder}/result.pt")

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from preloaded import ForkedProgram
 from tiny_run import REPOSITORY
 
 from ctrl_megatron.metrics import read_json_lines
 
+PRELOADED = Path(__file__).parents[1] / "preloaded.py"
 PATIENCE = 280.0
 """Seconds; a machine may be several times slower than an idle one."""
 
@@ -69,29 +71,41 @@ class Job:
         extra: tuple[str, ...] = (),
         hosts: int = 1,
         ranks: int = 2,
+        preloaded: bool = False,
     ) -> Iterator[Run]:
-        """``ranks`` on each host; nothing of them outlives the block."""
+        """``ranks`` on each host; nothing of them outlives the block.
+
+        ``preloaded`` is for tests that look at a run and not at how it comes up: torchrun and all
+        processes below it are then forks of one that has imported everything (``preloaded.py``).
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         log = self.folder / f"{name}.{time.monotonic_ns()}.log"
         several = (str(Path(__file__).with_name("several_hosts.sh")), str(hosts))
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [
-                    *(several if hosts > 1 else ()),
-                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts)),
-                    *("--nproc-per-node", str(ranks)),
-                    *("--master-addr", "host0" if hosts > 1 else "127.0.0.1"),
-                    *("--master-port", str(_free_port())),
-                    *("tools/train_rl.py", "--config", "examples/ctrl_smollm2_cpu.yaml"),
-                    *self.overrides(name, steps),
-                    *extra,
-                ],
-                cwd=REPOSITORY,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        torchrun = [
+            *("-m", "torch.distributed.run", "--nnodes", str(hosts)),
+            *("--nproc-per-node", str(ranks)),
+            *("--master-addr", "host0" if hosts > 1 else "127.0.0.1"),
+            *("--master-port", str(_free_port())),
+            *("tools/train_rl.py", "--config", "examples/ctrl_smollm2_cpu.yaml"),
+            *self.overrides(name, steps),
+            *extra,
+        ]
+        process: subprocess.Popen[bytes] | ForkedProgram
+        if preloaded and hosts == 1:
+            process = ForkedProgram(torchrun, log, below=(ranks, 1))
+        else:
+            # On each host an engine per rank, of which it may need fewer.
+            fork = (str(PRELOADED), str(ranks), str(ranks)) if preloaded else ()
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    [*(several if hosts > 1 else ()), sys.executable, *fork, *torchrun],
+                    cwd=REPOSITORY,
+                    env=os.environ | ({"OMP_NUM_THREADS": "1"} if preloaded else {}),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         run = Run(process=process, log=log, folder=self.folder / name)
         try:
             yield run
@@ -103,7 +117,7 @@ class Job:
 class Run:
     """A launcher and everything that has descended from it."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProgram
     log: Path
     folder: Path
     seen: dict[int, psutil.Process] = field(default_factory=dict)
@@ -130,11 +144,13 @@ class Run:
     def find(self, pattern: str) -> psutil.Process:
         """The oldest process whose command line matches."""
         found = sorted(self.look(), key=lambda p: (p.create_time(), p.pid))
-        return next(p for p in found if re.search(pattern, " ".join(p.cmdline())))
+        return next(p for p in found if re.search(pattern, " ".join([p.name(), *p.cmdline()])))
 
     def rank(self, number: int) -> psutil.Process:
         """The trainer process of that rank."""
         for process in self.look():
+            if process.name() == f"rank {number}":
+                return process
             if "tools/train_rl.py" in process.cmdline():
                 with_rank = process.environ()
                 if with_rank.get("RANK") == str(number) and process.ppid() == self.process.pid:

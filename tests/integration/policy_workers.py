@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 
 warnings.filterwarnings("ignore")
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 def judge_beside_log_probs(
@@ -76,8 +73,8 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
     from ctrl_megatron.data.tokens import TextCodec
     from ctrl_megatron.parallel.background import BackgroundLoop
     from ctrl_megatron.pipeline.build import build_policy, prompt_tables
+    from ctrl_megatron.pipeline.executor import StopFlag
     from ctrl_megatron.pipeline.session import join
-    from ctrl_megatron.pipeline.stop import StopFlag
     from ctrl_megatron.pipeline.worker import DAGWorker
     from ctrl_megatron.rewards import RewardModelForCritic, RewardSum
     from ctrl_megatron.sandbox import SandboxClient
@@ -247,9 +244,3 @@ def _gaps(
     log_probs, _ = policy.log_probs(tensors_of(batch), 1.0)
     theirs = torch.tensor([value for c in sampled for value in c.log_probs])
     return (log_probs[batch["response_mask"]].exp() - theirs.exp()).abs()
-
-
-if __name__ == "__main__":
-    name, folder = sys.argv[1:]
-    arguments = torch.load(f"{folder}/arguments.pt", weights_only=False)
-    torch.save(globals()[name](**arguments), f"{folder}/result.pt")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import golden_runs
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def golden_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    folder: Path = tmp_path_factory.mktemp("golden")
-    return golden_runs.make_job(folder)
+def golden_job(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The same models and data as everywhere, in a folder where no other test's runs go on."""
+    return replace(job, folder=tmp_path_factory.mktemp("golden") / "runs")
 
 
 def assert_recorded(name: str, steps: list[dict[str, Any]]) -> None:

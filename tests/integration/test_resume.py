@@ -28,7 +28,7 @@ def assert_same_steps(run: Run, whole: Run) -> None:
 
 def test_a_killed_run_repeats_the_uninterrupted_one(job: Job, whole_run: Run) -> None:
     saving = ("trainer.save_freq=1",)
-    with job.launch("killed", steps=4, extra=saving) as run:
+    with job.launch("killed", steps=4, extra=saving, preloaded=True) as run:
         run.wait_for_steps(2)
         run.kill()
     done = [record["step"] for record in run.metrics()]
@@ -36,7 +36,7 @@ def test_a_killed_run_repeats_the_uninterrupted_one(job: Job, whole_run: Run) ->
     # Each step tells of the save before it.
     told = ["checkpoint/blocked_seconds" in record["metrics"] for record in run.metrics()]
     assert told == [False] + [True] * (len(told) - 1)
-    with job.launch("killed", steps=4, extra=saving) as again:
+    with job.launch("killed", steps=4, extra=saving, preloaded=True) as again:
         assert again.ends() == 0, again.output()[-8000:]
     start = re.search(r"continuing from \S+ after step (\d+)", again.output())
     # Megatron says so when the ranks' optimizers have counted different steps.
@@ -65,7 +65,7 @@ def test_ctrl_c_saves_and_the_run_can_go_on(job: Job, whole_run: Run) -> None:
     for done in range(1, step):
         assert (run.folder / f"hf_exports/global_step_{done}/model.safetensors").is_file()
     assert "stops because" not in run.output()
-    with job.launch("stopped", steps=step + 1) as again:
+    with job.launch("stopped", steps=step + 1, preloaded=True) as again:
         assert again.ends() == 0, again.output()[-8000:]
     assert [record["step"] for record in again.metrics()] == list(range(1, step + 2))
     assert_same_steps(again, whole_run)

@@ -50,7 +50,8 @@ def test_engines_follow_a_trainer_that_is_spread_over_hosts(
         "actor_rollout_ref.rollout.update_bucket_megabytes=1",
     )
     name = f"hosts_of_{ranks}"
-    with job.launch(name, steps=2, extra=(*extra, *settings), hosts=2, ranks=ranks) as run:
+    given = (*extra, *settings)
+    with job.launch(name, steps=2, extra=given, hosts=2, ranks=ranks, preloaded=True) as run:
         assert run.ends() == 0, run.output()[-8000:]
     records = [record["metrics"] for record in run.metrics()]
     assert len(records) == 2
