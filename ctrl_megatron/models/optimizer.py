@@ -91,6 +91,8 @@ class Optimization:
         )
         # Megatron's schedule starts its warm-up at lr 0; the first step would change nothing.
         self._ahead = 1 if options.warmup_steps else 0
+        self.has_state = False
+        """Whether there are moments; known alike on all ranks, also those that own none."""
         self.scheduler.step(increment=self._ahead)
 
     def step(self) -> dict[str, float]:
@@ -103,6 +105,7 @@ class Optimization:
                 f"the gradient norm is {norm}; lower actor.optim.lr or look for bad rows"
             )
         self.scheduler.step(increment=1)
+        self.has_state = True
         return {"grad_norm": norm, "lr": lr}
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -115,6 +118,7 @@ class Optimization:
 
     def create_state(self) -> None:
         """Make the moments exist, as zeros; by itself Adam makes them in its first step."""
+        self.has_state = True
         for inner in self._inner:
             adam = inner.optimizer
             for main in (param for group in adam.param_groups for param in group["params"]):

@@ -60,7 +60,7 @@ class ParallelModel:
         self.shape, self.groups, self.options = shape, groups, options
         self.models = build_chunks(shape, groups, options.build)
         self.config = self.models[0].config
-        for param, weight in self._places():
+        for param, weight in self.places():
             if param.split_dim is not None:
                 # Megatron marks split weights while it initialises them, which we leave out;
                 # unmarked, it would take them for copies and leave them out of the gradient norm.
@@ -152,12 +152,19 @@ class ParallelModel:
             if tensor.device.type == device and not shared:
                 yield tensor
 
+    def where_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, a weight or optimizer state; if it is away, the same view of its copy in host
+        memory."""
+        views = (tensors.host_view(tensor) for tensors in self._parts.values())
+        return next((view for view in views if view is not None), tensor)
+
     def shards(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
         """This rank's parameters, on the device, with their places in the HF tensors."""
         self.onload("weights")
-        yield from self._places()
+        yield from self.places()
 
-    def _places(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
+    def places(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
+        """``shards``, wherever the weights' memory is."""
         for chunk, model in enumerate(self.models):
             named = dict(model.named_parameters())
             place = self.groups.place

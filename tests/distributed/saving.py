@@ -59,8 +59,8 @@ def save_and_go_on(
     of its copy.
 
     A new model that has loaded the checkpoint must equal the old one to the last bit, also after
-    two more steps. What each spec has saved the other loads and saves again, below
-    ``out/read_by_SPEC``. The metrics of all steps are returned.
+    two more steps. ``out/SPEC_away`` is saved from host memory. What each spec has saved the other
+    loads and saves again, below ``out/read_by_SPEC``. The metrics of all steps are returned.
     """
     from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
 
@@ -95,6 +95,11 @@ def save_and_go_on(
                 metrics = [model.step(mine, policy_loss) for _ in range(case.get("steps", 2))]
                 folder = Path(out) / spec / name
                 save(model, folder)
+                # Nothing comes back for what is saved from host memory.
+                model.offload("weights", "gradients", "optimizer")
+                save(model, Path(out) / f"{spec}_away" / name)
+                assert model.away == {"weights", "gradients", "optimizer"}
+                model.onload("weights", "optimizer")
                 copy = load(case, folder)
                 assert_equal_states(state_of(model), state_of(copy))
                 further = [model.step(mine, policy_loss) for _ in range(2)]
@@ -198,6 +203,7 @@ def _save_aside(
         write(*arguments)
 
     patch.setattr(store, "write_snapshot", late)
+    model.offload("weights", "gradients", "optimizer")
     saved.save({"policy": model}, 1, {"sampler": [1, 2]})
     assert saved.take_report() is None and saved.all() == []
     model.step(mine, policy_loss)

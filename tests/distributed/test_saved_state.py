@@ -101,8 +101,9 @@ def test_a_loaded_model_equals_the_saved_one_to_the_last_bit(
         out=str(tmp_path),
     )
     for case in cases:
-        assert_same_contents(tmp_path / "local" / case, tmp_path / "read_by_te" / case)
-        assert_same_contents(tmp_path / "te" / case, tmp_path / "read_by_local" / case)
+        for spec, again in (("local", "read_by_te"), ("te", "read_by_local")):
+            assert_same_contents(tmp_path / spec / case, tmp_path / again / case)
+            assert_same_contents(tmp_path / spec / case, tmp_path / f"{spec}_away" / case)
         rel = 1e-3 if cases[case].get("dtype") == "bfloat16" else 1e-5
         for local, te in zip(metrics["local"][case], metrics["te"][case], strict=True):
             assert te == pytest.approx(local, rel=rel, abs=1e-9), case

@@ -36,8 +36,8 @@ def start(layout: dict[str, Any]) -> Any:
 
 
 def with_each_spec(rank: int, of: str, out: str, **arguments: Any) -> dict[str, Any]:
-    """What the function ``of`` gives with the package's layers and torch's AdamW, and with stand-ins
-    for Transformer Engine's, by the names of ``SPECS``; files are left below ``out/SPEC``."""
+    """What the function ``of`` gives with the package's layers and AdamW of torch, and with
+    Transformer Engine's stand-ins, by the names of ``SPECS``; files are left below ``out/SPEC``."""
     found = {}
     for spec, te in te_stand_ins.SPECS.items():
         with te_stand_ins.installed(te):

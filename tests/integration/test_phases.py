@@ -41,9 +41,9 @@ def assert_one_owner(events: list[str], *, drives_engine: bool) -> None:
             assert "weights" not in asleep, f"event {number}"
         elif name == "generate":
             assert not asleep, f"event {number}"
-        elif name in ("build", "pass", "onload", "save", "load") and drives_engine:
-            # A save finds the engine asleep or lets it sleep first.
-            awake = not asleep and not (name in ("save", "load") and "sleep" in events[number + 1])
+        elif name in ("build", "pass", "onload", "load") and drives_engine:
+            # A load lets the engine sleep first.
+            awake = not asleep and not (name == "load" and "sleep" in events[number + 1])
             assert not awake, f"event {number}: {event} while the engine is awake"
 
 
@@ -77,7 +77,8 @@ def test_grpo_is_stopped_in_a_generation_and_resumed(job: Job, tmp_path: Path) -
     # Validation, a step and validation draw critiques and revisions each; then the second step.
     before = ("trainer.val_before_train=true",)
     started = train(job, "phases_grpo", tmp_path / "started", extra=before, stop_at=7)
-    assert started[-10:].count("save") == started.count("save") == 1
+    # From host memory: the engine keeps the device, and nothing comes back to it.
+    assert started[-2:] == ["generate", "save"] and started.count("save") == 1
     resumed = train(job, "phases_grpo", tmp_path / "resumed", extra=(), te=True)
     assert resumed.index("load") < resumed.index("generate")
     assert resumed.count("save") == 1
@@ -87,7 +88,7 @@ def test_ppo_is_stopped_in_a_generation(job: Job, tmp_path: Path) -> None:
     ppo = golden_runs.RL["ppo"]
     started = train(job, "phases_ppo", tmp_path / "started", extra=ppo, stop_at=5, te=True)
     assert started.count("build") == 3
-    assert started[-10:].count("save") == 1
+    assert started[-2:] == ["generate", "save"]
 
 
 def test_fine_tuning(job: Job, tmp_path: Path) -> None:
