@@ -109,12 +109,12 @@ class Optimization:
         return {"grad_norm": norm, "lr": lr}
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Master weights and moments, as far as they exist."""
+        """Master weights and moments, as far as they exist; counts of steps are no such thing."""
         for inner in self.optimizer.chained_optimizers:
             for group in inner.optimizer.param_groups:
                 yield from group["params"]
             for state in inner.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+                yield from (state[name] for name in MOMENTS if name in state)
 
     def create_state(self) -> None:
         """Make the moments exist, as zeros; by itself Adam makes them in its first step."""
