@@ -1,8 +1,9 @@
 """Transformer Engine's place taken by plain torch: its parameter names and its optimizer's state.
 
 Megatron's own spec function builds the layers; what differs from the local spec is what the real
-library differs in: norms fused into the linear layer behind them, and an Adam that counts steps in
-its groups and keeps nothing but moments per parameter (read off Transformer Engine 2.9 to 2.11).
+library differs in: norms fused into the linear layer behind them, linear layers that add to
+``main_grad`` themselves, and an Adam that counts steps in its groups and keeps nothing but moments
+per parameter (read off Transformer Engine 2.9 to 2.11).
 """
 
 from __future__ import annotations
@@ -10,9 +11,15 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
+
+SPECS = {"local": False, "te": True}
+"""Name -> whether layers and optimizer are Transformer Engine's."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -63,16 +70,51 @@ class FusedAdam(torch.optim.Optimizer):
                 param.sub_(group["lr"] * (update + group["weight_decay"] * param))
 
 
-def install() -> None:
-    """For the rest of this process: Megatron and the package find Transformer Engine."""
+class WgradKernel:
+    """What Megatron's linear layers call to add a weight's gradient inside its product."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(
+        inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
+        """inputs (T, I), grad_output (T, O); main_grad (O, I) float32 grows by their product."""
+        main_grad.addmm_(grad_output.t().float(), inputs.float())
+
+
+@contextmanager
+def installed(active: bool = True) -> Iterator[None]:
+    """Megatron and the package find Transformer Engine in the block, or not if not ``active``.
+
+    A model must be used in the kind of block that it was built in.
+    """
+    if not active:
+        yield
+        return
     import megatron.core.optimizer as optimizer
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.optimizer import distrib_optimizer
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import transformer_block
 
     from ctrl_megatron.models.layer_spec import PackedCausalAttention, RMSNorm
+
+    class Linear:
+        """Adds a weight's gradient to its ``main_grad`` itself, once it is told to."""
+
+        gradient_accumulation_fusion: bool
+
+        @property
+        def fuse_wgrad_accumulation(self) -> bool:
+            return self.gradient_accumulation_fusion
+
+        @fuse_wgrad_accumulation.setter
+        def fuse_wgrad_accumulation(self, on: bool) -> None:
+            self.gradient_accumulation_fusion = on
+
+    class ColumnParallelLinear(Linear, layers.ColumnParallelLinear): ...
+
+    class RowParallelLinear(Linear, layers.RowParallelLinear): ...
 
     class LayerNormColumnParallelLinear(ColumnParallelLinear):
         def __init__(self, input_size: int, *sizes: Any, config: Any, **options: Any) -> None:
@@ -91,6 +133,12 @@ def install() -> None:
         def column_parallel_layer_norm_linear(self) -> type:
             return LayerNormColumnParallelLinear
 
+        def column_parallel_linear(self) -> type:
+            return ColumnParallelLinear
+
+        def row_parallel_linear(self) -> type:
+            return RowParallelLinear
+
         def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
             return RMSNorm
 
@@ -99,16 +147,19 @@ def install() -> None:
 
     module = types.ModuleType("transformer_engine")
     module.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None)
-    sys.modules["transformer_engine"] = module
     changes: list[tuple[Any, dict[str, Any]]] = [
         (gpt_layer_specs, {"TESpecProvider": Provider}),
         (transformer_block, {"LayerNormImpl": RMSNorm}),
+        (layers, {"fused_weight_gradient_mlp_cuda": WgradKernel}),
         (optimizer, {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False}),
         (
             distrib_optimizer,
             {"Adam": FusedAdam, "HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True},
         ),
     ]
-    for owner, attributes in changes:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        for owner, attributes in changes:
+            for name, value in attributes.items():
+                patch.setattr(owner, name, value, raising=False)
+        yield

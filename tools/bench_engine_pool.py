@@ -2,10 +2,12 @@
 tools/bench_engine_pool.py``.
 
 Directly, the engine gets all prompts in one request; through the pool it gets one request per
-prompt, as with many engines. Both have their turn in every round, so that a machine that slows down
-meanwhile slows both; the ratio is the median over the rounds. ``--paced 0.02`` puts a stand-in
-behind the engine's real server that gives every completion a token each so many seconds, as a GPU
-might, whatever else the machine does.
+prompt, as with many engines. Both have their turn in every round, in changing order, so that a
+machine that slows down meanwhile slows both; ratios are medians over the rounds. Beside the time
+stands the processor time of engine and client, which other work on the machine changes less; with
+``--threads 1`` the engine's threads do not wait for each other in it. ``--paced 0.02`` puts a
+stand-in behind the engine's real server that gives every completion a token each so many seconds,
+as a GPU might, whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import psutil
 from aiohttp import web
 
 from ctrl_megatron.parallel.hosts import host_identity
@@ -72,27 +75,52 @@ async def served(engine: Any) -> AsyncIterator[EngineAddress]:
     await runner.cleanup()
 
 
-async def seconds(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> float:
-    """How long all completions take, each of which is drawn to its full length."""
-    began = time.perf_counter()
+class Taken(NamedTuple):
+    """What drawing all completions took, in seconds."""
+
+    wall: float
+    processor: float
+    """Of the engine's process and this one."""
+
+
+async def take(engine: Engine, pid: int, prompts: list[list[int]], params: SamplingParams) -> Taken:
+    """All completions are drawn to their full length by the engine with that process id."""
+    wall, processor = time.perf_counter(), processor_time(pid)
     done = await engine.generate(prompts, params)
-    took = time.perf_counter() - began
+    taken = Taken(time.perf_counter() - wall, processor_time(pid) - processor)
     assert all(len(answer.token_ids) == params.max_tokens for group in done for answer in group)
-    return took
+    return taken
+
+
+def processor_time(pid: int) -> float:
+    """Seconds of the process so far, this one's added where it is another."""
+    times = psutil.Process(pid).cpu_times()
+    own = time.process_time() if pid != os.getpid() else 0.0
+    return times.user + times.system + own
 
 
 async def compare(
-    direct: Engine, pool: Engine, prompts: list[list[int]], params: SamplingParams, rounds: int
-) -> list[tuple[float, float]]:
-    """(seconds directly, seconds through the pool) of every round, after one that warms up."""
+    direct: Engine,
+    pool: Engine,
+    pid: int,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    rounds: int,
+) -> list[tuple[Taken, Taken]]:
+    """(directly, through the pool) of every round, after one that warms up."""
     for engine in (direct, pool):
-        await seconds(engine, prompts, params)
+        await take(engine, pid, prompts, params)
     pairs = []
     for number in range(rounds):
         order = (direct, pool) if number % 2 else (pool, direct)
-        took = {id(engine): await seconds(engine, prompts, params) for engine in order}
-        pairs.append((took[id(direct)], took[id(pool)]))
-        print(f"round {number + 1}: directly {pairs[-1][0]:.2f} s, pool {pairs[-1][1]:.2f} s")
+        took = {id(engine): await take(engine, pid, prompts, params) for engine in order}
+        alone, through = took[id(direct)], took[id(pool)]
+        pairs.append((alone, through))
+        print(
+            f"round {number + 1}: directly {alone.wall:.2f} s ({alone.processor:.2f} s of "
+            f"processors), pool {through.wall:.2f} s ({through.processor:.2f} s)",
+            flush=True,
+        )
     for engine in (direct, pool):
         await engine.close()
     return pairs
@@ -109,6 +137,7 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=64, help="completions at the same time")
     parser.add_argument("--tokens", type=int, default=32, help="of every prompt and completion")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--threads", type=int, help="of the engine; by default its own choice")
     parser.add_argument("--paced", type=float, default=0.0, help="seconds per token of a stand-in")
     options = parser.parse_args()
     draw = random.Random(0)
@@ -118,16 +147,16 @@ def main() -> None:
     ]
     params = SamplingParams(max_tokens=options.tokens, seed=1)
 
-    async def measure(direct: Engine, pooled: Engine) -> list[tuple[float, float]]:
+    async def measure(direct: Engine, pooled: Engine, pid: int) -> list[tuple[Taken, Taken]]:
         joins_calls = options.engine != "hf" or bool(options.paced)
         pool = EnginePool(
             {"engine": pooled}, at_once=2 * options.concurrent, joins_calls=joins_calls
         )
-        return await compare(direct, pool, prompts, params, options.rounds)
+        return await compare(direct, pool, pid, prompts, params, options.rounds)
 
-    async def measure_paced() -> list[tuple[float, float]]:
+    async def measure_paced() -> list[tuple[Taken, Taken]]:
         async with served(PacedEngine(options.paced)) as address:
-            return await measure(RemoteEngine(address), RemoteEngine(address))
+            return await measure(RemoteEngine(address), RemoteEngine(address), os.getpid())
 
     if options.paced:
         pairs = asyncio.run(measure_paced())
@@ -139,14 +168,19 @@ def main() -> None:
             max_model_len=4 * options.tokens,
             max_num_seqs=options.concurrent,
             kv_cache_gib=1.0,
+            threads=options.threads,
         )
         with launch_engine(spec) as process:
-            pairs = asyncio.run(measure(process.connect(), process.connect()))
+            pairs = asyncio.run(measure(process.connect(), process.connect(), process.pid))
     tokens = options.concurrent * options.tokens
-    for name, took in zip(("directly", "pool"), zip(*pairs, strict=True), strict=True):
-        print(f"{name:>9}: {tokens / statistics.median(took):8.0f} tokens/s")
-    ratio = statistics.median(through / alone for alone, through in pairs)
-    print(f"the pool takes {ratio:.3f} times as long, {100 * (ratio - 1):+.1f} %")
+    for name, taken in zip(("directly", "pool"), zip(*pairs, strict=True), strict=True):
+        print(f"{name:>9}: {tokens / statistics.median(t.wall for t in taken):8.0f} tokens/s")
+    for what in Taken._fields:
+        ratios = sorted(getattr(b, what) / getattr(a, what) for a, b in pairs)
+        print(
+            f"{what} time: the pool takes {statistics.median(ratios):.3f} times as much, "
+            f"{100 * (statistics.median(ratios) - 1):+.1f} % ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+        )
 
 
 if __name__ == "__main__":

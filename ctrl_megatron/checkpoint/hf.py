@@ -65,6 +65,7 @@ def save_hf(
     """
     dtype = str(next(model.models[0].parameters()).dtype).removeprefix("torch.")
     groups = model.groups
+    model.onload("weights")
     layout = EngineLayout(dtype=dtype, bucket_bytes=file_bytes)
     source = MegatronSource(model, layout, readers=(groups.hosts.of_rank[0],))
     with (

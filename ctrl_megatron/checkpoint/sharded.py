@@ -151,10 +151,12 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
 def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
     """The model's weights and optimizer state as rectangles of whole tensors, aliasing the model.
 
-    To save, each element is on one rank; to load, on all that need it, and what no checkpoint holds
-    (the padding of the vocabulary) is zero.
+    To save, each element is on one rank, and what is in host memory is taken from there: whoever
+    has the device keeps it. To load, each is on all ranks that need it, and what no checkpoint
+    holds (the padding of the vocabulary) is zero.
     """
-    model.onload("weights", "optimizer")
+    if not saving or (model.optimization is not None and not model.optimization.has_state):
+        model.onload("weights", "optimizer")
     # No checkpoint has them, and a copy of the rest needs room.
     model.offload("gradients")
     found: dict[str, TensorParts] = {}
@@ -164,7 +166,7 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
     options, place = model.options.optimizer, model.groups.place
     sharded = options is not None and options.distributed
     bytes_of = [0] * model.groups.layout.data
-    for param, weight in model.shards():
+    for param, weight in model.places():
         if saving and not _is_original(param, model):
             continue
         flats = [("", weight.detach().view(-1), 0, False)]
@@ -173,7 +175,8 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
                 (f"optimizer.{name}.", flat, own.start, sharded)
                 for name, flat in own.tensors.items()
             ]
-        for prefix, flat, start, exclusive in flats:
+        for prefix, device_flat, start, exclusive in flats:
+            flat = model.where_it_is(device_flat)
             if not saving:
                 flat.zero_()
             for piece in param.pieces:

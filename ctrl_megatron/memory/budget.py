@@ -206,7 +206,8 @@ class _Stage:
         if rl:
             phases["sync"] = self._pushing()
         phases["save"] = self._saving(gradients=not (rl and self.megatron.grad_offload))
-        phases["save-on-stop"] = self._saving(gradients=True)
+        # In the middle of a generation: what is away is saved from host memory.
+        phases["save-on-stop"] = self._generating() if rl else self._saving(gradients=True)
         phases["resume"] = self._saving(gradients=True) | {
             "tensor being loaded": 4 * largest_in_layer(self.shapes["actor"], self.layout)
         }

@@ -16,6 +16,7 @@ from ctrl_megatron.models.hf_config import ModelShape, Rope
 from ctrl_megatron.models.layer_spec import (
     ValueOutputLayer,
     block_spec,
+    has_apex_wgrad,
     has_transformer_engine,
 )
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -101,7 +102,9 @@ def transformer_config(
             "apply_rope_fusion": False,
             "persist_layer_norm": False,
         }
-    elif has_transformer_engine():
+    else:
+        settings["gradient_accumulation_fusion"] = has_apex_wgrad()
+    if groups.device.type == "cuda" and has_transformer_engine():
         settings |= {
             "bias_dropout_fusion": True,
             "apply_rope_fusion": True,

@@ -33,13 +33,22 @@ def providers() -> dict[str, str]:
     }
 
 
-def _wgrad() -> str:
-    """Who adds a weight's gradient inside its matrix product."""
-    from megatron.core.tensor_parallel import layers
-
+def kernels_line(*, on_gpu: bool) -> str:
+    """``providers`` as a line for the start of a run; with a remedy where a GPU has slow ones."""
     from ctrl_megatron.models.layer_spec import has_transformer_engine
+
+    line = "; ".join(f"{kernel}: {provider}" for kernel, provider in providers().items())
+    if on_gpu and not has_transformer_engine():
+        line += "; slower than Transformer Engine's, install requirements/cuda.txt (make env-cuda)"
+    return line
+
+
+def _wgrad() -> str:
+    """Who adds a weight's gradient to those of earlier micro-batches."""
+    from ctrl_megatron.models.layer_spec import has_apex_wgrad, has_transformer_engine
 
     if has_transformer_engine():
         return "transformer_engine (inside its linear layers)"
-    fused = getattr(layers, "_grad_accum_fusion_available", False)
-    return "fused_weight_gradient_mlp_cuda (Apex)" if fused else "torch, in a pass of its own"
+    if has_apex_wgrad():
+        return "fused_weight_gradient_mlp_cuda (Apex)"
+    return "torch, in a pass of its own"

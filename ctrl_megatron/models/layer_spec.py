@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import layers as tensor_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -108,6 +110,25 @@ class ValueOutputLayer(MegatronModule):
 def has_transformer_engine() -> bool:
     """True where Transformer Engine is installed; it is never installed without CUDA."""
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+def has_apex_wgrad() -> bool:
+    """True where Megatron's own linear layers can add a weight's gradient inside its product: Apex,
+    built with ``--cuda_ext``."""
+    return tensor_layers._grad_accum_fusion_available
+
+
+def fuse_weight_gradients(models: Iterable[torch.nn.Module]) -> None:
+    """Let Transformer Engine's linear layers, where there are any, add the gradients of weights to
+    ``main_grad`` inside their products.
+
+    ``TransformerConfig.gradient_accumulation_fusion`` would do so too, but is refused without Apex
+    by Megatron's own output layer.
+    """
+    for model in models:
+        for module in model.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def block_spec(num_layers: int, *, qk_norm: bool) -> Any:

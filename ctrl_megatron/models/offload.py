@@ -53,6 +53,17 @@ class OffloadedTensors:
                 whole.zero_()
         self._empty.clear()
 
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same view of the host's copy as ``tensor`` is of what is away; None of anything else,
+        and of what comes back as zeros."""
+        storage = tensor.untyped_storage()
+        copy = self._copies.get(storage._cdata)
+        if copy is None or storage.nbytes():
+            return None
+        view = torch.empty(0, dtype=tensor.dtype, device=copy.device)
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return view.set_(copy.untyped_storage(), *place)  # type: ignore[call-overload]
+
     def _copy_of(self, identity: int, storage: torch.UntypedStorage) -> torch.Tensor:
         copy = self._copies.get(identity)
         if copy is None or copy.numel() != storage.nbytes():

@@ -91,6 +91,8 @@ class Optimization:
         )
         # Megatron's schedule starts its warm-up at lr 0; the first step would change nothing.
         self._ahead = 1 if options.warmup_steps else 0
+        self.has_state = False
+        """Whether there are moments; known alike on all ranks, also those that own none."""
         self.scheduler.step(increment=self._ahead)
 
     def step(self) -> dict[str, float]:
@@ -103,18 +105,20 @@ class Optimization:
                 f"the gradient norm is {norm}; lower actor.optim.lr or look for bad rows"
             )
         self.scheduler.step(increment=1)
+        self.has_state = True
         return {"grad_norm": norm, "lr": lr}
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Master weights and moments, as far as they exist."""
+        """Master weights and moments, as far as they exist; counts of steps are no such thing."""
         for inner in self.optimizer.chained_optimizers:
             for group in inner.optimizer.param_groups:
                 yield from group["params"]
             for state in inner.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+                yield from (state[name] for name in MOMENTS if name in state)
 
     def create_state(self) -> None:
         """Make the moments exist, as zeros; by itself Adam makes them in its first step."""
+        self.has_state = True
         for inner in self._inner:
             adam = inner.optimizer
             for main in (param for group in adam.param_groups for param in group["params"]):

@@ -25,7 +25,7 @@ from ctrl_megatron.models.build import BuildOptions, build_chunks
 from ctrl_megatron.models.families import ShardParam, shard_params
 from ctrl_megatron.models.forward_step import Head, Scalars, inference_step, train_step
 from ctrl_megatron.models.hf_config import ModelShape
-from ctrl_megatron.models.layer_spec import has_transformer_engine
+from ctrl_megatron.models.layer_spec import fuse_weight_gradients, has_transformer_engine
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.micro_batch import Fields, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
@@ -60,7 +60,7 @@ class ParallelModel:
         self.shape, self.groups, self.options = shape, groups, options
         self.models = build_chunks(shape, groups, options.build)
         self.config = self.models[0].config
-        for param, weight in self._places():
+        for param, weight in self.places():
             if param.split_dim is not None:
                 # Megatron marks split weights while it initialises them, which we leave out;
                 # unmarked, it would take them for copies and leave them out of the gradient norm.
@@ -81,20 +81,32 @@ class ParallelModel:
             for model in self.models:
                 model.requires_grad_(False).eval()
         else:
-            self.chunks = [
-                DistributedDataParallel(
-                    self.config,
-                    DistributedDataParallelConfig(
-                        grad_reduce_in_fp32=True,
-                        use_distributed_optimizer=options.optimizer.distributed,
-                        check_for_nan_in_grad=True,
-                    ),
-                    model,
-                    disable_bucketing=index > 0,
-                )
-                for index, model in enumerate(self.models)
-            ]
-            self.config.finalize_model_grads_func = _finalise_without_division
+            self._learn(options.optimizer)
+
+    def _learn(self, optimizer: OptimizerOptions) -> None:
+        """Give the models gradients and what sums them over the data-parallel ranks."""
+        if self.options.build.overrides.get("gradient_accumulation_fusion", True):
+            fuse_weight_gradients(self.models)
+        # A bucket's sum runs while the last micro-batch's backward pass goes on below it.
+        overlaps = self.groups.layout.data > 1
+        self.chunks = [
+            DistributedDataParallel(
+                self.config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=optimizer.distributed,
+                    overlap_grad_reduce=overlaps,
+                    check_for_nan_in_grad=True,
+                ),
+                model,
+                disable_bucketing=index > 0,
+            )
+            for index, model in enumerate(self.models)
+        ]
+        if overlaps:
+            wait: Any = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = wait if len(wait) > 1 else wait[0]
+        self.config.finalize_model_grads_func = _finalise_without_division
 
     def start_optimizer(self) -> None:
         """Build the optimizer from the weights as they are now (it copies them in float32)."""
@@ -140,12 +152,19 @@ class ParallelModel:
             if tensor.device.type == device and not shared:
                 yield tensor
 
+    def where_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, a weight or optimizer state; if it is away, the same view of its copy in host
+        memory."""
+        views = (tensors.host_view(tensor) for tensors in self._parts.values())
+        return next((view for view in views if view is not None), tensor)
+
     def shards(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
         """This rank's parameters, on the device, with their places in the HF tensors."""
         self.onload("weights")
-        yield from self._places()
+        yield from self.places()
 
-    def _places(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
+    def places(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
+        """``shards``, wherever the weights' memory is."""
         for chunk, model in enumerate(self.models):
             named = dict(model.named_parameters())
             place = self.groups.place

@@ -10,7 +10,8 @@ Where both live on the same devices there are two states with one way each betwe
                                          back when it is needed
 
 A run begins with the engine alone. It sleeps before the first model is built, and every pass, step,
-save and load of a model goes through ``to_trainer`` by itself.
+export and load of a model goes through ``to_trainer`` by itself. A save needs no device: what is
+away is read from host memory.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 from ctrl_megatron.algorithms import get_adv_estimator, get_policy_loss_terms
 from ctrl_megatron.checkpoint.store import CheckpointStore
 from ctrl_megatron.config import Config
+from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.pipeline.build import build_worker, critic_weights, rollout_worker
 from ctrl_megatron.pipeline.critique_revision import validate
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
@@ -66,6 +67,7 @@ def train(config: Config) -> bool:
         )
         if worker.train.dropped:
             recorder.say(f"{worker.train.dropped} rows have overlong prompts and are left out")
+        recorder.say(kernels_line(on_gpu=run.groups.device.type == "cuda"))
         loop.resume()
         worker.weights.actor_changed(worker.step)
         finished = loop.run()

@@ -11,6 +11,7 @@ from ctrl_megatron.checkpoint.store import CheckpointStore
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.pipeline.build import build_policy, optimizer_options
 from ctrl_megatron.pipeline.device_memory import check_memory, device_memory
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
@@ -81,6 +82,7 @@ def train_sft(config: Config) -> bool:
         )
         if dropped:
             recorder.say(f"{dropped} examples are longer than sft.max_length and are left out")
+        recorder.say(kernels_line(on_gpu=groups.device.type == "cuda"))
         loop.resume()
         finished = loop.run()
         if finished:

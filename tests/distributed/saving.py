@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import te_stand_ins
 import torch
-from workers import make_policy, policy_loss, start
+from te_stand_ins import SPECS
+from workers import ddp_options, make_policy, policy_loss, start
 
 OPTIMIZER = {"lr": 1e-3, "total_steps": 10, "warmup_steps": 3, "clip_grad": 0.5, "eps": 1e-4}
 
 
-def join(layout: dict, te: bool) -> Any:
-    """Join the world, with stand-ins for Transformer Engine if ``te``."""
-    if te:
-        import te_stand_ins
+def has_te_names(model: Any) -> bool:
+    """Whether the model's norms are fused into the linear layers behind them."""
+    fused = ".self_attention.linear_qkv.layer_norm_weight"
+    return any(name.endswith(fused) for name, _ in model.models[0].named_parameters())
 
-        te_stand_ins.install()
-    return start(layout)
+
+def make_directory(folder: Path, groups: Any) -> Path:
+    """The new folder, once it is there on every rank."""
+    if groups.is_first:
+        folder.mkdir(parents=True)
+    groups.barrier()
+    return folder
 
 
 def state_of(model: Any) -> dict[str, torch.Tensor]:
@@ -45,43 +53,64 @@ def assert_equal_states(left: dict[str, torch.Tensor], right: dict[str, torch.Te
 
 
 def save_and_go_on(
-    rank: int,
-    layout: dict,
-    cases: dict[str, dict[str, Any]],
-    batch: dict,
-    out: str,
-    te: bool = False,
-) -> dict[str, list[dict[str, float]]]:
-    """For every case: steps, a checkpoint, and the next steps of the model and of its copy.
+    rank: int, layout: dict, cases: dict[str, dict[str, Any]], batch: dict, out: str
+) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """For both layer specs and every case: steps, a checkpoint, and the next steps of the model and
+    of its copy.
 
     A new model that has loaded the checkpoint must equal the old one to the last bit, also after
-    two more steps. The metrics of all steps are returned.
+    two more steps. ``out/SPEC_away`` is saved from host memory. What each spec has saved the other
+    loads and saves again, below ``out/read_by_SPEC``. The metrics of all steps are returned.
     """
     from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
 
-    groups, results = join(layout, te), {}
+    groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
-    for name, case in cases.items():
-        case = dict(case)
-        directory, steps = case.pop("directory"), case.pop("steps", 2)
-        optimizer = OPTIMIZER | case.pop("optimizer", {})
-        model = make_policy(groups, directory, optimizer=optimizer, token_budget=64, **case)
-        metrics = [model.step(mine, policy_loss) for _ in range(steps)]
-        folder = Path(out) / name
-        if groups.is_first:
-            folder.mkdir(parents=True)
-        groups.barrier()
-        save_sharded(model, folder)
-        copy = make_policy(groups, directory, optimizer=optimizer, token_budget=64, **case)
+    results: dict[str, dict[str, list[dict[str, float]]]] = {spec: {} for spec in SPECS}
+
+    def make(case: dict[str, Any]) -> Any:
+        options = {k: v for k, v in case.items() if k not in ("directory", "steps", "ddp")}
+        optimizer = OPTIMIZER | options.pop("optimizer", {})
+        with ddp_options(**case.get("ddp", {})):
+            return make_policy(
+                groups, case["directory"], optimizer=optimizer, token_budget=64, **options
+            )
+
+    def load(case: dict[str, Any], folder: Path) -> Any:
+        copy = make(case)
         with torch.no_grad():
             for parameter in (p for chunk in copy.models for p in chunk.parameters()):
                 parameter.fill_(7.0)
         load_sharded(copy, folder)
-        assert_equal_states(state_of(model), state_of(copy))
-        further = [model.step(mine, policy_loss) for _ in range(2)]
-        assert further == [copy.step(mine, policy_loss) for _ in range(2)]
-        assert_equal_states(state_of(model), state_of(copy))
-        results[name] = metrics + further
+        return copy
+
+    def save(model: Any, folder: Path) -> None:
+        save_sharded(model, make_directory(folder, groups))
+
+    for spec, te in SPECS.items():
+        with te_stand_ins.installed(te):
+            for name, case in cases.items():
+                model = make(case)
+                assert has_te_names(model) == te
+                metrics = [model.step(mine, policy_loss) for _ in range(case.get("steps", 2))]
+                folder = Path(out) / spec / name
+                save(model, folder)
+                # Nothing comes back for what is saved from host memory.
+                model.offload("weights", "gradients", "optimizer")
+                save(model, Path(out) / f"{spec}_away" / name)
+                assert model.away == {"weights", "gradients", "optimizer"}
+                model.onload("weights", "optimizer")
+                copy = load(case, folder)
+                assert_equal_states(state_of(model), state_of(copy))
+                further = [model.step(mine, policy_loss) for _ in range(2)]
+                assert further == [copy.step(mine, policy_loss) for _ in range(2)]
+                assert_equal_states(state_of(model), state_of(copy))
+                results[spec][name] = metrics + further
+    for spec, te in SPECS.items():
+        (other,) = SPECS.keys() - {spec}
+        with te_stand_ins.installed(te):
+            for name, case in cases.items():
+                save(load(case, Path(out) / other / name), Path(out) / f"read_by_{spec}" / name)
     return results
 
 
@@ -102,55 +131,69 @@ def go_on(
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
 
-    groups = join(layout, te)
+    groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
-    model = make_policy(groups, directory, optimizer=OPTIMIZER, token_budget=64)
-    fused = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
-    assert (fused in dict(model.models[0].named_parameters())) == te
-    metrics = []
-    if load is not None:
-        load_sharded(model, Path(load))
-    else:
-        metrics = [model.step(mine, policy_loss) for _ in range(steps)]
-    for name in ("first", "last"):
-        if groups.is_first:
-            (Path(out) / name).mkdir(parents=True)
-        groups.barrier()
-        save_sharded(model, Path(out) / name)
-        if name == "first":
-            metrics += [model.step(mine, policy_loss) for _ in range(2)]
-    save_hf(model, f"{out}/hf", side_files=directory)
+    with te_stand_ins.installed(te):
+        model = make_policy(groups, directory, optimizer=OPTIMIZER, token_budget=64)
+        assert has_te_names(model) == te
+        metrics = []
+        if load is not None:
+            load_sharded(model, Path(load))
+        else:
+            metrics = [model.step(mine, policy_loss) for _ in range(steps)]
+        for name in ("first", "last"):
+            save_sharded(model, make_directory(Path(out) / name, groups))
+            if name == "first":
+                metrics += [model.step(mine, policy_loss) for _ in range(2)]
+        save_hf(model, f"{out}/hf", side_files=directory)
     return metrics
 
 
 def save_aside(rank: int, layout: dict, directory: str, batch: dict, out: str) -> None:
-    """A checkpoint is written while a step is taken; before it the same weights are exported.
+    """A checkpoint is written while a step is taken; before it the same weights are exported, and
+    before that what ``directory`` is converted to without a model.
 
     Then one rank cannot write; its error reaches all, and nothing is published.
     """
+    with pytest.MonkeyPatch.context() as patch:
+        _save_aside(start(layout), directory, batch, Path(out), patch)
+
+
+def _save_aside(
+    groups: Any, directory: str, batch: dict, out: Path, patch: pytest.MonkeyPatch
+) -> None:
     import multiprocessing.process
-    import threading
 
     from ctrl_megatron.checkpoint import sharded, store
+    from ctrl_megatron.checkpoint.convert import hf_to_megatron
     from ctrl_megatron.checkpoint.hf import save_hf
 
     def refuse(_: Any) -> None:
         raise AssertionError("saving started a process; a script without a main guard would hang")
 
-    groups = start(layout)
-    processes: Any = multiprocessing.process.BaseProcess
-    processes.start = refuse
+    patch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+    converted = out / "from_hf"
+    if groups.is_first:
+        hf_to_megatron(Path(directory), converted)
+    groups.barrier()
+    frozen = make_policy(groups, directory)
+    with torch.no_grad():
+        for parameter in (p for chunk in frozen.models for p in chunk.parameters()):
+            parameter.fill_(7.0)
+    sharded.load_sharded(frozen, converted / store.POLICY_FOLDER)
+    save_hf(frozen, out / "and_back", side_files=converted / store.HF_FOLDER)
+
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     model = make_policy(groups, directory, optimizer=OPTIMIZER, dtype="bfloat16", token_budget=64)
     model.step(mine, policy_loss)
 
-    checkpoints = Path(out) / "checkpoints"
+    checkpoints = out / "checkpoints"
     saved = store.CheckpointStore(
         checkpoints, keep=2, side_files=Path(directory), asynchronous=True
     )
     exported = saved.export({"policy": model}, 1)
-    assert exported == Path(out) / "hf_exports/global_step_1"
-    save_hf(model, f"{out}/parts", side_files=directory, file_bytes=40_000)
+    assert exported == out / "hf_exports/global_step_1"
+    save_hf(model, out / "parts", side_files=directory, file_bytes=40_000)
     before = state_of(model)
 
     gate, write = threading.Event(), store.write_snapshot
@@ -159,7 +202,8 @@ def save_aside(rank: int, layout: dict, directory: str, batch: dict, out: str) -
         assert gate.wait(60)
         write(*arguments)
 
-    store.write_snapshot = late
+    patch.setattr(store, "write_snapshot", late)
+    model.offload("weights", "gradients", "optimizer")
     saved.save({"policy": model}, 1, {"sampler": [1, 2]})
     assert saved.take_report() is None and saved.all() == []
     model.step(mine, policy_loss)
@@ -188,9 +232,8 @@ def save_aside(rank: int, layout: dict, directory: str, batch: dict, out: str) -
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    if rank == groups.layout.world_size - 1:
-        parts: Any = sharded.TensorParts
-        parts.part = full
+    if groups.rank == groups.layout.world_size - 1:
+        patch.setattr(sharded.TensorParts, "part", full)
     saved.save({"policy": model}, 3, {})
     failed = rf"writing .* failed on rank {groups.layout.world_size - 1}: .*No space left"
     with pytest.raises(RuntimeError, match=failed):

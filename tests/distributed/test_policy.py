@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from te_stand_ins import SPECS
 from tiny_models import FAMILIES, VOCAB, random_batch, reference_log_probs, save_tiny
 from world import run_world
 
@@ -19,6 +20,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_sp": {"tensor": 2, "sequence_parallel": True},
     "pp2": {"pipeline": 2},
     "vpp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "vpp2_dp2": {"pipeline": 2, "virtual_pipeline": 2, "data": 2},
     "tp2_pp2_sp": {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
     "tp2_pp2_dp2": {"tensor": 2, "pipeline": 2, "data": 2},
 }
@@ -51,8 +53,9 @@ def test_families_equal_transformers_and_survive_a_round_trip(
 ) -> None:
     layout, batch = LAYOUTS[name], random_batch(seed=3)
     results = run_world(
-        "parity",
+        "with_each_spec",
         ranks(layout),
+        of="parity",
         layout=layout,
         directories={family: str(path) for family, path in models.items()},
         batch=batch,
@@ -61,12 +64,14 @@ def test_families_equal_transformers_and_survive_a_round_trip(
     )
     for family, path in models.items():
         expected, entropy = reference_log_probs(path, batch, temperature=0.7)
-        for result in results:
-            log_probs, entropies = result[family]
-            assert torch.allclose(log_probs, expected, atol=1e-4), family
-            assert torch.allclose(entropies, entropy, atol=1e-4), family
-        assert_same_weights(path, tmp_path / family, rel=0)
-        assert json.loads((tmp_path / family / "config.json").read_text())["vocab_size"] == VOCAB
+        for spec in SPECS:
+            for result in results:
+                log_probs, entropies = result[spec][family]
+                assert torch.allclose(log_probs, expected, atol=1e-4), (family, spec)
+                assert torch.allclose(entropies, entropy, atol=1e-4), (family, spec)
+            exported = tmp_path / spec / family
+            assert_same_weights(path, exported, rel=0)
+            assert json.loads((exported / "config.json").read_text())["vocab_size"] == VOCAB
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +138,40 @@ def test_layouts_take_the_same_steps(
     for result in results:
         assert_same_metrics(metrics["one"], result["this"])
     assert_same_weights(alone / "one", tmp_path / "this", rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dp2", "vpp2_dp2"])
+def test_gradients_are_summed_while_the_backward_pass_goes_on(
+    models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """To the last digit as afterwards in one go; only the norm's summands are grouped otherwise."""
+    layout = (
+        {"pipeline": 2, "virtual_pipeline": 2, "data": 2} if name == "vpp2_dp2" else {"data": 2}
+    )
+    results = run_world(
+        "with_each_spec",
+        ranks(layout),
+        of="reduced",
+        layout=layout,
+        directory=str(models["qwen2_tied"]),
+        batch=random_batch(seed=5, rows=9),  # one rank has a micro-batch more
+        settings={
+            "afterwards": {"overlap_grad_reduce": False},
+            "meanwhile": {"bucket_size": 20_000},
+        },
+        out=str(tmp_path),
+    )
+    for spec in SPECS:
+        for afterwards, meanwhile in (
+            (r[spec]["afterwards"], r[spec]["meanwhile"]) for r in results
+        ):
+            assert afterwards["under_way"] == [0, 0, 0]
+            # Megatron learns the order in the first step.
+            first, *others = meanwhile["under_way"]
+            assert first == 0 and min(others) > 0
+            for left, right in zip(afterwards["weights"], meanwhile["weights"], strict=True):
+                assert torch.equal(left, right)
+            for left, right in zip(afterwards["metrics"], meanwhile["metrics"], strict=True):
+                assert left.pop("grad_norm") == pytest.approx(right.pop("grad_norm"), rel=1e-6)
+                assert left == right
+        assert max(r[spec]["meanwhile"]["under_way"][-1] for r in results) > 2

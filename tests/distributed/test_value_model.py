@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from te_stand_ins import SPECS
 from test_policy import LAYOUTS, assert_same_metrics, assert_same_weights, ranks
 from tiny_models import FAMILIES, random_batch, save_tiny
 from world import run_world
@@ -62,8 +63,9 @@ def test_values_equal_transformers_and_survive_a_round_trip(
 ) -> None:
     batch = random_batch(seed=3)
     results = run_world(
-        "value_parity",
+        "with_each_spec",
         ranks(LAYOUTS[name]),
+        of="value_parity",
         layout=LAYOUTS[name],
         directories={family: str(path) for family, path in models.items()},
         batch=batch,
@@ -72,10 +74,11 @@ def test_values_equal_transformers_and_survive_a_round_trip(
     for family, path in models.items():
         expected = reference_values(path, batch)
         assert expected.abs().max() > 0.1
-        for result in results:
-            assert torch.allclose(result[family], expected, atol=1e-4), family
-        assert_same_weights(path, tmp_path / family, rel=0)
-        assert torch.equal(reference_values(tmp_path / family, batch), expected)
+        for spec in SPECS:
+            for result in results:
+                assert torch.allclose(result[spec][family], expected, atol=1e-4), (family, spec)
+            assert_same_weights(path, tmp_path / spec / family, rel=0)
+        assert torch.equal(reference_values(tmp_path / "te" / family, batch), expected)
 
 
 def test_a_value_model_from_a_language_model_expects_nothing(tmp_path: Path) -> None:
@@ -154,9 +157,21 @@ def test_a_resumed_value_model_goes_on_as_if_nothing_had_happened(
     step: int,
 ) -> None:
     """Step 0: what has learned nothing is saved too, as an actor in the critic's warm-up."""
-    for result in steps_of(models["qwen2_tied"], tmp_path, LAYOUTS[name], resume_at=step):
-        assert_same_metrics(alone[1], result["metrics"])
-    assert_same_weights(alone[0] / "value", tmp_path / "value", rel=1e-5)
+    results = run_world(
+        "with_each_spec",
+        ranks(LAYOUTS[name]),
+        of="value_steps",
+        layout=LAYOUTS[name],
+        directory=str(models["qwen2_tied"]),
+        batch=value_batch(seed=5),
+        steps=3,
+        resume_at=step,
+        out=str(tmp_path),
+    )
+    for spec in SPECS:
+        for result in results:
+            assert_same_metrics(alone[1], result[spec]["metrics"])
+        assert_same_weights(alone[0] / "value", tmp_path / spec / "value", rel=1e-5)
 
 
 def test_heads_of_tensor_ranks_never_diverge(models: dict[str, Path], tmp_path: Path) -> None:

@@ -6,23 +6,43 @@ import asyncio
 import importlib
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import te_stand_ins
 import torch
 
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
+_joined: list[tuple[dict[str, Any], Any]] = []
+
+
 def start(layout: dict[str, Any]) -> Any:
-    """Join the world with the given layout."""
+    """Join the world with the given layout; a process does so once."""
     from ctrl_megatron.parallel.groups import initialize
     from ctrl_megatron.parallel.layout import Layout
 
-    return initialize(Layout(**layout), seed=1, timeout_seconds=60)
+    if not _joined:
+        _joined.append((layout, initialize(Layout(**layout), seed=1, timeout_seconds=60)))
+    joined, groups = _joined[0]
+    assert joined == layout
+    return groups
+
+
+def with_each_spec(rank: int, of: str, out: str, **arguments: Any) -> dict[str, Any]:
+    """What the function ``of`` gives with the package's layers and AdamW of torch, and with
+    Transformer Engine's stand-ins, by the names of ``SPECS``; files are left below ``out/SPEC``."""
+    found = {}
+    for spec, te in te_stand_ins.SPECS.items():
+        with te_stand_ins.installed(te):
+            found[spec] = _named(of)(rank, out=f"{out}/{spec}", **arguments)
+    return found
 
 
 def pass_on(rank: int, routes: list[tuple[int, ...]], size: int) -> list[list[int]]:
@@ -109,6 +129,18 @@ def _filled(model: Any, directory: str) -> Any:
     return model
 
 
+@contextmanager
+def ddp_options(**changed: Any) -> Iterator[None]:
+    """Models that are built in the block reduce their gradients in another way."""
+    from ctrl_megatron.models import parallel_model
+
+    usual = parallel_model.DistributedDataParallelConfig
+    with pytest.MonkeyPatch.context() as patch:
+        make = lambda **given: usual(**{**given, **changed})  # noqa: E731
+        patch.setattr(parallel_model, usual.__name__, make)
+        yield
+
+
 def parity(
     rank: int, layout: dict, directories: dict[str, str], batch: dict, temperature: float, out: str
 ) -> dict[str, Any]:
@@ -183,6 +215,40 @@ def train(
             assert all(buffer_bytes(chunk) > 0 for chunk in policy.chunks)
         save_hf(policy, f"{out}/{name}", side_files=directory)
     return results
+
+
+def reduced(
+    rank: int, layout: dict, directory: str, batch: dict, settings: dict[str, dict], out: str
+) -> dict[str, Any]:
+    """For every setting of Megatron's gradient reduction: the metrics of three steps without
+    clipping, this rank's weights afterwards, and how many reductions were under way when the
+    backward pass of each step had ended.
+    """
+    groups, found = start(layout), {}
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    optimizer = {"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9, "eps": 1e-4}
+    for name, setting in settings.items():
+        with ddp_options(**setting):
+            policy = make_policy(groups, directory, optimizer=optimizer, token_budget=64)
+        found[name] = {"under_way": []}
+        finish = policy.config.finalize_model_grads_func
+
+        def finalise(
+            chunks: list[Any],
+            *given: Any,
+            finish: Any = finish,
+            under_way: list[int] = found[name]["under_way"],
+            **named: Any,
+        ) -> None:
+            reducing = [group for chunk in chunks for group in chunk.bucket_groups]
+            under_way.append(sum(group.grad_reduce_handle is not None for group in reducing))
+            finish(chunks, *given, **named)
+
+        policy.config.finalize_model_grads_func = finalise
+        found[name]["metrics"] = [policy.step(mine, policy_loss) for _ in range(3)]
+        weights = [p.detach().clone() for model in policy.models for p in model.parameters()]
+        found[name]["weights"] = weights
+    return found
 
 
 def objectives(
@@ -441,13 +507,17 @@ def vocab_log_probs(
     return found
 
 
+def _named(function: str) -> Any:
+    module, _, name = function.rpartition(":")
+    return getattr(importlib.import_module(module or __name__), name)
+
+
 def run(function: str, folder: str, rank: int) -> None:
     """A rank's whole life; the result is left in ``folder``. ``function`` may name its module."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     arguments = torch.load(f"{folder}/arguments.pt", weights_only=False)
-    module, _, name = function.rpartition(":")
-    result = getattr(importlib.import_module(module or __name__), name)(rank, **arguments)
+    result = _named(function)(rank, **arguments)
     torch.save(result, f"{folder}/result{rank}.pt")
     if torch.distributed.is_initialized():
         # A rank that leaves while others still talk to it can make their threads abort.

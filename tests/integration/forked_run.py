@@ -49,12 +49,13 @@ def run_forked(
     phases: Path | None = None,
     stop_at: int = 0,
     without: tuple[str, ...] = (),
+    te: bool = False,
 ) -> ForkedRun:
     """Two ranks from start to end; neither outlives the call. ``purpose`` is ``rl`` or ``sft``.
 
     The keys that the first rank reads are written to the file ``reads``, one a line; what
     ``record_phases(stop_at)`` notes on rank N to the file ``phases``/N; ``without`` names keys of
-    the job that are left out.
+    the job that are left out; ``te`` puts stand-ins in Transformer Engine's place.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / f"{name}.{time.monotonic_ns()}.log"
@@ -68,7 +69,7 @@ def run_forked(
     # Left out, every rank measures it.
     overrides = [*kept, "trainer.peak_tflops_per_device=0.1", *extra]
     forks = fork_context()
-    given = (launch, overrides, str(log), purpose, reads, phases, stop_at)
+    given = (launch, overrides, str(log), purpose, reads, phases, stop_at, te)
     ranks = [forks.Process(target=_rank, args=(rank, *given)) for rank in range(_RANKS)]
     for process in ranks:
         process.start()
@@ -93,6 +94,7 @@ def _rank(
     reads: str,
     phases: Path | None,
     stop_at: int,
+    te: bool,
 ) -> None:
     os.environ |= launch | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -102,6 +104,7 @@ def _rank(
     if rank == 0:
         # The engine's process.
         reserve(1)
+    import te_stand_ins
     import torch
     from recorded_phases import record_phases
     from recorded_reads import record_reads
@@ -117,7 +120,8 @@ def _rank(
     check_world_size(config, _RANKS, purpose)
     events = record_phases(stop_at if rank == 0 else 0) if phases else []
     run = train_sft if purpose == "sft" else train
-    finished = run(config)
+    with te_stand_ins.installed(te):
+        finished = run(config)
     if seen:
         Path(reads).write_text("\n".join(sorted(seen)))
     if phases:

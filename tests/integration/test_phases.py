@@ -1,4 +1,8 @@
-"""The device has one owner at a time, in every training, through stop, resume and validation."""
+"""The device has one owner at a time, in every training, through stop, resume and validation.
+
+What is saved with the package's layers and torch's AdamW goes on with stand-ins for Transformer
+Engine's.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +41,24 @@ def assert_one_owner(events: list[str], *, drives_engine: bool) -> None:
             assert "weights" not in asleep, f"event {number}"
         elif name == "generate":
             assert not asleep, f"event {number}"
-        elif name in ("build", "pass", "onload", "save", "load") and drives_engine:
-            # A save finds the engine asleep or lets it sleep first.
-            awake = not asleep and not (name in ("save", "load") and "sleep" in events[number + 1])
+        elif name in ("build", "pass", "onload", "load") and drives_engine:
+            # A load lets the engine sleep first.
+            awake = not asleep and not (name == "load" and "sleep" in events[number + 1])
             assert not awake, f"event {number}: {event} while the engine is awake"
 
 
 def train(
-    job: Job, name: str, phases: Path, *, extra: tuple[str, ...], stop_at: int = 0
+    job: Job,
+    name: str,
+    phases: Path,
+    *,
+    extra: tuple[str, ...],
+    stop_at: int = 0,
+    te: bool = False,
 ) -> list[str]:
     """What the first rank of a run of two steps noted; with ``stop_at`` it is stopped."""
     given = (*extra, *LEAVING, f"data.val_files={job.data}", "trainer.test_freq=1")
-    run = run_forked(job, name, steps=2, extra=given, phases=phases, stop_at=stop_at)
+    run = run_forked(job, name, steps=2, extra=given, phases=phases, stop_at=stop_at, te=te)
     assert run.codes == ((130, 130) if stop_at else (0, 0)), run.output[-8000:]
     mine, other = events_of(phases)
     assert_one_owner(mine, drives_engine=True)
@@ -67,17 +77,18 @@ def test_grpo_is_stopped_in_a_generation_and_resumed(job: Job, tmp_path: Path) -
     # Validation, a step and validation draw critiques and revisions each; then the second step.
     before = ("trainer.val_before_train=true",)
     started = train(job, "phases_grpo", tmp_path / "started", extra=before, stop_at=7)
-    assert started[-10:].count("save") == started.count("save") == 1
-    resumed = train(job, "phases_grpo", tmp_path / "resumed", extra=())
+    # From host memory: the engine keeps the device, and nothing comes back to it.
+    assert started[-2:] == ["generate", "save"] and started.count("save") == 1
+    resumed = train(job, "phases_grpo", tmp_path / "resumed", extra=(), te=True)
     assert resumed.index("load") < resumed.index("generate")
     assert resumed.count("save") == 1
 
 
 def test_ppo_is_stopped_in_a_generation(job: Job, tmp_path: Path) -> None:
     ppo = golden_runs.RL["ppo"]
-    started = train(job, "phases_ppo", tmp_path / "started", extra=ppo, stop_at=5)
+    started = train(job, "phases_ppo", tmp_path / "started", extra=ppo, stop_at=5, te=True)
     assert started.count("build") == 3
-    assert started[-10:].count("save") == 1
+    assert started[-2:] == ["generate", "save"]
 
 
 def test_fine_tuning(job: Job, tmp_path: Path) -> None:
@@ -91,6 +102,7 @@ def test_fine_tuning(job: Job, tmp_path: Path) -> None:
             extra=(f"sft.train_files={path}",),
             purpose="sft",
             phases=folder,
+            te=steps == 2,
         )
         assert run.codes == (0, 0), run.output[-8000:]
         for events in events_of(folder):
