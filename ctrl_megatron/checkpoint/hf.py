@@ -14,7 +14,7 @@ from ctrl_megatron.models.families import hf_names
 from ctrl_megatron.models.hf_config import read_model_shape, value_shape
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.resharding.buckets import fill_buckets, shared_segments
+from ctrl_megatron.resharding.buckets import BucketMemory, fill_buckets
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import MegatronSource
 
@@ -70,7 +70,7 @@ def save_hf(
     source = MegatronSource(model, layout, readers=(groups.hosts.of_rank[0],))
     with (
         whole_directory(directory, active=groups.is_first) as folder,
-        shared_segments(source.places, groups) as segments,
+        BucketMemory(groups).segments(source.places) as segments,
     ):
         files = HfFiles(folder)
         for bucket in fill_buckets(source, segments, groups):

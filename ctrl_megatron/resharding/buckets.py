@@ -45,28 +45,50 @@ class FilledBucket:
         return weight_chunk(self.segment.name, ((p.spec, p.offset) for p in self.places))
 
 
-@contextmanager
-def shared_segments(
-    places: Sequence[TensorPlace], groups: ProcessGroups
-) -> Iterator[tuple[SharedSegment, ...]]:
-    """Two segments on every host, which each of its ranks has mapped. The names vanish at the end,
-    also on an error."""
-    if groups.is_first_here:
-        remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
-    names = groups.from_first_here(segment_names(2))
-    size = max(p.offset + spec_bytes(p.spec) for p in places)
-    segments: tuple[SharedSegment, ...] = ()
-    try:
+class BucketMemory:
+    """Two segments on every host, which each of its ranks has mapped.
+
+    They are made at the first use and used again: memory that the system gives anew takes several
+    times as long to fill. All ranks call the same methods in the same order.
+    """
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self.groups = groups
+        self._segments: tuple[SharedSegment, ...] = ()
+
+    @contextmanager
+    def segments(self, places: Sequence[TensorPlace]) -> Iterator[tuple[SharedSegment, ...]]:
+        """Segments that hold the largest bucket. Others find them by name within the body; the
+        names vanish at its end, also on an error."""
+        first = self.groups.is_first_here
+        size = max(p.offset + spec_bytes(p.spec) for p in places)
+        try:
+            if self._segments and len(self._segments[0].memory) >= size:
+                if first:
+                    for segment in self._segments:
+                        segment.publish()
+            else:
+                self._make(size)
+            yield self._segments
+        finally:
+            if first:
+                for segment in self._segments:
+                    remove_segment(segment.name)
+
+    def _make(self, size: int) -> None:
+        groups = self.groups
         if groups.is_first_here:
-            segments = tuple(SharedSegment(name, size, create=True) for name in names)
-        groups.barrier()
-        if not groups.is_first_here:
-            segments = tuple(SharedSegment(name, size, create=False) for name in names)
-        yield segments
-    finally:
+            remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
+        names = groups.from_first_here(segment_names(2))
+        self._segments = ()
         if groups.is_first_here:
             for name in names:
-                remove_segment(name)
+                self._segments += (SharedSegment(name, size, create=True),)
+        groups.barrier()
+        if not groups.is_first_here:
+            self._segments = tuple(SharedSegment(name, size, create=False) for name in names)
+        # The names may vanish from here on.
+        groups.barrier()
 
 
 def fill_buckets(

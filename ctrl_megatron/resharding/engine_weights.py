@@ -17,11 +17,11 @@ from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import result_of, wait_together
-from ctrl_megatron.resharding.buckets import FilledBucket, fill_buckets, shared_segments
+from ctrl_megatron.resharding.buckets import BucketMemory, FilledBucket, fill_buckets
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, spec_bytes
-from ctrl_megatron.rollout.weight_update import checksums
+from ctrl_megatron.rollout.weight_update import Checksums
 from ctrl_megatron.types import TensorSpec
 
 Role = Literal["actor", "proxy"]
@@ -60,7 +60,8 @@ class EngineWeights:
         *,
         verify: bool,
     ) -> None:
-        self._sources, self._link, self._groups, self._verify = sources, link, groups, verify
+        self._sources, self._link, self._verify = sources, link, verify
+        self._memory = BucketMemory(groups)
         self._actor_step = 0
         self.loaded: str | None = None
         """The version that the engine holds, None where that is none of ours."""
@@ -91,11 +92,8 @@ class EngineWeights:
         """Push the role's weights into the engine, whose own are awake. Collective."""
         # A push that fails half-way leaves nothing that may be relied on.
         self.loaded, version = None, self.version(role)
-        self.reports.append(
-            push(
-                self._sources[role], self._link, self._groups, version=version, verify=self._verify
-            )
-        )
+        source, link, memory = self._sources[role], self._link, self._memory
+        self.reports.append(push(source, link, memory, version=version, verify=self._verify))
         self.loaded = version
 
     def close(self) -> None:
@@ -112,7 +110,7 @@ class EngineWeights:
 def push(
     source: WeightSource,
     link: EngineLink | None,
-    groups: ProcessGroups,
+    memory: BucketMemory,
     *,
     version: str,
     verify: bool = False,
@@ -120,31 +118,39 @@ def push(
     """Load the source's weights into all engines under the name ``version``. Collective.
 
     ``link`` is given on the first rank of every host that has an engine. While engines read one
-    bucket, all ranks fill the other. With ``verify`` an engine's checksums must equal those of what
-    lay in its host's buckets: RuntimeError names the first tensors that differ.
+    bucket, all ranks fill the other, and with ``verify`` threads compute checksums of what lies in
+    both. The engine's own must equal them: RuntimeError names the first tensors that differ.
     """
+    groups = memory.groups
     # Nobody may still be generating when the engine's weights begin to change.
     groups.barrier()
     start = time.monotonic()
-    queue, sent = None, dict[str, str]()
+    queue, sent = None, Checksums() if link and verify else None
     if link:
         queue = ChunkQueue(link, [place.spec for place in source.places], version)
-    with shared_segments(source.places, groups) as segments:
-        wait_until_free = queue.wait_until_read if queue else lambda bucket: None
+
+    def wait_until_free(bucket: int) -> None:
+        if queue:
+            queue.wait_until_read(bucket)
+        if sent:
+            sent.wait()
+
+    with memory.segments(source.places) as segments:
         for bucket in fill_buckets(source, segments, groups, wait_until_free):
             if queue:
-                if verify:
-                    sent |= checksums(bucket.tensors())
                 queue.put(bucket)
+            if sent:
+                for name, tensor in bucket.tensors():
+                    sent.add(name, tensor)
         wait_together(queue.finish() if queue else None, groups)
     if verify:
         asked = link.loop.submit(link.engine.checksums()) if link else None
-        held = result_of(asked, groups) or {}
-        wrong = [name for name, checksum in sent.items() if held.get(name) != checksum]
+        held, wanted = result_of(asked, groups) or {}, sent.result() if sent else {}
+        wrong = [name for name, checksum in wanted.items() if held.get(name) != checksum]
         if wrong:
             raise RuntimeError(
                 f"after the update to {version} the engine holds other bytes than were sent for "
-                f"{len(wrong)} of {len(sent)} tensors: {wrong[:5]}"
+                f"{len(wrong)} of {len(wanted)} tensors: {wrong[:5]}"
             )
     num_bytes = sum(spec_bytes(place.spec) for place in source.places)
     return SyncReport(num_bytes=num_bytes, seconds=time.monotonic() - start)

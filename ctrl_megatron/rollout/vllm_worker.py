@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
 from vllm.distributed.weight_transfer.base import (
@@ -34,13 +35,14 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from ctrl_megatron.rollout.sampling import pick, uniform
-from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, read_chunk
-from ctrl_megatron.rollout.weight_update import checksums, tensor_checksum
+from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk, read_chunk
+from ctrl_megatron.rollout.weight_update import checksums
 
-_PROBE_ROWS = 256
+_PROBE_ROWS = 2048
 _DRAWN_ROWS = 64
 """At a time: the sums are float64, of memory that vLLM did not measure."""
 
@@ -72,15 +74,23 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ChunkInfo) -> None:
-        """Load a chunk. It is copied first: loaders keep tensors until a layer is whole."""
-        dtype = self.model_config.dtype
-        model: Any = self.model
-        model.load_weights(
-            (name, view.to(self.device, dtype, copy=True))
-            for name, view in read_chunk(
-                {"segment": update_info.segment, "tensors": update_info.tensors}
-            )
-        )
+        """Load a chunk; nothing refers to its memory afterwards."""
+        dtype, model = self.model_config.dtype, self.model
+        mapped: set[int] = set()
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            chunk: WeightChunk = {"segment": update_info.segment, "tensors": update_info.tensors}
+            for name, view in read_chunk(chunk):
+                mapped.add(_memory_of(view))
+                yield name, view.to(self.device, dtype)
+
+        model.load_weights(tensors())  # type: ignore[operator]
+        for layer in model.modules():
+            # A layer that is not whole yet keeps its tensors until another chunk completes it.
+            for _, call in get_layerwise_info(layer).loaded_weights:
+                for name, value in call.arguments.items():
+                    if isinstance(value, torch.Tensor) and _memory_of(value) in mapped:
+                        call.arguments[name] = value.clone()
 
     def finish_weight_update(self) -> None:
         """Bring the model back to the form in which it computes."""
@@ -93,6 +103,11 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
 
     def shutdown(self) -> None:
         """Nothing to release."""
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Where the memory begins that the tensor lies in; 0 for one that lies nowhere."""
+    return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
 if VLLM_BACKEND not in WeightTransferEngineFactory._registry:
@@ -156,7 +171,7 @@ def _is_packed(module: torch.nn.Module) -> bool:
 
 
 def _computed_weight(module: Any, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """(out, in) weight that the layer multiplies with.
+    """(out, in) weight that the layer multiplies with, as a view.
 
     On a CPU vLLM keeps weights only in a packed form. Then the layer is applied to the rows of the
     identity matrix, which returns the columns of its weight exactly (one product per output, the
@@ -164,22 +179,25 @@ def _computed_weight(module: Any, width: int, dtype: torch.dtype) -> torch.Tenso
     """
     if not _is_packed(module):
         return module.weight
-    identity = torch.eye(width, dtype=dtype, device=module.weight.device)
-    columns = [module.quant_method.apply(module, rows) for rows in identity.split(_PROBE_ROWS)]
-    return torch.cat(columns).t().contiguous()
+    columns = []
+    for first in range(0, width, _PROBE_ROWS):
+        rows = torch.zeros(min(_PROBE_ROWS, width - first), width, dtype=dtype)
+        rows.diagonal(first).fill_(1)
+        columns.append(module.quant_method.apply(module, rows))
+    return (columns[0] if len(columns) == 1 else torch.cat(columns)).t()
 
 
 def _hf_tensors(module: Any, local: torch.Tensor) -> list[torch.Tensor]:
     """This rank's weight or bias of a linear layer -> its HF tensors in the order of their fusion,
     gathered from all tensor ranks."""
     if isinstance(module, RowParallelLinear):
-        return [tensor_model_parallel_all_gather(local, 1) if local.dim() == 2 else local]
+        return [_gathered(local, 1) if local.dim() == 2 else local]
     if not isinstance(module, ColumnParallelLinear):
         return [local]
     if not isinstance(module, MergedColumnParallelLinear | QKVParallelLinear):
-        return [tensor_model_parallel_all_gather(local, 0)]
+        return [_gathered(local, 0)]
     sizes = [size // module.tp_size for size in module.output_sizes]
-    parts = [tensor_model_parallel_all_gather(p.contiguous(), 0) for p in local.split(sizes)]
+    parts = [_gathered(part, 0) for part in local.split(sizes)]
     copies = getattr(module, "num_kv_head_replicas", 1)
     if copies == 1:
         return parts
@@ -187,13 +205,17 @@ def _hf_tensors(module: Any, local: torch.Tensor) -> list[torch.Tensor]:
     return [parts[0], *(h[::copies].flatten(0, 1) for h in heads)]
 
 
-def held_tensors(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, whole tensor) of everything the model computes with. Collective over tensor ranks.
+def _gathered(local: torch.Tensor, dim: int) -> torch.Tensor:
+    """The parts of all tensor ranks, joined along ``dim``."""
+    if get_tensor_model_parallel_world_size() == 1:
+        return local
+    return tensor_model_parallel_all_gather(local.contiguous(), dim)
 
-    RuntimeError if a tied head computes with something else than the embedding.
-    """
+
+def held_tensors(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF name, whole tensor) of everything the model computes with, also of a head that is tied to
+    the embedding. Collective over tensor ranks."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    embedding: Any = None
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
         if isinstance(module, LinearBase):
@@ -206,17 +228,10 @@ def held_tensors(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Te
                 for name, whole in zip(fused.get(leaf, [leaf]), wholes, strict=True):
                     yield ".".join(filter(None, (parent, name, kind))), whole.to(dtype)
         elif isinstance(module, VocabParallelEmbedding):
-            is_head = leaf == "lm_head"
-            if is_head:
+            used = torch.as_tensor(module.weight)
+            if leaf == "lm_head":
                 used = _computed_weight(module, module.embedding_dim, dtype)
-            else:
-                used = embedding = torch.as_tensor(module.weight)
-            if is_head and model.config.tie_word_embeddings and embedding is not None:
-                if tensor_checksum(used) != tensor_checksum(embedding):
-                    raise RuntimeError("the tied output head differs from the embedding")
-                continue
-            whole = tensor_model_parallel_all_gather(used, 0)
-            yield f"{path}.weight", whole[: module.org_vocab_size]
+            yield f"{path}.weight", _gathered(used, 0)[: module.org_vocab_size]
         else:
             for name, parameter in module.named_parameters(recurse=False):
                 yield f"{path}.{name}" if path else name, parameter
@@ -231,8 +246,17 @@ class VllmWorkerExtension:
         sampler.topk_topp_sampler = SeededSampler(sampler.topk_topp_sampler)
 
     def ctrl_checksums(self: Any) -> dict[str, str]:
-        """Checksums of this pipeline stage's tensors; only the first tensor rank gives them."""
-        model = self.model_runner.get_model()
+        """Checksums of this pipeline stage's tensors; only the first tensor rank gives them.
+
+        RuntimeError if a tied head computes with something else than the embedding.
+        """
+        model, is_first = self.model_runner.get_model(), get_tensor_model_parallel_rank() == 0
         with torch.inference_mode():
-            found = checksums(held_tensors(model, self.model_config.dtype))
-        return found if get_tensor_model_parallel_rank() == 0 else {}
+            held = held_tensors(model, self.model_config.dtype)
+            # The others only give their parts.
+            found = checksums(held if is_first else (pair for pair in held if False))
+        names = "model.embed_tokens.weight", "lm_head.weight"
+        if model.config.tie_word_embeddings and found.keys() >= set(names):
+            if found[names[0]] != found.pop(names[1]):
+                raise RuntimeError("the tied output head differs from the embedding")
+        return found

@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import prod
@@ -78,18 +79,30 @@ def tensor_at(memory: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tens
 
 
 class SharedSegment:
-    """A named piece of shared memory that this process may write; ``memory`` is a uint8 tensor."""
+    """A piece of shared memory that this process may write; ``memory`` is a uint8 tensor.
+
+    ``name`` leads to it from when it is created until ``remove_segment``, and again after
+    ``publish``. The memory itself has no name and goes with the last process that has it mapped,
+    however that process ends; nor does the size of /dev/shm bound it.
+    """
 
     def __init__(self, name: str, size: int, *, create: bool) -> None:
         self.name = name
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        descriptor = os.open(os.path.join(SHARED_MEMORY, name), flags, 0o600)
-        try:
-            if create:
-                os.posix_fallocate(descriptor, 0, size)
-            self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-        finally:
-            os.close(descriptor)
+        if create:
+            descriptor = os.memfd_create(name)
+            os.posix_fallocate(descriptor, 0, size)
+        else:
+            descriptor = os.open(os.path.join(SHARED_MEMORY, name), os.O_RDWR)
+        self._file = os.fdopen(descriptor, "r+b", buffering=0)
+        self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        if create:
+            self.publish()
+
+    def publish(self) -> None:
+        """Let ``name`` lead to the memory; only in the process that created it."""
+        # Who opens the link gets the memory itself, through this process's descriptor.
+        target = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        os.symlink(target, os.path.join(SHARED_MEMORY, self.name))
 
 
 def segment_names(count: int) -> list[str]:
@@ -123,17 +136,35 @@ def read_chunk(chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a shared-memory segment")
     try:
-        descriptor = os.open(os.path.join(SHARED_MEMORY, name), os.O_RDONLY)
+        descriptor = os.open(os.path.join(SHARED_MEMORY, name), os.O_RDWR)
     except FileNotFoundError:
         raise ValueError(f"shared-memory segment {name} does not exist") from None
     try:
-        # Copy-on-write, since torch wants writable memory; nothing is ever written.
-        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        memory = _mapped(descriptor)
     finally:
         os.close(descriptor)
-    memory = torch.frombuffer(mapped, dtype=torch.uint8)
     for tensor in chunk["tensors"]:
         yield tensor["name"], tensor_at(memory, spec_of(tensor), tensor["offset"])
+
+
+_MAPPINGS: OrderedDict[tuple[int, int], torch.Tensor] = OrderedDict()
+"""What this process has mapped for reading by device and inode, the last used last."""
+_KEPT_MAPPINGS = 2
+"""A writer fills two segments in turn, and the same ones in every update."""
+
+
+def _mapped(descriptor: int) -> torch.Tensor:
+    """All bytes of an open segment, uint8. A new mapping costs more than reading it."""
+    status = os.fstat(descriptor)
+    key = status.st_dev, status.st_ino
+    if key not in _MAPPINGS or len(_MAPPINGS[key]) != status.st_size:
+        # Writable because torch wants it so; nothing is ever written.
+        mapped = mmap.mmap(descriptor, status.st_size)
+        _MAPPINGS[key] = torch.frombuffer(mapped, dtype=torch.uint8)
+    _MAPPINGS.move_to_end(key)
+    while len(_MAPPINGS) > _KEPT_MAPPINGS:
+        _MAPPINGS.popitem(last=False)
+    return _MAPPINGS[key]
 
 
 def spec_of(tensor: ChunkTensor) -> TensorSpec:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
-from hashlib import sha256
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from blake3 import blake3
 
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.rollout.engine import (
@@ -27,7 +30,8 @@ from ctrl_megatron.types import TensorSpec
 
 _SHOWN = 5
 # Small enough to stay in a core's cache between the two passes over it.
-_PIECE = 2**17
+_PIECE = 2**16
+_CHECKSUM_THREADS = 4
 
 
 def read_model_config(model_path: str | Path) -> dict[str, Any]:
@@ -192,20 +196,54 @@ class WeightState:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
-    """Hex SHA-256 (its first 128 bits) of the tensor's bytes, contiguous, in its own dtype.
+    """Hex BLAKE3 (its first 128 bits) of the tensor's bytes, contiguous, in its own dtype.
 
     A negative zero counts as zero: some engines hold weights in a packed form from which its sign
-    cannot be read back, and it never changes what a model computes. SHA-256 because processors
-    have instructions for it: one to two GB/s per core there.
+    cannot be read back, and it never changes what a model computes. BLAKE3 because it is as hard to
+    forge as SHA-256 and three times as fast on one core: 3 GB/s where there is AVX-512.
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    checksum = sha256()
+    checksum = blake3()
+    plain = torch.empty(min(_PIECE, flat.numel()), dtype=flat.dtype)
     for piece in flat.split(_PIECE):
-        plain = piece + 0.0 if flat.is_floating_point() else piece
-        checksum.update(plain.view(torch.uint8).numpy().tobytes())
+        if flat.is_floating_point():
+            piece = torch.add(piece, 0.0, out=plain[: len(piece)])
+        checksum.update(piece.view(torch.uint8).numpy())
     return checksum.hexdigest()[:32]
 
 
+class Checksums:
+    """Checksums of named tensors, computed by threads while the caller goes on.
+
+    A tensor in host memory must stay as it is until ``wait`` or ``result``. Few are held at a time,
+    for they may be made only to be looked at: ``add`` waits for its turn.
+    """
+
+    def __init__(self) -> None:
+        threads = min(_CHECKSUM_THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checksum")
+        self._room = threading.Semaphore(threads + 1)
+        self._found: dict[str, Future[str]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Look at the tensor some time."""
+        self._room.acquire()
+        self._found[name] = self._pool.submit(tensor_checksum, tensor.cpu())
+        self._found[name].add_done_callback(lambda _: self._room.release())
+
+    def wait(self) -> None:
+        """Until no tensor is needed any more."""
+        wait(self._found.values())
+
+    def result(self) -> dict[str, str]:
+        """Name -> checksum of all; ends the threads."""
+        self._pool.shutdown()
+        return {name: found.result() for name, found in self._found.items()}
+
+
 def checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Checksum of each named tensor; only one tensor is looked at at a time."""
-    return {name: tensor_checksum(tensor) for name, tensor in tensors}
+    """Checksum of each named tensor; few are held at a time."""
+    found = Checksums()
+    for name, tensor in tensors:
+        found.add(name, tensor)
+    return found.result()

@@ -164,6 +164,7 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
     from ctrl_megatron.data.tokens import TextCodec
     from ctrl_megatron.parallel.background import BackgroundLoop
     from ctrl_megatron.parallel.layout import Layout
+    from ctrl_megatron.resharding.buckets import BucketMemory
     from ctrl_megatron.resharding.engine_weights import EngineLink, push
     from ctrl_megatron.resharding.plan import EngineLayout
     from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource
@@ -185,14 +186,14 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
         dialogues = [codec.encode_chat([{"role": "user", "content": text}]) for text in prompts]
         process.wait_ready()
         remote, layout = process.connect(), EngineLayout(dtype="float32", bucket_bytes=64 << 20)
-        link = EngineLink(engine=remote, loop=loop)
+        link, memory = EngineLink(engine=remote, loop=loop), BucketMemory(groups)
         actor = MegatronSource(policy, layout, readers=(0,))
         proxy = DirectorySource(model, layout, groups, readers=(0,))
         results = {}
         for version, source in (("actor@0", actor), ("actor@1", actor), ("proxy", proxy)):
             if version == "actor@1":
                 _change(policy)
-            push(source, link, groups, version=version, verify=True)
+            push(source, link, memory, version=version, verify=True)
             found = loop.run(_speak(remote, dialogues, count))
             found["digests"] = loop.run(remote.checksums())
             if source is actor:

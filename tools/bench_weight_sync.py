@@ -1,0 +1,228 @@
+"""How fast weights get from the trainer into a running vLLM, beside what the machine can do:
+``python tools/bench_weight_sync.py``.
+
+In every round each of these has its turn, so that a machine that slows down meanwhile slows all:
+
+- ``raw``: the same bytes copied into shared memory that is mapped already, and out of it again;
+- ``vLLM``: vLLM's own ``reload_weights`` from tensors that lie in its process;
+- ``push``: ``resharding.engine_weights.push`` of the trainer's model, as before every generation;
+- ``verified``: the same with ``trainer.verify_weight_sync``.
+
+Every second push brings other weights, and the last are drawn from, so that nothing can be left
+out. Reported are medians; the goal is 60 % of the slower of ``raw`` and ``vLLM``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+from aiohttp import ClientSession, web
+
+from ctrl_megatron.checkpoint.hf import load_hf
+from ctrl_megatron.models.build import BuildOptions
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.parallel_model import ModelOptions
+from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.parallel.groups import initialize
+from ctrl_megatron.parallel.hosts import host_identity
+from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.resharding.buckets import BucketMemory
+from ctrl_megatron.resharding.engine_weights import EngineLink, push
+from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.sources import MegatronSource
+from ctrl_megatron.rollout.client import RemoteEngine
+from ctrl_megatron.rollout.engine import EngineAddress, EngineSpec
+from ctrl_megatron.rollout.launch import engine_environment
+from ctrl_megatron.rollout.server import application
+from ctrl_megatron.rollout.weight_chunks import SharedSegment, remove_segment, segment_names
+from ctrl_megatron.types import SamplingParams
+
+TOKEN = "bench"
+
+
+def own_reload(worker: Any, model: str) -> float:
+    """Seconds of vLLM's own reload in its worker, from tensors that lie in its memory."""
+    if not hasattr(worker, "bench_tensors"):
+        directory = SafetensorsDirectory(model)
+        worker.bench_tensors = [(n, directory.read(n).clone()) for n in directory.shapes()]
+    began = time.perf_counter()
+    worker.reload_weights(weights_iterator=worker.bench_tensors)
+    return time.perf_counter() - began
+
+
+async def serve(spec: EngineSpec) -> None:
+    """The engine behind the server that every engine has, and beside it vLLM's own reload."""
+    # Lets a function travel to the process that the model is in.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    from ctrl_megatron.rollout.vllm_engine import VllmEngine
+
+    engine = await VllmEngine.build(spec)
+
+    async def reload(_: web.Request) -> web.Response:
+        (seconds,) = await engine._llm.collective_rpc(own_reload, args=(spec.model_path,))
+        return web.json_response(seconds)
+
+    app = application(engine, TOKEN)
+    app.router.add_post("/reload", reload)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    print(f"port {runner.addresses[0][1]}", flush=True)
+    # The end of standard input is the end of the bench.
+    await asyncio.to_thread(sys.stdin.read)
+    os._exit(0)
+
+
+def raw_copy(parts: list[torch.Tensor], segments: list[SharedSegment]) -> float:
+    """Seconds in which the bytes of ``parts`` go into the mapped segments and out again."""
+    began = time.perf_counter()
+    for number, part in enumerate(parts):
+        there = segments[number % len(segments)].memory[: part.numel()]
+        there.copy_(part)
+        part.copy_(there)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="runs/models/smollm2", help="Hugging Face directory")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--bucket", type=int, default=128, help="in 2**20 bytes")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        asyncio.run(serve(EngineSpec(**json.loads(options.serve))))
+    spec = EngineSpec(
+        name="vllm",
+        model_path=options.model,
+        dtype=options.dtype,
+        max_model_len=512,
+        max_num_seqs=8,
+        kv_cache_gib=0.25,
+    )
+    child = subprocess.Popen(
+        [sys.executable, __file__, "--serve", json.dumps(asdict(spec))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=open("/tmp/bsync/engine.log", "w"),
+        env=engine_environment(spec),
+        text=True,
+    )
+    try:
+        measure(options, child)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def port_of(child: subprocess.Popen[str]) -> int:
+    """Where the engine's process listens; RuntimeError if it ends before it does."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith("port "):
+            return int(line.split()[1])
+    raise RuntimeError("vLLM did not start")
+
+
+def measure(options: argparse.Namespace, child: subprocess.Popen[str]) -> None:
+    """All rounds, and what came of them."""
+    groups = initialize(Layout(), seed=1, timeout_seconds=60)
+    policy = Policy(
+        read_model_shape(options.model),
+        groups,
+        ModelOptions(build=BuildOptions(dtype=options.dtype), optimizer=None),
+    )
+    load_hf(policy, options.model)
+    layout = EngineLayout(dtype=options.dtype, bucket_bytes=options.bucket << 20)
+    source = MegatronSource(policy, layout, readers=(0,))
+    print("starting vLLM ...", flush=True)
+    endpoint = f"http://127.0.0.1:{port_of(child)}"
+    address = EngineAddress(
+        name="vllm",
+        endpoint=endpoint,
+        home=host_identity(),
+        token=TOKEN,
+        pid=child.pid,
+        log_path="",
+    )
+    engine, loop = RemoteEngine(address), BackgroundLoop()
+    link, memory = EngineLink(engine=engine, loop=loop), BucketMemory(groups)
+
+    async def vllm_reload() -> float:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with (
+            ClientSession(headers=headers) as session,
+            session.post(f"{endpoint}/reload") as answer,
+        ):
+            return await answer.json()
+
+    size = layout.bucket_bytes
+    names = segment_names(2)
+    segments = [SharedSegment(name, size, create=True) for name in names]
+    for name in names:
+        remove_segment(name)
+    total = sum(p.numel() * p.element_size() for p in policy.models[0].parameters())
+    parts = [torch.ones(min(size, total - at), dtype=torch.uint8) for at in range(0, total, size)]
+
+    def pushed(version: str, *, verify: bool) -> float:
+        return push(source, link, memory, version=version, verify=verify).seconds
+
+    took: dict[str, list[float]] = {"raw": [], "vLLM": [], "push": [], "verified": []}
+    for number in range(-1, options.rounds):
+        change(policy)
+        seconds = {
+            "raw": raw_copy(parts, segments),
+            "vLLM": loop.run(vllm_reload()),
+            "push": pushed(f"push@{number}", verify=False),
+        }
+        change(policy)
+        seconds["verified"] = pushed(f"verified@{number}", verify=True)
+        said = ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items())
+        print(f"round {number + 1}: {said}" if number >= 0 else f"warm-up: {said}", flush=True)
+        if number >= 0:
+            for name, value in seconds.items():
+                took[name].append(value)
+    ((completion,),) = loop.run(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4)))
+    assert {span.version for span in completion.spans} == {f"verified@{options.rounds - 1}"}
+    loop.run(engine.close())
+    report({name: statistics.median(values) for name, values in took.items()}, total)
+
+
+@torch.no_grad()
+def change(policy: Policy) -> None:
+    """Other weights, as after an update."""
+    for parameter in policy.models[0].parameters():
+        parameter.mul_(1.01)
+
+
+def report(seconds: dict[str, float], total: int) -> None:
+    """Rates, and the two ratios that count."""
+    for name, value in seconds.items():
+        print(f"{name:>9}: {value:6.3f} s, {total / value / 1e9:5.2f} GB/s")
+    limit = max(seconds["raw"], seconds["vLLM"])
+    print(f"push reaches {limit / seconds['push']:.0%} of the slower of raw and vLLM")
+    print(f"verified takes {seconds['verified'] / seconds['push']:.2f} times as long as push")
+
+
+if __name__ == "__main__":
+    main()
