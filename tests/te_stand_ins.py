@@ -1,4 +1,5 @@
-"""Transformer Engine's place taken by plain torch: its parameter names and its optimizer's state.
+"""Transformer Engine's place taken by plain torch: its parameter names, its optimizer's state and
+its variable-length attention.
 
 Megatron's own spec function builds the layers; what differs from the local spec is what the real
 library differs in: norms fused into the linear layer behind them, linear layers that add to
@@ -9,6 +10,7 @@ per parameter (read off Transformer Engine 2.9 to 2.11).
 from __future__ import annotations
 
 import importlib.machinery
+import itertools
 import sys
 import types
 from collections.abc import Iterator
@@ -81,6 +83,90 @@ class WgradKernel:
         main_grad.addmm_(grad_output.t().float(), inputs.float())
 
 
+def varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The signature of ``torch.nn.attention.varlen.varlen_attn``, computed in float64.
+
+    query (Tq, A, D), key and value (Tk, G, D); causal masks are aligned at the bottom right, as in
+    flash attention since 2.1 and Transformer Engine's ``padding_causal_bottom_right``.
+    """
+    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    queries, keys = cu_seq_q.tolist(), cu_seq_k.tolist()
+    assert len(queries) == len(keys) and (queries[-1], keys[-1]) == (len(query), len(key))
+    times, outputs = query.shape[1] // key.shape[1], []
+    pairs = zip(itertools.pairwise(queries), itertools.pairwise(keys), strict=True)
+    for (a, b), (c, d) in pairs:
+        assert b - a <= max_q and d - c <= max_k and b - a <= d - c
+        k, v = (x[c:d].double().repeat_interleave(times, dim=1) for x in (key, value))
+        scores = torch.einsum("qad,kad->aqk", query[a:b].double(), k)
+        scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+        seen = torch.ones(b - a, d - c, dtype=torch.bool).tril((d - c) - (b - a))
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("aqk,kad->qad", weights, v).to(query.dtype))
+    return torch.cat(outputs)
+
+
+class DotProductAttention(torch.nn.Module):
+    """The interface of ``megatron.core.extensions.transformer_engine.TEDotProductAttention``."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert attention_type == "self"
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        num_splits: int | None = None,
+    ) -> torch.Tensor:
+        """query (Tq, A, D), key and value (Tk, G, D); returns (Tq, A * D)."""
+        assert attention_mask is None and attention_bias is None and num_splits is None
+        assert packed_seq_params.qkv_format == "thd"
+        bounds = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv
+        # Megatron makes padding_causal of causal, which is aligned at the top left.
+        if attn_mask_type.name == "causal":
+            assert torch.equal(*bounds)
+        else:
+            assert attn_mask_type.name == "padding_causal_bottom_right"
+        longest = packed_seq_params.max_seqlen_q, packed_seq_params.max_seqlen_kv
+        return varlen_attn(
+            query,
+            key,
+            value,
+            *bounds,
+            *longest,
+            scale=self.scale,
+            window_size=(-1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        ).flatten(1)
+
+
 @contextmanager
 def installed(active: bool = True) -> Iterator[None]:
     """Megatron and the package find Transformer Engine in the block, or not if not ``active``.
@@ -97,7 +183,7 @@ def installed(active: bool = True) -> Iterator[None]:
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import transformer_block
 
-    from ctrl_megatron.models.layer_spec import PackedCausalAttention, RMSNorm
+    from ctrl_megatron.models.layer_spec import RMSNorm
 
     class Linear:
         """Adds a weight's gradient to its ``main_grad`` itself, once it is told to."""
@@ -143,7 +229,7 @@ def installed(active: bool = True) -> Iterator[None]:
             return RMSNorm
 
         def core_attention(self) -> type:
-            return PackedCausalAttention
+            return DotProductAttention
 
     module = types.ModuleType("transformer_engine")
     module.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None)

@@ -244,6 +244,8 @@ class Model:
     """Directory of the tokenizer; None for model.path."""
     dtype: Dtype = "bfloat16"
     """Type of the parameters in compute; the master copy is float32."""
+    shared_prefix: bool = True
+    """Compute a prompt once for all of its responses in a micro-batch, in every pass."""
 
     @property
     def tokenizer(self) -> str:

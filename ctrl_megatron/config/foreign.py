@@ -19,6 +19,7 @@ RENAMED: Mapping[str, str] = {
     _ACTOR + "megatron.seed": "trainer.seed",
     _ACTOR + "use_dynamic_bsz": _TOKENS,
     _ACTOR + "ppo_micro_batch_size": _TOKENS,
+    _ACTOR + "use_prefix_grouper": "actor_rollout_ref.model.shared_prefix",
     _ACTOR + "ppo_micro_batch_size_per_gpu": _TOKENS,
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _FORWARD_TOKENS,
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _FORWARD_TOKENS,

@@ -1,8 +1,8 @@
-"""Token-budget micro-batches: first-fit decreasing."""
+"""Token-budget micro-batches: first-fit decreasing, over rows or groups of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 
 def pack(lengths: Sequence[int], budget: int, *, key: str = "the token budget") -> list[list[int]]:
@@ -31,3 +31,30 @@ def pack(lengths: Sequence[int], budget: int, *, key: str = "the token budget") 
         groups[slot].append(index)
         room[slot] -= length
     return groups
+
+
+def pack_groups(
+    prompts: Sequence[int], responses: Sequence[int], groups: Sequence[Hashable], budget: int
+) -> list[list[list[int]]]:
+    """Micro-batches of at most ``budget`` tokens, each of groups of row numbers, in which a group's
+    prompt counts once.
+
+    Row i has ``prompts[i]`` and ``responses[i]`` tokens; rows of one name in ``groups`` have the
+    same prompt. A group above the budget is cut into some that repeat the prompt. Groups of one row
+    are packed as by ``pack``, which raises ValueError for a row above the budget.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for row, name in enumerate(groups):
+        members.setdefault(name, []).append(row)
+    pack([p + r for p, r in zip(prompts, responses, strict=True)], budget)  # names a wrong row
+    units: list[list[int]] = []
+    for rows in members.values():
+        prompt = prompts[rows[0]]
+        if prompt + sum(responses[row] for row in rows) <= budget:
+            units.append(rows)
+            continue
+        # A response without tokens needs no room of its own; one more does no harm.
+        parts = pack([max(1, responses[row]) for row in rows], budget - prompt)
+        units += [sorted(rows[i] for i in part) for part in parts]
+    costs = [prompts[rows[0]] + sum(responses[row] for row in rows) for rows in units]
+    return [[units[i] for i in micro_batch] for micro_batch in pack(costs, budget)]

@@ -40,6 +40,16 @@ class PassShape:
     recompute_granularity: str | None = None
     recompute_num_layers: int = 1
     recompute_modules: Sequence[str] = ("core_attn",)
+    gathered_keys: int = 0
+    """Keys that a variable-length kernel is given for the tokens of one micro-batch where responses
+    share prompts; 0 where it is given the tokens' own."""
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of these keys and their values in one layer; only ``te`` copies them."""
+        heads = self.shape.num_query_groups / self.layout.tensor
+        size = 2 * self.dtype_size * heads * self.shape.head_dim * self.gathered_keys
+        return size if self.kernels == "te" else 0
 
     @property
     def sequence_ranks(self) -> int:
@@ -69,20 +79,20 @@ def saved_by_layer(p: PassShape) -> float:
     if p.kernels == "te":
         norms = 2 * (2 * p.residual + per_norm)
         attention = fused_qkv + rotated + context + softmax
-        attention += rotated * shape.qk_norm
+        attention += rotated * shape.qk_norm + p.gathered / p.tokens
         mlp = 3 * ffn
     else:
         wide = 4 * shape.hidden_size / p.sequence_ranks
         norms = 2 * (wide + 2 * p.residual + per_norm)
-        # The kernel's own output, and all sequences' together; cosines and sines for both.
-        attention = fused_qkv + rotated + 2 * context + softmax + 4 * e * head
+        # Cosines and sines for queries and keys.
+        attention = fused_qkv + rotated + context + softmax + 4 * e * head
         if shape.qk_norm:
             attention += (4 + e) / e * rotated + 4 * (heads + groups) / t
         # SwiGLU's two halves, silu(a), b, and their product; fc1's output where it is not fused.
         mlp = 5 * ffn
     if p.recompute_granularity == "selective":
         if "core_attn" in p.recompute_modules:
-            attention -= softmax if p.kernels == "te" else softmax + context
+            attention -= softmax + p.gathered / p.tokens
         if "mlp" in p.recompute_modules:
             mlp = 0
             if p.kernels == "te":
@@ -191,6 +201,7 @@ def inference_workspace(p: PassShape, *, pp: int) -> int:
     gathered = e * hidden if p.layout.sequence_parallel else 0
     halves = 3 if p.kernels == "te" else 5
     moments = [p.tokens * (3 * p.residual + gathered + halves * ffn)]
+    moments.append(p.tokens * (3 * p.residual + gathered) + p.gathered)
     if pp == p.layout.pipeline - 1:
         moments.append(p.residual * p.tokens + logits_workspace(p, backward=False))
     return int(max(moments))

@@ -350,33 +350,59 @@ class _Stage:
         config, actor = self.config, self.family.actor
         if self.purpose == "sft":
             rows = config.sft.train_batch_size // self.layout.data
-            return self._pass(name, config.sft.max_token_len_per_gpu, rows, config.sft.max_length)
-        rows = actor.ppo_mini_batch_size * self.family.rollout.n // self.layout.data
+            budget = config.sft.max_token_len_per_gpu
+            return self._pass(name, budget, groups=rows, size=1, own=config.sft.max_length)
         budget = actor.ppo_max_token_len_per_gpu
-        return self._pass(name, budget, rows, config.sequence_tokens)
+        return self._rl_pass(name, budget, actor.ppo_mini_batch_size)
 
     def _forward(self, name: str) -> PassShape:
         family = self.family
-        rows = self.config.data.train_batch_size * family.rollout.n // self.layout.data
         budget = family.log_prob_token_budget
         if name != "actor":
             budget = family.actor.ppo_max_token_len_per_gpu
-        return self._pass(name, budget, rows, self.config.sequence_tokens)
+        return self._rl_pass(name, budget, self.config.data.train_batch_size)
 
-    def _pass(self, name: str, budget: int, rows: int, longest: int) -> PassShape:
+    def _rl_pass(self, name: str, budget: int, prompts: int) -> PassShape:
+        data, n = self.config.data, self.family.rollout.n
+        if not self.family.model.shared_prefix or n == 1:
+            groups, own = prompts * n // self.layout.data, self.config.sequence_tokens
+            return self._pass(name, budget, groups=groups, size=1, own=own)
+        return self._pass(
+            name,
+            budget,
+            groups=prompts // self.layout.data,
+            size=n,
+            own=data.max_response_length,
+            shared=data.max_prompt_length,
+        )
+
+    def _pass(
+        self, name: str, budget: int, *, groups: int, size: int, own: int, shared: int = 0
+    ) -> PassShape:
+        """Over so many groups of ``size`` rows that have ``own`` tokens each and ``shared`` ones in
+        common."""
         megatron = self.megatron
         modules = megatron.override_transformer_config.get("recompute_modules") or ["core_attn"]
+        whole = shared + size * own
+        tokens = min(budget, groups * whole)
+        if whole <= budget:
+            micro_batches = math.ceil(groups / (budget // whole))
+        else:
+            micro_batches = groups * math.ceil(size / max(1, (budget - shared) // own))
+        # The shorter the responses, the more of them copy their prompt's keys: at most all rows.
+        copies = min(groups * size, size * tokens // (shared + size)) if shared else 0
         return PassShape(
             shape=self.shapes[name],
             layout=self.layout,
             kernels=self.kernels,
             dtype_size=self.dtype_size,
-            tokens=min(budget, rows * longest),
-            micro_batches=math.ceil(rows / max(1, budget // longest)),
+            tokens=tokens,
+            micro_batches=micro_batches,
             logprob_chunk=megatron.logprob_chunk_size,
             recompute_granularity=megatron.recompute_granularity,
             recompute_num_layers=megatron.recompute_num_layers,
             recompute_modules=tuple(modules),
+            gathered_keys=tokens + copies * shared if shared else 0,
         )
 
 

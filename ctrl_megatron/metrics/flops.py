@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
 
 _PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bGB200\b", 2500e12),
@@ -28,26 +27,24 @@ def model_flops(
     kv_heads: int,
     head_dim: int,
     vocab: int,
-    seq_lens: Sequence[int],
+    tokens: int,
+    pairs: int,
+    projected_tokens: int,
     backward: bool,
-    projected_tokens: int | None = None,
     gated_mlp: bool = True,
 ) -> int:
-    """Floating-point operations of the matrix products over packed sequences.
+    """Floating-point operations of the matrix products over packed tokens.
 
-    A multiply-add counts 2. Attention counts what a causal mask leaves (s(s+1)/2 pairs per
-    sequence), the vocabulary projection counts ``projected_tokens`` (None for all), the backward
-    pass twice the forward pass; recomputed activations do not count (they are work of the
+    A multiply-add counts 2. Attention counts ``pairs`` of a token and one that it sees (s(s+1)/2
+    in a causal sequence of s tokens), the vocabulary projection counts ``projected_tokens``, the
+    backward pass twice the forward pass; recomputed activations do not count (they are work of the
     implementation, not the model).
     """
-    tokens = sum(seq_lens)
-    pairs = sum(length * (length + 1) // 2 for length in seq_lens)
     projections = hidden * head_dim * (heads + 2 * kv_heads) + heads * head_dim * hidden
     mlp = hidden * ffn * (3 if gated_mlp else 2)
     scores_and_values = 2 * heads * head_dim
     layer = tokens * (projections + mlp) + pairs * scores_and_values
-    projected = tokens if projected_tokens is None else projected_tokens
-    forward = 2 * (n_layers * layer + projected * hidden * vocab)
+    forward = 2 * (n_layers * layer + projected_tokens * hidden * vocab)
     return 3 * forward if backward else forward
 
 

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ctrl_megatron.models.families import check_tensor_size
 from ctrl_megatron.models.hf_config import ModelShape, Rope
 from ctrl_megatron.models.layer_spec import (
+    PackedRotaryEmbedding,
     ValueOutputLayer,
     block_spec,
     has_apex_wgrad,
@@ -162,7 +163,8 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
             rotary_base=int(shape.rope.theta),
             vp_stage=chunk if layout.virtual_pipeline > 1 else None,
         )
-        model.rotary_pos_emb.inv_freq = rope_frequencies(shape.rope, shape.head_dim)
+        frequencies = rope_frequencies(shape.rope, shape.head_dim)
+        model.rotary_pos_emb = PackedRotaryEmbedding(frequencies)  # type: ignore[assignment]
         if model.post_process and shape.value_head:
             model.output_layer = ValueOutputLayer(config)  # type: ignore[assignment]
         elif model.post_process:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import layers as tensor_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -25,6 +23,9 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+
+from ctrl_megatron.models.attention import PackedCausalAttention, over_shared_prefixes
+from ctrl_megatron.models.packed_layout import PackedLayoutParams
 
 
 class RMSNorm(torch.nn.Module):
@@ -49,41 +50,26 @@ class RMSNorm(torch.nn.Module):
         return self.weight * wide.to(hidden.dtype)
 
 
-class PackedCausalAttention(torch.nn.Module):
-    """Causal attention inside each sequence of a packed micro-batch, by torch's fused kernel.
-
-    Needs no attention mask and no (S x S) scores, and no flop is spent between sequences.
+class PackedRotaryEmbedding(torch.nn.Module):
+    """A rotary table with a row for every token of a packed micro-batch, in Megatron's place for
+    its own, whose rows are the positions of one sequence: positions of responses that share a
+    prompt start anew in the middle of it.
     """
 
-    def __init__(
-        self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any
-    ) -> None:
+    def __init__(self, inverse_frequencies: torch.Tensor) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError("context parallelism needs Transformer Engine's attention")
-        self.scale = softmax_scale
+        self.inv_freq = inverse_frequencies
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *,
-        packed_seq_params: PackedSeqParams,
-        **_: Any,
+    def get_rotary_seq_len(
+        self, _context: Any, _block: Any, _hidden: Any, _config: Any, packed: PackedLayoutParams
     ) -> torch.Tensor:
-        """query (T, A, D), key and value (T, G, D), A a multiple of G; returns (T, A * D)."""
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        outputs = []
-        for start, end in itertools.pairwise(bounds):
-            # (T, A, D) -> (1, A, T, D)
-            q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            outputs.append(out.squeeze(0).transpose(0, 1))
-        return torch.cat(outputs).flatten(1)
+        """What Megatron hands to ``forward``: (T,) int64 positions."""
+        return packed.positions
+
+    def forward(self, positions: torch.Tensor, **_: Any) -> torch.Tensor:
+        """(T,) -> (T, 1, 1, D) float32 angles."""
+        angles = torch.outer(positions.float(), self.inv_freq.to(positions.device))
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
 class ValueOutputLayer(MegatronModule):
@@ -134,7 +120,10 @@ def fuse_weight_gradients(models: Iterable[torch.nn.Module]) -> None:
 def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
     """The spec of a stage with ``num_layers`` layers; the final norm stands on the last stage."""
     if has_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+        spec: Any = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+        parts = spec.submodules.self_attention.submodules
+        parts.core_attention = over_shared_prefixes(parts.core_attention)
+        return spec
     # Megatron annotates these slots more narrowly than what it builds from.
     norm: Any = RMSNorm
     core_attention: Any = PackedCausalAttention

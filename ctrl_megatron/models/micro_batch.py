@@ -1,4 +1,5 @@
-"""From padded rows to packed micro-batches under a token budget; no flop is spent on padding."""
+"""From padded rows to packed micro-batches under a token budget; no flop is spent on padding, and
+none twice on a prompt that rows of a micro-batch share."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
-from ctrl_megatron.data.packing import pack
+from ctrl_megatron.data.packing import pack_groups
+from ctrl_megatron.models.packed_layout import PackedLayoutParams, lay_out, layout_params
 
 Fields = Mapping[str, torch.Tensor]
 
@@ -22,8 +23,8 @@ class MicroBatch:
     tokens: torch.Tensor
     """(1, T) int64."""
     positions: torch.Tensor
-    """(1, T) int64, counted from 0 in every sequence."""
-    packed: PackedSeqParams
+    """(1, T) int64, counted from 0 in every row."""
+    packed: PackedLayoutParams
     predictors: torch.Tensor
     """(N,) int64: index in T of the hidden state that predicts each response token."""
     targets: torch.Tensor
@@ -42,12 +43,19 @@ class MicroBatch:
 
 
 def split_into_micro_batches(
-    batch: Fields, *, token_budget: int, multiple: int, count_multiple: int, device: torch.device
+    batch: Fields,
+    *,
+    token_budget: int,
+    shared_prefix: bool,
+    multiple: int,
+    count_multiple: int,
+    device: torch.device,
 ) -> list[MicroBatch]:
     """Micro-batches that cover every row of ``batch`` once.
 
     batch: ``input_ids``, ``attention_mask`` (B, P+R) and ``response_mask`` (B, R), prompts padded
-    on the left, responses on the right. ``multiple``: packed lengths are filled up to a multiple
+    on the left, responses on the right. ``shared_prefix``: rows with equal prompts stand behind one
+    copy of it (``models.packed_layout``). ``multiple``: packed lengths are filled up to a multiple
     of it (sequence parallelism cuts them over the tensor ranks). ``count_multiple``: empty
     micro-batches are appended up to a multiple of it (the interleaved schedule needs that).
     Raises ValueError for a row above the token budget, without a prompt token, or whose response
@@ -55,18 +63,34 @@ def split_into_micro_batches(
     """
     attended = batch["attention_mask"].bool().cpu()
     answered = batch["response_mask"].bool().cpu()
-    _check_responses(attended[:, attended.shape[1] - answered.shape[1] :], answered)
-    lengths = attended.sum(dim=1).tolist()
+    width = answered.shape[1]
+    start = attended.shape[1] - width
+    _check_responses(attended[:, start:], answered)
     answers = answered.sum(dim=1).tolist()
-    for row, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
-        if length <= answer:
+    prompts, responses = _tokens(batch["input_ids"].cpu(), attended, start)
+    for row, (prompt, response, answer) in enumerate(zip(prompts, responses, answers, strict=True)):
+        if len(prompt) + len(response) <= answer:
             raise ValueError(f"row {row} has {answer} response tokens but no prompt token")
+    names: list[object] = list(range(len(prompts)))
+    if shared_prefix:
+        # Rows without a prompt have nothing to share.
+        names = [prompt.numpy().tobytes() or row for row, prompt in enumerate(prompts)]
     # Longest first: the micro-batch that needs most memory fails at once, not after minutes.
-    groups = pack(lengths, token_budget)
-    groups += [[] for _ in range(-len(groups) % count_multiple)]
-    ids, width = batch["input_ids"].cpu(), answered.shape[1]
-    sequences = [row[seen] for row, seen in zip(ids, attended, strict=True)]
-    return [_pack(rows, sequences, answers, width, multiple, device) for rows in groups]
+    micro_batches = pack_groups([*map(len, prompts)], [*map(len, responses)], names, token_budget)
+    micro_batches += [[] for _ in range(-len(micro_batches) % count_multiple)]
+    return [
+        _pack(groups, prompts, responses, answers, width, multiple, device)
+        for groups in micro_batches
+    ]
+
+
+def _tokens(
+    ids: torch.Tensor, attended: torch.Tensor, start: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The attended tokens of every row, before column ``start`` and from it on."""
+    pairs = zip(ids, attended, strict=True)
+    split = [(row[:start][seen[:start]], row[start:][seen[start:]]) for row, seen in pairs]
+    return [prompt for prompt, _ in split], [response for _, response in split]
 
 
 def _check_responses(attended: torch.Tensor, answered: torch.Tensor) -> None:
@@ -82,40 +106,37 @@ def _check_responses(attended: torch.Tensor, answered: torch.Tensor) -> None:
 
 
 def _pack(
-    rows: list[int],
-    sequences: list[torch.Tensor],
+    groups: list[list[int]],
+    prompts: list[torch.Tensor],
+    responses: list[torch.Tensor],
     answers: list[int],
     width: int,
     multiple: int,
     device: torch.device,
 ) -> MicroBatch:
-    parts = [sequences[row] for row in rows]
+    rows = [row for group in groups for row in group]
+    parts = [t for group in groups for t in (prompts[group[0]], *(responses[r] for r in group))]
     total = sum(map(len, parts))
-    if filler := -total % multiple if total else multiple:
-        parts.append(torch.zeros(filler, dtype=torch.int64))
-    sizes = [len(part) for part in parts]
-    bounds = torch.tensor([0, *sizes]).cumsum(0)
-    predictors, row_of, columns = ([torch.zeros(0, dtype=torch.int64)] for _ in range(3))
-    for local, row in enumerate(rows):
-        answer, end = answers[row], int(bounds[local + 1])
-        predictors.append(torch.arange(end - answer - 1, end - 1))
-        row_of.append(torch.full((answer,), local))
-        columns.append(torch.arange(answer))
-    predictor, tokens = torch.cat(predictors), torch.cat(parts)
-    cu_seqlens = bounds.to(device, torch.int32)
+    filler = -total % multiple if total else multiple
+    parts.append(torch.zeros(filler, dtype=torch.int64))
+    layout = lay_out(
+        [(len(prompts[group[0]]), [len(responses[row]) for row in group]) for group in groups],
+        filler=filler,
+    )
+    predictors, targets, row_of, columns = ([torch.zeros(0, dtype=torch.int64)] for _ in range(4))
+    for local, (row, place) in enumerate(zip(rows, layout.rows, strict=True)):
+        predictors.append(place.predecessors(answers[row]))
+        targets.append(responses[row][: answers[row]])
+        row_of.append(torch.full((answers[row],), local))
+        columns.append(torch.arange(answers[row]))
+    packed = layout_params(layout, device)
     return MicroBatch(
         rows=torch.tensor(rows, dtype=torch.int64),
-        tokens=tokens.unsqueeze(0).to(device),
-        positions=torch.cat([torch.arange(n) for n in sizes]).unsqueeze(0).to(device),
-        packed=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max(sizes),
-            max_seqlen_kv=max(sizes),
-        ),
-        predictors=predictor.to(device),
-        targets=tokens[predictor + 1].to(device),
+        tokens=torch.cat(parts).unsqueeze(0).to(device),
+        positions=packed.positions.unsqueeze(0),
+        packed=packed,
+        predictors=torch.cat(predictors).to(device),
+        targets=torch.cat(targets).to(device),
         row_of=torch.cat(row_of).to(device),
         column_of=torch.cat(columns).to(device),
         width=width,

@@ -21,13 +21,14 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from ctrl_megatron.metrics import model_flops
 from ctrl_megatron.models.build import BuildOptions, build_chunks
 from ctrl_megatron.models.families import ShardParam, shard_params
 from ctrl_megatron.models.forward_step import Head, Scalars, inference_step, train_step
 from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients, has_transformer_engine
 from ctrl_megatron.models.loss_scale import global_counts
-from ctrl_megatron.models.micro_batch import Fields, split_into_micro_batches
+from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -44,6 +45,8 @@ class ModelOptions:
     build: BuildOptions = field(default_factory=BuildOptions)
     token_budget: int = 16384
     """Most tokens of one packed micro-batch."""
+    shared_prefix: bool = True
+    """Compute a prompt once for the rows of a micro-batch that begin with it."""
     logprob_chunk: int = 1024
     """Tokens whose logits exist at one time; a value model has none."""
     optimizer: OptimizerOptions | None = None
@@ -68,6 +71,7 @@ class ParallelModel:
                 weight.partition_dim = param.split_dim  # type: ignore[attr-defined]
                 weight.partition_stride = 1  # type: ignore[attr-defined]
         self.optimization: Optimization | None = None
+        self._flops = (0, 0)
         self._parts: dict[Part, OffloadedTensors] = {
             "weights": OffloadedTensors(self._weights, keep=True),
             "gradients": OffloadedTensors(self._gradients, keep=False),
@@ -191,7 +195,7 @@ class ParallelModel:
         get_forward_backward_func()(
             forward_step_func=partial(inference_step, head=head, results=results),
             forward_only=True,
-            **self._micro_batches(rows, token_budget or self.options.token_budget),
+            **self._micro_batches(rows, token_budget or self.options.token_budget, backward=False),
         )
         return self.groups.from_last_stage(results).cpu()
 
@@ -229,20 +233,48 @@ class ParallelModel:
                 train_step, head=head, loss=loss, rows=rows, counts=counts, results=results
             ),
             forward_only=False,
-            **self._micro_batches(rows, self.options.token_budget),
+            **self._micro_batches(rows, self.options.token_budget, backward=True),
         )
         return {**self._sum(shares), **self.optimization.step()}
 
-    def _micro_batches(self, rows: Fields, token_budget: int) -> dict[str, Any]:
+    def take_flops(self) -> tuple[int, int]:
+        """Floating-point operations of this model copy since the last call: (of passes without
+        gradients, of updates), as counted by ``metrics.model_flops`` over what was packed."""
+        taken, self._flops = self._flops, (0, 0)
+        return taken
+
+    def _count(self, micro_batches: list[MicroBatch], *, backward: bool) -> None:
+        layouts, shape = [micro.packed.layout for micro in micro_batches], self.shape
+        # Only response tokens meet the vocabulary.
+        responses = 0 if shape.value_head else sum(len(micro.targets) for micro in micro_batches)
+        flops = model_flops(
+            n_layers=shape.num_layers,
+            hidden=shape.hidden_size,
+            ffn=shape.ffn_hidden_size,
+            heads=shape.num_attention_heads,
+            kv_heads=shape.num_query_groups,
+            head_dim=shape.head_dim,
+            vocab=shape.vocab_size,
+            tokens=sum(layout.tokens for layout in layouts),
+            pairs=sum(layout.pairs for layout in layouts),
+            projected_tokens=responses,
+            backward=backward,
+        )
+        passes, updates = self._flops
+        self._flops = (passes, updates + flops) if backward else (passes + flops, updates)
+
+    def _micro_batches(self, rows: Fields, token_budget: int, *, backward: bool) -> dict[str, Any]:
         """The arguments of Megatron's schedule that say what it runs over."""
         layout = self.groups.layout
         micro_batches = split_into_micro_batches(
             rows,
             token_budget=token_budget,
+            shared_prefix=self.options.shared_prefix,
             multiple=layout.tensor if self.config.sequence_parallel else 1,
             count_multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
             device=self.groups.device,
         )
+        self._count(micro_batches, backward=backward)
         return {
             "data_iterator": [iter(micro_batches) for _ in self.chunks],
             "model": self.chunks,

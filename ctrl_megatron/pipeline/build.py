@@ -255,6 +255,7 @@ def _model_options(
             overrides=megatron.override_transformer_config,
         ),
         token_budget=budget,
+        shared_prefix=config.actor_rollout_ref.model.shared_prefix,
         logprob_chunk=megatron.logprob_chunk_size,
         optimizer=optimizer,
     )

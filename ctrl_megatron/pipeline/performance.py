@@ -12,70 +12,35 @@ from ctrl_megatron.metrics import (
     device_peak,
     measure_peak_flops,
     mfu,
-    model_flops,
     seconds_by_name,
 )
-from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.worker import DAGWorker
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.rollout.pool import EnginePool
 
 
-def flops_of(shape: ModelShape, lengths: list[int], *, responses: int, backward: bool) -> int:
-    """Model flops of one pass over sequences of these lengths with ``responses`` response tokens.
-
-    Only response tokens meet the vocabulary, as in ``models.policy``.
-    """
-    return model_flops(
-        n_layers=shape.num_layers,
-        hidden=shape.hidden_size,
-        ffn=shape.ffn_hidden_size,
-        heads=shape.num_attention_heads,
-        kv_heads=shape.num_query_groups,
-        head_dim=shape.head_dim,
-        vocab=shape.vocab_size,
-        seq_lens=lengths,
-        projected_tokens=responses,
-        backward=backward,
-    )
-
-
-def sequence_lengths(batch: TensorDict, groups: ProcessGroups) -> tuple[list[int], int]:
-    """Tokens of every row of the global batch, and its number of response tokens. Collective."""
-    mine = batch["attention_mask"].sum(dim=1).tolist(), int(batch["response_mask"].sum())
-    lengths, responses = zip(*groups.from_data_ranks(mine), strict=True)
-    return [n for part in lengths for n in part], sum(responses)
+def tokens_of(batch: TensorDict, groups: ProcessGroups) -> int:
+    """Tokens of all rows of the global batch. Collective."""
+    return sum(groups.from_data_ranks(int(batch["attention_mask"].sum())))
 
 
 def performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     """``perf/tokens_per_second`` and ``perf/mfu`` of a step of ``ctrl.add_update_nodes``, and of
     several engines ``perf/engine_balance``.
 
-    MFU counts the trainer's passes (log-probs, values, updates) over the time they took; tokens per
-    second counts the sequences over the whole step. Collective.
+    MFU counts what the trainer's passes (log-probs, values, updates) computed over the time they
+    took, a prompt that rows share once; tokens per second counts every row's whole sequence over
+    the whole step. Collective.
     """
-    lengths, responses = sequence_lengths(batch, worker.groups)
     seconds = seconds_by_name(worker.timeline.phases())
-    actor, config = worker.config.actor_rollout_ref.actor, worker.config
-    body = flops_of(worker.policy.shape, lengths, responses=responses, backward=False)
-    # The step is counted already: the first one that the actor learns in is critic_warmup + 1.
-    learned = worker.step > config.trainer.critic_warmup
-    passes = {
-        "old_log_prob": int("time/old_log_prob" in seconds),
-        "ref_log_prob": int(worker.reference is not None),
-    }
-    passes["actor_update"] = 3 * actor.ppo_epochs * learned
-    flops = body * sum(passes.values())
-    phases = [*passes]
-    if worker.value is not None:
-        without_head = flops_of(worker.value.shape, lengths, responses=0, backward=False)
-        flops += (1 + 3 * config.value_epochs) * without_head
-        phases += ["values", "critic_update"]
+    models = [m for m in (worker.policy, worker.reference, worker.value) if m is not None]
+    mine = sum(sum(model.take_flops()) for model in models)
+    phases = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
     return {
-        "perf/tokens_per_second": sum(lengths) / worker.timeline.elapsed(),
+        "perf/tokens_per_second": tokens_of(batch, worker.groups) / worker.timeline.elapsed(),
         "perf/mfu": mfu(
-            flops=flops,
+            flops=sum(worker.groups.from_data_ranks(mine)),
             seconds=sum(seconds.get(f"time/{name}", 0.0) for name in phases),
             devices=worker.groups.layout.world_size,
             peak=worker.peak_flops,

@@ -136,7 +136,8 @@ def sampled(
     ``measure``. Collective.
     """
     if worker.config.trainer.balance_batch:
-        samples = level_over_data_ranks(samples, worker.groups)
+        shared = worker.config.actor_rollout_ref.model.shared_prefix
+        samples = level_over_data_ranks(samples, worker.groups, shared_prefix=shared)
     batch = make_batch(samples, pad_token_id=worker.codec.pad_token_id)
     return NodeOutput(batch=batch, metrics=worker.means(measure(samples)))
 
@@ -277,18 +278,21 @@ def share_prompts(
     ]
 
 
-def level_over_data_ranks(rows: list[Sample], groups: ProcessGroups) -> list[Sample]:
+def level_over_data_ranks(
+    rows: list[Sample], groups: ProcessGroups, *, shared_prefix: bool
+) -> list[Sample]:
     """This rank's rows when all ranks' rows are shared anew by ``share_rows``. Collective."""
     if groups.layout.data == 1:
         return rows
     everything = [row for part in groups.from_data_ranks(rows) for row in part]
-    return share_rows(everything, groups, balance=True)
+    return share_rows(everything, groups, balance=True, shared_prefix=shared_prefix)
 
 
 def share_rows(
-    everything: Sequence[Sample], groups: ProcessGroups, *, balance: bool
+    everything: Sequence[Sample], groups: ProcessGroups, *, balance: bool, shared_prefix: bool
 ) -> list[Sample]:
-    """This rank's share of the global rows; ``balance`` gives ranks about equally many tokens.
+    """This rank's share of the global rows; ``balance`` gives ranks about equally many tokens, of
+    which a group's prompt is one row's where it is computed once (``shared_prefix``).
 
     Groups stay whole and inside their mini-batch, and every rank gets equally many of them: group
     statistics stay local, and no optimizer step lacks rows on a rank.
@@ -296,10 +300,11 @@ def share_rows(
     mine: list[Sample] = []
     for step in sorted({row.mini_batch for row in everything}):
         inside = [row for row in everything if row.mini_batch == step]
-        parts = partition_groups(
-            [row.num_tokens if balance else 1 for row in inside],
-            [row.uid for row in inside],
-            groups.layout.data,
-        )
+        costs = [row.num_tokens if balance else 1 for row in inside]
+        if balance and shared_prefix:
+            first = {row.uid: place for place, row in reversed([*enumerate(inside)])}
+            for place, row in enumerate(inside):
+                costs[place] -= len(row.prompt) * (place != first[row.uid])
+        parts = partition_groups(costs, [row.uid for row in inside], groups.layout.data)
         mine += [inside[i] for i in sorted(parts[groups.place.dp])]
     return mine

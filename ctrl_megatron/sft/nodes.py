@@ -16,7 +16,7 @@ from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.executor import NodeOutput, StopFlag
 from ctrl_megatron.pipeline.graph import NodeRole, NodeType, Pipeline, StepReport, TaskGraph
-from ctrl_megatron.pipeline.performance import flops_of, sequence_lengths
+from ctrl_megatron.pipeline.performance import tokens_of
 from ctrl_megatron.pipeline.sampling import pad_rows, tensors_of
 
 Tokens = tuple[int, ...]
@@ -88,11 +88,11 @@ def cross_entropy(
 
 def performance(worker: SftWorker, batch: TensorDict) -> dict[str, float]:
     """Tokens per second of the step and MFU of its update. Collective."""
-    lengths, responses = sequence_lengths(batch, worker.groups)
+    _, update = worker.policy.take_flops()
     return {
-        "perf/tokens_per_second": sum(lengths) / worker.timeline.elapsed(),
+        "perf/tokens_per_second": tokens_of(batch, worker.groups) / worker.timeline.elapsed(),
         "perf/mfu": mfu(
-            flops=flops_of(worker.policy.shape, lengths, responses=responses, backward=True),
+            flops=sum(worker.groups.from_data_ranks(update)),
             seconds=seconds_by_name(worker.timeline.phases())["time/update"],
             devices=worker.groups.layout.world_size,
             peak=worker.peak_flops,

@@ -51,7 +51,7 @@ def assert_same_weights(left: Path, right: Path, rel: float) -> None:
 def test_families_equal_transformers_and_survive_a_round_trip(
     models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    layout, batch = LAYOUTS[name], random_batch(seed=3)
+    layout, batch = LAYOUTS[name], random_batch(seed=3, group=3)
     results = run_world(
         "with_each_spec",
         ranks(layout),
@@ -82,8 +82,10 @@ def trained_alone(
     out = tmp_path_factory.mktemp("alone")
     variants = {
         "one": {"token_budget": 4096},
+        "off": {"token_budget": 4096, "shared_prefix": False},
         "many": {"token_budget": 21, "logprob_chunk": 3},
         "recompute": {"token_budget": 64, "build": {"recompute_granularity": "full"}},
+        "attention again": {"build": {"recompute_granularity": "selective"}},
         "plain_optimizer": {"optimizer": {"distributed": False}},
         "offloaded": {"make_room": True},
         # The weights are their own master copy; they leave and come back once.
@@ -94,7 +96,7 @@ def trained_alone(
         1,
         layout={},
         directory=str(models["qwen2_tied"]),
-        batch=random_batch(seed=5, rows=8),
+        batch=random_batch(seed=5, rows=8, group=4),
         out=str(out),
         variants=variants,
     )
@@ -131,13 +133,45 @@ def test_layouts_take_the_same_steps(
         ranks(LAYOUTS[name]),
         layout=LAYOUTS[name],
         directory=str(models["qwen2_tied"]),
-        batch=random_batch(seed=5, rows=8),
+        batch=random_batch(seed=5, rows=8, group=4),
         out=str(tmp_path),
-        variants={"this": {"token_budget": 64}},
+        variants={
+            "shared": {"token_budget": 64},
+            "off": {"token_budget": 64, "shared_prefix": False},
+        },
     )
-    for result in results:
-        assert_same_metrics(metrics["one"], result["this"])
-    assert_same_weights(alone / "one", tmp_path / "this", rel=1e-5)
+    for variant in ("shared", "off"):
+        for result in results:
+            assert_same_metrics(metrics["one"], result[variant])
+        assert_same_weights(alone / "one", tmp_path / variant, rel=1e-5)
+
+
+def test_transformer_engines_attention_takes_the_same_steps(
+    models: dict[str, Path],
+    trained_alone: tuple[Path, dict[str, list[dict[str, float]]]],
+    tmp_path: Path,
+) -> None:
+    """Its variable-length call by a stand-in, whole layers around it."""
+    alone, metrics = trained_alone
+    selective = {"recompute_granularity": "selective"}
+    results = run_world(
+        "train",
+        2,
+        layout=LAYOUTS["tp2_sp"],
+        directory=str(models["qwen2_tied"]),
+        batch=random_batch(seed=5, rows=8, group=4),
+        out=str(tmp_path),
+        variants={
+            "shared": {"token_budget": 64},
+            "attention again": {"token_budget": 64, "build": selective},
+            "off": {"token_budget": 64, "shared_prefix": False},
+        },
+        te=True,
+    )
+    for variant in ("shared", "attention again", "off"):
+        for result in results:
+            assert_same_metrics(metrics["one"], result[variant])
+        assert_same_weights(alone / "one", tmp_path / variant, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["dp2", "vpp2_dp2"])

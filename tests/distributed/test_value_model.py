@@ -49,7 +49,7 @@ def reference_values(directory: Path, batch: dict) -> torch.Tensor:
 
 
 def value_batch(seed: int, rows: int = 8) -> dict:
-    batch = random_batch(seed=seed, rows=rows)
+    batch = random_batch(seed=seed, rows=rows, group=2)
     mask = batch["response_mask"]
     generator = torch.Generator().manual_seed(seed)
     batch["returns"] = torch.rand(mask.shape, generator=generator) * mask
@@ -61,7 +61,7 @@ def value_batch(seed: int, rows: int = 8) -> dict:
 def test_values_equal_transformers_and_survive_a_round_trip(
     models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    batch = random_batch(seed=3)
+    batch = random_batch(seed=3, group=3)
     results = run_world(
         "with_each_spec",
         ranks(LAYOUTS[name]),

@@ -56,12 +56,18 @@ def save_tiny(
     return directory
 
 
-def random_batch(seed: int, rows: int = 6, prompt: int = 12, response: int = 9) -> dict:
-    """Ragged rows: prompts padded on the left, responses on the right."""
+def random_batch(
+    seed: int, rows: int = 6, prompt: int = 12, response: int = 9, group: int = 1
+) -> dict:
+    """Ragged rows: prompts padded on the left, responses on the right; ``group`` of them begin with
+    the same prompt, in turn.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (rows, prompt + response), generator=generator)
     prompts = torch.randint(1, prompt + 1, (rows,), generator=generator)
     answers = torch.randint(1, response + 1, (rows,), generator=generator)
+    same = torch.arange(rows) % (rows // group)
+    ids[:, :prompt], prompts = ids[same, :prompt], prompts[same]
     column = torch.arange(prompt + response)
     attention = (column >= prompt - prompts[:, None]) & (column < prompt + answers[:, None])
     mask = attention[:, prompt:]

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,6 @@ def with_each_spec(rank: int, of: str, out: str, **arguments: Any) -> dict[str, 
 def pass_on(rank: int, routes: list[tuple[int, ...]], size: int) -> list[list[int]]:
     """Every rank is a host. Tensor i of ``size`` bytes is written by the first host of route i with
     the bytes (i + 1); returns which values each tensor has here afterwards."""
-    from dataclasses import replace
-
     from ctrl_megatron.parallel.hosts import Hosts
     from ctrl_megatron.resharding.buckets import fill_buckets
     from ctrl_megatron.resharding.plan import TensorPlace, place_in_buckets
@@ -158,6 +157,15 @@ def parity(
             torch.testing.assert_close(one, many, atol=1e-5, rtol=0)
         with pytest.raises(ValueError, match="more than the token budget of 1"):
             policy.log_probs(batch, temperature, token_budget=1)
+        whole, _ = policy.take_flops()
+        policy.log_probs(batch, temperature, token_budget=4096)
+        shared, _ = policy.take_flops()
+        policy.options = replace(policy.options, shared_prefix=False)
+        for one, many in zip(policy.log_probs(batch, temperature), results[family], strict=True):
+            torch.testing.assert_close(one, many, atol=1e-6, rtol=1e-6)
+        # Twice: in small micro-batches, where prompts are repeated, and in one.
+        apart, updates = policy.take_flops()
+        assert shared < whole - shared < apart and updates == 0
         save_hf(policy, f"{out}/{family}", side_files=directory)
     return results
 
@@ -186,34 +194,39 @@ def train(
     batch: dict,
     out: str,
     variants: dict[str, dict[str, Any]],
+    te: bool = False,
 ) -> dict[str, Any]:
     """Three optimizer steps for every variant of options, each from the same weights.
 
     With the option ``make_room`` everything that can leave the device does so between the steps.
-    The global batch is dealt out to the data-parallel ranks; the weights are exported.
+    The global batch is dealt out to the data-parallel ranks; the weights are exported. ``te``:
+    with stand-ins for Transformer Engine.
     """
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.models.offload import storages_of
 
     groups, results = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
-    for name, options in variants.items():
-        # A key bias has almost no gradient; at Adam's usual eps its step would be rounding noise
-        # divided by itself.
-        defaults = {"lr": 1e-3, "total_steps": 10, "clip_grad": 0.5, "eps": 1e-4}
-        optimizer = defaults | options.pop("optimizer", {})
-        make_room = options.pop("make_room", False)
-        policy = make_policy(groups, directory, optimizer=optimizer, **options)
-        results[name] = []
-        for _ in range(3):
-            if make_room:
-                policy.offload("weights", "gradients", "optimizer")
-                assert all(buffer_bytes(chunk) == 0 for chunk in policy.chunks)
-                assert storages_of(p for model in policy.models for p in model.parameters()) == {}
-                policy.log_probs(mine)
-            results[name].append(policy.step(mine, policy_loss))
-            assert all(buffer_bytes(chunk) > 0 for chunk in policy.chunks)
-        save_hf(policy, f"{out}/{name}", side_files=directory)
+    with te_stand_ins.installed(te):
+        for name, options in variants.items():
+            # A key bias has almost no gradient; at Adam's usual eps its step would be rounding noise
+            # divided by itself.
+            defaults = {"lr": 1e-3, "total_steps": 10, "clip_grad": 0.5, "eps": 1e-4}
+            optimizer = defaults | options.pop("optimizer", {})
+            make_room = options.pop("make_room", False)
+            policy = make_policy(groups, directory, optimizer=optimizer, **options)
+            results[name] = []
+            for _ in range(3):
+                if make_room:
+                    policy.offload("weights", "gradients", "optimizer")
+                    assert all(buffer_bytes(chunk) == 0 for chunk in policy.chunks)
+                    assert (
+                        storages_of(p for model in policy.models for p in model.parameters()) == {}
+                    )
+                    policy.log_probs(mine)
+                results[name].append(policy.step(mine, policy_loss))
+                assert all(buffer_bytes(chunk) > 0 for chunk in policy.chunks)
+            save_hf(policy, f"{out}/{name}", side_files=directory)
     return results
 
 
@@ -316,6 +329,8 @@ def value_parity(
     for name, directory in directories.items():
         model = make_value_model(groups, directory, token_budget=64)
         results[name] = model.values(batch)
+        model.options = replace(model.options, shared_prefix=False)
+        torch.testing.assert_close(model.values(batch), results[name], atol=1e-6, rtol=1e-6)
         save_hf(model, f"{out}/{name}", side_files=directory)
     return results
 

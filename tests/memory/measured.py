@@ -150,9 +150,23 @@ def build(kind: str, shape: ModelShape, groups: Any, *, chunk: int = 128, **opti
     return built
 
 
-def batch(rows: int = ROWS) -> dict[str, torch.Tensor]:
+def tokens(shared: bool) -> int:
+    """Of the batch; ``shared``: of that in which half of each response is a prompt of all."""
+    if shared:
+        return RESPONSE // 2 + PROMPT + ROWS * RESPONSE // 2
+    return ROWS * (PROMPT + RESPONSE)
+
+
+def batch(rows: int = ROWS, *, shared: bool = False) -> dict[str, torch.Tensor]:
     """Rows of equal length, mostly responses."""
     ids = torch.randint(0, 200, (rows, PROMPT + RESPONSE))
+    if shared:
+        ids[:, : PROMPT + RESPONSE // 2] = ids[0, : PROMPT + RESPONSE // 2]
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "response_mask": torch.ones(rows, RESPONSE // 2, dtype=torch.bool),
+        }
     return {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
@@ -243,7 +257,8 @@ def _pass(
     if kind == "value":
         described = value_shape(described)
     with fake_rank(whole, 0, "cpu") as groups:
-        model = build(kind, described, groups, **options)
+        shared = kind == "shared"
+        model = build("policy" if shared else kind, described, groups, **options)
         saved: dict[int, Any] = {}
         own = resident(model)
 
@@ -253,24 +268,26 @@ def _pass(
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = _forward(model)
+            loss = _forward(model, shared)
         kept = sum(piece.nbytes() for piece in saved.values())
         saved.clear()
         del loss
         with LiveBytes(own) as update:
-            _forward(model).backward()
+            _forward(model, shared).backward()
         with LiveBytes(own) as inference, torch.no_grad():
-            _forward(model)
+            _forward(model, shared)
     return {"kept": kept, "update": update.peak, "inference": inference.peak}
 
 
-def _forward(model: Any) -> torch.Tensor:
+def _forward(model: Any, shared: bool) -> torch.Tensor:
     """The loss of one micro-batch, on a stage that is not the last the sum of its output."""
     from functools import partial
 
     from ctrl_megatron.models.forward_step import run_stage
 
-    micro = next(model._micro_batches(batch(), 4096)["data_iterator"][0])
+    micro = next(
+        model._micro_batches(batch(shared=shared), 4096, backward=True)["data_iterator"][0]
+    )
     module, output = run_stage(model.chunks[0], micro)
     if not module.post_process:
         return output.sum()

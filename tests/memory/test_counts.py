@@ -128,6 +128,7 @@ PASSES = {
     "large vocabulary": case(SEQUENCE, LOGITS_BOUND),
     "large vocabulary, float32": case(shape=LOGITS_BOUND, dtype="float32"),
     "value model": case() | {"kind": "value"},
+    "shared prompts": case() | {"kind": "shared"},
 }
 
 
@@ -146,7 +147,7 @@ def pass_shape(given: dict[str, Any]) -> PassShape:
         layout=Layout(**given["layout"]),
         kernels="torch",
         dtype_size=4 if options.get("dtype") == "float32" else 2,
-        tokens=measured.ROWS * (measured.PROMPT + measured.RESPONSE),
+        tokens=measured.tokens(given.get("kind") == "shared"),
         micro_batches=1,
         logprob_chunk=128,
         recompute_granularity=options.get("recompute_granularity"),

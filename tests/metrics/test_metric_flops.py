@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,12 +58,13 @@ def test_formula_equals_enumeration(
         "head_dim": d,
         "vocab": v,
     }
-    forward = model_flops(**shape, seq_lens=lens, backward=False, gated_mlp=gated)
+    counts: dict[str, Any] = {"tokens": sum(lens), "projected_tokens": sum(lens)}
+    counts |= {"pairs": sum(row + 1 for length in lens for row in range(length))}
+    forward = model_flops(**shape, **counts, backward=False, gated_mlp=gated)
     assert forward == enumerated(layers, h, f, q, kv, d, v, lens, gated)
-    assert model_flops(**shape, seq_lens=lens, backward=True, gated_mlp=gated) == 3 * forward
-    bodies = model_flops(
-        **shape, seq_lens=lens, projected_tokens=0, backward=False, gated_mlp=gated
-    )
+    assert model_flops(**shape, **counts, backward=True, gated_mlp=gated) == 3 * forward
+    counts["projected_tokens"] = 0
+    bodies = model_flops(**shape, **counts, backward=False, gated_mlp=gated)
     assert forward - bodies == sum(matmul(length, h, v) for length in lens)
 
 
@@ -75,7 +78,9 @@ def test_a_known_model_is_close_to_six_flops_per_parameter_and_token() -> None:
         kv_heads=3,
         head_dim=64,
         vocab=49152,
-        seq_lens=[32] * 10,
+        tokens=320,
+        pairs=10 * 32 * 33 // 2,
+        projected_tokens=320,
         backward=True,
     )
     assert flops / (6 * 134_515_008 * 320) == pytest.approx(1.0, abs=0.02)

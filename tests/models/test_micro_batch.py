@@ -27,8 +27,8 @@ def ragged(seed: int, rows: int) -> dict[str, torch.Tensor]:
 
 
 def split(batch: dict[str, torch.Tensor], **options: int) -> list[MicroBatch]:
-    defaults = {"token_budget": 20, "multiple": 1, "count_multiple": 1}
-    return split_into_micro_batches(batch, **(defaults | options), device=CPU)
+    defaults = {"token_budget": 20, "multiple": 1, "count_multiple": 1, "shared_prefix": True}
+    return split_into_micro_batches(batch, **(defaults | options), device=CPU)  # type: ignore[arg-type]
 
 
 @settings(deadline=None)
@@ -38,12 +38,16 @@ def split(batch: dict[str, torch.Tensor], **options: int) -> list[MicroBatch]:
     st.integers(P + R, 40),
     st.integers(1, 4),
     st.integers(1, 3),
+    st.booleans(),
 )
 def test_rows_are_packed_once_and_every_response_token_finds_its_place(
-    seed: int, rows: int, budget: int, multiple: int, count: int
+    seed: int, rows: int, budget: int, multiple: int, count: int, shared: bool
 ) -> None:
+    """Among prompts that all differ it is no matter whether rows may share them."""
     batch = ragged(seed, rows)
-    micros = split(batch, token_budget=budget, multiple=multiple, count_multiple=count)
+    batch["input_ids"][:, P - 1] = torch.arange(rows)
+    options = {"token_budget": budget, "multiple": multiple, "count_multiple": count}
+    micros = split(batch, **options, shared_prefix=shared)
     assert len(micros) % count == 0
     assert sorted(r for m in micros for r in m.rows.tolist()) == list(range(rows))
     for micro in micros:
@@ -65,13 +69,71 @@ def test_rows_are_packed_once_and_every_response_token_finds_its_place(
         assert places[:total] == want_places
         assert len(tokens) == len(places) == max(1, -(-total // multiple)) * multiple
         assert total <= budget
-        assert micro.packed.cu_seqlens_q.tolist()[: len(bounds)] == bounds
-        assert micro.packed.cu_seqlens_q[-1] == len(tokens)
-        assert micro.packed.cu_seqlens_q.dtype == torch.int32
+        assert micro.packed.attention.cu_seqlens_q.tolist()[: len(bounds)] == bounds
+        assert micro.packed.attention.cu_seqlens_q[-1] == len(tokens)
+        assert micro.packed.key_index is None
         keys = list(zip(micro.row_of.tolist(), micro.column_of.tolist(), strict=True))
         assert dict(zip(keys, micro.predictors.tolist(), strict=True)) == found
         assert len(keys) == len(found)
         assert micro.targets.tolist() == [tokens[i + 1] for i in micro.predictors.tolist()]
+
+
+def grouped(seed: int, groups: int, size: int) -> dict[str, torch.Tensor]:
+    """``ragged`` rows of which ``size`` each begin with the same prompt, in mixed order."""
+    batch = ragged(seed, groups * size)
+    of = torch.randperm(groups * size, generator=torch.Generator().manual_seed(seed)) % groups
+    batch["input_ids"][:, :P] = batch["input_ids"][of, :P]
+    batch["attention_mask"][:, :P] = batch["attention_mask"][of, :P]
+    return batch
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**31 - 1), st.integers(1, 3), st.integers(1, 5), st.integers(P + R, 40))
+def test_a_prompt_stands_once_before_the_responses_that_follow_it(
+    seed: int, groups: int, size: int, budget: int
+) -> None:
+    batch = grouped(seed, groups, size)
+    micros = split(batch, token_budget=budget)
+    alone = split(batch, token_budget=budget, shared_prefix=False)
+    assert sorted(r for m in micros for r in m.rows.tolist()) == list(range(groups * size))
+    assert sum(m.tokens.numel() for m in micros) <= sum(m.tokens.numel() for m in alone)
+    assert len(micros) <= len(alone) + groups
+    seen = batch["attention_mask"].bool()
+    for micro in micros:
+        assert micro.tokens.numel() <= budget
+        tokens, keys = micro.tokens[0], list[bytes]()
+        for row, place in zip(micro.rows.tolist(), micro.packed.layout.rows, strict=True):
+            prompt = batch["input_ids"][row, :P][seen[row, :P]]
+            start = place.prompt_end - len(prompt)
+            assert torch.equal(tokens[start : place.prompt_end], prompt)
+            response = batch["input_ids"][row, P:][seen[row, P:]]
+            assert torch.equal(tokens[place.start : place.end], response)
+            keys.append(prompt.numpy().tobytes())
+        distinct = {place.prompt_end for place in micro.packed.layout.rows}
+        if budget == 40 and groups == 1:
+            assert len(distinct) == len(set(keys))
+        # Every response token is predicted by what stands before it in its row.
+        for local, column, before, target in zip(
+            *(x.tolist() for x in (micro.row_of, micro.column_of, micro.predictors, micro.targets)),
+            strict=True,
+        ):
+            row, end = int(micro.rows[local]), P + column
+            assert target == int(batch["input_ids"][row, end])
+            assert int(tokens[before]) == int(batch["input_ids"][row, end - 1])
+            assert int(micro.positions[0, before]) == int(seen[row, :end].sum()) - 1
+
+
+def test_a_group_above_the_budget_is_cut_and_repeats_its_prompt() -> None:
+    batch = ragged(1, 4)
+    batch["input_ids"][:, :P] = batch["input_ids"][0, :P]
+    batch["attention_mask"][:] = 1
+    batch["response_mask"] = torch.ones(4, R, dtype=torch.bool)
+    sizes = {22: [22], 14: [14, 14], 13: [10, 10, 10, 10], 10: [10] * 4}
+    for budget, wanted in sizes.items():
+        found = [m.tokens.numel() for m in split(batch, token_budget=budget)]
+        assert found == wanted
+    with pytest.raises(ValueError, match="10 tokens, more than the token budget of 9"):
+        split(batch, token_budget=9)
 
 
 def test_values_return_to_their_rows_with_their_gradients() -> None:

@@ -134,7 +134,9 @@ def test_levelling_moves_whole_groups_within_their_mini_batch(
         ]
         for rank in range(ranks)
     ]
-    dealt = [level_over_data_ranks(parts[g.place.dp], g) for g in ranks_of(parts)]
+    dealt = [
+        level_over_data_ranks(parts[g.place.dp], g, shared_prefix=False) for g in ranks_of(parts)
+    ]
     assert sorted(id(r) for part in dealt for r in part) == sorted(
         id(r) for part in parts for r in part
     )
@@ -150,23 +152,44 @@ def test_levelling_moves_whole_groups_within_their_mini_batch(
 
 def test_levelling_evens_out_the_tokens() -> None:
     parts = [[row("a", 90), row("b", 80)], [row("c", 10), row("d", 20)]]
-    dealt = [level_over_data_ranks(parts[g.place.dp], g) for g in ranks_of(parts)]
+    dealt = [
+        level_over_data_ranks(parts[g.place.dp], g, shared_prefix=True) for g in ranks_of(parts)
+    ]
     assert [sum(r.num_tokens for r in rows) for rows in dealt] == [102, 102]
+
+
+def test_a_shared_prompt_weighs_once() -> None:
+    def group(uid: str, prompt: int, *lengths: int) -> list[Sample]:
+        return [row(uid, length, prompt=prompt) for length in lengths]
+
+    # Shared: 100 + 9, 60 + 50, 61 + 40, 20 + 80; else twice the prompt.
+    rows = [*group("a", 100, 4, 5), *group("b", 60, 25, 25), *group("c", 61, 20, 20)]
+    rows += group("d", 20, 40, 40)
+    ranks = ranks_of([None] * 2)
+    for shared, wanted in ((True, [{"a", "c"}, {"b", "d"}]), (False, [{"a", "d"}, {"b", "c"}])):
+        dealt = [share_rows(rows, g, balance=True, shared_prefix=shared) for g in ranks]
+        assert [{r.uid for r in part} for part in dealt] == wanted
 
 
 def test_without_balancing_groups_are_shared_in_their_order() -> None:
     rows = [row(uid, length) for uid, length in zip("abcd", (90, 80, 10, 1), strict=True)]
-    shared = [share_rows(rows, groups, balance=False) for groups in ranks_of([None] * 2)]
+    shared = [
+        share_rows(rows, groups, balance=False, shared_prefix=True)
+        for groups in ranks_of([None] * 2)
+    ]
     assert all(len(part) == 2 for part in shared)
     others = [row(uid, length) for uid, length in zip("abcd", (1, 10, 80, 90), strict=True)]
-    again = [share_rows(others, groups, balance=False) for groups in ranks_of([None] * 2)]
+    again = [
+        share_rows(others, groups, balance=False, shared_prefix=True)
+        for groups in ranks_of([None] * 2)
+    ]
     assert [[r.uid for r in part] for part in shared] == [[r.uid for r in part] for part in again]
 
 
 def test_one_rank_keeps_its_rows_and_asks_nobody() -> None:
     rows = [row("a", 3)]
     alone = SimpleNamespace(layout=SimpleNamespace(data=1))
-    assert level_over_data_ranks(rows, alone) is rows  # type: ignore[arg-type]
+    assert level_over_data_ranks(rows, alone, shared_prefix=True) is rows  # type: ignore[arg-type]
 
 
 def test_rows_of_unequal_number_are_refused() -> None:

@@ -1,0 +1,179 @@
+"""Where the tokens of a packed micro-batch lie, and which of them each of them sees. Pure.
+
+Rows with the same prompt are one group and share it: [prompt | r1 | r2 | ... | rn]. Positions of
+every response go on after the prompt; a response sees the prompt and, causally, itself, never
+another response. So the prompt is computed once, forwards and backwards, and the gradients of the
+responses add up in it (arXiv 2506.05433). A group of one row is an ordinary causal sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby, pairwise
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens ``start`` to ``end``, which see the prefix's tokens and causally each other."""
+
+    start: int
+    end: int
+    prefix_start: int = 0
+    prefix_end: int = 0
+
+    @property
+    def prefix(self) -> slice:
+        """The tokens that all of the segment see; empty for a sequence of its own."""
+        return slice(self.prefix_start, self.prefix_end)
+
+    @property
+    def queries(self) -> int:
+        """Tokens."""
+        return self.end - self.start
+
+    @property
+    def keys(self) -> int:
+        """Tokens that the last of them sees."""
+        return self.prefix_end - self.prefix_start + self.queries
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """Where a row of the batch lies: its response follows token ``prompt_end - 1``, which the
+    responses of a group have in common."""
+
+    prompt_end: int
+    start: int
+    end: int
+
+    def predecessors(self, count: int) -> torch.Tensor:
+        """(count,) int64: the tokens whose states predict the first ``count`` response tokens."""
+        places = torch.arange(self.start - 1, self.start + count - 1)
+        places[:1] = self.prompt_end - 1
+        return places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLayout:
+    """T packed tokens in segments, in the order of the tokens."""
+
+    segments: tuple[Segment, ...]
+    rows: tuple[RowPlace, ...]
+    """Of all groups' rows in their order."""
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.segments[-1].end if self.segments else 0
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and one that it sees, itself included."""
+        return sum(
+            s.queries * (s.keys - s.queries) + s.queries * (s.queries + 1) // 2
+            for s in self.segments
+        )
+
+    @property
+    def shares(self) -> bool:
+        """Whether any segment has a prefix."""
+        return any(s.prefix_end > s.prefix_start for s in self.segments)
+
+    def families(self) -> Iterable[tuple[slice, slice]]:
+        """(the shared prefix, all tokens that see it) of every group of more than one row."""
+        for (start, end), segments in groupby(
+            self.segments, key=lambda s: (s.prefix_start, s.prefix_end)
+        ):
+            if end > start:
+                members = list(segments)
+                yield slice(start, end), slice(members[0].start, members[-1].end)
+
+    def positions(self) -> torch.Tensor:
+        """(T,) int64: the place of every token in its row."""
+        return _joined(torch.arange(s.keys - s.queries, s.keys) for s in self.segments)
+
+    def key_index(self) -> torch.Tensor:
+        """(sum of the segments' keys,) int64: the tokens whose keys the segments see, one segment
+        after the other. With queries and these keys a segment's mask is causal, aligned at the
+        bottom right."""
+        return _joined(
+            torch.cat([torch.arange(s.prefix_start, s.prefix_end), torch.arange(s.start, s.end)])
+            for s in self.segments
+        )
+
+
+def _joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+
+
+def lay_out(groups: Sequence[tuple[int, Sequence[int]]], *, filler: int = 0) -> PackedLayout:
+    """The layout of groups given as (tokens of the prompt, tokens of each response).
+
+    ``filler`` tokens, a sequence of their own, come last.
+    """
+    segments, rows, here = list[Segment](), list[RowPlace](), 0
+    for prompt, responses in groups:
+        start, end = here, here + prompt
+        if len(responses) == 1:
+            here = end + responses[0]
+            segments.append(Segment(start, here))
+            rows.append(RowPlace(end, end, here))
+            continue
+        bounds = list(accumulate(responses, initial=end))
+        rows += [RowPlace(end, *pair) for pair in pairwise(bounds)]
+        segments.append(Segment(start, end))
+        segments += [Segment(a, b, start, end) for a, b in pairwise(bounds) if b > a]
+        here = bounds[-1]
+    if filler:
+        segments.append(Segment(here, here + filler))
+    return PackedLayout(segments=tuple(segments), rows=tuple(rows))
+
+
+@dataclass
+class PackedLayoutParams(PackedSeqParams):
+    """A layout on its way through Megatron, on the device.
+
+    Megatron itself reads ``cu_seqlens_q`` and ``cu_seqlens_kv``, for the rotary embedding alone:
+    there all tokens are one sequence, because the table has a row for every token
+    (``models.layer_spec.PackedRotaryEmbedding``).
+    """
+
+    layout: PackedLayout = field(default_factory=lambda: lay_out([]))
+    positions: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """(T,) int64."""
+    attention: PackedSeqParams = field(default_factory=PackedSeqParams)
+    """What the variable-length kernels take: the segments' bounds among queries and keys."""
+    key_index: torch.Tensor | None = None
+    """``PackedLayout.key_index``; None where every segment sees itself only."""
+
+
+def layout_params(layout: PackedLayout, device: torch.device) -> PackedLayoutParams:
+    """The layout as Megatron's layers take it."""
+
+    def bounds(sizes: Iterable[int]) -> torch.Tensor:
+        return torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32, device=device)
+
+    queries = [s.queries for s in layout.segments]
+    keys = [s.keys for s in layout.segments]
+    whole = bounds([layout.tokens])
+    return PackedLayoutParams(
+        qkv_format="thd",
+        cu_seqlens_q=whole,
+        cu_seqlens_kv=whole,
+        max_seqlen_q=layout.tokens,
+        max_seqlen_kv=layout.tokens,
+        layout=layout,
+        positions=layout.positions().to(device),
+        attention=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds(queries),
+            cu_seqlens_kv=bounds(keys),
+            max_seqlen_q=max(queries),
+            max_seqlen_kv=max(keys),
+        ),
+        key_index=layout.key_index().to(device) if layout.shares else None,
+    )

@@ -1,0 +1,204 @@
+"""Packed rows that share a prompt: the layout by its definition, attention by dense float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import te_stand_ins
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.enums import AttnMaskType
+
+from ctrl_megatron.models import attention
+from ctrl_megatron.models.packed_layout import PackedLayout, lay_out, layout_params
+
+Groups = list[tuple[int, list[int]]]
+CPU = torch.device("cpu")
+A, G, D = 6, 2, 8
+RAGGED: Groups = [(5, [3, 0, 1, 4]), (2, [6]), (7, []), (1, [1, 1]), (3, [0, 2])]
+groups_of_rows = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(0, 7), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other take longer than what is computed here."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def by_definition(groups: Groups, filler: int) -> tuple[torch.Tensor, list[int], list[list[int]]]:
+    """(which token sees which, positions, the tokens of every row), row by row."""
+    total = filler + sum(prompt + sum(responses) for prompt, responses in groups)
+    sees, positions = torch.zeros(total, total, dtype=torch.bool), [0] * total
+    rows, start = [], 0
+    for prompt, responses in groups:
+        end = start + prompt
+        for response in responses or [0]:
+            tokens = [*range(start, start + prompt), *range(end, end + response)]
+            for place, token in enumerate(tokens):
+                sees[token, tokens[: place + 1]] = True
+                positions[token] = place
+            end += response
+            rows.append(tokens)
+        rows = rows if responses else rows[:-1]
+        start = end
+    for token in range(filler):
+        sees[start + token, start : start + token + 1] = True
+        positions[start + token] = token
+    return sees, positions, rows
+
+
+@settings(deadline=None, max_examples=30)
+@given(groups_of_rows, st.integers(0, 3))
+@example(RAGGED, 2)
+def test_the_layout_is_what_it_says(groups: Groups, filler: int) -> None:
+    sees, positions, rows = by_definition(groups, filler)
+    layout = lay_out(groups, filler=filler)
+    params = layout_params(layout, CPU)
+    assert layout.tokens == len(positions)
+    assert layout.pairs == int(sees.sum())
+    assert params.positions.tolist() == positions
+    # The kernel's view: bottom-right causal masks over queries and gathered keys.
+    found = torch.zeros_like(sees)
+    bounds = params.attention
+    queries, keys = bounds.cu_seqlens_q.tolist(), bounds.cu_seqlens_kv.tolist()
+    index = layout.key_index()
+    assert (queries[-1], keys[-1]) == (layout.tokens, len(index))
+    assert bounds.cu_seqlens_q.dtype == bounds.cu_seqlens_kv.dtype == torch.int32
+    for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True):
+        assert b - a <= bounds.max_seqlen_q and d - c <= bounds.max_seqlen_kv
+        for query in range(a, b):
+            found[query, index[c : d - (b - query) + 1]] = True
+    assert torch.equal(found, sees)
+    assert layout.shares == (params.key_index is not None)
+    if not layout.shares:
+        assert index.tolist() == list(range(layout.tokens))
+    # Megatron's rotary embedding takes everything for one sequence with a row per token.
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, layout.tokens]
+    for place, tokens in zip(layout.rows, rows, strict=True):
+        count = place.end - place.start
+        assert tokens[len(tokens) - count :] == list(range(place.start, place.end))
+        before = tokens[len(tokens) - count - 1 : -1]
+        assert place.predecessors(count).tolist() == before
+        assert place.predecessors(0).tolist() == []
+
+
+def random_inputs(layout: PackedLayout, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Query, key and value as views of one projection, as Megatron's are, and a gradient."""
+    generator = torch.Generator().manual_seed(layout.tokens)
+    fused = torch.randn(layout.tokens, A + 2 * G, D, generator=generator, dtype=torch.float64)
+    given = torch.randn(layout.tokens, A * D, generator=generator, dtype=torch.float64)
+    parts = fused.to(dtype).split([A, G, G], dim=1)
+    return [*(part.detach().requires_grad_() for part in parts), given.to(dtype)]
+
+
+def dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: torch.Tensor
+) -> torch.Tensor:
+    """Attention by its formula."""
+    key, value = (x.repeat_interleave(A // G, dim=1) for x in (key, value))
+    scores = torch.einsum("qad,kad->aqk", query, key) / D**0.5
+    scores = scores.masked_fill(~sees, -torch.inf)
+    return torch.einsum("aqk,kad->qad", scores.softmax(-1), value).flatten(1)
+
+
+def by_segments(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
+    module = attention.PackedCausalAttention(SimpleNamespace(context_parallel_size=1))  # type: ignore[arg-type]
+    return module(q, k, v, None, packed_seq_params=layout_params(layout, CPU))
+
+
+def by_masks(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
+    return attention.masked_attention(q, k, v, layout, None).flatten(1)
+
+
+def by_flash(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.varlen, "varlen_attn", te_stand_ins.varlen_attn)
+        params = layout_params(layout, CPU)
+        return attention.variable_length_attention(q, k, v, params, None).flatten(1)
+
+
+def by_transformer_engine(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
+    kernel = attention.over_shared_prefixes(te_stand_ins.DotProductAttention)
+    module = kernel(config=None, layer_number=1, attn_mask_type=None, attention_type="self")
+    params = layout_params(layout, CPU)
+    return module(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params)
+
+
+@pytest.mark.parametrize("compute", [by_segments, by_masks, by_flash, by_transformer_engine])
+@settings(deadline=None, max_examples=12)
+@given(groups_of_rows, st.integers(0, 3))
+@example(RAGGED, 2)
+@example([(4, [3])], 0)
+def test_every_way_of_attention_is_the_formula(
+    compute: Callable[..., torch.Tensor], groups: Groups, filler: int
+) -> None:
+    layout = lay_out(groups, filler=filler)
+    sees = by_definition(groups, filler)[0]
+    *parts, given_back = random_inputs(layout, torch.float64)
+    found = compute(*parts, layout)
+    wanted = dense(*parts, sees)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    for a, b in zip(
+        torch.autograd.grad(found, parts, given_back),
+        torch.autograd.grad(wanted, parts, given_back),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_gradcheck() -> None:
+    layout = lay_out([(2, [2, 1]), (1, [1])])
+    whole = random_inputs(layout, torch.float64)
+    parts = [
+        part.detach()[:, :heads, :3].requires_grad_()
+        for part, heads in zip(whole, (2, 1, 1), strict=False)
+    ]
+    for compute in (by_segments, by_transformer_engine):
+        assert torch.autograd.gradcheck(lambda *x: compute(*x, layout), parts)  # noqa: B023
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+def test_rounding_is_that_of_the_type(dtype: torch.dtype, bound: float) -> None:
+    groups: Groups = [(150, [70, 64, 1, 0, 33]), (40, [120]), (5, [6, 7])]
+    layout, sees = lay_out(groups), by_definition(groups, 0)[0]
+    *parts, given_back = random_inputs(layout, dtype)
+    exact = [part.detach().double().requires_grad_() for part in parts]
+    found = by_segments(*parts, layout)
+    wanted = dense(*exact, sees)
+    assert found.dtype == dtype
+    pairs = [(found, wanted)]
+    pairs += zip(
+        torch.autograd.grad(found, parts, given_back),
+        torch.autograd.grad(wanted, exact, given_back.double()),
+        strict=True,
+    )
+    for a, b in pairs:
+        assert float((a.double() - b).norm() / b.norm()) < bound
+
+
+def test_rows_of_their_own_are_computed_as_without_sharing() -> None:
+    """To the last bit: torch's causal kernel, sequence by sequence."""
+    lengths = [(4, [13]), (1, [1]), (90, [40])]
+    layout = lay_out(lengths)
+    assert [(s.start, s.end) for s in layout.segments] == [(0, 17), (17, 19), (19, 149)]
+    *parts, given_back = random_inputs(layout, torch.float32)
+    found, alone = by_segments(*parts, layout), by_masks(*parts, layout)
+    assert torch.equal(found, alone)
+    for a, b in zip(
+        torch.autograd.grad(found, parts, given_back),
+        torch.autograd.grad(alone, parts, given_back),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
