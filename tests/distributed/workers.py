@@ -209,8 +209,8 @@ def train(
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     with te_stand_ins.installed(te):
         for name, options in variants.items():
-            # A key bias has almost no gradient; at Adam's usual eps its step would be rounding noise
-            # divided by itself.
+            # A key bias has almost no gradient; at Adam's usual eps its step would be rounding
+            # noise divided by itself.
             defaults = {"lr": 1e-3, "total_steps": 10, "clip_grad": 0.5, "eps": 1e-4}
             optimizer = defaults | options.pop("optimizer", {})
             make_room = options.pop("make_room", False)
