@@ -521,6 +521,8 @@ def compare(layers: str, directory: str, dtype: str) -> dict[str, Any]:
     padding = AutoConfig.from_pretrained(directory).pad_token_id
     if padding is not None:
         ids[ids == padding] = (padding + 1) % shape.vocab_size
+    # Half of the rows share a prompt, which Megatron computes once and transformers row by row.
+    ids[: rows // 2, :prompt] = ids[0, :prompt]
     lengths = torch.randint(1, response + 1, (rows,), generator=generator)
     column = torch.arange(prompt + response)
     attention = (column < prompt + lengths[:, None]).long()

@@ -1,0 +1,123 @@
+"""How much time and memory shared prompts save: ``python tools/bench_shared_prefix.py --group 8``.
+
+One group of rows or more with a prompt in common goes through a log-prob pass and an optimizer step
+of the actor, once with its prompt computed for all rows together and once for each of them
+(``actor_rollout_ref.model.shared_prefix``), in turns, so that a machine that slows down meanwhile
+slows both. Prints medians, their ratio, and that of the arithmetic
+(``ctrl_megatron.metrics.model_flops``), which no implementation can exceed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def peak_gib(work: Callable[[], Any]) -> tuple[float, float]:
+    """(seconds that ``work`` took, most memory of the process meanwhile in GiB)."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew from now on
+    began = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - began
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    return seconds, int(line.split()[1]) / 2**20
+
+
+def main() -> None:
+    """Parse, build, measure, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="runs/models/smollm2")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--groups", type=int, default=1, help="prompts")
+    parser.add_argument("--group", type=int, default=8, help="responses of each")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
+    parser.add_argument("--response", type=int, default=256, help="tokens of a response")
+    parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
+    parser.add_argument("--turns", type=int, default=3)
+    options = parser.parse_args()
+
+    import torch
+
+    from ctrl_megatron.checkpoint.hf import load_hf
+    from ctrl_megatron.config import load_config
+    from ctrl_megatron.models.build import BuildOptions
+    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.optimizer import OptimizerOptions
+    from ctrl_megatron.models.parallel_model import ModelOptions
+    from ctrl_megatron.models.policy import Policy
+    from ctrl_megatron.parallel.groups import initialize, shutdown
+    from ctrl_megatron.parallel.layout import Layout
+    from ctrl_megatron.pipeline.actor_loss import ActorLoss
+
+    groups = initialize(Layout(), seed=1, timeout_seconds=600)
+    shape = read_model_shape(options.model)
+    policy = Policy(
+        shape,
+        groups,
+        ModelOptions(
+            build=BuildOptions(dtype=options.dtype),
+            token_budget=options.budget,
+            optimizer=OptimizerOptions(lr=0.0, total_steps=1000),
+        ),
+    )
+    load_hf(policy, options.model)
+    policy.start_optimizer()
+    actor = load_config(None, ["actor_rollout_ref.actor.use_kl_loss=true"], purpose="none")
+    loss = ActorLoss(actor.actor_rollout_ref.actor, response_limit=options.response)
+    rows, width = options.groups * options.group, options.prompt + options.response
+    ids = torch.randint(100, shape.vocab_size, (rows, width))
+    ids[:, : options.prompt] = ids[: options.groups, : options.prompt].repeat(options.group, 1)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "response_mask": torch.ones(rows, options.response, dtype=torch.bool),
+        "advantages": torch.randn(rows, options.response),
+    }
+    batch["old_log_probs"] = batch["ref_log_prob"] = policy.log_probs(batch)[0]
+    policy.step(batch, loss)
+    policy.take_flops()
+
+    works: dict[str, Callable[[], Any]] = {
+        "log-probs": lambda: policy.log_probs(batch),
+        "update": lambda: policy.step(batch, loss),
+    }
+    found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    flops: dict[tuple[str, bool], int] = {}
+    for _ in range(options.turns):
+        for shared in (True, False):
+            policy.options = replace(policy.options, shared_prefix=shared)
+            for name, work in works.items():
+                found.setdefault((name, shared), []).append(peak_gib(work))
+                flops[name, shared] = sum(policy.take_flops())
+    print(
+        f"{options.groups} x {options.group} x (P={options.prompt}, R={options.response}), "
+        f"{options.dtype}, {torch.get_num_threads()} threads, {options.turns} turns"
+    )
+    print(
+        f"{'':12}{'off s':>9}{'shared s':>10}{'ratio':>8}{'of':>7}{'off GiB':>10}{'shared GiB':>12}"
+    )
+    for name in works:
+        off, on = found[name, False], found[name, True]
+        seconds = [statistics.median(took for took, _ in turn) for turn in (off, on)]
+        peaks = [max(peak for _, peak in turn) for turn in (off, on)]
+        limit = flops[name, False] / flops[name, True]
+        print(
+            f"{name:12}{seconds[0]:9.2f}{seconds[1]:10.2f}{seconds[0] / seconds[1]:8.2f}"
+            f"{limit:7.2f}{peaks[0]:10.2f}{peaks[1]:12.2f}"
+        )
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()
