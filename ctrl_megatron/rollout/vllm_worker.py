@@ -255,8 +255,8 @@ class VllmWorkerExtension:
             held = held_tensors(model, self.model_config.dtype)
             # The others only give their parts.
             found = checksums(held if is_first else (pair for pair in held if False))
-        names = "model.embed_tokens.weight", "lm_head.weight"
-        if model.config.tie_word_embeddings and found.keys() >= set(names):
-            if found[names[0]] != found.pop(names[1]):
+        if model.config.tie_word_embeddings and "model.embed_tokens.weight" in found:
+            head = found.pop("lm_head.weight", None)
+            if head not in (None, found["model.embed_tokens.weight"]):
                 raise RuntimeError("the tied output head differs from the embedding")
         return found
