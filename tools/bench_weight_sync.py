@@ -21,6 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -46,9 +47,10 @@ from ctrl_megatron.resharding.buckets import BucketMemory
 from ctrl_megatron.resharding.engine_weights import EngineLink, push
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import MegatronSource
-from ctrl_megatron.rollout.client import RemoteEngine
+from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import EngineAddress, EngineSpec
 from ctrl_megatron.rollout.launch import engine_environment
+from ctrl_megatron.rollout.parent_watch import end_group
 from ctrl_megatron.rollout.server import application
 from ctrl_megatron.rollout.weight_chunks import SharedSegment, remove_segment, segment_names
 from ctrl_megatron.types import SamplingParams
@@ -120,31 +122,33 @@ def main() -> None:
         max_num_seqs=8,
         kv_cache_gib=0.25,
     )
-    child = subprocess.Popen(
-        [sys.executable, __file__, "--serve", json.dumps(asdict(spec))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=open("/tmp/bsync/engine.log", "w"),
-        env=engine_environment(spec),
-        text=True,
-    )
-    try:
-        measure(options, child)
-    finally:
-        child.kill()
-        child.wait()
+    with tempfile.NamedTemporaryFile("w+") as log:
+        child = subprocess.Popen(
+            [sys.executable, __file__, "--serve", json.dumps(asdict(spec))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=engine_environment(spec),
+            start_new_session=True,
+            text=True,
+        )
+        try:
+            measure(options, child, log.name)
+        finally:
+            end_group(child.pid)
+            child.wait()
 
 
-def port_of(child: subprocess.Popen[str]) -> int:
+def port_of(child: subprocess.Popen[str], log: str) -> int:
     """Where the engine's process listens; RuntimeError if it ends before it does."""
     assert child.stdout is not None
     for line in child.stdout:
         if line.startswith("port "):
             return int(line.split()[1])
-    raise RuntimeError("vLLM did not start")
+    raise RuntimeError(f"vLLM did not start; the end of its output:\n{log_tail(log)}")
 
 
-def measure(options: argparse.Namespace, child: subprocess.Popen[str]) -> None:
+def measure(options: argparse.Namespace, child: subprocess.Popen[str], log: str) -> None:
     """All rounds, and what came of them."""
     groups = initialize(Layout(), seed=1, timeout_seconds=60)
     policy = Policy(
@@ -156,14 +160,14 @@ def measure(options: argparse.Namespace, child: subprocess.Popen[str]) -> None:
     layout = EngineLayout(dtype=options.dtype, bucket_bytes=options.bucket << 20)
     source = MegatronSource(policy, layout, readers=(0,))
     print("starting vLLM ...", flush=True)
-    endpoint = f"http://127.0.0.1:{port_of(child)}"
+    endpoint = f"http://127.0.0.1:{port_of(child, log)}"
     address = EngineAddress(
         name="vllm",
         endpoint=endpoint,
         home=host_identity(),
         token=TOKEN,
         pid=child.pid,
-        log_path="",
+        log_path=log,
     )
     engine, loop = RemoteEngine(address), BackgroundLoop()
     link, memory = EngineLink(engine=engine, loop=loop), BucketMemory(groups)

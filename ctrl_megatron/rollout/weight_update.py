@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from blake3 import blake3
 
@@ -31,6 +32,7 @@ from ctrl_megatron.types import TensorSpec
 _SHOWN = 5
 # Small enough to stay in a core's cache between the two passes over it.
 _PIECE = 2**16
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHECKSUM_THREADS = 4
 
 
@@ -200,15 +202,18 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
 
     A negative zero counts as zero: some engines hold weights in a packed form from which its sign
     cannot be read back, and it never changes what a model computes. BLAKE3 because it is as hard to
-    forge as SHA-256 and three times as fast on one core: 3 GB/s where there is AVX-512.
+    forge as SHA-256 and several times as fast: 4 GB/s on a core with AVX-512.
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # Integers, in numpy: torch would start threads of its own for every piece.
+    numbers = flat.view(_BITS[flat.element_size()]).numpy()
+    negative_zero = np.iinfo(numbers.dtype).min
     checksum = blake3()
-    plain = torch.empty(min(_PIECE, flat.numel()), dtype=flat.dtype)
-    for piece in flat.split(_PIECE):
-        if flat.is_floating_point():
-            piece = torch.add(piece, 0.0, out=plain[: len(piece)])
-        checksum.update(piece.view(torch.uint8).numpy())
+    for first in range(0, len(numbers), _PIECE):
+        piece = numbers[first : first + _PIECE]
+        if flat.is_floating_point() and (found := piece == negative_zero).any():
+            piece = np.where(found, numbers.dtype.type(0), piece)
+        checksum.update(piece.view(np.uint8))
     return checksum.hexdigest()[:32]
 
 

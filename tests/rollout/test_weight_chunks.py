@@ -17,13 +17,14 @@ from ctrl_megatron.rollout.weight_chunks import (
     SharedSegment,
     WeightChunk,
     read_chunk,
+    remove_segment,
     remove_segments,
     segment_names,
     spec_bytes,
     tensor_at,
     weight_chunk,
 )
-from ctrl_megatron.rollout.weight_update import tensor_checksum
+from ctrl_megatron.rollout.weight_update import checksums, tensor_checksum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -95,6 +96,46 @@ def test_what_the_ranks_write_an_engine_reads() -> None:
     finally:
         remove_segments(lambda pid: pid == os.getpid())
     assert not (Path("/dev/shm") / name).exists()
+
+
+def test_memory_outlives_its_name_and_is_found_again_under_it() -> None:
+    want = spec("a", (4,))
+    (name,) = segment_names(1)
+    writer = SharedSegment(name, 16, create=True)
+    chunk = weight_chunk(name, [(want, 0)])
+    try:
+        ((_, first),) = read_chunk(chunk)
+        remove_segment(name)
+        with pytest.raises(ValueError, match=f"{name} does not exist"):
+            list(read_chunk(chunk))
+        writer.publish()
+        tensor_at(writer.memory, want, 0).copy_(torch.arange(4.0))
+        ((_, again),) = read_chunk(chunk)
+    finally:
+        remove_segment(name)
+    # A reader maps it once.
+    assert again.data_ptr() == first.data_ptr() and torch.equal(again, torch.arange(4.0))
+
+
+def test_another_segment_under_the_same_name_is_another(segment: Path) -> None:
+    chunk = weight_chunk(segment.name, [(spec("a", (2,)), 0)])
+    for values in ([1.0, 2.0], [3.0, 4.0]):
+        segment.write_bytes(torch.tensor(values).numpy().tobytes())
+        ((_, found),) = read_chunk(chunk)
+        assert found.tolist() == values
+        segment.unlink()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_checksums_of_threads_are_those_of_one(dtype: torch.dtype) -> None:
+    tensors = {str(n): torch.randn(70_000 * n).to(dtype) for n in range(1, 9)}
+    for tensor in tensors.values():
+        tensor[::7] = -0.0
+    zeros = {name: tensor + 0.0 for name, tensor in tensors.items()}
+    found = checksums(tensors.items())
+    assert found == {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+    raw = {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in zeros.items()}
+    assert found == {name: blake3(given).hexdigest()[:32] for name, given in raw.items()}
 
 
 def test_an_unknown_dtype_is_named() -> None:

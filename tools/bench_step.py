@@ -1,0 +1,487 @@
+"""How long a GRPO step takes, phase by phase, and how long TRL's takes on the same task:
+``python tools/bench_step.py --peer trl``.
+
+Both train the same model on the same prompts, with rewards from the same function, a KL to the
+reference, and completions of exactly the same length: they are given a copy of the model's
+directory in which a token that is never drawn stands for the end of a text, so every completion
+fills its length, which both sides check. Ours is ``tools/train_rl.py`` with ``grpo_pipeline``, from
+the command line like any run. TRL is its GRPOTrainer with its own defaults (generation by
+transformers, activation checkpointing, eight sequences at a time), in bfloat16, in an environment
+of its own that is made at the first use.
+
+Ours and TRL have their turns alternately, so that a machine that slows down meanwhile slows both;
+the first step of a turn is not counted. A step is all that comes between two batches of prompts:
+weights to the engine, completions, rewards, log-probs, update. ``--set`` and ``--against`` compare
+two configurations of ours in the same way.
+
+    python tools/bench_step.py --peer trl --ctrl
+    python tools/bench_step.py --group 4 --prompt 1024 --response 256 --against KEY=VALUE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "runs/bench_step"
+TRL_LOCK = ROOT / "requirements/trl.txt"
+TRL_DEFAULTS: dict[str, Any] = {"per_device_train_batch_size": 8}
+LEARNING_RATE, KL_COEFFICIENT = 1e-6, 0.001
+WORDS = (
+    *("river", "lamp", "stone", "quiet", "seven", "garden", "letter", "winter", "copper", "bridge"),
+    *(
+        "music",
+        "paper",
+        "window",
+        "early",
+        "market",
+        "silver",
+        "forest",
+        "number",
+        "island",
+        "story",
+    ),
+)
+UNDRAWN = "<jupyter_script>"
+"""A token of SmolLM2's vocabulary that no chat contains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a step is about."""
+
+    model: str
+    dtype: str
+    prompts: int
+    group: int
+    prompt: int
+    """Tokens of every prompt, chat template included."""
+    response: int
+    """Tokens of every completion."""
+    steps: int
+    """Of a turn, the first one included, which is not counted."""
+
+    @property
+    def rows(self) -> int:
+        """Completions of a step."""
+        return self.prompts * self.group
+
+    def __str__(self) -> str:
+        return (
+            f"{self.prompts} prompts x {self.group} completions, {self.prompt} + {self.response} "
+            f"tokens, {self.dtype}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One of those that take turns."""
+
+    name: str
+    run: Callable[[], Iterator[dict[str, float]]]
+    """Yields every step's seconds by phase, ``step`` among them, as it ends."""
+
+
+def letters(items: Sequence[Any]) -> list[float]:
+    """The reward of completions: how much of each is the letter e."""
+    return [share_of_e(item.text) for item in items]
+
+
+def share_of_e(text: str) -> float:
+    """Cheap, and different for any two texts."""
+    return text.count("e") / (1 + len(text))
+
+
+# The task
+
+
+def prepare_model(source: Path, folder: Path) -> None:
+    """A copy of the model's directory whose end-of-text token is never drawn."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    tokens = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
+    (end,) = [token["id"] for token in tokens if token["content"] == UNDRAWN]
+    changes: dict[str, dict[str, Any]] = {
+        "config.json": {"eos_token_id": end},
+        "generation_config.json": {"eos_token_id": end},
+        "tokenizer_config.json": {"eos_token": UNDRAWN},
+    }
+    for name, changed in changes.items():
+        content = json.loads((source / name).read_text()) | changed
+        (folder / name).unlink()
+        (folder / name).write_text(json.dumps(content))
+
+
+def questions(folder: Path, task: Task) -> list[str]:
+    """Questions of random words that fill the chat template to exactly ``task.prompt`` tokens, for
+    all steps of a turn."""
+    from ctrl_megatron.data.tokens import TextCodec
+
+    codec, draw = TextCodec(folder), random.Random(0)
+
+    def length(words: list[str]) -> int:
+        return len(codec.encode_chat([{"role": "user", "content": " ".join(words)}]))
+
+    spare = task.prompt - length([""])
+    if spare < 1:
+        raise SystemExit(f"--prompt: the chat template alone takes {length([''])} tokens")
+    texts = []
+    for _ in range(task.prompts * task.steps):
+        words = [draw.choice(WORDS) for _ in range(spare)]
+        while (left := task.prompt - length(words)) != 0:
+            words = words[:left] if left < 0 else [*words, *draw.choices(WORDS, k=left)]
+        texts.append(" ".join(words))
+    return texts
+
+
+def write_prompts(texts: list[str], path: Path) -> None:
+    """The questions as rows of training data."""
+    from ctrl_megatron.data.rows import row_of, write_rows
+    from ctrl_megatron.types import Attempt, Problem
+
+    rows = []
+    for number, text in enumerate(texts):
+        problem = Problem(
+            id=str(number), statement=text, prompter_type="function", selected_uts=("assert True",)
+        )
+        attempt = Attempt(id=str(number), problem=problem, solution="")
+        rows.append(row_of(attempt, [{"role": "user", "content": text}]))
+    write_rows(rows, path)
+
+
+# Ours
+
+
+def ours(task: Task, ranks: int, overrides: Sequence[str], through: list[str]) -> Turn:
+    """``tools/train_rl.py`` with these overrides."""
+    name = " ".join(["ours", *overrides])
+
+    def run() -> Iterator[dict[str, float]]:
+        runs = FOLDER / "runs"
+        shutil.rmtree(runs, ignore_errors=True)
+        config = FOLDER / "ours.json"
+        config.write_text(json.dumps(our_config(task, ranks, runs)))
+        command = [sys.executable, "tools/train_rl.py", "--nproc-per-node", str(ranks)]
+        command += ["--config", str(config), *overrides]
+        for metrics in started([*through, *command], runs / "run/metrics.jsonl", name):
+            if "time/step" in metrics:
+                yield our_phases(metrics, task)
+
+    return Turn(name=name, run=run)
+
+
+def our_config(task: Task, ranks: int, runs: Path) -> dict[str, Any]:
+    """The configuration of our runs as nested keys."""
+    return {
+        "data": {
+            "train_files": str(FOLDER / "prompts.parquet"),
+            "max_prompt_length": task.prompt,
+            "max_response_length": task.response,
+            "train_batch_size": task.prompts,
+        },
+        "actor_rollout_ref": {
+            "model": {"path": str(FOLDER / "model"), "dtype": task.dtype},
+            "actor": {
+                "ppo_mini_batch_size": task.prompts,
+                "ppo_max_token_len_per_gpu": 2048,
+                "use_kl_loss": True,
+                "kl_loss_coef": KL_COEFFICIENT,
+                "optim": {"lr": LEARNING_RATE},
+            },
+            "rollout": {
+                "name": "vllm",
+                "n": task.group,
+                "max_num_seqs": task.rows,
+                "kv_cache_gib": 2.0,
+            },
+        },
+        "reward": {"reward_funcs": ["bench_step:letters"]},
+        "dag": {"custom_pipeline_fn": "ctrl_megatron.pipeline:grpo_pipeline"},
+        "trainer": {
+            "experiment_name": "run",
+            "default_local_dir": str(runs),
+            "total_training_steps": task.steps,
+            "n_gpus_per_node": ranks,
+            "logger": ["jsonl"],
+            "resume_mode": "disable",
+        },
+    }
+
+
+def our_phases(metrics: dict[str, float], task: Task) -> dict[str, float]:
+    """Seconds by phase; RuntimeError if a completion had another length."""
+    if metrics["response/length"] != task.response:
+        raise RuntimeError(f"completions have {metrics['response/length']} tokens on average")
+    sync = metrics.get("sync/seconds", 0.0)
+    seconds = {
+        "step": metrics["time/step"],
+        "weights to engine": sync,
+        "generation": metrics["time/rollout_actor"] - sync,
+    }
+    for phase in ("old_log_prob", "ref_log_prob", "actor_update"):
+        seconds[phase] = metrics.get(f"time/{phase}", 0.0)
+    return seconds | {"GEMM share": metrics["perf/mfu"]}
+
+
+# TRL
+
+
+def trl(task: Task, settings: dict[str, Any], through: list[str]) -> Turn:
+    """TRL's GRPOTrainer in a process of its own environment."""
+    python = FOLDER / "trl" / "bin" / "python"
+
+    def run() -> Iterator[dict[str, float]]:
+        out = FOLDER / "trl.jsonl"
+        out.unlink(missing_ok=True)
+        spec = {"task": asdict(task), "settings": TRL_DEFAULTS | settings, "out": str(out)}
+        command = [str(python), __file__, "--trl-worker", json.dumps(spec)]
+        yield from started([*through, *command], out, "TRL")
+
+    name = " ".join(["TRL", *(f"{key}={value}" for key, value in settings.items())])
+    return Turn(name=name, run=run)
+
+
+def make_trl(folder: Path) -> None:
+    """The environment that ``requirements/trl.txt`` pins, once."""
+    stamp = folder / "lock"
+    if stamp.is_file() and stamp.read_text() == TRL_LOCK.read_text():
+        return
+    print(f"creating {folder} from {TRL_LOCK.relative_to(ROOT)} ...", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "-r", str(TRL_LOCK)], check=True)
+    stamp.write_text(TRL_LOCK.read_text())
+
+
+def train_with_trl(spec: dict[str, Any]) -> None:
+    """In TRL's environment: train, and write every step's seconds as a line."""
+    import torch
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    task = Task(**spec["task"])
+    asked = json.loads((FOLDER / "questions.json").read_text())
+    began: dict[str, float] = {}
+    took: dict[str, float] = {}
+
+    def reward(completions: Any, completion_ids: Any, **_: Any) -> list[float]:
+        if {len(ids) for ids in completion_ids} != {task.response}:
+            raise RuntimeError(f"completions have {sorted(map(len, completion_ids))} tokens")
+        return [share_of_e(completion[0]["content"]) for completion in completions]
+
+    class Timed(GRPOTrainer):
+        """Measures what its step consists of."""
+
+        def _generate(self, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = super()._generate(*args, **kwargs)
+            took["generation"] = time.perf_counter() - start
+            return result
+
+        def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = super()._generate_and_score_completions(*args, **kwargs)
+            took["ref_log_prob"] = time.perf_counter() - start - took["generation"]
+            return result
+
+    class Clock(TrainerCallback):
+        """A step begins with its prompts and ends with the optimizer."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            began["step"] = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            took["step"] = time.perf_counter() - began["step"]
+            took["actor_update"] = took["step"] - took["generation"] - took["ref_log_prob"]
+            with open(spec["out"], "a") as file:
+                print(json.dumps(took), file=file, flush=True)
+
+    settings = spec["settings"]
+    settings["gradient_accumulation_steps"] = task.rows // settings["per_device_train_batch_size"]
+    trainer = Timed(
+        model=str(FOLDER / "model"),
+        args=GRPOConfig(
+            output_dir=str(FOLDER / "trl_run"),
+            model_init_kwargs={"dtype": task.dtype},
+            num_generations=task.group,
+            max_completion_length=task.response,
+            beta=KL_COEFFICIENT,
+            learning_rate=LEARNING_RATE,
+            max_steps=task.steps,
+            use_cpu=True,
+            bf16=task.dtype == "bfloat16",
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            **settings,
+        ),
+        reward_funcs=[reward],
+        train_dataset=Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": text}]} for text in asked]
+        ),
+        callbacks=[Clock()],
+    )
+    print(f"TRL computes with {torch.get_num_threads()} threads", flush=True)
+    trainer.train()
+
+
+# Turns
+
+
+def started(command: list[str], lines: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Run the command; yields the JSON lines that it writes to ``lines``, as they come."""
+    log = FOLDER / "log.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+    seen = 0
+    try:
+        while True:
+            ended = process.poll() is not None
+            there = lines.read_text().splitlines(keepends=True) if lines.is_file() else []
+            whole = [line for line in there if line.endswith("\n")]
+            for line in whole[seen:]:
+                yield json.loads(line)
+            seen = len(whole)
+            if ended:
+                break
+            time.sleep(0.5)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait()
+    if process.returncode:
+        end = "\n".join(log.read_text().splitlines()[-30:])
+        raise RuntimeError(f"{name} ended with exit code {process.returncode}:\n{end}")
+
+
+def take_turns(turns: list[Turn], rounds: int, task: Task) -> dict[str, list[dict[str, float]]]:
+    """The counted steps of everybody."""
+    found: dict[str, list[dict[str, float]]] = {turn.name: [] for turn in turns}
+    lasted: dict[str, float] = {}
+    order = [turn for _ in range(rounds) for turn in turns]
+    for number, turn in enumerate(order):
+        left = order[number:]
+        known = [lasted[t.name] for t in left if t.name in lasted]
+        eta = f", about {sum(known) / 60:.0f} min left" if len(known) == len(left) else ""
+        print(f"turn {number + 1} of {len(order)}: {turn.name}{eta}", flush=True)
+        began = time.monotonic()
+        for step, seconds in enumerate(turn.run()):
+            note = "" if step else " (not counted)"
+            print(f"  step {step + 1} of {task.steps}: {seconds['step']:.1f} s{note}", flush=True)
+            if step:
+                found[turn.name].append(seconds)
+        lasted[turn.name] = time.monotonic() - began
+    return found
+
+
+def report(found: dict[str, list[dict[str, float]]], task: Task, peak: float) -> None:
+    """Medians, rates, ratios to the first."""
+    print(f"\n{task}; matrix products reach {peak / 1e9:.0f} GFLOP/s here")
+    medians = {
+        name: {phase: statistics.median(s[phase] for s in steps) for phase in steps[0]}
+        for name, steps in found.items()
+        if steps
+    }
+    first = next(iter(medians.values()))
+    for name, median in medians.items():
+        share = median.pop("GEMM share", None)
+        step, all_steps = median["step"], sorted(s["step"] for s in found[name])
+        span = f" ({all_steps[0]:.1f} to {all_steps[-1]:.1f})" if len(all_steps) > 1 else ""
+        print(f"{name}: {step:.1f} s a step{span}, {step / first['step']:.2f} times the first")
+        prompts, responses = (task.rows * n / step for n in (task.prompt, task.response))
+        print(f"    {prompts:.0f} prompt and {responses:.0f} response tokens/s in the whole step")
+        for phase, seconds in median.items():
+            if phase == "step" or not seconds:
+                continue
+            drawn = phase == "generation"
+            tokens = task.rows * (task.response if drawn else task.prompt + task.response)
+            rate = "" if phase.startswith("weights") else f", {tokens / seconds:.0f} tokens/s"
+            print(f"    {phase:>17}: {seconds:5.1f} s{rate}")
+        if share is not None:
+            print(f"    log-probs and update at {share:.0%} of what matrix products reach")
+
+
+def settings_of(given: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE texts with values as JSON, or text."""
+    found: dict[str, Any] = {}
+    for text in given:
+        key, _, value = text.partition("=")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+    return found
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="runs/models/smollm2", help="Hugging Face directory")
+    add("--dtype", default="bfloat16")
+    add("--prompts", type=int, default=8, help="of a step")
+    add("--group", type=int, default=4, help="completions of a prompt")
+    add("--prompt", type=int, default=45, help="tokens of a prompt")
+    add("--response", type=int, default=168, help="tokens of a completion")
+    add("--ctrl", action="store_true", help="8 x 4 completions, 400 + 100 tokens, as CTRL's")
+    add("--steps", type=int, default=1, help="counted steps of a turn")
+    add("--turns", type=int, default=2, help="of each")
+    add("--ranks", type=int, default=2, help="processes of ours")
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of ours, in all turns")
+    add("--against", nargs="+", default=[], metavar="KEY=VALUE", help="more keys, in turns of own")
+    add("--peer", choices=["trl"], help="has turns too")
+    add("--peer-set", nargs="+", default=[], metavar="KEY=VALUE", help="fields of GRPOConfig")
+    add("--only-peer", action="store_true", help="no turns of ours")
+    add("--through", default="", help="command that every turn is started through, as nice -n 5")
+    add("--trl-worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.trl_worker:
+        return train_with_trl(json.loads(options.trl_worker))
+    sys.path.insert(0, str(ROOT))
+    from ctrl_megatron.metrics import measure_peak_flops
+
+    shape = (400, 100) if options.ctrl else (options.prompt, options.response)
+    task = Task(
+        model=options.model,
+        dtype=options.dtype,
+        prompts=options.prompts,
+        group=options.group,
+        prompt=shape[0],
+        response=shape[1],
+        steps=1 + options.steps,
+    )
+    prepare_model(ROOT / task.model, FOLDER / "model")
+    asked = questions(FOLDER / "model", task)
+    (FOLDER / "questions.json").write_text(json.dumps(asked))
+    write_prompts(asked, FOLDER / "prompts.parquet")
+    through, turns = options.through.split(), list[Turn]()
+    if not options.only_peer:
+        turns.append(ours(task, options.ranks, options.set, through))
+        if options.against:
+            turns.append(ours(task, options.ranks, [*options.set, *options.against], through))
+    if options.peer:
+        make_trl(FOLDER / "trl")
+        turns.append(trl(task, settings_of(options.peer_set), through))
+    print(f"{task}", flush=True)
+    found = take_turns(turns, options.turns, task)
+    report(found, task, measure_peak_flops(task.dtype))
+
+
+if __name__ == "__main__":
+    main()
