@@ -16,7 +16,7 @@ TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-cuda test test-slurm demo clean
+.PHONY: help env env-cuda test types tests test-slurm demo clean
 
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
@@ -31,8 +31,13 @@ env env-cuda:
 test: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory -j 2 types tests
+
+types:
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+tests:
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test-slurm: env
 	$(BIN)/python -m pytest -m slurm tests/integration/test_slurm_cluster.py

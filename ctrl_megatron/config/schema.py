@@ -56,8 +56,6 @@ class Data:
     """Prompts that are sent to the engine together in validation, over all ranks."""
     shuffle: bool = True
     """Draw the training rows in a new random order every epoch."""
-    seed: int = key(1, stage="both")
-    """Seed of the row order."""
     filter_overlong_prompts: bool = True
     """Drop (and count) rows whose prompt exceeds max_prompt_length; False makes them an error."""
 
@@ -78,7 +76,7 @@ class Trainer:
     """Passes over the training rows."""
     total_training_steps: int | None = key(None, AT_LEAST_1, stage="rl")
     """Steps after which training ends, whatever the epochs say; None for all epochs."""
-    save_freq: int = key(-1, COUNT_OR_MINUS_1, stage="rl")
+    save_freq: int = key(-1, COUNT_OR_MINUS_1)
     """Steps between checkpoints; -1 saves only at the end."""
     save_hf_freq: int = key(-1, COUNT_OR_MINUS_1, stage="rl")
     """Steps between Hugging Face directories of the weights; -1 writes none."""
@@ -95,7 +93,7 @@ class Trainer:
     logger: tuple[SinkName, ...] = ("console", "jsonl", "tensorboard")
     """Sinks of the metrics."""
     seed: int = 1
-    """Seed of everything that has no seed of its own."""
+    """Seed of the row order and of everything that has no seed of its own."""
     verify_weight_sync: bool = key(False, stage="rl")
     """Compare checksums of trainer and engine after every weight update."""
     max_ckpt_to_keep: int = key(2, COUNT_OR_MINUS_1)
@@ -153,8 +151,6 @@ class Sft:
     """Shape of the schedule after the warm-up."""
     max_token_len_per_gpu: int = key(16384, AT_LEAST_1)
     """Token budget of a packed micro-batch."""
-    save_freq: int = key(-1, COUNT_OR_MINUS_1)
-    """Steps between checkpoints; -1 saves only at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

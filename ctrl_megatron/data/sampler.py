@@ -53,8 +53,8 @@ class ResumableSampler:
             if state[name] != here:
                 raise ValueError(
                     f"the checkpoint's data order has {name}={state[name]}, this run has {here}; "
-                    "resume with the same training files, data.seed and data.shuffle, or start a "
-                    "new run"
+                    "resume with the same training files, trainer.seed and data.shuffle, or "
+                    "start a new run"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
 

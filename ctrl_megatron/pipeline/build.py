@@ -41,7 +41,9 @@ def build_worker(
     config, groups = run.config, run.groups
     codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
     train, validation = prompt_tables(config, codec)
-    sampler = ResumableSampler(len(train.rows), seed=config.data.seed, shuffle=config.data.shuffle)
+    sampler = ResumableSampler(
+        len(train.rows), seed=config.trainer.seed, shuffle=config.data.shuffle
+    )
     steps = total_steps(config, len(train.rows))
     family, control = config.actor_rollout_ref, config.algorithm.kl_ctrl
     services.wait()

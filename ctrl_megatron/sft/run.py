@@ -33,7 +33,7 @@ def train_sft(config: Config) -> bool:
         codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
         examples, dropped = tokenise(codec, read_examples(config.sft.train_files), config)
         held_out, _ = tokenise(codec, read_examples(config.sft.val_files), config)
-        sampler = ResumableSampler(len(examples), seed=config.data.seed)
+        sampler = ResumableSampler(len(examples), seed=config.trainer.seed)
         steps = total_steps(config, len(examples))
         policy = build_policy(
             config,
@@ -75,7 +75,7 @@ def train_sft(config: Config) -> bool:
             schedule=Schedule(
                 batch_size=config.sft.train_batch_size,
                 total_steps=steps,
-                save_freq=config.sft.save_freq,
+                save_freq=config.trainer.save_freq,
                 resume_mode=config.trainer.resume_mode,
                 stage="SFT",
             ),

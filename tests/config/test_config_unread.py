@@ -166,7 +166,7 @@ def test_every_option_of_the_value_model_needs_one() -> None:
         assert f"{key}=" in line and "is not read with critic.enable=null" in line
 
 
-@pytest.mark.parametrize("kl", [IN_REWARD, IN_LOSS, "data.seed=1"])
+@pytest.mark.parametrize("kl", [IN_REWARD, IN_LOSS, "trainer.seed=1"])
 def test_a_runs_own_file_starts_it_again(kl: str, tmp_path: Path) -> None:
     config = load_config(None, [*PATHS, kl])
     file = tmp_path / "run.yaml"

@@ -57,7 +57,7 @@ def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: s
     extra = (f"{rollout}name={engine}", *cache, *patience)
     name = f"without {victim}".replace(" ", "_")
     # How a launcher and its ranks are started is another test's; its own death is this one's.
-    preloaded = victim not in ("launcher", "vllm core")
+    preloaded = victim != "launcher"
     with job.launch(name, steps=10_000, extra=extra, preloaded=preloaded) as run:
         run.wait_for_steps(1)
         process = _process(run, victim)

@@ -97,7 +97,7 @@ def test_the_run_leaves_report_checkpoint_and_its_configuration(whole_run: Run) 
 
 def test_two_pipeline_stages(job: Job) -> None:
     stages = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
-    with job.launch("stages", steps=2, extra=(stages,)) as run:
+    with job.launch("stages", steps=2, extra=(stages,), preloaded=True) as run:
         assert run.ends() == 0, run.output()[-8000:]
     first, second = [record["metrics"] for record in run.metrics()]
     assert first.keys() >= METRICS

@@ -74,8 +74,20 @@ def test_a_bad_model_path_is_refused_before_anything_starts(tmp_path: Path) -> N
         launch_engine(tiny_spec(tmp_path))
 
 
+async def give_up_and_ask(engine: RemoteEngine) -> int:
+    """The length of an answer after a caller gave up, whose call must not hold up the next."""
+    endless = engine.generate([[1]], SamplingParams(max_tokens=500_000))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(endless, 0.5)
+    next_call = engine.generate([[1]], SamplingParams(max_tokens=2))
+    ((completion,),) = await asyncio.wait_for(next_call, 60)
+    await engine.close()
+    return len(completion.token_ids)
+
+
 def test_two_start_together_and_only_their_own_token_opens_them(model_path: Path) -> None:
-    first, second = (EngineProcess(tiny_spec(model_path)) for _ in range(2))
+    spec = tiny_spec(model_path, max_model_len=10**6)
+    first, second = (EngineProcess(spec) for _ in range(2))
     try:
         first.wait_ready()
         second.wait_ready()
@@ -93,24 +105,11 @@ def test_two_start_together_and_only_their_own_token_opens_them(model_path: Path
         asyncio.run(ask())
         assert first.address.token not in repr(first.address)
         assert first.address.token.encode() not in Path(f"/proc/{first.pid}/cmdline").read_bytes()
+        assert asyncio.run(give_up_and_ask(first.connect())) == 2
     finally:
         first.stop()
         second.stop()
     assert not first.alive() and group_members(first.pid) == group_members(second.pid) == []
-
-
-def test_a_caller_that_gives_up_does_not_hold_up_the_next(model_path: Path) -> None:
-    async def ask(engine: RemoteEngine) -> int:
-        endless = engine.generate([[1]], SamplingParams(max_tokens=500_000))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(endless, 0.5)
-        next_call = engine.generate([[1]], SamplingParams(max_tokens=2))
-        ((completion,),) = await asyncio.wait_for(next_call, 60)
-        await engine.close()
-        return len(completion.token_ids)
-
-    with launch_engine(tiny_spec(model_path, max_model_len=10**6)) as process:
-        assert asyncio.run(ask(process.connect())) == 2
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
