@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.families import Piece, ShardParam, hf_shape
 from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.parallel_model import ParallelModel
@@ -138,7 +139,7 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
     """
     steps = directory / STEPS_FILE
     if model.optimization is not None and not steps.is_file():
-        raise ValueError(
+        raise UserError(
             f"{directory} holds weights only and training cannot resume from it; convert it with "
             "ctrl-convert-megatron-to-hf and give the result as the model's path"
         )
@@ -296,10 +297,10 @@ def load_tensors(
     for name, whole in tensors.items():
         found = held.get(name)
         if found is None:
-            raise ValueError(f"{directory} is no checkpoint of this model: it lacks {name}")
+            raise UserError(f"{directory} is no checkpoint of this model: it lacks {name}")
         there = (tuple(found.size), found.properties.dtype)
         if there != (tuple(whole.shape), whole.dtype):
-            raise ValueError(
+            raise UserError(
                 f"{directory} holds {name} as {there[0]} {there[1]}, the run needs "
                 f"{tuple(whole.shape)} {whole.dtype}; resume with the model and dtype that saved it"
             )
@@ -318,9 +319,29 @@ def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
     try:
         metadata = FileSystemReader(directory).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{directory} is not a whole checkpoint: {error}") from error
+        raise UserError(f"{directory} is not a whole checkpoint: {error}") from error
     held = metadata.state_dict_metadata
     return {name: t for name, t in held.items() if isinstance(t, TensorStorageMetadata)}
+
+
+def require_whole(directory: Path) -> None:
+    """UserError unless every file that the checkpoint's metadata names is there in full size."""
+    try:
+        stored = FileSystemReader(directory).read_metadata().storage_data or {}
+    except (OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+        raise UserError(f"{directory} is not a whole checkpoint: {error}") from error
+    ends: dict[str, int] = {}
+    for part in stored.values():
+        end = part.offset + part.length
+        ends[part.relative_path] = max(end, ends.get(part.relative_path, 0))
+    for name, size in ends.items():
+        file = directory / name
+        there = file.stat().st_size if file.is_file() else 0
+        if there < size:
+            raise UserError(
+                f"{file} has {there} of {size} bytes: the checkpoint is not whole",
+                remedy="copy it anew, or name another with trainer.resume_mode",
+            )
 
 
 @contextmanager
