@@ -9,8 +9,11 @@ is written by one rank, and nothing is gathered. The files are those of
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -50,6 +53,7 @@ STEPS_FILE = "optimizer.json"
 """The steps that the optimizer and its schedule have counted; weights alone have none."""
 
 _FILE_BYTES = 1 << 30
+_NO_ROOM = 1 << 20
 
 
 class TensorParts:
@@ -276,7 +280,7 @@ def save_tensors(
     tensors: Mapping[str, TensorParts], directory: Path, groups: ProcessGroups | None
 ) -> None:
     """Write every rank's parts; together they must be whole. Collective, or alone for None."""
-    with _one_error(f"writing {directory}"), _alone() if groups is None else nullcontext():
+    with _one_error("writing", directory), _alone() if groups is None else nullcontext():
         save(
             dict(tensors),
             storage_writer=_Writer(directory),
@@ -304,7 +308,7 @@ def load_tensors(
                 f"{directory} holds {name} as {there[0]} {there[1]}, the run needs "
                 f"{tuple(whole.shape)} {whole.dtype}; resume with the model and dtype that saved it"
             )
-    with _one_error(f"reading {directory}"), _alone() if groups is None else nullcontext():
+    with _one_error("reading", directory), _alone() if groups is None else nullcontext():
         load(
             dict(tensors),
             storage_reader=FileSystemReader(directory),
@@ -345,13 +349,17 @@ def require_whole(directory: Path) -> None:
 
 
 @contextmanager
-def _one_error(what: str) -> Iterator[None]:
+def _one_error(doing: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
         # torch's is no Exception, and lists the tracebacks of all ranks.
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        raise RuntimeError(f"{what} failed on rank {rank}: {cause!r}") from cause
+        if shutil.disk_usage(directory).free < _NO_ROOM:
+            # What torch makes of a write that fails says nothing of the disk.
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+            raise full from cause
+        raise RuntimeError(f"{doing} {directory} failed on rank {rank}: {cause!r}") from cause
 
 
 def _alone() -> warnings.catch_warnings:

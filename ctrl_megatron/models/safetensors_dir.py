@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.models.families import hf_names, hf_shape
 from ctrl_megatron.models.hf_config import ModelShape
 
@@ -44,6 +44,8 @@ class SafetensorsDirectory:
 
     def _opened(self, path: Path) -> Any:
         if path.name not in self._open:
+            with users_input(), path.open("rb"):
+                pass  # safetensors calls every failure to open a missing file
             try:
                 handle = safe_open(path, framework="pt", backend=self._backend).__enter__()
             except (SafetensorError, OSError) as error:

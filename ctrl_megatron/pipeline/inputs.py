@@ -6,6 +6,7 @@ starts them; the first that looks raises all of them as one UserError with a lin
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from ctrl_megatron.checkpoint.store import CheckpointStore, read_state
 from ctrl_megatron.config import Config, Purpose
+from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
 from ctrl_megatron.data.rows import read_rows, rows_by_id
 from ctrl_megatron.data.tokens import TextCodec
@@ -152,6 +154,32 @@ def check_checkpoint(config: Config, models: tuple[str, ...], parts: tuple[str, 
     if checkpoint is not None:
         with users_input():
             read_state(checkpoint, models, parts)
+
+
+def is_finished(config: Config, steps: int, *, stage: str, files: tuple[str, ...] = ()) -> bool:
+    """Whether the run has made its steps and left what it leaves at its end; then rank 0 says so.
+
+    ``stage`` is the row of the final table that comes last where there is one.
+    """
+    trainer, run_dir = config.trainer, Path(config.trainer.run_dir)
+    checkpoint = CheckpointStore(run_dir / "checkpoints", keep=-1, side_files=run_dir).find(
+        trainer.resume_mode
+    )
+    if checkpoint is None or checkpoint.step < steps:
+        return False
+    table = run_dir / "summary.json"
+    rows = json.loads(table.read_text())["table"] if table.is_file() else []
+    told = {row["stage"] for row in rows}
+    if (rows and stage not in told) or not all((run_dir / name).exists() for name in files):
+        return False
+    if read_launch().rank == 0:
+        print(
+            f"nothing to do: {checkpoint.path} holds the last of {steps} steps; raise "
+            "total_training_steps or total_epochs to go on, or name another "
+            "trainer.experiment_name",
+            flush=True,
+        )
+    return True
 
 
 def read_inputs(config: Config, *, trains: bool = True) -> RunInputs:

@@ -10,7 +10,12 @@ from ctrl_megatron.algorithms import get_adv_estimator, get_policy_loss_terms
 from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER, CheckpointStore
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError, users_code
-from ctrl_megatron.pipeline.build import build_worker, critic_weights, rollout_worker
+from ctrl_megatron.pipeline.build import (
+    build_worker,
+    critic_weights,
+    rollout_worker,
+    total_steps,
+)
 from ctrl_megatron.pipeline.critique_revision import validate
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
 from ctrl_megatron.pipeline.device_memory import device_memory
@@ -21,6 +26,7 @@ from ctrl_megatron.pipeline.inputs import (
     check_models,
     check_place,
     check_together,
+    is_finished,
     read_inputs,
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
@@ -66,6 +72,8 @@ def train(config: Config) -> bool:
     """
     graph, trainer, finished = check_run(config), config.trainer, False
     inputs = read_inputs(config)
+    if is_finished(config, total_steps(config, len(inputs.train.rows)), stage="after RL"):
+        return True
     with session(config) as run:
         services = run.start_services()
         worker, sampler, steps = build_worker(run, services, graph, inputs)

@@ -21,6 +21,7 @@ from ctrl_megatron.pipeline.inputs import (
     check_place,
     check_together,
     check_tokenizer,
+    is_finished,
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.memory_check import check_memory
@@ -41,13 +42,14 @@ def train_sft(config: Config) -> bool:
     codec, given, kept = check_rows(config)
     with users_input("sft.train_files"):
         examples, dropped = tokenise(codec, given, config)
-        total_steps(config, len(examples))
+        steps = total_steps(config, len(examples))
     with users_input("sft.val_files"):
         held_out, _ = tokenise(codec, kept, config)
+    if is_finished(config, steps, stage="after SFT", files=("hf",)):
+        return True
     with session(config) as run:
         groups, path = run.groups, config.actor_rollout_ref.model.path
         sampler = ResumableSampler(len(examples), seed=config.data.seed)
-        steps = total_steps(config, len(examples))
         policy = build_policy(
             config,
             groups,
@@ -60,6 +62,7 @@ def train_sft(config: Config) -> bool:
             ),
             budget=config.sft.max_token_len_per_gpu,
         )
+        run.check_stop()
         recorder = Recorder(config, active=groups.is_first, total_steps=steps)
         memory = device_memory(groups)
         worker = SftWorker(

@@ -88,6 +88,7 @@ def write_model(directory: Path, **changes: object) -> None:
     shape = read_model_shape(directory)
     tensors = {name: torch.zeros(hf_shape(name, shape)) for name in hf_names(shape)}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)
     write_tokenizer(directory)
 
 
