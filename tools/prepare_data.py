@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.progress import Progress
 
-from ctrl_megatron.data.problems import problem_from, read_problem_records
+from ctrl_megatron.checkpoint.files import new_directory, require_own
+from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.data.problems import problem_from, read_json_lines, read_problem_records
 from ctrl_megatron.data.rows import row_of, write_rows
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.solutions import judge_attempts
 from ctrl_megatron.prompts import critique_messages, fenced, generation_messages
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
@@ -30,6 +32,7 @@ from ctrl_megatron.sft.examples import SftExample, write_examples
 from ctrl_megatron.sft.synthesis import synthesise_rows
 from ctrl_megatron.types import Attempt, Verdict
 
+_TOOL = "prepare_data"
 _HELD_OUT_SHARE = 0.2
 _SFT_VAL_SIZE = 64
 
@@ -43,14 +46,19 @@ def read_attempts(problems: Path, solutions: Path) -> tuple[list[Attempt], list[
     """(the model's attempts, reference and buggy solutions as further attempts)."""
     records = read_problem_records(problems)
     known = {record["id"]: problem_from(record) for record in records}
-    own = []
-    for number, line in enumerate(solutions.read_text(encoding="utf-8").splitlines(), start=1):
-        entry = json.loads(line)
+    own, seen = [], dict[str, str]()
+    for place, entry in read_json_lines(solutions):
+        for key in ("id", "problem_id", "solution"):
+            if not isinstance(entry.get(key), str):
+                raise UserError(f"{place}: key {key!r} is missing or no text")
+        if entry["id"] in seen:
+            raise UserError(f"{place}: key 'id' repeats {entry['id']!r} of {seen[entry['id']]}")
         if entry["problem_id"] not in known:
-            raise ValueError(
-                f"{solutions} line {number}: problem {entry['problem_id']!r} is not in {problems}; "
+            raise UserError(
+                f"{place}: problem {entry['problem_id']!r} is not in {problems}; "
                 "generate the solutions anew with tools/generate_solutions.py"
             )
+        seen[entry["id"]] = place
         problem = known[entry["problem_id"]]
         own.append(Attempt(id=entry["id"], problem=problem, solution=entry["solution"]))
     written = [
@@ -76,31 +84,49 @@ async def judge(attempts: Sequence[Attempt]) -> list[tuple[Attempt, Verdict]]:
         sandbox.stop()
 
 
-def main() -> int:
-    """Read, judge, split, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+@command("prepare_data")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read, judge, split, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
+    parser = CommandParser(__doc__)
     parser.add_argument("--problems", type=Path, default=Path("examples/problems"))
     parser.add_argument("--solutions", type=Path, default=Path("examples/solutions/smollm2.jsonl"))
     parser.add_argument("--out", type=Path, default=Path("runs/data"))
+    parser.add_argument("--overwrite", action="store_true", help="replace this tool's own files")
     parser.add_argument("--max-difficulty", type=int, default=2, help="hardest level used")
     parser.add_argument("--val-size", type=int, default=40, help="held-out attempts")
     parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    try:
-        own, written = read_attempts(arguments.problems, arguments.solutions)
-        easy = [a for a in own + written if a.problem.difficulty <= arguments.max_difficulty]
-        judged = asyncio.run(judge(easy))
-        write_files(arguments, judged, {a.id for a in own})
-    except ValueError as error:
-        print(f"prepare_data: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(arguments)
+    if options.val_size < 0:
+        raise UserError(f"--val-size={options.val_size} must be 0 or more")
+    require_own(options.out, _TOOL, overwrite=options.overwrite)
+    own, written = read_attempts(options.problems, options.solutions)
+    chosen = [a for a in own + written if a.problem.difficulty <= options.max_difficulty]
+    names = {a.id for a in own}
+    if not any(a.id in names and not held_out(a.problem.id) for a in chosen):
+        raise UserError(
+            f"no training attempt is left of {len(own)} in {options.solutions}: all are harder "
+            f"than --max-difficulty={options.max_difficulty} or held out",
+            remedy="raise it, or add problems",
+        )
+    judged = asyncio.run(judge(chosen))
+    for attempt, verdict in judged:
+        if attempt.id.endswith("/reference") and not verdict.accepted:
+            told = next((text for text in verdict.detail if text), "no detail")
+            print(f"warning: {attempt.id} fails its own tests: {told}", file=sys.stderr)
+    with new_directory(options.out, _TOOL, overwrite=options.overwrite) as folder:
+        said = write_files(folder, options, judged, names)
+    skipped = len(own) + len(written) - len(chosen)
+    print(f"{options.out}: {said}; {skipped} harder attempts left out")
     return 0
 
 
 def write_files(
-    arguments: argparse.Namespace, judged: Sequence[tuple[Attempt, Verdict]], own: set[str]
-) -> None:
-    """Split by problem and write the files."""
+    folder: Path,
+    arguments: argparse.Namespace,
+    judged: Sequence[tuple[Attempt, Verdict]],
+    own: set[str],
+) -> str:
+    """Split by problem and write the files; says what is in them."""
     rows = {a.id: row_of(a, critique_messages(a.problem, a.solution)) for a, _ in judged}
     train = [(a, v) for a, v in judged if not held_out(a.problem.id)]
     rl = [rows[a.id] for a, _ in train if a.id in own]
@@ -108,19 +134,19 @@ def write_files(
     val = [rows[a.id] for a, _ in kept if a.id in own]
     sft_train, sft_val = critiques(train, arguments.seed), critiques(kept, arguments.seed)
     sft_val = sft_val[:_SFT_VAL_SIZE]
-    write_rows(arguments.out / "train.parquet", rl)
-    write_rows(arguments.out / "val.parquet", val[: arguments.val_size])
+    write_rows(folder / "train.parquet", rl)
+    write_rows(folder / "val.parquet", val[: arguments.val_size])
     problems = {a.problem.id: a.problem for a, _ in train}.values()
     solve = [
         row_of(Attempt(id=p.id, problem=p, solution=""), generation_messages(p)) for p in problems
     ]
-    write_rows(arguments.out / "solve.parquet", solve)
-    write_examples(arguments.out / "sft_train.parquet", sft_train)
+    write_rows(folder / "solve.parquet", solve)
+    write_examples(folder / "sft_train.parquet", sft_train)
     if sft_val:
-        write_examples(arguments.out / "sft_val.parquet", sft_val)
+        write_examples(folder / "sft_val.parquet", sft_val)
     right = sum(row.pass_rate == 1 for row in rl)
-    print(
-        f"{arguments.out}: {len(rl)} training attempts ({right} correct), "
+    return (
+        f"{len(rl)} training attempts ({right} correct), "
         f"{min(len(val), arguments.val_size)} held out, {len(sft_train)} critiques for SFT "
         f"({len(sft_val)} more held out)"
     )

@@ -28,7 +28,7 @@ _NAMES_OF_THE_SOURCE = ("_name_or_path", "_model_name_or_path", "name_or_path")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; 0 when the directory is there, 1 with one sentence on stderr otherwise."""
+    """Entry point; 0 when the directory is there, 2 with one sentence on stderr otherwise."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/models/smollm2"))
     parser.add_argument("--force", action="store_true", help="write even if up to date")
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         prepare(args.out, force=args.force)
     except ValueError as error:
         print(f"prepare_smollm2: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 
@@ -51,8 +51,8 @@ def prepare(out: Path, *, force: bool = False) -> None:
     if not force and is_complete(out, stamp):
         print(f"SmolLM2 is up to date in {out}")
         return
-    if out.exists() and read_stamp(out) is None and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and was not written by this tool; give another --out")
+    if foreign := foreign_in(out):
+        raise ValueError(f"{foreign} was not written by this tool; give another --out")
     started = time.monotonic()
     draft, old = (out.parent / f".{out.name}.{word}.{os.getpid()}" for word in ("new", "old"))
     draft.mkdir(parents=True)
@@ -98,6 +98,15 @@ def read_stamp(out: Path) -> dict[str, Any] | None:
 def sizes_in(out: Path) -> dict[str, int]:
     """Bytes of every file of the directory but the stamp."""
     return {p.name: p.stat().st_size for p in sorted(out.iterdir()) if p.name != STAMP}
+
+
+def foreign_in(out: Path) -> Path | None:
+    """What is at or below ``out`` and was not left so by this tool; None where nothing is."""
+    if not out.exists() or not out.is_dir():
+        return out if out.exists() else None
+    wrote = (read_stamp(out) or {}).get("files", {})
+    found = (path for path in sorted(out.iterdir()) if path.name != STAMP)
+    return next((path for path in found if path.name not in wrote), None)
 
 
 def is_complete(out: Path, stamp: dict[str, Any]) -> bool:

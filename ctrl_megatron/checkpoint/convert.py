@@ -16,15 +16,17 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from ctrl_megatron.checkpoint.files import whole_directory
+from ctrl_megatron.checkpoint.files import new_directory, require_own, require_space
 from ctrl_megatron.checkpoint.hf import FILE_BYTES, HfFiles, copy_side_files
 from ctrl_megatron.checkpoint.sharded import (
     TensorParts,
     load_tensors,
+    require_whole,
     save_tensors,
     saved_tensors,
 )
 from ctrl_megatron.checkpoint.store import HF_FOLDER, POLICY_FOLDER, STATE_FILE, VALUE_FOLDER
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES
 from ctrl_megatron.models.hf_config import read_model_shape, value_shape
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
@@ -36,17 +38,25 @@ Progress = Callable[[int, int], None]
 """Is told the bytes done and the bytes in all."""
 
 
-def hf_to_megatron(hf: Path, out: Path, *, progress: Progress = lambda done, total: None) -> None:
+def hf_to_megatron(
+    hf: Path,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> None:
     """Write ``hf`` as a checkpoint (step 0, weights only), one tensor in memory at a time.
 
-    Raises ValueError for a model that is not supported.
+    Raises UserError for a model that is not supported, for an ``out`` that others have written
+    (its own product is replaced with ``overwrite``) and for a disk that is too small.
     """
+    require_own(out, "convert_hf_to_megatron", overwrite=overwrite)
     shape = read_model_shape(hf)
     folder = VALUE_FOLDER if shape.value_head else POLICY_FOLDER
     config = json.loads((hf / "config.json").read_text())
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
-        raise ValueError(f"{hf}: dtype {dtype} is not supported; known: {', '.join(DTYPES)}")
+        raise UserError(f"{hf}: dtype {dtype} is not supported; known: {', '.join(DTYPES)}")
     source = SafetensorsDirectory(hf, mapped=False)
     source.check(shape)
     specs, done = hf_specs(shape, dtype), 0
@@ -59,7 +69,8 @@ def hf_to_megatron(hf: Path, out: Path, *, progress: Progress = lambda done, tot
         progress(done, total)
         return tensor
 
-    with whole_directory(out) as work:
+    require_space(out, total, "the checkpoint")
+    with new_directory(out, "convert_hf_to_megatron", overwrite=overwrite) as work:
         (work / folder).mkdir()
         tensors = {s.name: _FileTensor(s.name, s.shape, DTYPES[dtype], read) for s in specs}
         save_tensors(tensors, work / folder, None)
@@ -94,30 +105,35 @@ def megatron_to_hf(
     *,
     folder: str = POLICY_FOLDER,
     file_bytes: int = FILE_BYTES,
+    overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Export the weights of a checkpoint's ``folder`` in the type in which they were trained.
 
     One file of at most ``file_bytes`` is in memory at a time. A value model becomes transformers'
-    token classification model with one label.
+    token classification model with one label. Raises UserError for a checkpoint that is not whole,
+    and for ``out`` as ``hf_to_megatron`` does.
     """
+    require_own(out, "convert_megatron_to_hf", overwrite=overwrite)
     side = checkpoint / HF_FOLDER
     if not (checkpoint / folder).is_dir() or not side.is_dir():
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} is not a checkpoint with a {folder} model: it holds no {folder}/ and "
             f"{HF_FOLDER}/; give a directory like runs/NAME/checkpoints/global_step_N"
         )
     shape = read_model_shape(side)
     if folder == VALUE_FOLDER:
         shape = value_shape(shape)
+    require_whole(checkpoint / folder)
     held, first = saved_tensors(checkpoint / folder), hf_specs(shape, "float32")[0].name
     if first not in held:
-        raise ValueError(f"{checkpoint / folder} does not fit {side}/config.json: no {first}")
+        raise UserError(f"{checkpoint / folder} does not fit {side}/config.json: no {first}")
     kind = held[first].properties.dtype
     dtype = str(kind).removeprefix("torch.")
     places = place_in_buckets(hf_specs(shape, dtype), file_bytes)
     done, total = 0, sum(spec_bytes(place.spec) for place in places)
-    with whole_directory(out) as work:
+    require_space(out, total, "the model")
+    with new_directory(out, "convert_megatron_to_hf", overwrite=overwrite) as work:
         files = HfFiles(work)
         for _, bucket in groupby(places, key=lambda place: place.bucket):
             specs = [place.spec for place in bucket]

@@ -1,13 +1,19 @@
-"""Files and directories that appear whole or not at all."""
+"""Files and directories that appear whole or not at all, and never in the place of others'."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from ctrl_megatron.errors import UserError
+
+MARKER = ".ctrl_megatron.json"
+"""In a directory that a tool wrote: the tool, and the bytes of every file."""
 
 
 @contextmanager
@@ -23,16 +29,92 @@ def whole_directory(target: str | Path, *, active: bool = True) -> Iterator[Path
         return
     work = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     work.mkdir(parents=True)
+    replaced = target.with_name(work.name + ".old")
     try:
         yield work
-        replaced = target.with_name(work.name + ".old")
         if target.exists():
             target.rename(replaced)
         work.rename(target)
-        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
         shutil.rmtree(work, ignore_errors=True)
         raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def new_directory(target: Path, tool: str, *, overwrite: bool) -> Iterator[Path]:
+    """``whole_directory`` for the product of ``tool``, which is marked as such.
+
+    Raises UserError where ``require_own`` does.
+    """
+    require_own(target, tool, overwrite=overwrite)
+    with whole_directory(target) as work:
+        yield work
+        marked = {"tool": tool, "files": _sizes(work)}
+        (work / MARKER).write_text(json.dumps(marked, indent=1) + "\n")
+
+
+def require_own(target: Path, tool: str, *, overwrite: bool) -> None:
+    """UserError unless ``target`` is new or an empty directory, or, with ``overwrite``, holds just
+    what ``tool`` wrote there and nobody has added to or changed since.
+    """
+    elsewhere = "name a new or empty directory"
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise UserError(f"--out: {target} is there and is no directory", remedy=elsewhere)
+    if not any(target.iterdir()):
+        return
+    if overwrite:
+        foreign = _foreign(target, tool)
+        if foreign is None:
+            return
+        raise UserError(
+            f"--out: {target} holds {foreign}, which {tool} did not write; --overwrite replaces "
+            "only its own unchanged files",
+            remedy=elsewhere,
+        )
+    own = "; --overwrite replaces it" if _foreign(target, tool) is None else ""
+    raise UserError(f"--out: {target} is not empty{own}", remedy=elsewhere)
+
+
+def _foreign(target: Path, tool: str) -> str | None:
+    """A file of ``target`` that ``tool`` has not left so; None where there is none."""
+    try:
+        marked = json.loads((target / MARKER).read_text())
+        wrote = marked["files"] if marked["tool"] == tool else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        wrote = {}
+    sizes = _sizes(target)
+    changed = (name for name, size in sizes.items() if wrote.get(name) != size)
+    return next(changed, None) or (None if wrote else "directories")
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """Bytes of every file below, by relative path; a directory without files counts as one."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_symlink() or not path.is_dir():
+            found[name] = path.lstat().st_size
+        elif not any(path.iterdir()):
+            found[name + "/"] = 0
+    found.pop(MARKER, None)
+    return found
+
+
+def require_space(directory: Path, num_bytes: int, what: str) -> None:
+    """UserError if ``num_bytes`` do not fit on the disk of ``directory``, which may not exist."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if num_bytes > free:
+        raise UserError(
+            f"{what} needs {num_bytes / 2**20:.1f} MiB, the disk of {directory} has "
+            f"{free / 2**20:.1f} MiB free; nothing was begun",
+            remedy="free space on it, or write to another one",
+        )
 
 
 def write_whole(path: str | Path, text: str) -> None:
@@ -40,5 +122,8 @@ def write_whole(path: str | Path, text: str) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    work.write_text(text)
-    os.replace(work, path)
+    try:
+        work.write_text(text)
+        os.replace(work, path)
+    finally:
+        work.unlink(missing_ok=True)

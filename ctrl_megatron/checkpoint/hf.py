@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ctrl_megatron.checkpoint.files import whole_directory
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.families import hf_names
 from ctrl_megatron.models.hf_config import read_model_shape, value_shape
 from ctrl_megatron.models.parallel_model import ParallelModel
@@ -36,7 +37,7 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
     given = read_model_shape(directory)
     starts = model.shape.value_head and not given.value_head
     if (value_shape(given) if starts else given) != model.shape:
-        raise ValueError(f"{directory} holds another model than the one to fill: {given}")
+        raise UserError(f"{directory} holds another model than the one to fill: {given}")
     tensors = SafetensorsDirectory(directory)
     tensors.check(given)
     there = set(hf_names(given))

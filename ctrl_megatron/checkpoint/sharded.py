@@ -9,8 +9,11 @@ is written by one rank, and nothing is gathered. The files are those of
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -40,6 +43,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.families import Piece, ShardParam, hf_shape
 from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.parallel_model import ParallelModel
@@ -49,6 +53,7 @@ STEPS_FILE = "optimizer.json"
 """The steps that the optimizer and its schedule have counted; weights alone have none."""
 
 _FILE_BYTES = 1 << 30
+_NO_ROOM = 1 << 20
 
 
 class TensorParts:
@@ -138,7 +143,7 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
     """
     steps = directory / STEPS_FILE
     if model.optimization is not None and not steps.is_file():
-        raise ValueError(
+        raise UserError(
             f"{directory} holds weights only and training cannot resume from it; convert it with "
             "ctrl-convert-megatron-to-hf and give the result as the model's path"
         )
@@ -278,7 +283,7 @@ def save_tensors(
     tensors: Mapping[str, TensorParts], directory: Path, groups: ProcessGroups | None
 ) -> None:
     """Write every rank's parts; together they must be whole. Collective, or alone for None."""
-    with _one_error(f"writing {directory}"), _alone() if groups is None else nullcontext():
+    with _one_error("writing", directory), _alone() if groups is None else nullcontext():
         save(
             dict(tensors),
             storage_writer=_Writer(directory),
@@ -299,14 +304,14 @@ def load_tensors(
     for name, whole in tensors.items():
         found = held.get(name)
         if found is None:
-            raise ValueError(f"{directory} is no checkpoint of this model: it lacks {name}")
+            raise UserError(f"{directory} is no checkpoint of this model: it lacks {name}")
         there = (tuple(found.size), found.properties.dtype)
         if there != (tuple(whole.shape), whole.dtype):
-            raise ValueError(
+            raise UserError(
                 f"{directory} holds {name} as {there[0]} {there[1]}, the run needs "
                 f"{tuple(whole.shape)} {whole.dtype}; resume with the model and dtype that saved it"
             )
-    with _one_error(f"reading {directory}"), _alone() if groups is None else nullcontext():
+    with _one_error("reading", directory), _alone() if groups is None else nullcontext():
         load(
             dict(tensors),
             storage_reader=FileSystemReader(directory),
@@ -321,19 +326,43 @@ def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
     try:
         metadata = FileSystemReader(directory).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{directory} is not a whole checkpoint: {error}") from error
+        raise UserError(f"{directory} is not a whole checkpoint: {error}") from error
     held = metadata.state_dict_metadata
     return {name: t for name, t in held.items() if isinstance(t, TensorStorageMetadata)}
 
 
+def require_whole(directory: Path) -> None:
+    """UserError unless every file that the checkpoint's metadata names is there in full size."""
+    try:
+        stored = FileSystemReader(directory).read_metadata().storage_data or {}
+    except (OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+        raise UserError(f"{directory} is not a whole checkpoint: {error}") from error
+    ends: dict[str, int] = {}
+    for part in stored.values():
+        end = part.offset + part.length
+        ends[part.relative_path] = max(end, ends.get(part.relative_path, 0))
+    for name, size in ends.items():
+        file = directory / name
+        there = file.stat().st_size if file.is_file() else 0
+        if there < size:
+            raise UserError(
+                f"{file} has {there} of {size} bytes: the checkpoint is not whole",
+                remedy="copy it anew, or name another with trainer.resume_mode",
+            )
+
+
 @contextmanager
-def _one_error(what: str) -> Iterator[None]:
+def _one_error(doing: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
         # torch's is no Exception, and lists the tracebacks of all ranks.
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        raise RuntimeError(f"{what} failed on rank {rank}: {cause!r}") from cause
+        if shutil.disk_usage(directory).free < _NO_ROOM:
+            # What torch makes of a write that fails says nothing of the disk.
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+            raise full from cause
+        raise RuntimeError(f"{doing} {directory} failed on rank {rank}: {cause!r}") from cause
 
 
 def _alone() -> warnings.catch_warnings:

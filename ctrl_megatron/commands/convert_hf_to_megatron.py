@@ -8,23 +8,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctrl_megatron.commands.start import CommandParser, refuse
+from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.metrics import byte_bar
 
 
+@command("convert_hf_to_megatron")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the checkpoint, one tensor in memory at a time; 2 for wrong input."""
     parser = CommandParser(__doc__)
     parser.add_argument("--hf", required=True, type=Path, help="directory of a Hugging Face model")
     parser.add_argument("--out", required=True, type=Path, help="checkpoint directory to write")
-    try:
-        options = parser.parse_args(arguments)
-        from ctrl_megatron.checkpoint.convert import hf_to_megatron
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what this tool has written to --out"
+    )
+    options = parser.parse_args(arguments)
+    from ctrl_megatron.checkpoint.convert import hf_to_megatron
 
-        with byte_bar() as progress:
-            hf_to_megatron(options.hf, options.out, progress=progress)
-    except ValueError as error:
-        return refuse("convert_hf_to_megatron", error)
+    with byte_bar() as progress:
+        hf_to_megatron(options.hf, options.out, progress=progress, overwrite=options.overwrite)
     print(f"wrote {options.out}; it loads on any tensor, pipeline and data parallel layout")
     return 0
 

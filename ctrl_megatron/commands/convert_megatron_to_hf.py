@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctrl_megatron.commands.start import CommandParser, refuse
+from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.metrics import byte_bar
 
 
+@command("convert_megatron_to_hf")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export the weights, one file in memory at a time; 2 for wrong input."""
     parser = CommandParser(__doc__)
@@ -20,14 +21,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", required=True, type=Path, help="directory to write")
     parser.add_argument("--model", choices=("policy", "value"), default="policy")
-    try:
-        options = parser.parse_args(arguments)
-        from ctrl_megatron.checkpoint.convert import megatron_to_hf
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what this tool has written to --out"
+    )
+    options = parser.parse_args(arguments)
+    from ctrl_megatron.checkpoint.convert import megatron_to_hf
 
-        with byte_bar() as progress:
-            megatron_to_hf(options.checkpoint, options.out, folder=options.model, progress=progress)
-    except ValueError as error:
-        return refuse("convert_megatron_to_hf", error)
+    with byte_bar() as progress:
+        megatron_to_hf(
+            options.checkpoint,
+            options.out,
+            folder=options.model,
+            progress=progress,
+            overwrite=options.overwrite,
+        )
     engines = "transformers and vLLM" if options.model == "policy" else "transformers"
     print(f"wrote {options.out} for {engines}")
     return 0

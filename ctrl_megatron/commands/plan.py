@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctrl_megatron.commands.start import CommandParser, refuse
+from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config import check_world_size, load_config
+from ctrl_megatron.errors import UserError
 
 
+@command("plan")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 it fits, 2 wrong input or it does not fit."""
     parser = CommandParser(__doc__)
@@ -27,33 +29,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="which training")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.nnodes=4")
-    try:
-        options = parser.parse_args(arguments)
-        if not options.gpu_memory > 0:
-            raise ValueError(f"--gpu-memory={options.gpu_memory} must be greater than 0, in GiB")
-        overrides = list(options.overrides)
-        if options.nodes is not None:
-            overrides.append(f"trainer.nnodes={options.nodes}")
-        if options.gpus_per_node is not None:
-            overrides.append(f"trainer.n_gpus_per_node={options.gpus_per_node}")
-        config, purpose = load_config(options.config, overrides, options.purpose), options.purpose
-        trainer = config.trainer
-        check_world_size(config, trainer.nnodes * trainer.n_gpus_per_node, purpose)
+    options = parser.parse_args(arguments)
+    if not options.gpu_memory > 0:
+        raise UserError(f"--gpu-memory={options.gpu_memory} must be greater than 0, in GiB")
+    overrides = list(options.overrides)
+    if options.nodes is not None:
+        overrides.append(f"trainer.nnodes={options.nodes}")
+    if options.gpus_per_node is not None:
+        overrides.append(f"trainer.n_gpus_per_node={options.gpus_per_node}")
+    config, purpose = load_config(options.config, overrides, options.purpose), options.purpose
+    trainer = config.trainer
+    check_world_size(config, trainer.nnodes * trainer.n_gpus_per_node, purpose)
 
-        # They import torch, which is not needed to refuse wrong arguments.
-        from ctrl_megatron.memory.budget import memory_budget
-        from ctrl_megatron.memory.engine import GIB
-        from ctrl_megatron.memory.fit import require_fit
-        from ctrl_megatron.memory.shapes import model_shapes
-        from ctrl_megatron.memory.table import table
+    # They import torch, which is not needed to refuse wrong arguments.
+    from ctrl_megatron.memory.budget import memory_budget
+    from ctrl_megatron.memory.engine import GIB
+    from ctrl_megatron.memory.fit import require_fit
+    from ctrl_megatron.memory.shapes import model_shapes
+    from ctrl_megatron.memory.table import table
 
-        shapes = model_shapes(config, purpose, same=options.model_config)
-        memory = int(options.gpu_memory * GIB)
-        budget = memory_budget(config, shapes, gpu_memory=memory, purpose=purpose)
-        print(table(config, budget))
-        require_fit(config, shapes, gpu_memory=memory, purpose=purpose)
-    except ValueError as error:
-        return refuse("plan", error)
+    shapes = model_shapes(config, purpose, same=options.model_config)
+    memory = int(options.gpu_memory * GIB)
+    budget = memory_budget(config, shapes, gpu_memory=memory, purpose=purpose)
+    print(table(config, budget))
+    require_fit(config, shapes, gpu_memory=memory, purpose=purpose)
     return 0
 
 

@@ -1,35 +1,107 @@
-"""How every command begins: arguments are read, the configuration is checked, ranks are started.
+"""How every command begins and ends: arguments are read, what the user gave is checked, ranks are
+started, and whatever ends a command early is one line and an exit code.
 
-Wrong input is printed once, whatever the number of ranks, and gives the exit code 2.
+Wrong input is printed once, whatever the number of ranks, and gives the exit code 2. So does what
+the system refuses: a full disk, a path that may not be written. Ctrl-C and SIGTERM give 130. A
+fault of ours keeps its traceback.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
 from ctrl_megatron.config.environment import read_launch, read_log_level
+from ctrl_megatron.errors import UserError, user_fault
 
 # When this file is loaded, so that processes which a command spawns are quiet too.
 warnings.filterwarnings("ignore", module=r"megatron|torch")
 
 WRONG_INPUT, STOPPED = 2, 130
-"""Exit codes: refused before anything ran; stopped by a signal, with the state saved."""
+"""Exit codes: what the user gave cannot be used; stopped by a signal, with the state saved."""
 _SHUTDOWN_SECONDS = 1800
 """What ranks get after a signal to finish the update they are in and to save."""
 _FIRST_WAITS, _OTHERS_WAIT = 10.0, 60.0
 """Seconds that a machine's first rank and its other ranks wait to be ended by the launcher."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+Main = Callable[[Sequence[str] | None], int]
+
+
+def command(name: str) -> Callable[[Main], Callable[..., int]]:
+    """Decorator of a command's ``main``: its UserErrors and signals become lines and exit codes."""
+
+    def decorate(body: Main) -> Callable[..., int]:
+        @functools.wraps(body)
+        def main(arguments: Sequence[str] | None = None) -> int:
+            with _signals() as received:
+                try:
+                    return body(arguments)
+                except SystemExit:
+                    raise
+                except BaseException as error:
+                    # A signal in the middle of an import comes out as what the import made of it.
+                    fault = None if received else user_fault(error)
+                    if not received and fault is None:
+                        raise
+            return _stopped(name) if fault is None else refuse(name, fault)
+
+        return main
+
+    return decorate
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt, the first time; gives those that came."""
+    received: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup wants it
+            signal.signal(number, on_signal)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stopped(name: str) -> int:
+    if _rank() == 0:
+        print(f"{name}: stopped; nothing was changed", file=sys.stderr, flush=True)
+    return STOPPED
+
+
+def _rank() -> int:
+    try:
+        return read_launch().rank
+    except ValueError:
+        return 0  # the fault itself; it names the variable
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises ValueError for wrong arguments, so that they are refused like a wrong key."""
+    """Raises UserError for wrong arguments, so that they are refused like a wrong key."""
 
     def __init__(self, description: str | None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
@@ -37,18 +109,18 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Wrong arguments."""
-        raise ValueError(f"{message}\n{self.format_usage().rstrip()}")
+        raise UserError(message, remedy="--help shows what there is")
 
 
 def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Config:
-    """The configuration, and Python's logging as the environment wants it. ValueError if wrong."""
+    """The configuration, and Python's logging as the environment wants it. UserError if wrong."""
     logging.basicConfig(level=read_log_level())
     config = load_config(path, overrides, purpose)
     check_files(config, purpose)
     return config
 
 
-def refuse(name: str, error: ValueError) -> int:
+def refuse(name: str, error: UserError) -> int:
     """Print why the command ``name`` does not run; returns the exit code.
 
     All ranks find the same fault. Rank 0 prints it and ends, and the launcher ends the others,
@@ -67,10 +139,14 @@ def refuse(name: str, error: ValueError) -> int:
 
 
 def training_config(
-    name: str, purpose: Purpose, arguments: Sequence[str] | None, description: str | None
+    name: str,
+    purpose: Purpose,
+    arguments: Sequence[str] | None,
+    description: str | None,
+    check: Callable[[Config], object],
 ) -> Config | int:
-    """The checked configuration of this rank, or the exit code where there is nothing to run here:
-    wrong input, or ``--nproc-per-node``, for which ranks were started and have ended.
+    """The checked configuration of this rank; or, with ``--nproc-per-node``, the exit code of the
+    ranks, which are started where ``check`` finds nothing wrong.
     """
     parser = CommandParser(description)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
@@ -80,23 +156,21 @@ def training_config(
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.experiment_name=mine")
     # A pipeline or a reward function of the user's own may stand where the command is given.
     sys.path.append(os.getcwd())
-    try:
-        options = parser.parse_args(arguments)
-        launch, ranks = read_launch(), options.nproc_per_node
-        if ranks is not None and ranks < 1:
-            raise ValueError(f"--nproc-per-node={ranks} must be at least 1")
-        if ranks is not None and (launch.launcher == "torchrun" or launch.world_size > 1):
-            raise ValueError(
-                f"--nproc-per-node starts ranks, and {launch.launcher} has started this one; "
-                "leave it out"
-            )
-        config = checked_config(options.config, options.overrides, purpose)
-        check_world_size(config, launch.world_size if ranks is None else ranks, purpose)
-    except ValueError as error:
-        return refuse(name, error)
-    if ranks is not None:
-        return _start_ranks(name, ranks, ["--config", options.config, *options.overrides])
-    return config
+    options = parser.parse_intermixed_args(arguments)
+    launch, ranks = read_launch(), options.nproc_per_node
+    if ranks is not None and ranks < 1:
+        raise UserError(f"--nproc-per-node={ranks} must be at least 1")
+    if ranks is not None and (launch.launcher == "torchrun" or launch.world_size > 1):
+        raise UserError(
+            f"--nproc-per-node starts ranks, and {launch.launcher} has started this one; leave it "
+            "out"
+        )
+    config = checked_config(options.config, options.overrides, purpose)
+    check_world_size(config, launch.world_size if ranks is None else ranks, purpose)
+    if ranks is None:
+        return config
+    check(config)
+    return _start_ranks(name, ranks, ["--config", options.config, *options.overrides])
 
 
 def _start_ranks(name: str, ranks: int, arguments: Sequence[str]) -> int:
@@ -105,14 +179,16 @@ def _start_ranks(name: str, ranks: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    # The ranks say why they end; the launcher's own account is thirty lines about itself.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     spec = sys.modules["__main__"].__spec__  # set by python -m
     program = [sys.argv[0]] if spec is None else ["-m", spec.name]
     flags = ["--standalone", "--nproc-per-node", str(ranks)]
     flags += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS)]
     try:
         torchrun([*flags, *program, *arguments])
-    except SignalException as signal:
-        return 128 + signal.sigval
+    except SignalException:
+        return STOPPED
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctrl_megatron.commands.start import STOPPED, refuse, training_config
+from ctrl_megatron.commands.start import STOPPED, command, training_config
+from ctrl_megatron.config import Config
 
 
+@command("train_rl")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 finished, 2 wrong input, 130 stopped by a signal."""
-    config = training_config("train_rl", "rl", arguments, __doc__)
+    """Exit codes: 0 finished, 2 wrong input, 13 a process failed, 130 stopped by a signal."""
+    config = training_config("train_rl", "rl", arguments, __doc__, _check)
     if isinstance(config, int):
         return config
     from ctrl_megatron.pipeline.run import train
 
-    try:
-        return 0 if train(config) else STOPPED
-    except ValueError as error:
-        return refuse("train_rl", error)
+    return 0 if train(config) else STOPPED
+
+
+def _check(config: Config) -> None:
+    from ctrl_megatron.pipeline.inputs import check_rows
+    from ctrl_megatron.pipeline.run import check_run
+
+    check_run(config)
+    check_rows(config)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctrl_megatron.commands.start import STOPPED, refuse, training_config
+from ctrl_megatron.commands.start import STOPPED, command, training_config
+from ctrl_megatron.config import Config
 
 
+@command("train_sft")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 finished, 2 wrong input, 130 stopped by a signal."""
-    config = training_config("train_sft", "sft", arguments, __doc__)
+    """Exit codes: 0 finished, 2 wrong input, 13 a process failed, 130 stopped by a signal."""
+    config = training_config("train_sft", "sft", arguments, __doc__, _check)
     if isinstance(config, int):
         return config
     from ctrl_megatron.sft.run import train_sft
 
-    try:
-        return 0 if train_sft(config) else STOPPED
-    except ValueError as error:
-        return refuse("train_sft", error)
+    return 0 if train_sft(config) else STOPPED
+
+
+def _check(config: Config) -> None:
+    from ctrl_megatron.sft.run import check_rows, check_sft
+
+    check_sft(config)
+    check_rows(config)
 
 
 if __name__ == "__main__":

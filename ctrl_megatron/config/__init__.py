@@ -2,7 +2,7 @@
 
 from ctrl_megatron.config.actor_rollout_ref import GRPO_PIPELINE, Actor
 from ctrl_megatron.config.checks import Purpose, check_files, check_world_size
-from ctrl_megatron.config.load import load_config, parse_override, to_dict, to_yaml
+from ctrl_megatron.config.load import load_config, parse_override, read_yaml, to_dict, to_yaml
 from ctrl_megatron.config.schema import KEYS, Config
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "check_world_size",
     "load_config",
     "parse_override",
+    "read_yaml",
     "to_dict",
     "to_yaml",
 ]

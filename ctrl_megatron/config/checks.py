@@ -12,6 +12,7 @@ from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import Place, one_of
 from ctrl_megatron.config.keys import Condition, value_of
 from ctrl_megatron.config.schema import KEYS, Config
+from ctrl_megatron.errors import UserError
 
 Purpose = Literal["rl", "sft", "none"]
 """What the run does, hence which keys it needs; ``none`` requires no key at all."""
@@ -35,7 +36,7 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
     for relation in (_names, _sizes, _parallelism, _objective, _groups, _reward):
         problems += relation(config)
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
 
 
 def unread(config: Config) -> dict[str, Condition]:
@@ -54,26 +55,25 @@ def check_files(config: Config, purpose: Purpose) -> None:
         if not Path(file).is_file()
     ]
     model = config.actor_rollout_ref
-    directories = {
-        "actor_rollout_ref.model.path": model.model.path,
-        "actor_rollout_ref.model.tokenizer_path": model.model.tokenizer,
-    }
+    own = {"actor_rollout_ref.model.path": model.model.path}
+    if model.model.tokenizer != model.model.path:
+        own["actor_rollout_ref.model.tokenizer_path"] = model.model.tokenizer
+    others: dict[str, str | None] = {}
     if purpose == "rl":
+        others["actor_rollout_ref.ref.model.path"] = model.ref.model.path
         if config.writes_revisions:
-            directories["actor_rollout_ref.proxy.model.path"] = (
-                model.proxy.model.path or model.model.path
-            )
+            others["actor_rollout_ref.proxy.model.path"] = model.proxy.model.path
         if config.needs_values:
-            directories["critic.model.path"] = config.critic.model.path or model.model.path
-        directories["actor_rollout_ref.ref.model.path"] = model.ref.model.path or model.model.path
-    for key, path in directories.items():
+            others["critic.model.path"] = config.critic.model.path
+    # What is not given stands for the actor's, of which is told once.
+    for key, path in (own | {key: path for key, path in others.items() if path}).items():
         needed = "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
         if not (Path(path) / needed).is_file():
             problems.append(
                 f"{key}: {path} is not a Hugging Face model directory (it has no {needed})"
             )
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
 
 
 def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -> None:
@@ -83,7 +83,7 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
         machines = f"--nnodes {nodes} " if nodes > 1 else ""
         fewer = "trainer.nnodes=1 " if world_size % nodes else ""
         per_node = world_size if fewer else world_size // nodes
-        raise ValueError(
+        raise UserError(
             f"trainer.nnodes={nodes} x trainer.n_gpus_per_node={each} announce {nodes * each} "
             f"ranks, but {world_size} were started; start {nodes * each} (torchrun {machines}"
             f"--nproc-per-node {each}), or add {fewer}trainer.n_gpus_per_node={per_node}"
@@ -92,7 +92,7 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     data, rest = divmod(world_size, tensor * pipeline)
     if rest:
-        raise ValueError(
+        raise UserError(
             f"{_M}tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline} "
             f"does not divide the {world_size} ranks that were started; start a multiple of "
             f"{tensor * pipeline} ranks or change the sizes"
@@ -102,7 +102,7 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
         rollout_tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         shared = config.actor_rollout_ref.rollout.n_gpus_per_node is None
         if shared and each % rollout_tensor:
-            raise ValueError(
+            raise UserError(
                 f"{_R}tensor_model_parallel_size={rollout_tensor} does not divide trainer."
                 f"n_gpus_per_node={each}; choose a size that does, since an engine lives on one "
                 "host and every GPU belongs to one"
@@ -114,7 +114,7 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
         }
     for key, size in batches.items():
         if size % data:
-            raise ValueError(
+            raise UserError(
                 f"{key}={size} does not divide over {data} data-parallel ranks "
                 f"({world_size} ranks / {tensor} tensor / {pipeline} pipeline); "
                 f"use a multiple of {data}"

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from ctrl_megatron.config.foreign import unknown_key
 from ctrl_megatron.config.keys import declared
+from ctrl_megatron.errors import UserError
 
 T = TypeVar("T")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
@@ -45,7 +46,7 @@ def build(cls: type[T], tree: Mapping[str, Any], places: Mapping[str, Place]) ->
         place = places.get(name) or next(inside, None)
         lines.append(f"{place}: {text}" if place else text)
     if lines:
-        raise ValueError("\n".join(lines))
+        raise UserError("\n".join(lines))
     return result
 
 
@@ -85,7 +86,7 @@ def coerce(hint: Any, value: Any) -> Any:
     if origin is dict:
         value = {} if value is None else value
         if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
-            raise ValueError(f"must be a mapping of names to values, not {value!r}")
+            raise UserError(f"must be a mapping of names to values, not {value!r}")
         return dict(value)
     return _scalar(hint, value)
 
@@ -96,7 +97,7 @@ def one_of(allowed: tuple[str, ...], value: Any) -> str:
         return value
     near = difflib.get_close_matches(str(value), allowed, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"must be one of {', '.join(allowed)}, not {value!r}{hint}")
+    raise UserError(f"must be one of {', '.join(allowed)}, not {value!r}{hint}")
 
 
 def _tuple(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
@@ -104,9 +105,9 @@ def _tuple(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     if variadic and isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple):
-        raise ValueError(f"must be a list, not {value!r}")
+        raise UserError(f"must be a list, not {value!r}")
     if not variadic and len(value) != len(arguments):
-        raise ValueError(f"must be a list of {len(arguments)} values, not {value!r}")
+        raise UserError(f"must be a list of {len(arguments)} values, not {value!r}")
     hints = [arguments[0]] * len(value) if variadic else list(arguments)
     return tuple(coerce(hint, item) for hint, item in zip(hints, value, strict=True))
 
@@ -117,12 +118,12 @@ def _scalar(hint: type, value: Any) -> bool | int | float | str:
         word = str(value).lower() if is_bool or isinstance(value, str) else None
         if word in _TRUE or word in _FALSE:
             return word in _TRUE
-        raise ValueError(f"must be true or false, not {value!r}")
+        raise UserError(f"must be true or false, not {value!r}")
     if hint is int:
         whole = isinstance(value, float) and value.is_integer()
         if whole or is_int or (isinstance(value, str) and _INTEGER.fullmatch(value)):
             return int(value)
-        raise ValueError(f"must be an integer, not {value!r}")
+        raise UserError(f"must be an integer, not {value!r}")
     if hint is float:
         try:
             number = math.nan if is_bool else float(value)
@@ -130,7 +131,7 @@ def _scalar(hint: type, value: Any) -> bool | int | float | str:
             number = math.nan
         if math.isfinite(number):
             return number
-        raise ValueError(f"must be a finite number, not {value!r}")
+        raise UserError(f"must be a finite number, not {value!r}")
     if is_int or isinstance(value, str):
         return str(value)
-    raise ValueError(f"must be text, not {value!r}; put it in quotes if it is meant as text")
+    raise UserError(f"must be text, not {value!r}; put it in quotes if it is meant as text")

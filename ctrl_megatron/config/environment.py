@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ctrl_megatron.errors import UserError
+
 Launcher = Literal["torchrun", "slurm", "single"]
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OF_LAUNCHER = re.compile(
@@ -51,9 +53,9 @@ class Launch:
 
     def __post_init__(self) -> None:
         if not self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} must be smaller than world size {self.world_size}")
+            raise UserError(f"rank {self.rank} must be smaller than world size {self.world_size}")
         if not self.local_rank < self.local_world_size <= self.world_size:
-            raise ValueError(
+            raise UserError(
                 f"local rank {self.local_rank} of {self.local_world_size} does not fit a world of "
                 f"{self.world_size} ranks"
             )
@@ -70,7 +72,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         rank, world_size, local_rank = (_integer(environ, name) for name in _SLURM_TASK)
         tasks = re.match(r"\d+", _text(environ, "SLURM_STEP_TASKS_PER_NODE"))
         if tasks is None:
-            raise ValueError("SLURM_STEP_TASKS_PER_NODE must start with a number")
+            raise UserError("SLURM_STEP_TASKS_PER_NODE must start with a number")
         local_world_size = int(tasks.group())
         address, port = _slurm_meeting_point(environ)
     else:
@@ -84,10 +86,10 @@ def read_log_level(environ: Mapping[str, str] = os.environ) -> str:
     for name in environ:
         if name.startswith("CTRL_") and name not in _OURS:
             near = difflib.get_close_matches(name, _OURS, n=1, cutoff=0.0)
-            raise ValueError(f"unknown environment variable {name}; did you mean {near[0]}?")
+            raise UserError(f"unknown environment variable {name}; did you mean {near[0]}?")
     level = environ.get("CTRL_LOG_LEVEL", "WARNING").upper()
     if level not in _LEVELS:
-        raise ValueError(f"CTRL_LOG_LEVEL={level} must be one of {', '.join(_LEVELS)}")
+        raise UserError(f"CTRL_LOG_LEVEL={level} must be one of {', '.join(_LEVELS)}")
     return level
 
 
@@ -117,7 +119,7 @@ def child_environment(
         ours = environ.get("CUDA_VISIBLE_DEVICES")
         names = ours.split(",") if ours else [str(device) for device in range(max(devices) + 1)]
         if max(devices) >= len(names):
-            raise ValueError(
+            raise UserError(
                 f"CUDA_VISIBLE_DEVICES={ours} shows {len(names)} GPUs, an engine needs number "
                 f"{max(devices)} (counted from 0); let every process of a machine see all its GPUs"
             )
@@ -134,7 +136,7 @@ def first_host(node_list: str) -> str:
     """First host of SLURM's compressed list: ``gpu[03-05,9],x1`` gives ``gpu03``."""
     match = re.match(r"([^\[\],]+)(?:\[([^\]]+)\])?([^,]*)", node_list.strip())
     if match is None:
-        raise ValueError(f"SLURM_JOB_NODELIST={node_list!r} is not a host list")
+        raise UserError(f"SLURM_JOB_NODELIST={node_list!r} is not a host list")
     prefix, numbers, suffix = match.groups()
     return prefix + (re.split(r"[-,]", numbers)[0] if numbers else "") + suffix
 
@@ -152,12 +154,12 @@ def _slurm_meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
 
 def _text(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
-        raise ValueError(f"the variable {name} is not set; start the ranks with torchrun or srun")
+        raise UserError(f"the variable {name} is not set; start the ranks with torchrun or srun")
     return environ[name]
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
     text = _text(environ, name)
     if not re.fullmatch(r"\d+", text):
-        raise ValueError(f"the environment variable {name}={text!r} must be a whole number")
+        raise UserError(f"the environment variable {name}={text!r} must be a whole number")
     return int(text)

@@ -23,6 +23,7 @@ from ctrl_megatron.config.checks import Purpose, check, unread
 from ctrl_megatron.config.coerce import Place, build
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.config.schema import KEYS, Config
+from ctrl_megatron.errors import UserError, users_input
 
 _NUMBERS = (
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -67,7 +68,7 @@ def load_config(
         try:
             OmegaConf.update(tree, key, value, merge=False)
         except (OmegaConfBaseException, TypeError, AttributeError) as error:
-            raise ValueError(f"override {text!r} does not fit the file: {error}") from error
+            raise UserError(f"override {text!r} does not fit the file: {error}") from error
         places = {k: place for k, place in places.items() if not k.startswith(key + ".")}
         places[key] = Place(f"override {text!r}", is_override=True)
     given = OmegaConf.to_container(tree, resolve=False)
@@ -78,7 +79,7 @@ def load_config(
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0]
         key = getattr(error, "full_key", None) or "a value"
-        raise ValueError(f"{key}: the reference cannot be resolved: {reason}") from error
+        raise UserError(f"{key}: the reference cannot be resolved: {reason}") from error
     assert isinstance(plain, dict)
     config = build(Config, {str(key): value for key, value in plain.items()}, places)
     check(config, purpose, _written(given, places))
@@ -90,7 +91,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key or not all(key.split(".")):
-        raise ValueError(f"override {text!r} is not of the form group.key=value")
+        raise UserError(f"override {text!r} is not of the form group.key=value")
     return key, read_yaml(value, f"override {text!r}")[0]
 
 
@@ -123,7 +124,7 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[str, Place]]:
     try:
         node, tree = yaml.compose(text, _Loader), yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{source} is not valid YAML: {error}") from error
+        raise UserError(f"{source} is not valid YAML: {_yaml_problem(error)}") from error
     places: dict[str, Place] = {}
     _locate(node, "", source, places)
     return tree, places
@@ -134,6 +135,13 @@ def write_yaml(tree: Any) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """On one line, with the line of the file."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or " ".join(str(error).split())
+    return f"{problem} (line {mark.line + 1})" if mark is not None else problem
+
+
 def _locate(node: yaml.Node | None, prefix: str, source: str, places: dict[str, Place]) -> None:
     if not isinstance(node, yaml.MappingNode):
         return
@@ -141,7 +149,7 @@ def _locate(node: yaml.Node | None, prefix: str, source: str, places: dict[str, 
         key = f"{prefix}.{name.value}" if prefix else str(name.value)
         place = Place(f"{source} line {name.start_mark.line + 1}")
         if key in places and name.value != "<<":
-            raise ValueError(f"{place}: the key {key!r} stands twice (first at {places[key]})")
+            raise UserError(f"{place}: the key {key!r} stands twice (first at {places[key]})")
         places[key] = place
         _locate(value, key, source, places)
 
@@ -165,10 +173,12 @@ def _read_file(path: Path) -> tuple[DictConfig, dict[str, Place]]:
         names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ValueError(f"the configuration file {path} does not exist{hint}")
-    tree, places = read_yaml(path.read_text(encoding="utf-8"), str(path))
+        raise UserError(f"the configuration file {path} does not exist{hint}")
+    with users_input(f"the configuration file {path}"):
+        text = path.read_text(encoding="utf-8")
+    tree, places = read_yaml(text, str(path))
     if tree is not None and not isinstance(tree, dict):
-        raise ValueError(f"{path} must hold groups of keys, not {type(tree).__name__}")
+        raise UserError(f"{path} must hold groups of keys, not {type(tree).__name__}")
     return DictConfig(tree or {}), places
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ctrl_megatron.data.problems import read_json_lines
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Problem
 
 Split = Literal["prompt", "test", "validation", "train"]
@@ -31,7 +32,7 @@ def read_mbpp(path: str | PathLike[str], *, split: Split | None = None) -> list[
     Raises ``ValueError`` naming the file and the place for anything that is not MBPP.
     """
     if split is not None and split not in SPLITS:
-        raise ValueError(f"unknown MBPP split {split!r}; use {', '.join(SPLITS)}")
+        raise UserError(f"unknown MBPP split {split!r}; use {', '.join(SPLITS)}")
     path = Path(path)
     records = read_json_lines(path) if path.suffix == ".jsonl" else _read_json_list(path)
     wanted = range(1, 975) if split is None else SPLITS[split]
@@ -43,9 +44,9 @@ def _read_json_list(path: Path) -> list[tuple[str, dict[str, Any]]]:
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+        raise UserError(f"cannot read {path}: {error}") from error
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise ValueError(f"{path} is not a JSON list of problems")
+        raise UserError(f"{path} is not a JSON list of problems")
     return [(f"{path}: entry {i}", record) for i, record in enumerate(records)]
 
 
@@ -53,14 +54,14 @@ def _problem(record: Mapping[str, Any], place: str) -> Problem:
     statement_key = "prompt" if "prompt" in record else "text"
     missing = {"task_id", "code", "test_list", statement_key} - record.keys()
     if missing:
-        raise ValueError(f"{place}: key(s) {', '.join(sorted(missing))} missing")
+        raise UserError(f"{place}: key(s) {', '.join(sorted(missing))} missing")
     tests = tuple(_unix(test) for test in record["test_list"])
     setup = record.get("test_setup_code") or "\n".join(record.get("test_imports") or ())
     code = _unix(record["code"])
     try:
         name = entry_point_of(code, tests)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise UserError(f"{place}: {error}") from error
     return Problem(
         id=f"mbpp/{record['task_id']}",
         statement=record[statement_key],
@@ -82,7 +83,7 @@ def entry_point_of(code: str, tests: Iterable[str]) -> str:
     called = [_called_names(test) & defined for test in tests]
     common = set.intersection(*called) if called else set()
     if len(common) != 1:
-        raise ValueError(
+        raise UserError(
             f"{len(common)} functions of the solution are called by every test, expected one"
         )
     return common.pop()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, decode_tests
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Problem, PrompterType
 
 _KEYS = {
@@ -58,13 +59,13 @@ def read_problem_records(path: str | PathLike[str]) -> list[dict[str, Any]]:
             record = {**_DEFAULTS, **given}
             _check(record, place)
             if record["id"] in seen:
-                raise ValueError(
+                raise UserError(
                     f"{place}: key 'id' repeats {record['id']!r} of {seen[record['id']]}"
                 )
             seen[record["id"]] = place
             records.append(record)
     if not records:
-        raise ValueError(f"no problems in {path}; expected .jsonl with one JSON object per line")
+        raise UserError(f"no problems in {path}; expected .jsonl with one JSON object per line")
     return records
 
 
@@ -95,7 +96,7 @@ def read_json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
         data = gzip.decompress(data) if file.suffix == ".gz" else data
         text = data.decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
+        raise UserError(f"cannot read {file}: {error}") from error
     found = []
     # Not splitlines(): JSON strings may hold U+2028 and other separators that are no line ends.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -105,38 +106,38 @@ def read_json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{place} is not JSON: {error}") from error
+            raise UserError(f"{place} is not JSON: {error}") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{place} is not a JSON object")
+            raise UserError(f"{place} is not a JSON object")
         found.append((place, record))
     return found
 
 
 def _check(record: Mapping[str, Any], place: str) -> None:
     if unknown := record.keys() - _KEYS.keys():
-        raise ValueError(f"{place}: unknown key(s) {', '.join(sorted(unknown))}")
+        raise UserError(f"{place}: unknown key(s) {', '.join(sorted(unknown))}")
     if missing := _KEYS.keys() - record.keys():
-        raise ValueError(f"{place}: key(s) {', '.join(sorted(missing))} missing")
+        raise UserError(f"{place}: key(s) {', '.join(sorted(missing))} missing")
     for key, type_ in _KEYS.items():
         if not isinstance(record[key], type_) or isinstance(record[key], bool):
-            raise ValueError(f"{place}: key {key!r} has the wrong type: {record[key]!r:.60}")
+            raise UserError(f"{place}: key {key!r} has the wrong type: {record[key]!r:.60}")
     kind = record["prompter_type"]
     if kind not in get_args(PrompterType):
-        raise ValueError(
+        raise UserError(
             f"{place}: key 'prompter_type' is {kind!r}, use {', '.join(get_args(PrompterType))}"
         )
     for key in ("id", "statement", "reference"):
         if not record[key].strip():
-            raise ValueError(f"{place}: key {key!r} is empty")
+            raise UserError(f"{place}: key {key!r} is empty")
     if not all(isinstance(text, str) and text.strip() for text in record["buggy"]):
-        raise ValueError(f"{place}: key 'buggy' has an entry that is empty or not text")
+        raise UserError(f"{place}: key 'buggy' has an entry that is empty or not text")
     if not 0 <= record["difficulty"] <= 4:
-        raise ValueError(f"{place}: key 'difficulty' must be 0 to 4, is {record['difficulty']}")
+        raise UserError(f"{place}: key 'difficulty' must be 0 to 4, is {record['difficulty']}")
     if not 0 < record["time_limit"] < math.inf:
-        raise ValueError(f"{place}: key 'time_limit' must be positive, is {record['time_limit']}")
+        raise UserError(f"{place}: key 'time_limit' must be positive, is {record['time_limit']}")
     if (kind == "mbppplus") != bool(record["entry_point"]):
-        raise ValueError(f"{place}: key 'entry_point' must be set for function problems only")
+        raise UserError(f"{place}: key 'entry_point' must be set for function problems only")
     try:
         problem_from(record)
     except ValueError as error:
-        raise ValueError(f"{place}: key 'tests' {error}") from error
+        raise UserError(f"{place}: key 'tests' {error}") from error

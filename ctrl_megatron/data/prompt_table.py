@@ -8,6 +8,7 @@ from functools import cached_property
 
 from ctrl_megatron.data.rows import Row, read_rows
 from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +54,13 @@ def load_prompt_table(
         elif filter_overlong:
             dropped += 1
         else:
-            raise ValueError(
+            raise UserError(
                 f"{files}: row {row.id} has a prompt of {len(tokens)} tokens, more than "
                 f"data.max_prompt_length={max_prompt_length}; raise it or set "
                 "data.filter_overlong_prompts=true"
             )
     if not rows:
-        raise ValueError(
+        raise UserError(
             f"{files}: no row has a prompt of at most "
             f"data.max_prompt_length={max_prompt_length} tokens"
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.types import Attempt, Message, Problem, PrompterType
 
@@ -114,14 +115,14 @@ def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
         present = table.column_names
         wanted = (*REQUIRED_COLUMNS, *(() if prompt_key is None else (prompt_key,)))
         if missing := [name for name in wanted if name not in present]:
-            raise ValueError(
+            raise UserError(
                 f"{file}: column(s) {', '.join(missing)} missing; "
                 f"it has {', '.join(present) or 'none'}"
             )
-        for number, record in enumerate(table.to_pylist()):
+        for number, record in enumerate(table.to_pylist(), start=1):
             rows.append(row_from(record, f"{file}: row {number}", prompt_key))
     if not rows:
-        raise ValueError(f"no rows in {', '.join(files) or 'an empty list of files'}")
+        raise UserError(f"no rows in {', '.join(files) or 'an empty list of files'}")
     return list(rows_by_id(rows).values())
 
 
@@ -136,7 +137,7 @@ def rows_by_id(rows: Iterable[Row]) -> dict[str, Row]:
         if first != row:
             names = [f.name for f in fields(Row) if f.compare]
             differ = [name for name in names if getattr(first, name) != getattr(row, name)]
-            raise ValueError(
+            raise UserError(
                 f"{row.place or 'a row'}: column 'id' repeats {row.id!r} of "
                 f"{first.place or 'another row'}, but the rows differ in "
                 f"{', '.join(differ)}; give them different ids"
@@ -161,7 +162,9 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
         }
         for row in rows
     ]
-    rows_by_id(row_from(record, f"{path}: row {n}", "prompt") for n, record in enumerate(records))
+    rows_by_id(
+        row_from(record, f"{path}: row {n}", "prompt") for n, record in enumerate(records, start=1)
+    )
     text = pa.string()
     types = {
         "prompt": pa.list_(pa.struct([("role", text), ("content", text)])),
@@ -185,7 +188,7 @@ def read_parquet(file: str | os.PathLike[str]) -> Any:
     try:
         return parquet.read_table(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the parquet file {file}: {error}") from error
+        raise UserError(f"cannot read the parquet file {file}: {error}") from error
 
 
 def write_parquet(path: str | os.PathLike[str], table: Any) -> None:
@@ -220,27 +223,27 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
                 listed = None
             value = listed if isinstance(listed, list) else [value]
         if not isinstance(value, (list, tuple)) or not value:
-            raise ValueError("must be a non-empty list of asserts")
+            raise UserError("must be a non-empty list of asserts")
         if not all(isinstance(test, str) and test.strip() for test in value):
-            raise ValueError("has an entry that is empty or not text")
+            raise UserError("has an entry that is empty or not text")
         return tuple(value)
     if isinstance(value, (list, tuple)) and value and all(isinstance(c, dict) for c in value):
         value = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str):
-        raise ValueError("must be the JSON text of a list of cases (a string, or a list of one)")
+        raise UserError("must be the JSON text of a list of cases (a string, or a list of one)")
     try:
         cases = json.loads(value)
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error}") from error
+        raise UserError(f"is not JSON: {error}") from error
     # Without a test, every program would pass.
     if not isinstance(cases, list) or not cases or not all(cases):
-        raise ValueError("must be a non-empty JSON list of cases")
+        raise UserError("must be a non-empty JSON list of cases")
     return value
 
 
 def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> Row:
     """Check one raw record. Raises ``ValueError`` naming ``place`` and the column."""
-    cell = _Cells(record, place)
+    cell = Cells(record, place)
     identity, kind = cell.text("id"), cell.text("prompter_type")
     if kind not in get_args(PrompterType):
         raise cell.error("prompter_type", f"is {kind!r}, use {', '.join(get_args(PrompterType))}")
@@ -275,16 +278,18 @@ def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> R
 
 
 @dataclass(frozen=True, slots=True)
-class _Cells:
+class Cells:
     """Typed access to one record; every error names the place."""
 
     record: Mapping[str, Any]
     place: str
 
-    def error(self, column: str, complaint: str) -> ValueError:
-        return ValueError(f"{self.place}: column {column!r} {complaint}")
+    def error(self, column: str, complaint: str) -> UserError:
+        """To be raised about the column."""
+        return UserError(f"{self.place}: column {column!r} {complaint}")
 
     def text(self, column: str, *, default: str | None = None, may_be_empty: bool = False) -> str:
+        """A text, which a cell without a value has from ``default``."""
         value = self.record.get(column)
         if value is None and default is not None:
             return default
@@ -295,6 +300,7 @@ class _Cells:
         return value
 
     def messages(self, column: str) -> tuple[Message, ...]:
+        """A conversation."""
         value = self.record.get(column)
         if not isinstance(value, (list, tuple)) or not value:
             raise self.error(column, f"must be a non-empty list of messages, is {_shown(value)}")
@@ -323,6 +329,7 @@ class _Cells:
         return float(value)
 
     def difficulty(self) -> int:
+        """The column ``difficulty``; 0 without a value."""
         value = self.number("difficulty", 0, 4, "a whole number from 0 to 4") or 0.0
         if value != int(value):
             raise self.error("difficulty", f"must be a whole number from 0 to 4, is {value}")

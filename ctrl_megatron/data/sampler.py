@@ -7,6 +7,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from ctrl_megatron.errors import UserError
+
 
 class ResumableSampler:
     """Global batches of row indices, the same on every rank and for every data-parallel size.
@@ -19,7 +21,7 @@ class ResumableSampler:
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True) -> None:
         """Raises ``ValueError`` for a data set without rows."""
         if num_rows < 1:
-            raise ValueError("the training data has no rows")
+            raise UserError("the training data has no rows")
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
         self.epoch = self.position = 0
         self._order: tuple[int, list[int]] | None = None
@@ -27,9 +29,9 @@ class ResumableSampler:
     def next_batch(self, size: int) -> list[int]:
         """``size`` different rows. Raises ``ValueError`` if there are not so many."""
         if size < 1:
-            raise ValueError(f"data.train_batch_size must be positive, is {size}")
+            raise UserError(f"data.train_batch_size must be positive, is {size}")
         if size > self.num_rows:
-            raise ValueError(
+            raise UserError(
                 f"data.train_batch_size={size} is larger than the training data "
                 f"({self.num_rows} rows); lower it or add rows"
             )
@@ -51,7 +53,7 @@ class ResumableSampler:
         for name in ("num_rows", "seed", "shuffle"):
             here = getattr(self, name)
             if state[name] != here:
-                raise ValueError(
+                raise UserError(
                     f"the checkpoint's data order has {name}={state[name]}, this run has {here}; "
                     "resume with the same training files, trainer.seed and data.shuffle, or "
                     "start a new run"

@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Message
 
 
@@ -19,9 +20,9 @@ class TextCodec:
         """Raises ``ValueError`` unless ``tokenizer_path`` is a directory with a tokenizer."""
         self.path = Path(tokenizer_path)
         if not self.path.is_dir():
-            raise ValueError(f"tokenizer directory {self.path} not found")
+            raise UserError(f"tokenizer directory {self.path} not found")
         if not any(self.path.glob("tokenizer*")):
-            raise ValueError(f"{self.path} holds no tokenizer (tokenizer.json or tokenizer.model)")
+            raise UserError(f"{self.path} holds no tokenizer (tokenizer.json or tokenizer.model)")
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -33,9 +34,9 @@ class TextCodec:
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(str(self.path), local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ValueError(f"cannot load the tokenizer of {self.path}: {error}") from error
+            raise UserError(f"cannot load the tokenizer of {self.path}: {error}") from error
         if not tokenizer.chat_template:
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer of {self.path} has no chat template; use a chat model's, or add "
                 "chat_template.jinja"
             )
@@ -51,7 +52,7 @@ class TextCodec:
         from jinja2 import TemplateError
 
         if not messages:
-            raise ValueError("a conversation needs at least one message")
+            raise UserError("a conversation needs at least one message")
         chat: list[Message] = [dict(message) for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
@@ -59,7 +60,7 @@ class TextCodec:
             )
         except TemplateError as error:
             roles = ", ".join(message.get("role", "?") for message in chat)
-            raise ValueError(
+            raise UserError(
                 f"the chat template of {self.path} refuses the roles ({roles}): {error}"
             ) from error
         return self.encode(text)
@@ -86,7 +87,7 @@ class TextCodec:
         more = named if isinstance(named, list) else [named]
         ids = dict.fromkeys(i for i in (self.tokenizer.eos_token_id, *more) if i is not None)
         if not ids:
-            raise ValueError(f"{self.path} names no end-of-text token (eos_token)")
+            raise UserError(f"{self.path} names no end-of-text token (eos_token)")
         return tuple(ids)
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.config.keys import value_of
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.memory.activations import Kernels
 from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, gib, memory_budget
 from ctrl_megatron.memory.shapes import ModelShapes
@@ -61,7 +62,7 @@ def require_fit(
     wrong = problem(config, budget)
     if wrong is None:
         return budget
-    raise ValueError(f"{wrong}; {_remedy(config, purpose, lambda c: not problem(c, budget_of(c)))}")
+    raise UserError(f"{wrong}; {_remedy(config, purpose, lambda c: not problem(c, budget_of(c)))}")
 
 
 def _remedy(config: Config, purpose: Purpose, fits: Callable[[Config], bool]) -> str:

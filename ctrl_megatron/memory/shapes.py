@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctrl_megatron.config import Config, Purpose
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape, value_shape
 
 
@@ -39,11 +40,11 @@ def model_shapes(config: Config, purpose: Purpose, same: Path | None = None) -> 
 def _shape(directory: str, same: Path | None) -> ModelShape:
     file = same or Path(directory) / "config.json"
     if not file.is_file():
-        raise ValueError(
+        raise UserError(
             f"{file} does not exist; a plan needs the model's shape, not its weights: give "
             "--model-config FILE with a Hugging Face config.json (two are in examples/shapes/)"
         )
     try:
         return parse_model_shape(json.loads(file.read_text(encoding="utf-8")), str(file))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+        raise UserError(f"{file} is not valid JSON: {error}") from error

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ctrl_megatron.errors import UserError
+
 
 class JsonlWriter:
     """Appends whole lines: one write per line, so that no reader ever sees half of one."""
@@ -45,9 +47,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+            raise UserError(f"{path} line {number} is not JSON: {error}") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{path} line {number} must be an object, not {line[:40]!r}")
+            raise UserError(f"{path} line {number} must be an object, not {line[:40]!r}")
         records.append(record)
     return records
 

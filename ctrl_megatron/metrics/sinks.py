@@ -14,6 +14,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics.display import Display, format_number
 from ctrl_megatron.metrics.json_lines import JsonlWriter
 
@@ -54,7 +55,7 @@ def build_sinks(
                 sink.close()
             if not isinstance(error, ImportError):
                 raise
-            raise ValueError(
+            raise UserError(
                 f"trainer.logger names {name}, which is not installed; "
                 f"pip install {name} or remove it from the list"
             ) from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.vocab import vocab_range
@@ -150,7 +151,7 @@ def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
     }
     for key, size in sizes.items():
         if size % layout.tensor:
-            raise ValueError(
+            raise UserError(
                 f"the model's {key}={size} does not divide over "
                 f"tensor_model_parallel_size={layout.tensor}; choose a divisor of {size}"
             )

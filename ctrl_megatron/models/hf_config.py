@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ctrl_megatron.errors import UserError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
@@ -85,11 +87,11 @@ def read_model_shape(directory: str | Path) -> ModelShape:
     """The shape of the model in ``directory``; ValueError names what is missing or unsupported."""
     path = Path(directory) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give the directory of a Hugging Face model")
+        raise UserError(f"{path} does not exist; give the directory of a Hugging Face model")
     try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
     return parse_model_shape(config, str(path))
 
 
@@ -99,9 +101,11 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
     Every key is either read, known to be irrelevant to the forward pass, or refused by name:
     a model that would silently compute something else is worse than an error.
     """
+    if not isinstance(config, dict):
+        raise UserError(f"{where}: must be a JSON object, is {type(config).__name__}")
     family = config.get("model_type")
     if family not in _FAMILIES:
-        raise ValueError(
+        raise UserError(
             f"{where}: model_type {family!r} is not supported; known: {', '.join(_FAMILIES)}"
         )
     _refuse_unsupported(config, where)
@@ -109,7 +113,11 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         _need(config, key, where)
     heads = _need(config, "num_attention_heads", where)
     hidden = _need(config, "hidden_size", where)
-    groups = config.get("num_key_value_heads") or heads
+    groups = heads
+    if config.get("num_key_value_heads"):
+        groups = _need(config, "num_key_value_heads", where)
+    if config.get("head_dim"):
+        _need(config, "head_dim", where)
     _divides(heads, "num_attention_heads", groups, "num_key_value_heads", where)
     if not config.get("head_dim"):
         _divides(hidden, "hidden_size", heads, "num_attention_heads", where)
@@ -137,32 +145,35 @@ def _has_value_head(config: dict[str, Any], where: str) -> bool:
     if architecture.endswith("ForCausalLM"):
         return False
     if not architecture.endswith("ForTokenClassification"):
-        raise ValueError(
+        raise UserError(
             f"{where}: architecture {architecture} is not supported, only *ForCausalLM and "
             "*ForTokenClassification (a value model)"
         )
     # transformers writes no id2label for its default of two labels.
     labels = len(config.get("id2label") or (0, 1))
     if labels != 1:
-        raise ValueError(f"{where}: a value model has 1 label, this model has {labels}")
+        raise UserError(f"{where}: a value model has 1 label, this model has {labels}")
     return True
 
 
 def _need(config: dict[str, Any], key: str, where: str) -> Any:
-    if config.get(key) is None:
-        raise ValueError(f"{where}: the key {key!r} is missing")
-    return config[key]
+    value = config.get(key)
+    if value is None:
+        raise UserError(f"{where}: the key {key!r} is missing")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise UserError(f"{where}: {key}={value!r} must be a number greater than 0")
+    return value
 
 
 def _divides(whole: int, name: str, part: int, part_name: str, where: str) -> None:
     if whole % part:
-        raise ValueError(f"{where}: {name}={whole} is not a multiple of {part_name}={part}")
+        raise UserError(f"{where}: {name}={whole} is not a multiple of {part_name}={part}")
 
 
 def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
     for key, value in config.items():
         if key not in _KNOWN and value is not None and value is not False:
-            raise ValueError(
+            raise UserError(
                 f"{where}: {key}={value!r} is not supported by the {config['model_type']} family; "
                 "remove the key if it does not change the forward pass"
             )
@@ -177,14 +188,14 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
     }
     for key, allowed in wanted.items():
         if config.get(key) not in allowed:
-            raise ValueError(
+            raise UserError(
                 f"{where}: {key}={config[key]!r} is not supported, only {allowed[-1]!r}"
             )
     if config["model_type"] == "llama" and config.get("sliding_window"):
-        raise ValueError(f"{where}: sliding_window={config['sliding_window']!r} is not supported")
+        raise UserError(f"{where}: sliding_window={config['sliding_window']!r} is not supported")
     for kind in config.get("layer_types") or ():
         if kind != "full_attention":
-            raise ValueError(
+            raise UserError(
                 f"{where}: layer_types has {kind!r}; only 'full_attention' is supported"
             )
 
@@ -193,20 +204,20 @@ def _rope(config: dict[str, Any], where: str) -> Rope:
     # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     if new and old and new != old:
-        raise ValueError(f"{where}: rope_parameters and rope_scaling differ; remove one of them")
+        raise UserError(f"{where}: rope_parameters and rope_scaling differ; remove one of them")
     scaling = new or old or {}
     theta = scaling.get("rope_theta", config.get("rope_theta"))
     if theta is None:
-        raise ValueError(f"{where}: neither rope_theta nor rope_parameters.rope_theta is given")
+        raise UserError(f"{where}: neither rope_theta nor rope_parameters.rope_theta is given")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in _ROPE_KEYS:
-        raise ValueError(
+        raise UserError(
             f"{where}: rope type {kind!r} is not supported; known: {', '.join(_ROPE_KEYS)}"
         )
     if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ValueError(f"{where}: partial_rotary_factor is not supported")
+        raise UserError(f"{where}: partial_rotary_factor is not supported")
     common = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     for key in sorted(scaling.keys() - common - _ROPE_KEYS[kind].keys()):
-        raise ValueError(f"{where}: {key}={scaling[key]!r} is not supported by rope type {kind!r}")
+        raise UserError(f"{where}: {key}={scaling[key]!r} is not supported by rope type {kind!r}")
     given = {key: number(_need(scaling, key, where)) for key, number in _ROPE_KEYS[kind].items()}
     return Rope(theta=float(theta), **given)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.models.families import hf_names, hf_shape
 from ctrl_megatron.models.hf_config import ModelShape
 
@@ -21,30 +22,46 @@ class SafetensorsDirectory:
 
     def __init__(self, directory: str | Path, *, mapped: bool = True) -> None:
         self.directory, self._backend = Path(directory), "mmap" if mapped else "pread"
-        self._file_of = self._index()
         self._open: dict[str, Any] = {}
+        self._file_of = self._index()
 
     def _index(self) -> dict[str, str]:
         index = self.directory / "model.safetensors.index.json"
         if index.is_file():
-            return json.loads(index.read_text())["weight_map"]
+            try:
+                return dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"is no index of safetensors files: {error!r}", file=index
+                ) from error
         single = self.directory / "model.safetensors"
         if not single.is_file():
-            raise ValueError(
+            raise UserError(
                 f"{self.directory} has neither model.safetensors nor model.safetensors.index.json; "
                 "save the model with save_pretrained(..., safe_serialization=True)"
             )
-        with safe_open(single, framework="pt") as handle:
-            return dict.fromkeys(handle.keys(), single.name)
+        return dict.fromkeys(self._opened(single).keys(), single.name)
+
+    def _opened(self, path: Path) -> Any:
+        if path.name not in self._open:
+            with users_input(), path.open("rb"):
+                pass  # safetensors calls every failure to open a missing file
+            try:
+                handle = safe_open(path, framework="pt", backend=self._backend).__enter__()
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"is no whole safetensors file: {error}", file=path, remedy="copy it anew"
+                ) from error
+            self._open[path.name] = handle
+        return self._open[path.name]
 
     def _handle(self, name: str) -> Any:
         file = self._file_of[name]
         if file not in self._open:
             path = self.directory / file
             if not path.is_file():
-                raise ValueError(f"{path} is missing, though the index names it for {name}")
-            handle = safe_open(path, framework="pt", backend=self._backend)
-            self._open[file] = handle.__enter__()
+                raise UserError(f"{path} is missing, though the index names it for {name}")
+            self._opened(path)
         return self._open[file]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -52,7 +69,11 @@ class SafetensorsDirectory:
         return {name: self._shape(name) for name in self._file_of}
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        try:
+            return tuple(self._handle(name).get_slice(name).get_shape())
+        except SafetensorError as error:
+            path = self.directory / self._file_of[name]
+            raise UserError(f"lacks {name}, which the index says it holds", file=path) from error
 
     def check(self, shape: ModelShape) -> None:
         """ValueError naming tensors that are missing, unexpected or of another shape."""
@@ -66,13 +87,13 @@ class SafetensorsDirectory:
             if name not in wanted and name not in harmless and not name.endswith(".inv_freq")
         ]
         if missing or unexpected:
-            raise ValueError(
+            raise UserError(
                 f"{self.directory} does not fit its config.json: missing {missing[:5]}, "
                 f"unexpected {unexpected[:5]} ({len(missing)} and {len(unexpected)} in all)"
             )
         for name, expected in wanted.items():
             if (actual := self._shape(name)) != expected:
-                raise ValueError(
+                raise UserError(
                     f"{self.directory}: {name} has shape {actual}, config.json implies {expected}"
                 )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ctrl_megatron.config.environment import gpus_are_hidden
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel import cpu_platform
 
 _DEVICES = Path("/dev")
@@ -24,10 +25,10 @@ def local_device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         if fault := unreached_gpus():
-            raise ValueError(fault)
+            raise UserError(fault)
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        raise ValueError(
+        raise UserError(
             f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()} here; "
             "start one rank per GPU (--nproc-per-node), and let every rank see all of them"
         )

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.layout import Layout
 
 SHARED_MEMORY = "/dev/shm"
@@ -59,7 +60,7 @@ class Hosts:
             hosts = sorted({self.of_rank[rank] for rank in ranks})
             if len(hosts) > 1:
                 names = ", ".join(self.names[host] for host in hosts)
-                raise ValueError(
+                raise UserError(
                     f"tensor_model_parallel_size={layout.tensor} puts ranks {ranks} on several "
                     f"hosts ({names}); choose a size that divides the ranks of a host, and a "
                     "larger pipeline_model_parallel_size where the model needs it"

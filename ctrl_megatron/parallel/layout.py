@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ctrl_megatron.errors import UserError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
@@ -52,7 +54,7 @@ class Layout:
         """ValueError unless the layers divide evenly over stages and virtual stages."""
         chunks = self.pipeline * self.virtual_pipeline
         if num_layers % chunks:
-            raise ValueError(
+            raise UserError(
                 f"{num_layers} layers do not divide over pipeline_model_parallel_size="
                 f"{self.pipeline} x virtual_pipeline_model_parallel_size={self.virtual_pipeline}; "
                 f"choose sizes whose product divides {num_layers}"
@@ -92,7 +94,7 @@ def layout_for(
     """The layout of ``world_size`` ranks; what tensor and pipeline leave over is data parallel."""
     model_size = tensor * pipeline
     if world_size % model_size:
-        raise ValueError(
+        raise UserError(
             f"{world_size} ranks cannot hold whole copies of a model split "
             f"tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline}; "
             f"start a multiple of {model_size} ranks"

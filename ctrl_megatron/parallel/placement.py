@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ctrl_megatron.errors import UserError
+
 EnginePlacement = Literal["colocated", "dedicated"]
 """``colocated`` engines share the trainer's devices, ``dedicated`` ones have their own beside."""
 
@@ -58,16 +60,16 @@ def engine_devices(
         return range(tensor if engine_gpus is None else engine_gpus)
     if placement == "dedicated":
         if engine_gpus is None:
-            raise ValueError(f"actor_rollout_ref.rollout.placement=dedicated needs {key}; set it")
+            raise UserError(f"actor_rollout_ref.rollout.placement=dedicated needs {key}; set it")
         if ranks + engine_gpus > visible:
-            raise ValueError(
+            raise UserError(
                 f"{key}={engine_gpus} GPUs for dedicated engines beside {ranks} ranks make "
                 f"{ranks + engine_gpus}, but a rank sees {visible}; lower one, or let every "
                 "rank see all GPUs of its host"
             )
         return range(ranks, ranks + engine_gpus)
     if engine_gpus not in (None, ranks):
-        raise ValueError(
+        raise UserError(
             f"{key}={engine_gpus} is not possible with actor_rollout_ref.rollout.placement="
             f"colocated on a host of {ranks} ranks, whose GPUs all belong to engines; leave it out"
         )
@@ -82,7 +84,7 @@ def place_engines(devices: Sequence[range], *, tensor: int) -> Placement:
     engines: list[EnginePlace] = []
     for host, there in enumerate(devices):
         if len(there) % tensor:
-            raise ValueError(
+            raise UserError(
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor} does not divide "
                 f"the {len(there)} devices of host {host} that belong to engines; choose a size "
                 "that does, since an engine lives on one host"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from ctrl_megatron.algorithms import get_kl_controller
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
-from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
-from ctrl_megatron.data.rows import rows_by_id
+from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape, value_shape
 from ctrl_megatron.models.optimizer import OptimizerOptions
@@ -20,6 +20,7 @@ from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.device import DeviceOwner, leaving_parts
 from ctrl_megatron.pipeline.graph import TaskGraph
+from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.session import Services, Session
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
@@ -31,7 +32,7 @@ from ctrl_megatron.rewards.build import build_reward_sum, reward_functions_of
 
 
 def build_worker(
-    run: Session, services: Services, graph: TaskGraph
+    run: Session, services: Services, graph: TaskGraph, inputs: RunInputs
 ) -> tuple[DAGWorker, ResumableSampler, int]:
     """(the worker that nodes get, the sampler of its rows, training steps of the run). Collective.
 
@@ -39,8 +40,7 @@ def build_worker(
     what is free when it starts, and takes what it is given.
     """
     config, groups = run.config, run.groups
-    codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
-    train, validation = prompt_tables(config, codec)
+    codec, train, validation = inputs.codec, inputs.train, inputs.validation
     sampler = ResumableSampler(
         len(train.rows), seed=config.trainer.seed, shuffle=config.data.shuffle
     )
@@ -83,11 +83,12 @@ def build_worker(
     return worker, sampler, steps
 
 
-def rollout_worker(run: Session, services: Services, critic: str) -> RolloutWorker:
+def rollout_worker(
+    run: Session, services: Services, critic: str, inputs: RunInputs
+) -> RolloutWorker:
     """A worker that generates with the critic of an HF directory and trains nothing. Collective."""
     config, groups = run.config, run.groups
-    codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
-    table = validation_table(config, codec)
+    codec, table = inputs.codec, inputs.validation
     services.wait()
     engine = services.connect() if groups.is_leader else None
     return RolloutWorker(
@@ -103,35 +104,6 @@ def rollout_worker(run: Session, services: Services, critic: str) -> RolloutWork
         rewards=reward_sum(run, services, codec, [table], ("critic",)),
         reward_weights=reward_functions_of(config, ("critic",)),
     )
-
-
-def prompt_table(config: Config, codec: TextCodec, files: tuple[str, ...]) -> PromptTable:
-    """The rows of parquet files with their prompts as tokens."""
-    data = config.data
-    return load_prompt_table(
-        files,
-        codec,
-        max_prompt_length=data.max_prompt_length,
-        filter_overlong=data.filter_overlong_prompts,
-        prompt_key=data.prompt_key,
-    )
-
-
-def prompt_tables(config: Config, codec: TextCodec) -> tuple[PromptTable, PromptTable | None]:
-    """The training rows and, where there are any, the validation rows.
-
-    One file may serve both. Raises ValueError for different rows with one id.
-    """
-    train = prompt_table(config, codec, config.data.train_files)
-    validation = validation_table(config, codec)
-    rows_by_id([*train.rows, *(validation.rows if validation else ())])
-    return train, validation
-
-
-def validation_table(config: Config, codec: TextCodec) -> PromptTable | None:
-    """The validation rows, where there are any."""
-    files = config.data.val_files
-    return prompt_table(config, codec, files) if files else None
 
 
 def reward_sum(
@@ -155,13 +127,8 @@ def reward_sum(
 
 
 def total_steps(config: Config, rows: int) -> int:
-    """Training steps of the run; ValueError where the rows do not fill one."""
-    size = config.data.train_batch_size
-    if rows < size:
-        raise ValueError(
-            f"data.train_files has {rows} usable rows, fewer than data.train_batch_size={size}"
-        )
-    epochs = config.trainer.total_epochs * (rows // size)
+    """Training steps of the run."""
+    epochs = config.trainer.total_epochs * (rows // config.data.train_batch_size)
     wanted = config.trainer.total_training_steps
     return epochs if wanted is None else wanted
 
@@ -305,7 +272,7 @@ def engine_weights(
     family, readers = run.config.actor_rollout_ref, services.placement.hosts
     path = family.proxy.model.path or family.model.path
     if read_model_shape(path) != read_model_shape(family.model.path):
-        raise ValueError(
+        raise UserError(
             f"actor_rollout_ref.proxy.model.path={path} has another architecture than "
             "the actor; the same engines generate with both, so their shapes must be equal"
         )

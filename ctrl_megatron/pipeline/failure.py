@@ -19,13 +19,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ctrl_megatron.errors import user_fault
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.rollout.parent_watch import process_gone
 
 _POLL_SECONDS = 0.5
 _BEAT_SECONDS = 2.0
 _ROOT_CAUSE_SECONDS = 3.0
-EXIT_CODE = 13
+FAILED, WRONG_INPUT, STOPPED = 13, 2, 130
+"""Exit codes: a fault of ours or of a process; the user's (a full disk too); a second signal."""
 
 
 class FailureWatch:
@@ -66,24 +68,34 @@ class FailureWatch:
         """End this process without running destructors."""
         os._exit(code)
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> int:
         """Publish this rank's failure and print the run's first cause; call from the main thread.
+        Returns the exit code of all ranks.
 
-        A broken collective is usually the echo of another rank's failure, so that one gets a few
-        seconds to be seen first. Without the launcher's store there is nobody to tell.
+        What the user gave, and a second signal, is one line without a traceback. A broken
+        collective is usually the echo of another rank's failure, so that one gets a few seconds to
+        be seen first. Without the launcher's store there is nobody to tell.
         """
-        text = "".join(traceback.format_exception(error))
+        rank, fault = self._groups.rank, user_fault(error)
+        if fault is not None:
+            cause, code = str(fault), WRONG_INPUT
+        elif isinstance(error, KeyboardInterrupt):
+            cause, code = "interrupted; what was not saved is lost", STOPPED
+        else:
+            text = "".join(traceback.format_exception(error))
+            cause, code = f"rank {rank} failed:\n{text}", FAILED
         try:
-            self._tell(f"rank {self._groups.rank} failed:\n{text}", patient=_is_echo(error))
+            return self._tell(cause, code, patient=_is_echo(error))
         except (RuntimeError, ConnectionError) as lost:
-            _say(f"rank {self._groups.rank} failed, and its launcher is gone ({lost}):\n{text}")
+            _say(cause if code != FAILED else f"{cause}\nand its launcher is gone ({lost})")
+            return code
 
-    def _tell(self, cause: str, *, patient: bool) -> None:
+    def _tell(self, cause: str, code: int, *, patient: bool) -> int:
         deadline = time.monotonic() + (_ROOT_CAUSE_SECONDS if patient else 0.0)
         while time.monotonic() < deadline and not self._published():
             time.sleep(0.1)
-        self._publish(cause)
-        self._announce()
+        self._publish(cause, code)
+        return self._announce()
 
     def _watch(self) -> None:
         me = self._groups.rank
@@ -104,16 +116,16 @@ class FailureWatch:
                 if cause is None and now - seen_at > self._timeout:
                     cause = f"rank {neighbour} has not been heard of for {self._timeout:.0f} s"
                 if cause is not None:
-                    self._publish(cause)
+                    self._publish(cause, FAILED)
                 if self._published():
                     # The failing rank prints its own traceback; the others name the cause.
-                    self._leave()
+                    self._leave(self._announce())
             except (RuntimeError, ConnectionError) as error:
                 if not self._ended.is_set():
                     # Where the launcher does not serve the store, rank 0 does.
                     lost = f"the rendezvous store is gone, and so is the launcher: {error}"
                     _say(f"rank {me} stops because {_dead_rank(local) or lost}")
-                    self._leave(announce=False)
+                    self._leave(FAILED)
 
     def _dead_service(self) -> str | None:
         return next((cause for died in self._services if (cause := died())), None)
@@ -121,27 +133,29 @@ class FailureWatch:
     def _published(self) -> bool:
         return self._store.check(["cause"])
 
-    def _publish(self, cause: str) -> None:
-        record = json.dumps({"rank": self._groups.rank, "cause": cause})
+    def _publish(self, cause: str, code: int) -> None:
+        record = json.dumps({"rank": self._groups.rank, "cause": cause, "code": code})
         self._store.compare_set("cause", "", record)
 
-    def _announce(self) -> None:
-        if self._announced:
-            return
-        self._announced = True
+    def _announce(self) -> int:
+        """Say why the run ends, once on this rank; its exit code."""
         record = json.loads(self._store.get("cause"))
-        cause = record["cause"]
-        if record["rank"] != self._groups.rank:
-            cause = f"[seen by rank {record['rank']}] {cause}"
-        _say(f"rank {self._groups.rank} stops because {cause}")
+        me, rank, cause, code = self._groups.rank, record["rank"], record["cause"], record["code"]
+        if self._announced:
+            return code
+        self._announced = True
+        if code == FAILED:
+            seen = "" if rank == me else f"[seen by rank {rank}] "
+            _say(f"rank {me} stops because {seen}{cause}")
+        elif rank == me:
+            _say(f"the run stops: {cause}")
+        return code
 
-    def _leave(self, *, announce: bool = True) -> None:
-        if announce:
-            self._announce()
+    def _leave(self, code: int) -> None:
         try:
             self._clean_up()
         finally:
-            os._exit(EXIT_CODE)
+            os._exit(code)
 
 
 def _dead_rank(local: dict[int, int]) -> str | None:

@@ -72,7 +72,8 @@ class TrainingLoop:
     memory: DeviceMemory | None = None
     """Measures the worker's timeline where there is a GPU."""
     _state: dict[str, Any] | None = None
-    _saved: int | None = None
+    _saved: int = 0
+    """The step whose state is on disk; at step 0 the models are what they were started from."""
     _metrics: dict[str, float] = field(default_factory=dict)
     """Of what has been saved since the last step that was recorded."""
 
@@ -81,7 +82,7 @@ class TrainingLoop:
         checkpoint = self.store.find(self.schedule.resume_mode)
         if checkpoint is None:
             return
-        state = self.store.load(self.worker.trained, checkpoint)
+        state = self.store.load(self.worker.trained, checkpoint, parts=("sampler", *self.parts))
         self.sampler.load_state_dict(state["sampler"])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
@@ -112,7 +113,8 @@ class TrainingLoop:
             if self._saved != worker.step:
                 self._save()
             self._tell(self.store.wait())
-            self.recorder.say(f"stopped as asked; the state after step {worker.step} is saved")
+            kept = f"; the state after step {worker.step} is saved" if worker.step else ""
+            self.recorder.say(f"stopped as asked{kept or ' before the first step ended'}")
             return False
         return True
 

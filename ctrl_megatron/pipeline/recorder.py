@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.checkpoint.files import write_whole
-from ctrl_megatron.config import Config, to_dict, to_yaml
+from ctrl_megatron.config import Config, read_yaml, to_dict, to_yaml
 from ctrl_megatron.metrics import Display, JsonlWriter, Meter, Timeline, build_sinks
 from ctrl_megatron.metrics.report import write_report
 
@@ -22,8 +22,10 @@ class Recorder:
         if not active:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(self.run_dir / "config.yaml", to_yaml(config))
+        changed = keep_config(self.run_dir, to_yaml(config))
         self.display = Display(total_steps).start()
+        if changed:
+            self.say(f"changed since the last start: {'; '.join(changed)}")
         self._sinks = build_sinks(
             config.trainer.logger, self.run_dir, to_dict(config), self.display
         )
@@ -86,6 +88,30 @@ class Recorder:
         if self.display is not None:
             self.display.close()
         return write_report(self.run_dir) if report else None
+
+
+def keep_config(run_dir: Path, text: str) -> list[str]:
+    """Write ``config.yaml``; one of an earlier start that says something else stays beside it as
+    ``config.N.yaml``. Returns what is different, as ``key: before -> now``.
+    """
+    path = run_dir / "config.yaml"
+    before = path.read_text(encoding="utf-8") if path.is_file() else text
+    changed = []
+    if before != text:
+        old, new = (_flat(read_yaml(content, str(path))[0]) for content in (before, text))
+        keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+        changed = [f"{key}: {old.get(key, 'unset')} -> {new.get(key, 'unset')}" for key in keys]
+        number = 1 + len(list(run_dir.glob("config.*.yaml")))
+        path.rename(run_dir / f"config.{number}.yaml")
+    write_whole(path, text)
+    return changed
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    parts = (_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items())
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def add_stage(run_dir: Path, stage: str, results: Mapping[str, float]) -> None:

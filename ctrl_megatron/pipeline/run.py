@@ -7,14 +7,29 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ctrl_megatron.algorithms import get_adv_estimator, get_policy_loss_terms
-from ctrl_megatron.checkpoint.store import CheckpointStore
+from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER, CheckpointStore
 from ctrl_megatron.config import Config
+from ctrl_megatron.errors import UserError, users_code
 from ctrl_megatron.models.kernels import kernels_line
-from ctrl_megatron.pipeline.build import build_worker, critic_weights, rollout_worker
+from ctrl_megatron.pipeline.build import (
+    build_worker,
+    critic_weights,
+    rollout_worker,
+    total_steps,
+)
 from ctrl_megatron.pipeline.critique_revision import validate
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
 from ctrl_megatron.pipeline.device_memory import check_memory, device_memory
 from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
+from ctrl_megatron.pipeline.inputs import (
+    check_checkpoint,
+    check_loggers,
+    check_models,
+    check_place,
+    check_together,
+    is_finished,
+    read_inputs,
+)
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.recorder import Recorder
 from ctrl_megatron.pipeline.session import session
@@ -23,20 +38,46 @@ from ctrl_megatron.rewards.build import check_reward_functions
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.limits import LEVELS
 
+_PARTS = ("kl_controller", "reserve")
+"""Of the state in a checkpoint, beside the sampler."""
+
+
+def check_run(config: Config) -> TaskGraph:
+    """The pipeline of an RL run, once all that it is given has been looked at but for the rows.
+
+    Raises UserError, with a line per problem.
+    """
+    graphs: list[TaskGraph] = []
+    check_together(
+        lambda: graphs.append(pipeline_of(config)),
+        lambda: check_names(config),
+        lambda: check_reward_functions(config),
+        lambda: check_models(config, "rl"),
+        lambda: check_loggers(config),
+        lambda: check_place(config),
+        lambda: check_checkpoint(
+            config,
+            (POLICY_FOLDER, *((VALUE_FOLDER,) if config.needs_values else ())),
+            ("sampler", *_PARTS),
+        ),
+    )
+    check_memory(config, "rl")
+    return graphs[0]
+
 
 def train(config: Config) -> bool:
     """A whole RL run on this rank; False if it was stopped by a signal.
 
-    Raises ValueError before anything starts for a pipeline, an estimator, a loss or a reward
-    function that does not exist or does not fit, and for a run that the GPU cannot hold.
+    Raises UserError before anything starts for whatever it is given that cannot be used.
     """
-    graph, trainer = pipeline_of(config), config.trainer
-    check_names(config)
-    check_reward_functions(config)
-    check_memory(config, "rl")
+    graph, trainer, finished = check_run(config), config.trainer, False
+    inputs = read_inputs(config)
+    if is_finished(config, total_steps(config, len(inputs.train.rows)), stage="after RL"):
+        return True
     with session(config) as run:
         services = run.start_services()
-        worker, sampler, steps = build_worker(run, services, graph)
+        worker, sampler, steps = build_worker(run, services, graph, inputs)
+        run.check_stop()
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
         memory = device_memory(run.groups)
         worker.timeline = recorder.timeline(memory)
@@ -62,7 +103,7 @@ def train(config: Config) -> bool:
             ),
             memory=memory,
             # The names under which checkpoints hold them.
-            parts={"kl_controller": worker.kl_controller, "reserve": worker.leftover},
+            parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
             constants=run.groups.from_leader(run.background.run(isolation_level(worker))),
         )
         if worker.train.dropped:
@@ -84,12 +125,12 @@ def evaluate(config: Config, critics: Mapping[str, str]) -> dict[str, dict[str, 
 
     Revisions come from the configured proxy. All critics must have the actor's architecture.
     """
-    if not config.data.val_files:
-        raise ValueError("data.val_files is empty; there is nothing to evaluate on")
+    check_evaluation(config, critics)
+    inputs = read_inputs(config, trains=False)
     results: dict[str, dict[str, float]] = {}
     with session(config) as run:
         services = run.start_services()
-        worker = rollout_worker(run, services, next(iter(critics.values())))
+        worker = rollout_worker(run, services, next(iter(critics.values())), inputs)
         for stage, directory in critics.items():
             worker.weights = critic_weights(run, services, directory)
             results[stage] = validate(worker)
@@ -98,21 +139,34 @@ def evaluate(config: Config, critics: Mapping[str, str]) -> dict[str, dict[str, 
     return results
 
 
+def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
+    """UserError, with a line per problem, for what an evaluation is given and cannot be used."""
+    if not config.data.val_files:
+        raise UserError("data.val_files is empty; there is nothing to evaluate on")
+    others = {f"{stage}={path}": path for stage, path in critics.items()}
+    check_together(
+        lambda: check_models(config, "rl", others),
+        lambda: check_reward_functions(config),
+        lambda: check_place(config),
+    )
+
+
 def pipeline_of(config: Config) -> TaskGraph:
     """The graph of ``dag.custom_pipeline_fn``, which may take the configuration, or CTRL's."""
     reference = config.dag.custom_pipeline_fn
     if reference:
-        function = resolve(reference, "dag.custom_pipeline_fn")
-        graph = function(config) if inspect.signature(function).parameters else function()
+        with users_code(f"dag.custom_pipeline_fn={reference}"):
+            function = resolve(reference, "dag.custom_pipeline_fn")
+            graph = function(config) if inspect.signature(function).parameters else function()
     else:
         graph = ctrl_pipeline(config)
     if not isinstance(graph, TaskGraph):
-        raise ValueError(
+        raise UserError(
             f"dag.custom_pipeline_fn={reference} returned {type(graph).__name__}, not the "
             "TaskGraph that Pipeline.build() gives"
         )
     if config.algorithm.filter_groups.enable and not graph.draws_rows:
-        raise ValueError(
+        raise UserError(
             f"algorithm.filter_groups.enable=true has no effect on the pipeline {graph.graph_id}: "
             f"none of its nodes has the role {NodeRole.DYNAMIC_SAMPLING.value}; turn it off, or "
             "add such a node (ctrl_pipeline(config) and grpo_pipeline(config) have one)"
@@ -133,7 +187,7 @@ def check_names(config: Config) -> None:
         try:
             look_up(name)
         except ValueError as error:
-            raise ValueError(
+            raise UserError(
                 f"{key}={name}: {error}; correct the name, or register it in the module of "
                 "dag.custom_pipeline_fn"
             ) from None

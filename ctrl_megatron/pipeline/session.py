@@ -34,8 +34,9 @@ from ctrl_megatron.parallel.placement import (
     sandbox_workers,
 )
 from ctrl_megatron.parallel.waiting import wait_together
-from ctrl_megatron.pipeline.executor import StopFlag
-from ctrl_megatron.pipeline.failure import EXIT_CODE, FailureWatch
+from ctrl_megatron.pipeline.executor import StopFlag, StopRequested
+from ctrl_megatron.pipeline.failure import FailureWatch
+from ctrl_megatron.pipeline.run_directory import RunLock
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import (
     Engine,
@@ -65,10 +66,16 @@ class Session:
     at_end: list[Callable[[], None]]
     """Called last to first whatever happens."""
 
+    def check_stop(self) -> None:
+        """Raises StopRequested on all ranks if any was asked to stop. Collective."""
+        if self.stop.agreed(self.groups):
+            raise StopRequested
+
     def start_services(self) -> Services:
         """This host's engines and sandbox, starting; a death of one is this rank's failure.
         Collective."""
-        services = Services(self.config, self.groups, self.watch, self.background)
+        self.check_stop()
+        services = Services(self.config, self.groups, self.watch, self.background, self.stop)
         self.at_end.append(services.stop)
         services.start()
         return services
@@ -76,7 +83,10 @@ class Session:
 
 @contextmanager
 def session(config: Config) -> Iterator[Session]:
-    """A run's body on this rank: a failure on any rank ends all ranks, printing the first cause."""
+    """A run's body on this rank: a failure on any rank ends all ranks, printing the first cause.
+
+    A stop that is asked for before training begins ends the block and is no failure.
+    """
     stop = StopFlag().install()
     groups = join(config)
     pids = set(groups.from_here(os.getpid()).values())
@@ -93,23 +103,31 @@ def session(config: Config) -> Iterator[Session]:
     watch = FailureWatch(groups, timeout=config.trainer.failure_timeout, clean_up=clean_up)
     background = BackgroundLoop()
     try:
-        yield Session(
-            config=config,
-            groups=groups,
-            background=background,
-            stop=stop,
-            watch=watch,
-            at_end=at_end,
-        )
+        try:
+            if groups.is_first:
+                at_end.append(RunLock(Path(config.trainer.run_dir)).take().release)
+            groups.barrier()
+            yield Session(
+                config=config,
+                groups=groups,
+                background=background,
+                stop=stop,
+                watch=watch,
+                at_end=at_end,
+            )
+        except StopRequested:
+            watch.quiet()
+            if groups.is_first:
+                print("stopped as asked before anything was trained", flush=True)
         watch.close()
         background.close()
     except BaseException as error:
-        watch.report(error)
+        code = watch.report(error)
         clean_up()
         sys.stdout.flush()
         sys.stderr.flush()
         # Destructors of a broken process group can hang; nothing of value is left in this process.
-        watch.exit(EXIT_CODE)
+        watch.exit(code)
     clean_up()
     shutdown()
     stop.restore()
@@ -201,9 +219,10 @@ class Services:
         groups: ProcessGroups,
         watch: FailureWatch,
         background: BackgroundLoop,
+        stop: StopFlag,
     ) -> None:
         self._config, self._groups, self._watch = config, groups, watch
-        self._background = background
+        self._background, self._stop = background, stop
         self.placement = placement_of(config, groups)
         self._engines: dict[int, EngineProcess] = {}
         self._sandbox: EmbeddedSandbox | None = None
@@ -248,14 +267,18 @@ class Services:
             )
 
     def wait(self) -> None:
-        """Until everything answers on all hosts. Collective."""
+        """Until everything answers on all hosts. Collective. Raises StopRequested where a stop is
+        asked for meanwhile.
+        """
         groups, box, engines = self._groups, self._sandbox, self._engines.values()
 
         async def ready() -> None:
             await asyncio.gather(*(asyncio.to_thread(engine.wait_ready) for engine in engines))
 
         # They have minutes to start in, of which nobody spends one in a collective.
-        wait_together(self._background.submit(ready()) if engines else None, groups)
+        starting = self._background.submit(ready()) if engines else None
+        if wait_together(starting, groups, lambda: self._stop.is_set):
+            raise StopRequested
         limit = self._config.trainer.failure_timeout
         for engine in engines:
             self._watch.guard(EngineSilence(engine.connect(), self._background, limit))

@@ -9,6 +9,7 @@ from typing import Any
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_provider_keys
 from ctrl_megatron.data.rows import Row
+from ctrl_megatron.errors import UserError, all_of, users_input
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.rewards.grading import Judge
@@ -39,7 +40,7 @@ def reward_functions_of(config: Config, measured: Sequence[str] = ()) -> dict[st
     if reward.transition.is_on:
         terms["transition"] = 1.0
     if twice := sorted(reward.weights.keys() & terms.keys()):
-        raise ValueError(
+        raise UserError(
             f"reward.reward_funcs names {twice[0]!r}, which keys of its own turn on as well; leave "
             "one of them out"
         )
@@ -83,8 +84,22 @@ def build_reward_sum(
 
 
 def check_reward_functions(config: Config) -> None:
-    """Raise ``ValueError`` for a wrong name, option or import path; needs no service."""
-    _functions(config, reward_functions_of(config), None, None)
+    """UserError for a wrong name, option or import path, and for a judge that cannot be made: a
+    key, a package or a file lacks. Needs no service.
+    """
+    key = "reward.provider" if config.reward.provider != "local" else "sandbox"
+    key = "sandbox.token_file" if key == "sandbox" and config.sandbox.token_file else key
+    problems = []
+    for name, check in (
+        ("reward", lambda: _functions(config, reward_functions_of(config), None, None)),
+        (key, lambda: code_judge(config, config.sandbox.endpoint or "http://127.0.0.1")),
+    ):
+        try:
+            with users_input(name):
+                check()
+        except UserError as error:
+            problems.append(error)
+    all_of(problems)
 
 
 def code_judge(

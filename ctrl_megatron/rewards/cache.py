@@ -18,6 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Verdict
 
 APPLICATION_ID = 0x43545243
@@ -49,9 +50,9 @@ def decode_verdict(text: str) -> Verdict:
         sound = sound and all(type(flag) is bool for flag in (*passed, timed_out))
         sound = sound and all(type(entry) is str for entry in detail)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"not a verdict: {text[:100]!r}") from error
+        raise UserError(f"not a verdict: {text[:100]!r}") from error
     if not sound:
-        raise ValueError(f"not a verdict: {text[:100]!r}")
+        raise UserError(f"not a verdict: {text[:100]!r}")
     return Verdict(total=total, passed=tuple(passed), detail=tuple(detail), timed_out=timed_out)
 
 
@@ -106,9 +107,9 @@ class VerdictCache:
         busy_seconds: float = 30.0,
     ) -> None:
         if capacity < 1:
-            raise ValueError(f"cache capacity must be at least 1, got {capacity}")
+            raise UserError(f"cache capacity must be at least 1, got {capacity}")
         if capacity_bytes < _PAGE_BYTES * 64:
-            raise ValueError(f"cache capacity_bytes must be at least {_PAGE_BYTES * 64}")
+            raise UserError(f"cache capacity_bytes must be at least {_PAGE_BYTES * 64}")
         self.path = None if path is None else Path(path)
         self.counters = CacheCounters()
         self._capacity, self._busy_seconds = capacity, busy_seconds

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ctrl_megatron.data.rows import Row
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
@@ -211,16 +212,16 @@ def subtasks_of(row: Row, tests: int) -> list[IoiSubtask]:
             for e in entries or ()
         ]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
+        raise UserError(
             f"{place}: subtasks must be a list of {{points, tests}}: {error!r}"
         ) from error
     if not subtasks:
-        raise ValueError(f"{place}: ioi_code needs the column subtasks, and it is empty")
+        raise UserError(f"{place}: ioi_code needs the column subtasks, and it is empty")
     for subtask in subtasks:
         if not math.isfinite(subtask.points) or subtask.points <= 0:
-            raise ValueError(f"{place}: a subtask's points must be positive")
+            raise UserError(f"{place}: a subtask's points must be positive")
         if not subtask.tests or not all(0 <= test < tests for test in subtask.tests):
-            raise ValueError(
+            raise UserError(
                 f"{place}: a subtask names tests {list(subtask.tests)}; the row has tests 0 to "
                 f"{tests - 1}"
             )

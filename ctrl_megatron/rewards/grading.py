@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, Row
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.sandbox.client import SandboxError
@@ -90,7 +91,7 @@ def check_tests(rows: Iterable[Row]) -> None:
             try:
                 read_function_tests(_tests_of(row)[1])
             except ValueError as error:
-                raise ValueError(f"{row.place}: {row.id!r}: {error}") from error
+                raise UserError(f"{row.place}: {row.id!r}: {error}") from error
 
 
 def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
@@ -107,7 +108,7 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
         return "CommonOJDataset", {"test": cases}, len(cases)
     names = ("content", "labels", "test")
     if missing := [name for name in names if name not in row.extra]:
-        raise ValueError(
+        raise UserError(
             f"{row.place}: livecodebench needs column(s) {', '.join(missing)} for {row.id!r}"
         )
     data = {"id": row.id, **{name: row.extra[name] for name in names}}
@@ -117,7 +118,7 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
 def cases_of(row: Row) -> list[dict[str, Any]]:
     """The tests of a stdin/stdout problem, each ``{"input": {"stdin"}, "output": {"stdout"}}``."""
     if not isinstance(row.selected_uts, str):
-        raise ValueError(f"{row.place}: selected_uts of {row.id!r} has no stdin/stdout cases")
+        raise UserError(f"{row.place}: selected_uts of {row.id!r} has no stdin/stdout cases")
     return json.loads(row.selected_uts)
 
 

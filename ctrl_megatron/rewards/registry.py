@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+from ctrl_megatron.errors import UserError, users_code
 from ctrl_megatron.rewards.code_rewards import (
     BinaryCodeReward,
     CodeFormatReward,
@@ -42,7 +43,7 @@ def register_reward(name: str) -> Callable[[Factory], Factory]:
 
     def register(factory: Factory) -> Factory:
         if name in _FACTORIES:
-            raise ValueError(f"reward {name!r} is already registered; choose another name")
+            raise UserError(f"reward {name!r} is already registered; choose another name")
         _FACTORIES[name] = factory
         return factory
 
@@ -54,7 +55,7 @@ def get_reward(name: str) -> Callable[..., Any]:
     if name not in _FACTORIES:
         near = get_close_matches(name, _FACTORIES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
-        raise ValueError(
+        raise UserError(
             f"unknown reward {name!r}{hint} known: {', '.join(sorted(_FACTORIES))}, and any "
             "function as module:function"
         )
@@ -79,7 +80,7 @@ def make_reward(name: str, **options: Any) -> RewardFunction:
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
-        raise ValueError(f"reward {name!r}: {error}") from error
+        raise UserError(f"reward {name!r}: {error}") from error
     return factory(**options)
 
 
@@ -95,10 +96,11 @@ class CustomReward:
         """See ``RewardFunction``. Raises ``ValueError`` for an answer that is not one reward per
         item.
         """
-        answer = self._function(items, **self._options)
-        given = await answer if inspect.isawaitable(answer) else answer
+        with users_code(f"reward {self.path!r} failed"):
+            answer = self._function(items, **self._options)
+            given = await answer if inspect.isawaitable(answer) else answer
         if not isinstance(given, Sequence) or len(given) != len(items):
-            raise ValueError(f"reward {self.path!r} must give a list of {len(items)} rewards")
+            raise UserError(f"reward {self.path!r} must give a list of {len(items)} rewards")
         return [None if value is None else self._number(value) for value in given]
 
     def _number(self, value: Any) -> float:
@@ -107,7 +109,7 @@ class CustomReward:
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(
+            raise UserError(
                 f"reward {self.path!r} gave {value!r}, not a finite number; give None for what is "
                 "not known"
             )
@@ -117,13 +119,11 @@ class CustomReward:
 def _imported(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     if not module or not name or module.startswith("."):
-        raise ValueError(f"reward {path!r} is not an import path 'module:function'")
-    try:
+        raise UserError(f"reward {path!r} is not an import path 'module:function'")
+    with users_code(f"cannot import the reward {path!r}"):
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot import the reward {path!r}: {error}") from error
     if not callable(found):
-        raise ValueError(f"reward {path!r} is not callable")
+        raise UserError(f"reward {path!r} is not callable")
     return found

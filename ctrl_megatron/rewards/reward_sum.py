@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from ctrl_megatron.data.rows import Row
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import parse_judgment
 from ctrl_megatron.types import Verdict
 
@@ -135,7 +136,7 @@ class RewardSum:
         parts = dict(zip(others, found, strict=True))
         for name, part in parts.items():
             if len(part) != len(items):
-                raise ValueError(
+                raise UserError(
                     f"reward function {name!r} gave {len(part)} rewards for {len(items)} items"
                 )
         if self.critic is not None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 from ctrl_megatron.data.rows import Row
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.reward_sum import RewardItem, Rewards, rows_of
 
 
@@ -35,7 +36,7 @@ class SoftOverlongPunishment:
 
     def __init__(self, *, max_length: int, cache_length: int) -> None:
         if not 0 < cache_length <= max_length:
-            raise ValueError(
+            raise UserError(
                 f"soft_overlong_punishment needs 0 < cache_length <= max_length, got cache_length "
                 f"{cache_length} and max_length {max_length}"
             )
@@ -90,7 +91,7 @@ class TransitionReward:
             (False, False): wrong_to_wrong,
         }
         if not all(map(math.isfinite, self._values.values())):
-            raise ValueError("the values of transitions must be finite numbers")
+            raise UserError("the values of transitions must be finite numbers")
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         rows = rows_of("transition", items)
@@ -107,7 +108,7 @@ class TransitionReward:
 
 def _was_right(row: Row) -> bool:
     if row.pass_rate is None:
-        raise ValueError(
+        raise UserError(
             f"{row.place or 'a row'}: row {row.id!r} has no pass_rate, which "
             "reward.judgment_weight and reward.transition compare with; judge the first "
             "solutions (tools/prepare_data.py) or leave these keys at 0"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class EngineSpec:
     def require_sleep(self) -> None:
         """ValueError without ``may_sleep``."""
         if not self.may_sleep:
-            raise ValueError("the engine was started without may_sleep; set it in EngineSpec")
+            raise UserError("the engine was started without may_sleep; set it in EngineSpec")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +172,11 @@ def default_engine() -> str:
 def require_engine(name: str) -> None:
     """ValueError if the engine ``name`` cannot be started here, with the remedy."""
     if name == "sglang":
-        raise ValueError("engine 'sglang' is not available yet; use 'vllm' or 'hf'")
+        raise UserError("engine 'sglang' is not available yet; use 'vllm' or 'hf'")
     if name not in ENGINE_MODULES:
-        raise ValueError(f"unknown engine {name!r}; use one of {sorted(ENGINE_MODULES)}")
+        raise UserError(f"unknown engine {name!r}; use one of {sorted(ENGINE_MODULES)}")
     if name not in available_engines():
-        raise ValueError(
+        raise UserError(
             f"engine {name!r} is not installed here; install the extra that brings "
             f"{ENGINE_MODULES[name]!r}, or use one of {available_engines()}"
         )

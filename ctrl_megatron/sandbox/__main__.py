@@ -7,8 +7,11 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import NoReturn
 
+from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.sandbox.access import read_token
 from ctrl_megatron.sandbox.cores import usable_cores
 from ctrl_megatron.sandbox.jail.isolation import IsolationRefused
@@ -20,13 +23,23 @@ from ctrl_megatron.sandbox.service.workers import WorkerFault, WorkerSettings
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, check, serve. Returns the exit status; a failure to start is one line on stderr."""
-    options = _parser().parse_args(arguments)
-    if options.workers < 1:
-        print("sandbox: --workers must be at least 1", file=sys.stderr)
+    try:
+        options = _parser().parse_args(arguments)
+        if options.workers < 1:
+            raise UserError("--workers must be at least 1")
+        if not 0 <= options.port < 1 << 16:
+            raise UserError(f"--port {options.port} must be between 0 and 65535")
+        with users_input("--limits"):
+            limits = _limits(options.limits)
+        with users_input("--token-file"):
+            token = read_token(options.token_file) if options.token_file else None
+        if not os.access(options.python, os.X_OK):
+            raise UserError(f"--python {options.python} is no program that can be run")
+    except UserError as error:
+        print(f"sandbox: {error}", file=sys.stderr)
         return 2
     log_json_lines(options.log_level)
     try:
-        limits = SandboxLimits(**json.loads(options.limits))
         settings = WorkerSettings(
             level=options.isolation,
             limits=limits,
@@ -37,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         server = ServerOptions(
             host=options.host,
             port=options.port,
-            token=read_token(options.token_file) if options.token_file else None,
+            token=token,
             allow_open=options.allow_open,
             drain_seconds=options.drain_seconds,
             endpoint_file=Path(options.endpoint_file) if options.endpoint_file else None,
@@ -55,10 +68,24 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _limits(text: str) -> SandboxLimits:
+    given = json.loads(text)
+    known = {field.name for field in fields(SandboxLimits)}
+    if not isinstance(given, dict) or (unknown := given.keys() - known):
+        what = ", ".join(sorted(unknown)) if isinstance(given, dict) else repr(given)
+        raise UserError(f"{what}: no field of SandboxLimits; known: {', '.join(sorted(known))}")
+    if wrong := [name for name, value in given.items() if type(value) not in (int, float)]:
+        raise UserError(f"{wrong[0]}={given[wrong[0]]!r} is no number")
+    return SandboxLimits(**given)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, remedy="--help shows what there is")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Run untrusted programs behind SandboxFusion's HTTP contract."
-    )
+    parser = _Parser(description="Run untrusted programs behind SandboxFusion's HTTP contract.")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080, help="0 takes a free port")
     parser.add_argument("--token-file", help="file whose first line is the clients' bearer token")

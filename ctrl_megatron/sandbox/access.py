@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ctrl_megatron.errors import UserError
+
 _SHORTEST_TOKEN = 16
 
 
@@ -21,7 +23,7 @@ def read_token(path: str | Path) -> str:
     """The token in a file's first line. Raises ``OSError``, or ``ValueError`` for a weak one."""
     token = next(iter(Path(path).read_text(encoding="utf-8").splitlines()), "").strip()
     if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
-        raise ValueError(
+        raise UserError(
             f"the token in {path} must be at least {_SHORTEST_TOKEN} printable ASCII characters; "
             "make one with: openssl rand -hex 32"
         )

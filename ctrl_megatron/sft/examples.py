@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ctrl_megatron.data.rows import read_parquet, write_parquet
+from ctrl_megatron.data.rows import Cells, read_parquet, write_parquet
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Message
 
 
@@ -25,18 +26,20 @@ def write_examples(path: Path, examples: Iterable[SftExample]) -> None:
 
     records = [{**asdict(e), "prompt": list(e.prompt)} for e in examples]
     if not records:
-        raise ValueError(f"{path}: there are no examples to write")
+        raise UserError(f"{path}: there are no examples to write")
     write_parquet(path, pyarrow.Table.from_pylist(records))
 
 
 def read_examples(files: Sequence[str]) -> list[SftExample]:
-    """All examples in order; ValueError naming file and row for a missing value."""
+    """All examples in order; UserError naming file, row and column for what cannot be used."""
     examples = []
     for file in files:
-        for number, record in enumerate(read_parquet(file).to_pylist()):
-            missing = [k for k in ("id", "prompt", "response") if not record.get(k)]
-            if missing:
-                raise ValueError(f"{file} row {number}: {', '.join(missing)} missing or empty")
-            prompt = tuple({"role": m["role"], "content": m["content"]} for m in record["prompt"])
-            examples.append(SftExample(id=record["id"], prompt=prompt, response=record["response"]))
+        for number, record in enumerate(read_parquet(file).to_pylist(), start=1):
+            cell = Cells(record, f"{file}: row {number}")
+            example = SftExample(
+                id=cell.text("id"),
+                prompt=cell.messages("prompt"),
+                response=cell.text("response"),
+            )
+            examples.append(example)
     return examples

@@ -7,13 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from ctrl_megatron.checkpoint.hf import save_hf
-from ctrl_megatron.checkpoint.store import CheckpointStore
+from ctrl_megatron.checkpoint.store import POLICY_FOLDER, CheckpointStore
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.pipeline.build import build_policy, optimizer_options
 from ctrl_megatron.pipeline.device_memory import check_memory, device_memory
+from ctrl_megatron.pipeline.inputs import (
+    check_checkpoint,
+    check_loggers,
+    check_models,
+    check_place,
+    check_together,
+    check_tokenizer,
+    is_finished,
+)
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.recorder import Recorder
@@ -27,14 +37,19 @@ def train_sft(config: Config) -> bool:
 
     At the end the weights stand in ``<run directory>/hf`` as an HF directory.
     """
-    check_memory(config, "sft")
+    check_sft(config)
+    finished = False
+    codec, given, kept = check_rows(config)
+    with users_input("sft.train_files"):
+        examples, dropped = tokenise(codec, given, config)
+        steps = total_steps(config, len(examples))
+    with users_input("sft.val_files"):
+        held_out, _ = tokenise(codec, kept, config)
+    if is_finished(config, steps, stage="after SFT", files=("hf",)):
+        return True
     with session(config) as run:
         groups, path = run.groups, config.actor_rollout_ref.model.path
-        codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
-        examples, dropped = tokenise(codec, read_examples(config.sft.train_files), config)
-        held_out, _ = tokenise(codec, read_examples(config.sft.val_files), config)
         sampler = ResumableSampler(len(examples), seed=config.trainer.seed)
-        steps = total_steps(config, len(examples))
         policy = build_policy(
             config,
             groups,
@@ -47,6 +62,7 @@ def train_sft(config: Config) -> bool:
             ),
             budget=config.sft.max_token_len_per_gpu,
         )
+        run.check_stop()
         recorder = Recorder(config, active=groups.is_first, total_steps=steps)
         memory = device_memory(groups)
         worker = SftWorker(
@@ -92,6 +108,27 @@ def train_sft(config: Config) -> bool:
     return finished
 
 
+def check_sft(config: Config) -> None:
+    """UserError, with a line per problem, for what a run is given; its rows are not looked at."""
+    check_together(
+        lambda: check_models(config, "sft"),
+        lambda: check_loggers(config),
+        lambda: check_place(config),
+        lambda: check_checkpoint(config, (POLICY_FOLDER,), ("sampler",)),
+    )
+    check_memory(config, "sft")
+
+
+def check_rows(config: Config) -> tuple[TextCodec, list[SftExample], list[SftExample]]:
+    """Tokenizer, training and validation examples; UserError for what cannot be used of them."""
+    codec = check_tokenizer(config)
+    with users_input("sft.train_files"):
+        train = read_examples(config.sft.train_files)
+        total_steps(config, len(train))
+    with users_input("sft.val_files"):
+        return codec, train, read_examples(config.sft.val_files)
+
+
 def tokenise(
     codec: TextCodec, examples: Sequence[SftExample], config: Config
 ) -> tuple[list[tuple[Tokens, Tokens]], int]:
@@ -105,7 +142,7 @@ def tokenise(
         else:
             rows.append((prompt, response))
     if examples and not rows:
-        raise ValueError(
+        raise UserError(
             f"no example of sft.train_files fits in sft.max_length={config.sft.max_length} tokens"
         )
     return rows, dropped
@@ -115,7 +152,7 @@ def total_steps(config: Config, rows: int) -> int:
     """Optimizer steps of the run; ValueError where the rows do not fill one."""
     per_epoch = rows // config.sft.train_batch_size
     if per_epoch == 0:
-        raise ValueError(
+        raise UserError(
             f"sft.train_files has {rows} usable rows, fewer than "
             f"sft.train_batch_size={config.sft.train_batch_size}"
         )

@@ -11,13 +11,23 @@ import pytest
 from package_imports import FILES, NAME, PACKAGE, ROOT, Import, imports_of, library
 
 ORDER = (
-    *("types", "config", "metrics", "prompts", "data", "sandbox", "rewards", "algorithms"),
+    *(
+        "errors",
+        "types",
+        "config",
+        "metrics",
+        "prompts",
+        "data",
+        "sandbox",
+        "rewards",
+        "algorithms",
+    ),
     *("parallel", "models", "rollout", "resharding", "memory", "checkpoint", "generation"),
     *("eval", "pipeline", "sft", "commands"),
 )
 """A room imports itself and the rooms before it."""
 
-TORCH_FREE = ("types", "config", "metrics", "prompts", "data", "sandbox", "rewards", "commands")
+TORCH_FREE = (*ORDER[: ORDER.index("algorithms")], "commands")
 HEAVY = ("torch", "tensordict", "transformers", "vllm", "sglang", "megatron", "ray")
 
 OWNERS = {

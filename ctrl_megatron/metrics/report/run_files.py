@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics.json_lines import read_json_lines
 from ctrl_megatron.metrics.timeline import Phase
 
@@ -45,7 +46,7 @@ def read_run_files(run_dir: Path) -> RunFiles:
     }
     there = {file: run_dir / file for file in readers if (run_dir / file).is_file()}
     if not there:
-        raise ValueError(f"{run_dir} holds none of {', '.join(readers)}; is it a run's directory?")
+        raise UserError(f"{run_dir} holds none of {', '.join(readers)}; is it a run's directory?")
     contents = {readers[file][0]: readers[file][1](path) for file, path in there.items()}
     return RunFiles(name=run_dir.resolve().name, **contents)
 
@@ -86,13 +87,13 @@ def _summary(path: Path) -> list[dict[str, Any]]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))["table"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f'{path} must be JSON of the form {{"table": [rows]}}') from error
+        raise UserError(f'{path} must be JSON of the form {{"table": [rows]}}') from error
     if not isinstance(table, list) or not all(isinstance(row, dict) for row in table):
-        raise ValueError(f"{path}: every row of the table must be an object")
+        raise UserError(f"{path}: every row of the table must be an object")
     return table
 
 
 def _field(record: dict[str, Any], name: str, path: Path) -> Any:
     if name not in record:
-        raise ValueError(f"{path}: a line without the field {name!r}: {str(record)[:80]}")
+        raise UserError(f"{path}: a line without the field {name!r}: {str(record)[:80]}")
     return record[name]

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.wire import (
     CommandRunResult,
@@ -25,7 +26,7 @@ class ProviderError(SandboxError):
     """
 
 
-class ProviderSetupError(ValueError):
+class ProviderSetupError(UserError):
     """The provider cannot work as it is set up: a missing package or key, a refused key, a request
     beyond the provider's limits. Retrying would not help, so it should end the run."""
 

@@ -17,6 +17,7 @@ from tenacity import (
     wait_random,
 )
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import extract_code
 from ctrl_megatron.rewards.providers.asserts import AssertsJob, split_test
 from ctrl_megatron.rewards.providers.contract import (
@@ -163,7 +164,7 @@ def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob
     kind, language = config.dataset_type or request.dataset, config.language or "python"
     data, seconds = config.provided_data, config.run_timeout or DEFAULT_SECONDS
     if not isinstance(data, dict):
-        raise ValueError("provided_data must be an object: providers keep no data sets")
+        raise UserError("provided_data must be an object: providers keep no data sets")
     function = kind in _FUNCTION_KINDS
     if not function and kind != "CommonOJDataset":
         raise ProviderSetupError(
@@ -182,7 +183,7 @@ def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob
         ]
     listed = data.get("test_list")
     if not isinstance(listed, list) or not listed or not all(isinstance(t, str) for t in listed):
-        raise ValueError("provided_data.test_list must be a non-empty list of Python tests")
+        raise UserError("provided_data.test_list must be a non-empty list of Python tests")
     tests = tuple(split_test(test) for test in listed)
     size = backend.tests_per_run or len(tests)
     return [
@@ -204,9 +205,9 @@ def _cases(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         items = json.loads(tests) if isinstance(tests, str) else tests or ()
         cases = [(item["input"].get("stdin", ""), item["output"]["stdout"]) for item in items]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"provided_data.test is not a list of stdin/stdout cases: {error!r}"
         ) from error
     if not cases:
-        raise ValueError("provided_data.test is empty: nothing to judge")
+        raise UserError("provided_data.test is empty: nothing to judge")
     return cases

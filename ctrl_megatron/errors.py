@@ -1,0 +1,128 @@
+"""What the user gave and cannot be used: the one exception for it, and what counts as it.
+
+A ``UserError`` is printed as it stands, once, without a traceback, and the command ends with exit
+code 2. Everything else that is raised is a fault of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_PATH = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_SAID_FULL = "No space left on device"
+"""How libraries word it that do not raise an OSError (safetensors, torch)."""
+
+
+class UserError(ValueError):
+    """Something that the user gave cannot be used: one line per problem.
+
+    ``key`` is the configuration key or argument that gave it, ``row`` counts from 1 in ``file``,
+    ``remedy`` says what to do. A problem may also be a whole sentence that names them itself.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        key: str = "",
+        file: str | os.PathLike[str] = "",
+        row: int | None = None,
+        remedy: str = "",
+    ) -> None:
+        place = f"{os.fspath(file)}: row {row}" if row is not None else os.fspath(file)
+        text = ": ".join(part for part in (key, place, problem) if part)
+        super().__init__(f"{text}; {remedy}" if remedy else text)
+
+
+def user_fault(error: BaseException | None) -> UserError | None:
+    """The user's fault behind ``error``: itself, what caused it, or what the system refused.
+
+    A full disk and a path that may not be written are the user's; None for a fault of ours.
+    """
+    while error is not None:
+        if isinstance(error, UserError):
+            return error
+        found = _of_system(error)
+        if found is not None:
+            return found
+        error = error.__cause__
+    return None
+
+
+def _of_system(error: BaseException) -> UserError | None:
+    number = error.errno if isinstance(error, OSError) else None
+    path = str(error.filename) if isinstance(error, OSError) and error.filename else ""
+    if number in _FULL or _SAID_FULL in str(error):
+        where = f"the disk of {path}" if path else "a disk"
+        return UserError(f"{where} is full", remedy="free space on it, or write to another one")
+    if number in _CLOSED and path:
+        who = f"the user with uid {os.geteuid()}"
+        return UserError(
+            f"{path}: {os.strerror(number)}", remedy=f"let {who} use it, or name another path"
+        )
+    if number in _NO_PATH and path:
+        return UserError(f"{path}: {os.strerror(number)}", remedy="name another path")
+    return None
+
+
+@contextmanager
+def users_input(key: str = "") -> Iterator[None]:
+    """Of a block that only reads what the user gave: its ValueErrors are the user's, and so is a
+    file that the system does not let it read. ``key`` is put in front of what does not name it.
+    """
+    try:
+        yield
+    except UserError as error:
+        if not key or key in str(error):
+            raise
+        raise UserError(str(error), key=key) from error
+    except ValueError as error:
+        raise UserError(str(error), key=key if key not in str(error) else "") from error
+    except OSError as error:
+        fault = user_fault(error)
+        if fault is None and not error.filename:
+            raise
+        raise UserError(str(fault or f"{error.filename}: {error.strerror}"), key=key) from error
+
+
+def all_of(problems: list[UserError]) -> None:
+    """Raise the problems as one error, a line each; nothing where there are none."""
+    lines = dict.fromkeys(line for problem in problems for line in str(problem).splitlines())
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+@contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Of a block that runs code of the user's: what it raises is theirs, told with the line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        line = _line_of(error)
+        place = f" ({line})" if line else ""
+        raise UserError(f"{what}: {type(error).__name__}: {_first_line(error)}{place}") from error
+
+
+def _line_of(error: BaseException) -> str:
+    """``FILE line N`` of the innermost line that is not this package's or a library's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename} line {error.lineno}"
+    own, found = os.path.dirname(__file__), ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith((own, "<", sys.prefix, sys.base_prefix)):
+            found = f"{frame.filename} line {frame.lineno}"
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no message"

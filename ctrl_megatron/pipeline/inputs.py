@@ -1,0 +1,243 @@
+"""What a run is given, checked and read before processes and models start.
+
+Every problem that can be known by then is found here, by every rank alike and by the command that
+starts them; the first that looks raises all of them as one UserError with a line each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from ctrl_megatron.checkpoint.store import CheckpointStore, read_state
+from ctrl_megatron.config import Config, Purpose
+from ctrl_megatron.config.environment import read_launch
+from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
+from ctrl_megatron.data.rows import read_rows, rows_by_id
+from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.errors import UserError, all_of, users_input
+from ctrl_megatron.models.families import check_tensor_size
+from ctrl_megatron.models.hf_config import ModelShape, read_model_shape
+from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.pipeline.run_directory import check_run_directory
+
+_MODEL = "actor_rollout_ref.model.path"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInputs:
+    """The rows of a run as tokens, and the tokenizer that made them."""
+
+    codec: TextCodec
+    train: PromptTable
+    validation: PromptTable | None
+
+
+def check_together(*checks: Callable[[], object]) -> None:
+    """Run all checks and raise the UserErrors of those that fail as one."""
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            problems.append(error)
+    all_of(problems)
+
+
+def check_place(config: Config) -> None:
+    """UserError if the run cannot write its directory."""
+    with users_input("trainer.default_local_dir"):
+        check_run_directory(Path(config.trainer.run_dir))
+
+
+def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | None = None) -> None:
+    """UserError for a model whose files do not fit each other, the layout or the other models.
+
+    Only headers are read. ``others`` are further critics by the argument that names them.
+    """
+    actor = config.actor_rollout_ref.model.path
+    wanted = [(_MODEL, actor), *(others or {}).items()]
+    if purpose == "rl":
+        wanted += list(_roles(config, actor))
+    first_of: dict[str, str] = {}
+    for key, path in wanted:
+        first_of.setdefault(path, key)  # of a model with several roles is told once
+    shapes: dict[str, ModelShape] = {}
+    problems = []
+    for path, key in first_of.items():
+        try:
+            with users_input(key):
+                shapes[path] = shape = read_model_shape(path)
+                SafetensorsDirectory(path).check(shape)
+                _check_role(config, key, path, shape, shapes.get(actor))
+        except UserError as error:
+            problems.append(error)
+    all_of(problems)
+
+
+def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
+    family = config.actor_rollout_ref
+    if config.writes_revisions:
+        yield "actor_rollout_ref.proxy.model.path", family.proxy.model.path or actor
+    if config.needs_reference:
+        yield "actor_rollout_ref.ref.model.path", family.ref.model.path or actor
+    if config.needs_values:
+        yield "critic.model.path", config.critic.model.path or actor
+
+
+def _check_role(
+    config: Config, key: str, path: str, shape: ModelShape, actor: ModelShape | None
+) -> None:
+    trained = key in (_MODEL, "actor_rollout_ref.ref.model.path", "critic.model.path")
+    megatron = config.actor_rollout_ref.actor.megatron
+    if trained:
+        layout = Layout(
+            tensor=megatron.tensor_model_parallel_size,
+            pipeline=megatron.pipeline_model_parallel_size,
+            virtual_pipeline=megatron.virtual_pipeline_model_parallel_size or 1,
+        )
+        check_tensor_size(shape, layout)
+        layout.check_layers(shape.num_layers)
+    if shape.value_head and key != "critic.model.path":
+        raise UserError(
+            f"{path} is a value model, which writes no text", remedy="name a language model"
+        )
+    if not trained and actor is not None and shape != actor:
+        raise UserError(
+            f"{path} has another architecture than the actor; the same engines generate with both",
+            remedy="use a model of the actor's shape",
+        )
+
+
+def check_tokenizer(config: Config) -> TextCodec:
+    """The tokenizer, loaded. UserError if it cannot be, has no chat template or end, or more tokens
+    than the model.
+    """
+    with users_input("actor_rollout_ref.model.tokenizer_path"):
+        codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
+        codec.encode_chat([{"role": "user", "content": "?"}])
+        largest = max((*codec.eos_token_ids, *codec.tokenizer.get_vocab().values()))
+        try:
+            rows = read_model_shape(config.actor_rollout_ref.model.path).vocab_size
+        except UserError:
+            return codec  # told by check_models
+        if largest >= rows:
+            raise UserError(
+                f"{codec.path} has token number {largest}, but the model of "
+                f"{config.actor_rollout_ref.model.path} knows {rows}",
+                remedy="use the model's own tokenizer",
+            )
+    return codec
+
+
+def check_loggers(config: Config) -> None:
+    """UserError for a logger whose library is not installed."""
+    for name in config.trainer.logger:
+        if name in ("wandb", "mlflow", "tensorboard") and find_spec(name) is None:
+            raise UserError(
+                f"trainer.logger names {name}, which is not installed; pip install {name}, or "
+                "remove it from the list"
+            )
+
+
+def check_checkpoint(config: Config, models: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    """UserError if the checkpoint to continue from is not whole, or of another kind of run."""
+    trainer = config.trainer
+    store = CheckpointStore(
+        Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
+    )
+    checkpoint = store.find(trainer.resume_mode)
+    if checkpoint is not None:
+        with users_input():
+            read_state(checkpoint, models, parts)
+
+
+def is_finished(config: Config, steps: int, *, stage: str, files: tuple[str, ...] = ()) -> bool:
+    """Whether the run has made its steps and left what it leaves at its end; then rank 0 says so.
+
+    ``stage`` is the row of the final table that comes last where there is one.
+    """
+    trainer, run_dir = config.trainer, Path(config.trainer.run_dir)
+    checkpoint = CheckpointStore(run_dir / "checkpoints", keep=-1, side_files=run_dir).find(
+        trainer.resume_mode
+    )
+    if checkpoint is None or checkpoint.step < steps:
+        return False
+    table = run_dir / "summary.json"
+    rows = json.loads(table.read_text())["table"] if table.is_file() else []
+    told = {row["stage"] for row in rows}
+    if (rows and stage not in told) or not all((run_dir / name).exists() for name in files):
+        return False
+    if read_launch().rank == 0:
+        print(
+            f"nothing to do: {checkpoint.path} holds the last of {steps} steps; raise "
+            "total_training_steps or total_epochs to go on, or name another "
+            "trainer.experiment_name",
+            flush=True,
+        )
+    return True
+
+
+def read_inputs(config: Config, *, trains: bool = True) -> RunInputs:
+    """The tables of the run; those of an evaluation (``trains=False``) are the validation rows.
+
+    UserError naming file, row and column of what does not fit, and for too few rows for a step.
+    """
+    codec, size = check_tokenizer(config), config.data.train_batch_size
+    if not trains:
+        table = _table(config, codec, "data.val_files", config.data.val_files)
+        return RunInputs(codec=codec, train=table, validation=table)
+    train, validation = prompt_tables(config, codec)
+    _require_a_step(len(train.rows), train.dropped, size)
+    return RunInputs(codec=codec, train=train, validation=validation)
+
+
+def check_rows(config: Config) -> None:
+    """What ``read_inputs`` refuses, but for the prompts' lengths: nothing is turned into tokens."""
+    check_tokenizer(config)
+    data, count, rows = config.data, 0, []
+    for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        if files:
+            with users_input(key):
+                rows += read_rows(files, prompt_key=data.prompt_key)
+                count = count or len(rows)
+    rows_by_id(rows)
+    _require_a_step(count, 0, data.train_batch_size)
+
+
+def _require_a_step(count: int, dropped: int, size: int) -> None:
+    if count < size:
+        left_out = f" ({dropped} have an overlong prompt)" if dropped else ""
+        raise UserError(
+            f"data.train_files has {count} usable rows{left_out}, fewer than "
+            f"data.train_batch_size={size}",
+            remedy="lower it, or add rows",
+        )
+
+
+def prompt_tables(config: Config, codec: TextCodec) -> tuple[PromptTable, PromptTable | None]:
+    """The training rows and, where there are any, the validation rows.
+
+    One file may serve both. UserError for different rows with one id.
+    """
+    train = _table(config, codec, "data.train_files", config.data.train_files)
+    files = config.data.val_files
+    validation = _table(config, codec, "data.val_files", files) if files else None
+    rows_by_id([*train.rows, *(validation.rows if validation else ())])
+    return train, validation
+
+
+def _table(config: Config, codec: TextCodec, key: str, files: tuple[str, ...]) -> PromptTable:
+    data = config.data
+    with users_input(key):
+        return load_prompt_table(
+            files,
+            codec,
+            max_prompt_length=data.max_prompt_length,
+            filter_overlong=data.filter_overlong_prompts,
+            prompt_key=data.prompt_key,
+        )

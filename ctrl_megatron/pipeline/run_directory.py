@@ -1,0 +1,151 @@
+"""The directory of a run: whose it is, and the lock of the run that writes there."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from ctrl_megatron.errors import UserError
+
+LOCK_FILE, MARKER_FILE = "run.lock", ".ctrl_megatron_run"
+_WRITTEN = ("config.yaml", "metrics.jsonl", "timeline.jsonl", "examples.jsonl", "summary.json")
+_WRITTEN += ("report.html", "checkpoints", "hf", "hf_exports", "engine.log", "tensorboard")
+_BEAT_SECONDS = 5.0
+_SILENT_SECONDS = 20.0
+"""After which a lock of another host that nobody renews is a dead run's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lock."""
+
+    host: str
+    pid: int
+    started: float
+    """When the process began, in seconds since the epoch: process ids come again."""
+
+    def lives(self, lock: Path) -> bool:
+        """Whether the holder still runs; of another host's, whether it renews the lock."""
+        if self.host == socket.gethostname():
+            try:
+                return abs(psutil.Process(self.pid).create_time() - self.started) < 2
+            except psutil.NoSuchProcess:
+                return False
+        return _renewed(lock)
+
+
+class RunLock:
+    """Held by the first rank from ``take`` to ``release``; renewed so that other hosts see it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / LOCK_FILE
+        self._me = Holder(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+        self._released = threading.Event()
+
+    def take(self) -> RunLock:
+        """Raises UserError where another run holds the directory or others' files lie there."""
+        directory = self._path.parent
+        check_run_directory(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        with _alone(directory):
+            check_run_directory(directory)
+            work = self._path.with_name(f".{LOCK_FILE}.{os.getpid()}")
+            work.write_text(json.dumps(asdict(self._me)) + "\n")
+            os.replace(work, self._path)
+            (directory / MARKER_FILE).touch()
+        threading.Thread(target=self._renew, name="run-lock", daemon=True).start()
+        return self
+
+    def release(self) -> None:
+        """Give the directory free, if it is still ours."""
+        self._released.set()
+        if _holder(self._path) == self._me:
+            self._path.unlink()
+
+    def _renew(self) -> None:
+        while not self._released.wait(_BEAT_SECONDS):
+            try:
+                os.utime(self._path)
+            except OSError:
+                return  # somebody removed it
+
+
+def check_run_directory(directory: Path) -> None:
+    """UserError if a run cannot write ``directory``: another one does, files of others lie there,
+    or the system refuses. Writes nothing.
+    """
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{there} is no directory", key="trainer.default_local_dir")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{there} cannot be written by the user with uid {os.geteuid()}",
+            key="trainer.default_local_dir",
+            remedy="name a directory of yours",
+        )
+    if not directory.is_dir():
+        return
+    holder = _holder(directory / LOCK_FILE)
+    if holder is not None and holder.lives(directory / LOCK_FILE):
+        raise UserError(
+            f"{directory} is in use by the run with pid {holder.pid} on {holder.host}",
+            remedy="wait for it, or give this run another trainer.experiment_name",
+        )
+    if not _is_ours(directory):
+        foreign = next((name for name in _WRITTEN if (directory / name).exists()), None)
+        if foreign is not None:
+            raise UserError(
+                f"{directory / foreign} was not written by a run and would be replaced",
+                remedy="give this run another trainer.experiment_name",
+            )
+
+
+def _is_ours(directory: Path) -> bool:
+    if (directory / MARKER_FILE).exists() or (directory / LOCK_FILE).exists():
+        return True
+    try:
+        return "actor_rollout_ref:" in (directory / "config.yaml").read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _holder(lock: Path) -> Holder | None:
+    """Who is named in the file; None where there is none, or where its writer died over it."""
+    try:
+        return Holder(**json.loads(lock.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _renewed(lock: Path) -> bool:
+    """Whether somebody touches the file while we look; clocks of hosts need not agree."""
+    try:
+        before, deadline = lock.stat().st_mtime_ns, time.monotonic() + _SILENT_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.5)
+            if lock.stat().st_mtime_ns != before:
+                return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Two runs of a host that start at once take the lock one after the other."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,601 @@
+"""Whatever the user gives that cannot be used: exit code 2, at most three lines that name it, and
+nothing is started or written. Alone and, where a command starts ranks, for two of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from mistaken_world import (
+    PROBLEM,
+    change_json,
+    change_row,
+    change_tensors,
+    cut,
+    drop_column,
+    keep_rows,
+    make_world,
+    write_model,
+    write_tokenizer,
+)
+
+from ctrl_megatron.models.families import hf_names
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.pipeline.run_directory import LOCK_FILE, Holder
+
+TRAINING = ("train_rl", "train_sft")
+_A = "actor_rollout_ref."
+Spoil = Callable[[Path], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mistake."""
+
+    name: str
+    tool: str
+    arguments: str
+    """Of the command, after the configuration file."""
+    named: str
+    """What the message must say, in any case."""
+    spoil: Spoil = lambda folder: None
+    environment: tuple[tuple[str, str], ...] = ()
+    only_alone: bool = False
+    """Only ranks can know it: the row has to be turned into tokens."""
+
+
+def _text(file: str, text: str) -> Spoil:
+    return lambda folder: (folder / file).write_text(text)
+
+
+def _bytes(file: str, data: bytes) -> Spoil:
+    return lambda folder: (folder / file).write_bytes(data)
+
+
+def _remove(file: str) -> Spoil:
+    return lambda folder: (folder / file).unlink()
+
+
+def _cell(column: str, value: object, number: int = 3, file: str = "train.parquet") -> Spoil:
+    return lambda folder: change_row(folder / file, number, column, value)
+
+
+def _model(**changes: object) -> Spoil:
+    return lambda folder: change_json(folder / "model/config.json", **changes)
+
+
+def _all(*spoils: Spoil) -> Spoil:
+    return lambda folder: [spoil(folder) for spoil in spoils]
+
+
+def _index(folder: Path) -> None:
+    """All tensors in a file that is not there."""
+    names = hf_names(read_model_shape(folder / "model"))
+    index = {"weight_map": dict.fromkeys(names, "none.safetensors")}
+    (folder / "model/model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _checkpoint(folder: Path) -> Path:
+    """A checkpoint of step 1 where the run looks for one."""
+    there = folder / "runs/mine/checkpoints/global_step_1"
+    shutil.copytree(folder / "checkpoint", there)
+    (folder / "runs/mine/.ctrl_megatron_run").touch()
+    state = {"step": 1, "sampler": {}, "kl_controller": {}, "reserve": {}}
+    (there / "trainer_state.json").write_text(json.dumps(state))
+    return there
+
+
+def _lock(folder: Path) -> None:
+    """Held by this process."""
+    me = psutil.Process()
+    (folder / "runs/mine").mkdir(parents=True)
+    holder = Holder(socket.gethostname(), me.pid, me.create_time())
+    (folder / "runs/mine" / LOCK_FILE).write_text(json.dumps(asdict(holder)))
+
+
+def rl(name: str, arguments: str, named: str, spoil: Spoil = lambda f: None, **more: Any) -> Case:
+    return Case(name, "train_rl", arguments, named, spoil, **more)
+
+
+def tool(tool: str, name: str, arguments: str, named: str, spoil: Spoil = lambda f: None) -> Case:
+    return Case(name, tool, arguments, named, spoil)
+
+
+sft, evaluation = partial(tool, "train_sft"), partial(tool, "evaluate")
+to_megatron, to_hf = (
+    partial(tool, "convert_hf_to_megatron"),
+    partial(tool, "convert_megatron_to_hf"),
+)
+plan, data = partial(tool, "plan"), partial(tool, "prepare_data")
+solutions, sandbox = partial(tool, "generate_solutions"), partial(tool, "serve_sandbox")
+_DATA = "--problems problems.jsonl --solutions solutions.jsonl --out data"
+_SOLVE = "--problems problems.jsonl --model model --out solved.jsonl"
+_FUNCS = "reward.reward_funcs="
+_PIPELINE = "dag.custom_pipeline_fn="
+
+CASES = [
+    # The configuration.
+    Case("no config", "train_rl", "-", "--config"),
+    rl("no such file", "--config none.yaml", "none.yaml"),
+    rl("near file", "--config rum.yaml", "did you mean run.yaml"),
+    rl("a folder", "--config model", "model"),
+    rl("no YAML", "", "run.yaml is not valid YAML", _text("run.yaml", "data: {seed: [1\n")),
+    rl("no UTF-8", "", "run.yaml", _bytes("run.yaml", b"data: {prompt_key: \xff}")),
+    rl("a list", "", "groups of keys", _text("run.yaml", "- 1\n")),
+    rl("twice", "", "stands twice", _text("run.yaml", "data: {seed: 1}\ndata: {seed: 2}\n")),
+    rl("misspelt", "data.train_bach_size=4", "data.train_batch_size"),
+    rl("another trainer's", _A + "rollout.log_prob_micro_batch_size_per_gpu=1", "log_prob"),
+    rl("wrong type", "data.train_batch_size=many", "data.train_batch_size"),
+    rl("out of range", "data.train_batch_size=0", "at least 1"),
+    rl("no equals sign", "data.seed", "group.key=value"),
+    rl("below a value", "data.seed.x=1", "data.seed"),
+    rl("no such reference", "data.seed=${nothing.here}", "data.seed"),
+    rl("not read", "critic.optim.lr=1e-5", "critic.optim.lr"),
+    rl("no divisor", _A + "actor.ppo_mini_batch_size=3", "ppo_mini_batch_size"),
+    rl("no ranks", "--nproc-per-node 0", "at least 1"),
+    rl("ranks as a word", "--nproc-per-node two", "--nproc-per-node"),
+    rl("other ranks", "trainer.nnodes=3", "trainer.nnodes=3"),
+    rl("two KLs", f"{_A}actor.use_kl_loss=true algorithm.use_kl_in_reward=true", "use_kl_in_rew"),
+    rl("unknown variable", "", "CTRL_LOG_LEVEL", environment=(("CTRL_LOG_LEVLE", "INFO"),)),
+    rl("wrong level", "", "CTRL_LOG_LEVEL", environment=(("CTRL_LOG_LEVEL", "LOUD"),)),
+    rl("rank without world", "", "WORLD_SIZE", environment=(("RANK", "0"),)),
+    rl("rank as a word", "", "RANK", environment=(("RANK", "first"), ("WORLD_SIZE", "2"))),
+    rl("name with a slash", "trainer.experiment_name=a/b", "trainer.experiment_name"),
+    # The layout and the model.
+    rl(
+        "tensor ranks and heads",
+        f"--nproc-per-node 3 trainer.n_gpus_per_node=3 {_A}actor.megatron."
+        f"tensor_model_parallel_size=3 {_A}rollout.name=vllm",
+        "num_attention_heads=4",
+    ),
+    rl(
+        "stages and layers",
+        "--nproc-per-node 4 trainer.n_gpus_per_node=4 "
+        f"{_A}actor.megatron.pipeline_model_parallel_size=4",
+        "2 layers",
+    ),
+    rl("no model", _A + "model.path=none", "model.path"),
+    rl("config.json is garbage", "", "model/config.json", _text("model/config.json", "{")),
+    rl("config.json is a list", "", "model/config.json", _text("model/config.json", "[]")),
+    rl("config.json is binary", "", "model/config.json", _bytes("model/config.json", b"\xff\xfe")),
+    rl("another family", "", "model_type 'gpt2'", _model(model_type="gpt2")),
+    rl("no layers", "", "num_hidden_layers", _model(num_hidden_layers=None)),
+    rl("layers as text", "", "num_hidden_layers", _model(num_hidden_layers="two")),
+    rl("another activation", "", "hidden_act", _model(hidden_act="gelu")),
+    rl("heads and groups", "", "num_key_value_heads=3", _model(num_key_value_heads=3)),
+    rl("an unknown feature", "", "clever_attention", _model(clever_attention=True)),
+    rl("no weights", "", "model.safetensors", _remove("model/model.safetensors")),
+    rl(
+        "weights are garbage", "", "model.safetensors", _bytes("model/model.safetensors", b"x" * 99)
+    ),
+    rl(
+        "weights are cut off", "", "model.safetensors", lambda f: cut(f / "model/model.safetensors")
+    ),
+    rl("weights are empty", "", "model.safetensors", _bytes("model/model.safetensors", b"")),
+    rl("a tensor lacks", "", "q_proj", lambda f: change_tensors(f / "model", q_proj=None)),
+    rl("another shape", "", "q_proj", lambda f: change_tensors(f / "model", q_proj=torch.ones(3))),
+    rl("index is garbage", "", "index.json", _text("model/model.safetensors.index.json", "{}")),
+    rl(
+        "index names no file",
+        "",
+        "none.safetensors",
+        _index,
+    ),
+    rl(
+        "another proxy",
+        _A + "proxy.model.path=other",
+        "proxy.model.path",
+        lambda f: write_model(f / "other", hidden_size=32),
+    ),
+    rl(
+        "no tokenizer",
+        _A + "model.tokenizer_path=data",
+        "tokenizer_path",
+        lambda f: (f / "data").mkdir(),
+    ),
+    rl("tokenizer is garbage", "", "model", _text("model/tokenizer.json", "{")),
+    rl("no chat template", "", "chat template", _remove("model/chat_template.jinja")),
+    rl("template is broken", "", "template", _text("model/chat_template.jinja", "{% for %}")),
+    rl(
+        "template refuses",
+        "",
+        "refuses the roles",
+        _text("model/chat_template.jinja", "{{ raise_exception('no') }}"),
+    ),
+    rl("more tokens than rows", "", "token number", lambda f: write_tokenizer(f / "model", 99)),
+    # The rows.
+    rl("no rows file", "data.train_files=none.parquet", "none.parquet"),
+    rl("rows are no parquet", "", "train.parquet", _text("train.parquet", "id,prompt\n")),
+    rl("rows are cut off", "", "train.parquet", lambda f: cut(f / "train.parquet")),
+    rl("no prompt column", "", "prompt", lambda f: drop_column(f / "train.parquet", "prompt")),
+    rl("no id column", "", "id", lambda f: drop_column(f / "train.parquet", "id")),
+    rl("another prompt column", "data.prompt_key=question", "question"),
+    rl("no rows", "", "train.parquet", lambda f: keep_rows(f / "train.parquet", 0)),
+    rl("too few rows", "", "3 usable rows", lambda f: keep_rows(f / "train.parquet", 3)),
+    rl("no id", "", "row 3: column 'id'", _cell("id", None)),
+    rl("id as a number", "", "row 1: column 'id'", lambda f: [change_ids(f / "train.parquet")]),
+    rl(
+        "id twice",
+        "",
+        "row 3: column 'id' repeats",
+        _all(_cell("id", "seven/0"), _cell("solution", "x")),
+    ),
+    rl("prompt as text", "", "row 1: column 'prompt'", _cell("prompt", "Why?")),
+    rl("prompt is empty", "", "row 3: column 'prompt'", _cell("prompt", [])),
+    rl("unknown role", "", "row 3", _cell("prompt", [{"role": "bot", "content": "?"}])),
+    rl("no content", "", "row 3", _cell("prompt", [{"role": "user", "content": ""}])),
+    rl("unknown prompter", "", "row 3: column 'prompter_type'", _cell("prompter_type", "mine")),
+    rl("tests are no JSON", "", "row 3: column 'selected_uts'", _cell("selected_uts", ["7"])),
+    rl("no tests", "", "row 3: column 'selected_uts'", _cell("selected_uts", [])),
+    rl("pass rate of two", "", "row 3: column 'pass_rate'", _cell("pass_rate", 2.0)),
+    rl("no time", "", "row 3: column 'time_limit'", _cell("time_limit", -1.0)),
+    rl("difficulty of nine", "", "row 3: column 'difficulty'", _cell("difficulty", 9)),
+    rl(
+        "other rows to validate",
+        "data.val_files=val.parquet",
+        "val.parquet: row 1",
+        _all(
+            lambda f: shutil.copyfile(f / "train.parquet", f / "val.parquet"),
+            _cell("solution", "x", 1),
+        ),
+    ),
+    rl(
+        "a long prompt",
+        "data.filter_overlong_prompts=false data.max_prompt_length=4",
+        "data.max_prompt_length",
+        only_alone=True,
+    ),
+    rl("only long prompts", "data.max_prompt_length=4", "data.max_prompt_length", only_alone=True),
+    # Rewards and pipelines.
+    rl("unknown reward", _FUNCS + "[critc]", "did you mean 'critic'"),
+    rl(
+        "reward's option",
+        f"{_FUNCS}[code_format] reward.reward_options.code_format.x=1",
+        "code_format",
+    ),
+    rl("no reward module", _FUNCS + "[nowhere:f]", "nowhere"),
+    rl(
+        "reward does not parse",
+        _FUNCS + "[unparsed:f]",
+        "unparsed.py line 2",
+        _text("unparsed.py", "\ndef f(:\n"),
+    ),
+    rl("reward fails", _FUNCS + "[fails:f]", "fails.py line 1", _text("fails.py", "1 / 0\n")),
+    rl("no such function", _FUNCS + "[empty:f]", "empty", _text("empty.py", "")),
+    rl("no function", _FUNCS + "[number:f]", "not callable", _text("number.py", "f = 1\n")),
+    rl("weights of rewards", "reward.reward_weights=[1,2]", "reward.reward_weights"),
+    rl("no key of a provider", "reward.provider=e2b", "E2B_API_KEY"),
+    rl(
+        "no token file",
+        "sandbox.endpoint=http://127.0.0.1:1 sandbox.token_file=none",
+        "sandbox.token_file",
+    ),
+    rl("no pipeline module", _PIPELINE + "nowhere:build", "dag.custom_pipeline_fn"),
+    rl(
+        "pipeline fails",
+        _PIPELINE + "built:build",
+        "built.py line 2",
+        _text("built.py", "def build():\n    return {}['graph']\n"),
+    ),
+    rl(
+        "no graph",
+        _PIPELINE + "nothing:build",
+        "TaskGraph",
+        _text("nothing.py", "def build(): 0\n"),
+    ),
+    rl("unknown estimator", "algorithm.adv_estimator=grpp", "algorithm.adv_estimator"),
+    rl("unknown loss", _A + "actor.policy_loss=none", "policy_loss"),
+    rl("no such logger", "trainer.logger=[console,mlflow]", "mlflow"),
+    rl("unknown logger", "trainer.logger=[paper]", "trainer.logger"),
+    # Where it writes and continues.
+    rl("a file is there", "trainer.default_local_dir=run.yaml", "run.yaml"),
+    rl(
+        "files of others",
+        "",
+        "runs/mine/config.yaml",
+        _all(
+            lambda f: (f / "runs/mine").mkdir(parents=True),
+            _text("runs/mine/config.yaml", "my: notes\n"),
+        ),
+    ),
+    rl("in use", "", f"pid {os.getpid()}", _lock),
+    rl("no checkpoint", "trainer.resume_mode=none", "trainer.resume_mode"),
+    rl(
+        "of weights",
+        "",
+        "weights only",
+        lambda f: change_json(_checkpoint(f) / "trainer_state.json", weights_only=True),
+    ),
+    rl(
+        "no state",
+        "",
+        "trainer_state.json",
+        lambda f: (_checkpoint(f) / "trainer_state.json").write_text("{"),
+    ),
+    rl("no policy", "", "policy", lambda f: shutil.rmtree(_checkpoint(f) / "policy")),
+    rl("cut off", "", ".distcp", lambda f: cut(next((_checkpoint(f) / "policy").glob("*.distcp")))),
+    rl(
+        "no metadata",
+        "",
+        "whole checkpoint",
+        lambda f: (_checkpoint(f) / "policy/.metadata").unlink(),
+    ),
+    rl(
+        "of fine-tuning",
+        "",
+        "kl_controller",
+        lambda f: change_json(_checkpoint(f) / "trainer_state.json", kl_controller=None),
+    ),
+    # Fine-tuning.
+    sft("no examples file", "sft.train_files=none.parquet", "none.parquet"),
+    sft("no files", "sft.train_files=[]", "sft.train_files"),
+    sft("no response column", "", "response", lambda f: drop_column(f / "sft.parquet", "response")),
+    sft(
+        "response is empty",
+        "",
+        "row 3: column 'response'",
+        _cell("response", "", file="sft.parquet"),
+    ),
+    sft("prompt is none", "", "row 3: column 'prompt'", _cell("prompt", None, file="sft.parquet")),
+    sft("too few examples", "", "2 usable rows", lambda f: keep_rows(f / "sft.parquet", 2)),
+    sft("a key of the other", "data.train_batch_size=4", "sft.train_batch_size"),
+    Case(
+        "long examples",
+        "train_sft",
+        "sft.max_length=1 sft.max_token_len_per_gpu=8",
+        "sft.max_length",
+        only_alone=True,
+    ),
+    # Evaluation.
+    evaluation("no stage", "model", "STAGE=DIR"),
+    evaluation("stage twice", "a=model a=model", "each stage once"),
+    evaluation("nothing to evaluate", "a=model", "data.val_files"),
+    evaluation("no critic", "a=none --set data.val_files=train.parquet", "a=none"),
+    evaluation(
+        "another critic",
+        "a=other --set data.val_files=train.parquet",
+        "a=other",
+        lambda f: write_model(f / "other", hidden_size=32),
+    ),
+    # Conversions.
+    to_megatron("no out", "--hf model", "--out"),
+    to_megatron("no model", "--hf none --out new", "none"),
+    to_megatron(
+        "garbage",
+        "--hf model --out new",
+        "model.safetensors",
+        _bytes("model/model.safetensors", b"x" * 99),
+    ),
+    to_megatron(
+        "cut off",
+        "--hf model --out new",
+        "model.safetensors",
+        lambda f: cut(f / "model/model.safetensors"),
+    ),
+    to_megatron("of float8", "--hf model --out new", "float8", _model(torch_dtype="float8")),
+    to_megatron("onto others' files", "--hf model --out model", "model is not empty"),
+    to_megatron("over others' files", "--hf model --out model --overwrite", "did not write"),
+    to_megatron("onto its own", "--hf model --out checkpoint", "--overwrite replaces it"),
+    to_megatron(
+        "over a changed one",
+        "--hf model --out checkpoint --overwrite",
+        "notes.txt",
+        _text("checkpoint/notes.txt", "!"),
+    ),
+    to_megatron("onto a file", "--hf model --out run.yaml", "run.yaml"),
+    to_hf("no checkpoint", "--checkpoint none --out new", "none"),
+    to_hf("no value model", "--checkpoint checkpoint --model value --out new", "value"),
+    to_hf("no such model", "--checkpoint checkpoint --model both --out new", "both"),
+    to_hf(
+        "cut off",
+        "--checkpoint checkpoint --out new",
+        ".distcp",
+        lambda f: cut(next((f / "checkpoint/policy").glob("*.distcp"))),
+    ),
+    to_hf(
+        "no metadata",
+        "--checkpoint checkpoint --out new",
+        "whole checkpoint",
+        _remove("checkpoint/policy/.metadata"),
+    ),
+    to_hf("onto others' files", "--checkpoint checkpoint --out model", "model is not empty"),
+    to_hf("over others' files", "--checkpoint checkpoint --out model --overwrite", "did not write"),
+    # The plan and the check of the environment.
+    plan("no config", "--config none.yaml", "none.yaml"),
+    plan("no memory", "--gpu-memory 0", "--gpu-memory"),
+    plan("memory as a word", "--gpu-memory much", "--gpu-memory"),
+    plan("no shape", "--model-config none.json", "none.json"),
+    plan("shape is garbage", "--model-config run.yaml", "run.yaml"),
+    tool("check_env", "key without a file", "data.seed=1", "--config"),
+    tool("check_env", "misspelt", "--config run.yaml data.sead=1", "data.seed"),
+    # Data.
+    data("no problems", _DATA.replace("problems.jsonl", "none.jsonl"), "none.jsonl"),
+    data("no solutions", _DATA.replace("solutions.jsonl", "none.jsonl"), "none.jsonl"),
+    data(
+        "problem is no JSON",
+        _DATA,
+        "problems.jsonl: line 2",
+        _text("problems.jsonl", json.dumps(PROBLEM) + "\n{\n"),
+    ),
+    data(
+        "unknown field",
+        _DATA,
+        "line 1: unknown key(s) colour",
+        _text("problems.jsonl", json.dumps(PROBLEM | {"colour": 1})),
+    ),
+    data(
+        "field of another type",
+        _DATA,
+        "line 1: key 'statement'",
+        _text("problems.jsonl", json.dumps(PROBLEM | {"statement": 1})),
+    ),
+    data(
+        "problem twice",
+        _DATA,
+        "line 2: key 'id'",
+        _text("problems.jsonl", 2 * (json.dumps(PROBLEM) + "\n")),
+    ),
+    data(
+        "no field",
+        _DATA,
+        "solution",
+        _text("solutions.jsonl", '{"id": "a", "problem_id": "seven"}\n'),
+    ),
+    data(
+        "of another problem",
+        _DATA,
+        "line 1: problem 'six'",
+        _text("solutions.jsonl", '{"id": "a", "problem_id": "six", "solution": ""}\n'),
+    ),
+    data("nothing is left", _DATA + " --max-difficulty -1", "--max-difficulty"),
+    data("onto others' files", _DATA.replace("--out data", "--out model"), "model is not empty"),
+    data("no such flag", _DATA + " --fast", "--fast"),
+    solutions("no model", _SOLVE.replace("--model model", "--model none"), "none"),
+    solutions("no problems", _SOLVE.replace("problems.jsonl", "none.jsonl"), "none.jsonl"),
+    solutions("onto others' file", _SOLVE.replace("solved.jsonl", "run.yaml"), "run.yaml"),
+    solutions(
+        "over others' file",
+        _SOLVE.replace("solved.jsonl", "problems.jsonl --overwrite"),
+        "not written",
+    ),
+    solutions("none of them", _SOLVE + " --n 0", "n"),
+    solutions("cold", _SOLVE + " --temperature -1", "temperature"),
+    solutions(
+        "weights are cut off",
+        _SOLVE,
+        "model.safetensors",
+        lambda f: cut(f / "model/model.safetensors"),
+    ),
+    # The rest.
+    sandbox("no port", "--port 99999", "--port"),
+    sandbox("no workers", "--workers 0", "--workers"),
+    sandbox("no token", "--token-file none", "none"),
+    sandbox("weak token", "--token-file run.yaml", "run.yaml", _text("run.yaml", "1234\n")),
+    sandbox("limits are no JSON", "--limits {", "--limits"),
+    sandbox("unknown limit", '--limits {"memory":1}', "memory_mb"),
+    sandbox("limit as a word", '--limits {"memory_mb":"much"}', "memory_mb"),
+    sandbox("no Python", "--python none", "none"),
+    sandbox("unknown isolation", "--isolation total", "total"),
+    tool("prepare_smollm2", "onto others' files", "--out model", "model"),
+    tool(
+        "make_env", "onto others' files", "--venv model --lock {ROOT}/requirements/cpu.txt", "model"
+    ),
+    tool("make_env", "no lock", "--venv new --lock none.txt", "none.txt"),
+]
+MODULES = {
+    **{name: f"ctrl_megatron.commands.{name}" for name in ("train_rl", "train_sft", "evaluate")},
+    **{name: f"ctrl_megatron.commands.{name}" for name in ("plan", "check_env", "serve_sandbox")},
+    "convert_hf_to_megatron": "ctrl_megatron.commands.convert_hf_to_megatron",
+    "convert_megatron_to_hf": "ctrl_megatron.commands.convert_megatron_to_hf",
+    **{name: f"tools.{name}" for name in ("prepare_data", "generate_solutions")},
+    **{name: f"tools.{name}" for name in ("prepare_smollm2", "make_env")},
+}
+ROOT = Path(__file__).parents[2]
+
+
+def change_ids(file: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    table = parquet.read_table(file)
+    numbers = pa.array(range(len(table)))
+    parquet.write_table(table.set_column(table.column_names.index("id"), "id", numbers), file)
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Every file with its content, every directory."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+        if "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_world(tmp_path_factory.mktemp("right"))
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever would begin to work after the checks."""
+
+    def starts(*_: object, **__: object) -> None:
+        raise AssertionError("the mistake was not noticed")
+
+    for place in (
+        *("ctrl_megatron.pipeline.run.session", "ctrl_megatron.sft.run.session"),
+        *("ctrl_megatron.commands.start._start_ranks", "tools.generate_solutions.generate"),
+        *("tools.prepare_data.judge", "tools.prepare_smollm2.convert", "tools.make_env.run"),
+        "ctrl_megatron.sandbox.__main__.serve",
+    ):
+        monkeypatch.setattr(place, starts)
+
+
+def starts_ranks(case: Case) -> bool:
+    """Whether it is told before ranks are started."""
+    own = case.only_alone or case.environment or "--nproc-per-node" in case.arguments
+    return case.tool in TRAINING and not own
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [(case, ranks) for case in CASES for ranks in ((1, 2) if starts_ranks(case) else (1,))],
+    ids=lambda v: f"{v.tool}-{v.name}" if isinstance(v, Case) else ("alone", "two ranks")[v - 1],
+)
+def test_a_mistake_is_named_in_a_line_and_nothing_is_written(
+    case: Case,
+    ranks: int,
+    right: Path,
+    tmp_path: Path,
+    nothing_starts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "given"
+    shutil.copytree(right, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, value in case.environment:
+        monkeypatch.setenv(name, value)
+    case.spoil(folder)
+    before, imported = tree(folder), set(sys.modules)
+    code = import_module(MODULES[case.tool]).main(arguments(case, ranks))
+    for name in set(sys.modules) - imported:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    out, errors = capfd.readouterr()
+    assert code == 2, errors
+    lines = errors.strip().splitlines()
+    assert case.named.lower() in errors.lower() and out == ""
+    assert 1 <= len(lines) <= 3, errors
+    assert tree(folder) == before
+
+
+def arguments(case: Case, ranks: int) -> list[str]:
+    given = case.arguments.replace("{ROOT}", str(ROOT)).split()
+    if case.tool == "evaluate" and "--set" not in given:
+        given.append("--set")
+    configured = case.tool in (*TRAINING, "evaluate", "plan") and "--config" not in given
+    given = [] if given == ["-"] else [*(("--config", "run.yaml") if configured else ()), *given]
+    if case.tool == "evaluate":
+        return given
+    return [*given, *(("--nproc-per-node", "2", "trainer.n_gpus_per_node=2") if ranks == 2 else ())]
+
+
+def test_there_are_enough_mistakes() -> None:
+    assert len(CASES) >= 80 and len({(case.tool, case.name) for case in CASES}) == len(CASES)
+    assert {case.tool for case in CASES} == set(MODULES)

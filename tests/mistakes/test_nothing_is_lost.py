@@ -1,0 +1,187 @@
+"""A full disk, a folder of somebody else, a second run, files of the user: nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forked_command import NOBODY, run, started
+from mistaken_world import make_world, write_model
+
+from ctrl_megatron.checkpoint import convert, files
+from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
+from ctrl_megatron.checkpoint.sharded import require_whole
+from ctrl_megatron.errors import UserError, user_fault
+from ctrl_megatron.pipeline.run_directory import LOCK_FILE, RunLock
+
+SFT = "ctrl_megatron.commands.train_sft"
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Path]:
+    """Where every user may look."""
+    folder = Path(tempfile.mkdtemp(prefix="ctrl-world-"))
+    folder.chmod(0o755)
+    try:
+        yield make_world(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """30 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(disk)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def sft(*overrides: str, steps: int = 2) -> list[str]:
+    return ["--config", "run.yaml", f"sft.total_training_steps={steps}", *overrides]
+
+
+def test_a_run_stops_before_a_checkpoint_that_does_not_fit(world: Path, small_disk: Path) -> None:
+    """The checkpoints that are there stay whole."""
+    if not (world / "large").exists():
+        write_model(world / "large", vocab_size=36_000)
+    settings = ("sft.save_freq=1", "trainer.max_ckpt_to_keep=-1", "trainer.logger=[jsonl]")
+    place = (f"trainer.default_local_dir={small_disk}", "actor_rollout_ref.model.path=large")
+    code, output = run(SFT, sft(*settings, *place, steps=8), world)
+    assert code == 2, output[-3000:]
+    (line,) = (line for line in output.splitlines() if line.startswith("the run stops:"))
+    assert "a checkpoint of step" in line and str(small_disk) in line and "MiB free" in line
+    assert "Traceback" not in output
+    kept = sorted(path for path in (small_disk / "mine/checkpoints").iterdir())
+    assert [path.name for path in kept] == [f"global_step_{n}" for n in range(1, len(kept) + 1)]
+    assert kept
+    for path in kept:
+        require_whole(path / "policy")
+    assert not (small_disk / "mine" / LOCK_FILE).exists()
+
+
+def test_a_conversion_looks_for_room_first(world: Path, small_disk: Path) -> None:
+    hf_to_megatron(world / "model", small_disk / "mine")
+    (small_disk / "filler").write_bytes(bytes(29 * MIB))
+    write_model(world / "larger", vocab_size=40_000)
+    with pytest.raises(UserError, match=r"the checkpoint needs .* MiB free; nothing was begun"):
+        hf_to_megatron(world / "larger", small_disk / "mine", overwrite=True)
+    require_whole(small_disk / "mine/policy")
+    assert sorted(p.name for p in small_disk.iterdir()) == ["filler", "mine"]
+
+
+@pytest.mark.parametrize("direction", ["to checkpoint", "to model"])
+def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_half_written(
+    world: Path, small_disk: Path, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large, checkpoint = world / "large_both", world / "large_checkpoint"
+    if not large.exists():
+        write_model(large, vocab_size=40_000)
+        hf_to_megatron(large, checkpoint)
+    target = small_disk / "mine"
+    hf_to_megatron(world / "model", target)
+    before = files._sizes(target)
+    (small_disk / "filler").write_bytes(bytes(29 * MIB))
+    monkeypatch.setattr(convert, "require_space", lambda *_: None)
+    monkeypatch.setattr(convert, "require_own", lambda *_, **__: None)
+    monkeypatch.setattr(files, "require_own", lambda *_, **__: None)
+    with pytest.raises(Exception) as caught:
+        if direction == "to model":
+            megatron_to_hf(checkpoint, target)
+        else:
+            hf_to_megatron(large, target)
+    fault = user_fault(caught.value)
+    assert fault is not None and "is full" in str(fault), repr(caught.value)
+    assert files._sizes(target) == before
+    assert sorted(p.name for p in small_disk.iterdir()) == ["filler", "mine"]
+
+
+def test_an_ordinary_user_in_a_folder_that_is_not_theirs(world: Path) -> None:
+    """One line before anything starts, and the folder as it was."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    for module, arguments in (
+        (SFT, sft()),
+        ("ctrl_megatron.commands.train_rl", ["--config", "run.yaml"]),
+        ("ctrl_megatron.commands.convert_hf_to_megatron", ["--hf", "model", "--out", "new"]),
+    ):
+        names = sorted(path.name for path in world.iterdir())
+        code, output = run(module, arguments, world, user=NOBODY)
+        assert code == 2 and str(NOBODY) in output, output[-3000:]
+        assert len(output.strip().splitlines()) == 1, output
+        assert sorted(path.name for path in world.iterdir()) == names
+
+
+def test_a_second_run_is_refused_and_the_first_goes_on(world: Path, tmp_path: Path) -> None:
+    place = f"trainer.default_local_dir={tmp_path}"
+    checkpoints = tmp_path / "mine/checkpoints"
+    saving = (place, "sft.save_freq=1", "trainer.logger=[jsonl]")
+    with started(SFT, sft(*saving, steps=100_000), world) as first:
+        first.wait_for(checkpoints / "global_step_1")
+        code, output = run(SFT, sft(place), world)
+        assert code == 2 and f"pid {first.process.pid}" in output
+        assert len(output.strip().splitlines()) == 1, output
+        assert first.process.is_alive()
+        os.kill(first.process.pid, signal.SIGTERM)
+        assert first.ends() == 130, first.output()[-3000:]
+    assert "Traceback" not in first.output()
+    assert not (tmp_path / "mine" / LOCK_FILE).exists()
+    newest = max(checkpoints.iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
+    require_whole(newest / "policy")
+
+
+def test_a_dead_run_holds_nothing(tmp_path: Path) -> None:
+    with started("forked_holder", [str(tmp_path / "run")], tmp_path) as holder:
+        holder.wait_for(tmp_path / "run" / LOCK_FILE)
+        with pytest.raises(UserError, match=f"in use by the run with pid {holder.process.pid} on"):
+            RunLock(tmp_path / "run").take()
+        os.kill(holder.process.pid, signal.SIGKILL)
+        holder.process.join()
+    lock = RunLock(tmp_path / "run").take()
+    lock.release()
+    assert not (tmp_path / "run" / LOCK_FILE).exists()
+
+
+def test_a_run_of_another_host_lives_while_it_renews_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ctrl_megatron.pipeline import run_directory
+
+    monkeypatch.setattr(run_directory, "_SILENT_SECONDS", 1.5)
+    monkeypatch.setattr(run_directory, "_BEAT_SECONDS", 0.2)
+    lock = RunLock(tmp_path).take()
+    file = tmp_path / LOCK_FILE
+    holder = json.loads(file.read_text())
+    file.write_text(json.dumps(holder | {"host": "elsewhere"}))
+    with pytest.raises(UserError, match="on elsewhere"):
+        RunLock(tmp_path).take()
+    lock._released.set()
+    RunLock(tmp_path).take().release()
+
+
+def test_own_products_are_replaced_when_asked(world: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    hf_to_megatron(world / "model", out)
+    with pytest.raises(UserError, match="--overwrite replaces it"):
+        hf_to_megatron(world / "model", out)
+    hf_to_megatron(world / "model", out, overwrite=True)
+    (out / "hf" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"hf/notes\.txt, which convert_hf_to_megatron did not"):
+        hf_to_megatron(world / "model", out, overwrite=True)
+    assert (out / "hf/notes.txt").read_text() == "mine"
+    with pytest.raises(UserError, match="did not write"):
+        megatron_to_hf(world / "checkpoint", out, overwrite=True)
