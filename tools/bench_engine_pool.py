@@ -93,10 +93,11 @@ async def take(engine: Engine, pid: int, prompts: list[list[int]], params: Sampl
 
 
 def processor_time(pid: int) -> float:
-    """Seconds of the process so far, this one's added where it is another."""
-    times = psutil.Process(pid).cpu_times()
+    """Seconds so far of the process, its children and this one."""
+    engine = psutil.Process(pid)
+    times = [process.cpu_times() for process in (engine, *engine.children(recursive=True))]
     own = time.process_time() if pid != os.getpid() else 0.0
-    return times.user + times.system + own
+    return own + sum(t.user + t.system for t in times)
 
 
 async def compare(

@@ -160,8 +160,10 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
     has the device keeps it. To load, each is on all ranks that need it, and what no checkpoint
     holds (the padding of the vocabulary) is zero.
     """
-    if not saving or (model.optimization is not None and not model.optimization.has_state):
+    if not saving:
         model.onload("weights", "optimizer")
+        if model.optimization is not None:
+            model.optimization.create_state()
     # No checkpoint has them, and a copy of the rest needs room.
     model.offload("gradients")
     found: dict[str, TensorParts] = {}

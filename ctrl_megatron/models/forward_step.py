@@ -62,8 +62,9 @@ def train_step(
         scalars = {"loss": share.detach(), **scalars}
     else:
         share, scalars = vectors[0].sum(), {}
-    # Keeps every parameter in the graph of a micro-batch without rows.
-    return share + 0.0 * output.sum(), partial(report_loss, scalars)
+    # Keeps every parameter in the graph, also of a micro-batch without rows and of a loss that is a
+    # constant: the sum of gradients over data-parallel ranks waits for each of them.
+    return share + 0.0 * (output.sum() + vectors[0].sum()), partial(report_loss, scalars)
 
 
 def inference_step(

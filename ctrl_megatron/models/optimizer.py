@@ -91,8 +91,6 @@ class Optimization:
         )
         # Megatron's schedule starts its warm-up at lr 0; the first step would change nothing.
         self._ahead = 1 if options.warmup_steps else 0
-        self.has_state = False
-        """Whether there are moments; known alike on all ranks, also those that own none."""
         self.scheduler.step(increment=self._ahead)
 
     def step(self) -> dict[str, float]:
@@ -105,7 +103,6 @@ class Optimization:
                 f"the gradient norm is {norm}; lower actor.optim.lr or look for bad rows"
             )
         self.scheduler.step(increment=1)
-        self.has_state = True
         return {"grad_norm": norm, "lr": lr}
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -118,7 +115,6 @@ class Optimization:
 
     def create_state(self) -> None:
         """Make the moments exist, as zeros; by itself Adam makes them in its first step."""
-        self.has_state = True
         for inner in self._inner:
             adam = inner.optimizer
             for main in (param for group in adam.param_groups for param in group["params"]):
@@ -130,11 +126,15 @@ class Optimization:
                     state |= {name: torch.zeros_like(main) for name in MOMENTS}
 
     def owned(self) -> Iterator[OwnedRange]:
-        """The ranges of this rank's parameters whose optimizer state this rank holds."""
-        self.create_state()
+        """The ranges of this rank's parameters whose optimizer state this rank holds; moments that
+        do not exist yet are zeros in host memory that nothing uses."""
         for inner in self._inner:
             for weight, main, start in self._main_params(inner):
-                tensors = {name: inner.optimizer.state[main][name] for name in MOMENTS}
+                state = inner.optimizer.state.get(main, {})
+                tensors = {
+                    name: state[name] if name in state else torch.zeros(main.shape)
+                    for name in MOMENTS
+                }
                 if main.dtype != weight.dtype:
                     tensors[MAIN_PARAM] = main
                 for name, tensor in tensors.items():

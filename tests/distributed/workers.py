@@ -228,6 +228,11 @@ def train(
     return results
 
 
+def _constant_loss(log_probs, entropy, rows, counts):
+    total, scalars = policy_loss(log_probs, entropy, rows, counts)
+    return total.detach(), scalars
+
+
 def reduced(
     rank: int, layout: dict, directory: str, batch: dict, settings: dict[str, dict], out: str
 ) -> dict[str, Any]:
@@ -256,7 +261,9 @@ def reduced(
             finish(chunks, *given, **named)
 
         policy.config.finalize_model_grads_func = finalise
-        found[name]["metrics"] = [policy.step(mine, policy_loss) for _ in range(3)]
+        # One that nothing can be learnt from ends the steps of the last data-parallel rank.
+        losses = [policy_loss, policy_loss, _constant_loss if groups.place.dp else policy_loss]
+        found[name]["metrics"] = [policy.step(mine, loss) for loss in losses]
         weights = [p.detach().clone() for model in policy.models for p in model.parameters()]
         found[name]["weights"] = weights
     return found
