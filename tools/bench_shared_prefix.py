@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="responses of each")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=256, help="tokens of a response")
-    parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
+    parser.add_argument("--budget", type=int, default=4096, help="tokens of a micro-batch")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
 

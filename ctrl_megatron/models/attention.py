@@ -223,4 +223,7 @@ def over_shared_prefixes(kernel: Any) -> type:
                 packed_seq_params=packed_seq_params.attention,
             )
 
+    # Reports say whose kernel it is.
+    VariableLengthAttention.__module__ = kernel.__module__
+    VariableLengthAttention.__qualname__ = kernel.__qualname__
     return VariableLengthAttention

@@ -44,7 +44,11 @@ RL: dict[str, tuple[str, ...]] = {
         *("reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=8"),
         "algorithm.rollout_correction.rollout_is=token",
     ),
-    "rloo": ("algorithm.adv_estimator=rloo", _A + "ppo_epochs=2"),
+    # Every row with a copy of its prompt.
+    "rloo": (
+        *("algorithm.adv_estimator=rloo", _A + "ppo_epochs=2"),
+        "actor_rollout_ref.model.shared_prefix=false",
+    ),
 }
 
 
