@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.progress import Progress
 
-from ctrl_megatron.checkpoint.files import new_directory, require_own
+from ctrl_megatron.checkpoint.files import new_files, require_own_files
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.data.problems import problem_from, read_json_lines, read_problem_records
 from ctrl_megatron.data.rows import row_of, write_rows
@@ -33,6 +33,7 @@ from ctrl_megatron.sft.synthesis import synthesise_rows
 from ctrl_megatron.types import Attempt, Verdict
 
 _TOOL = "prepare_data"
+_FILES = [f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val", "solve")]
 _HELD_OUT_SHARE = 0.2
 _SFT_VAL_SIZE = 64
 
@@ -65,7 +66,7 @@ def read_attempts(problems: Path, solutions: Path) -> tuple[list[Attempt], list[
         Attempt(id=f"{record['id']}/{kind}", problem=known[record["id"]], solution=fenced(code))
         for record in records
         for kind, code in [
-            ("reference", record["reference"]),
+            *([("reference", record["reference"])] if record["reference"].strip() else []),
             *((f"buggy{i}", code) for i, code in enumerate(record.get("buggy", []))),
         ]
     ]
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.val_size < 0:
         raise UserError(f"--val-size={options.val_size} must be 0 or more")
-    require_own(options.out, _TOOL, overwrite=options.overwrite)
+    require_own_files(options.out, _FILES, _TOOL, overwrite=options.overwrite)
     own, written = read_attempts(options.problems, options.solutions)
     chosen = [a for a in own + written if a.problem.difficulty <= options.max_difficulty]
     names = {a.id for a in own}
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if attempt.id.endswith("/reference") and not verdict.accepted:
             told = next((text for text in verdict.detail if text), "no detail")
             print(f"warning: {attempt.id} fails its own tests: {told}", file=sys.stderr)
-    with new_directory(options.out, _TOOL, overwrite=options.overwrite) as folder:
+    with new_files(options.out, _FILES, _TOOL, overwrite=options.overwrite) as folder:
         said = write_files(folder, options, judged, names)
     skipped = len(own) + len(written) - len(chosen)
     print(f"{options.out}: {said}; {skipped} harder attempts left out")

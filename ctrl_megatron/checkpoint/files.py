@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,6 +56,45 @@ def new_directory(target: Path, tool: str, *, overwrite: bool) -> Iterator[Path]
         (work / MARKER).write_text(json.dumps(marked, indent=1) + "\n")
 
 
+@contextmanager
+def new_files(
+    folder: Path, names: Collection[str], tool: str, *, overwrite: bool
+) -> Iterator[Path]:
+    """A new directory whose files, some of ``names``, move to ``folder`` when the block succeeds.
+
+    Raises UserError where ``require_own_files`` does; whatever else ``folder`` holds stays.
+    """
+    require_own_files(folder, names, tool, overwrite=overwrite)
+    folder.mkdir(parents=True, exist_ok=True)
+    work = folder / f".{tool}.{uuid.uuid4().hex[:8]}"
+    work.mkdir()
+    try:
+        yield work
+        marked = {"tool": tool, "files": _sizes(work)}
+        (work / MARKER).write_text(json.dumps(marked, indent=1) + "\n")
+        for path in work.iterdir():
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def require_own_files(folder: Path, names: Collection[str], tool: str, *, overwrite: bool) -> None:
+    """UserError if ``folder`` is no directory or holds one of ``names`` that, with ``overwrite``,
+    ``tool`` has not left so.
+    """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UserError(f"--out: {folder} is there and is no directory")
+    wrote = _written_by(tool, folder)
+    for name in names:
+        there = folder / name
+        if not os.path.lexists(there):
+            continue
+        if there.is_dir() or wrote.get(name) != there.lstat().st_size:
+            raise UserError(f"--out: {there} was not written so by {tool}", remedy="name another")
+        if not overwrite:
+            raise UserError(f"--out: {there} is there; --overwrite replaces it")
+
+
 def require_own(target: Path, tool: str, *, overwrite: bool) -> None:
     """UserError unless ``target`` is new or an empty directory, or, with ``overwrite``, holds just
     what ``tool`` wrote there and nobody has added to or changed since.
@@ -82,14 +121,18 @@ def require_own(target: Path, tool: str, *, overwrite: bool) -> None:
 
 def _foreign(target: Path, tool: str) -> str | None:
     """A file of ``target`` that ``tool`` has not left so; None where there is none."""
-    try:
-        marked = json.loads((target / MARKER).read_text())
-        wrote = marked["files"] if marked["tool"] == tool else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        wrote = {}
-    sizes = _sizes(target)
+    wrote, sizes = _written_by(tool, target), _sizes(target)
     changed = (name for name, size in sizes.items() if wrote.get(name) != size)
     return next(changed, None) or (None if wrote else "directories")
+
+
+def _written_by(tool: str, directory: Path) -> dict[str, int]:
+    """Bytes of the files that ``tool`` says it wrote there."""
+    try:
+        marked = json.loads((directory / MARKER).read_text())
+        return marked["files"] if marked["tool"] == tool else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _sizes(directory: Path) -> dict[str, int]:

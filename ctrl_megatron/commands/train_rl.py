@@ -26,8 +26,7 @@ def _check(config: Config) -> None:
     from ctrl_megatron.pipeline.inputs import check_rows
     from ctrl_megatron.pipeline.run import check_run
 
-    check_run(config)
-    check_rows(config)
+    check_rows(config, check_run(config).report.rewards)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ _KEYS = {
     "time_limit": (int, float),
 }
 _DEFAULTS = {
+    "reference": "",
     "entry_point": "",
     "test_setup": "",
     "buggy": [],
@@ -126,7 +127,7 @@ def _check(record: Mapping[str, Any], place: str) -> None:
         raise UserError(
             f"{place}: key 'prompter_type' is {kind!r}, use {', '.join(get_args(PrompterType))}"
         )
-    for key in ("id", "statement", "reference"):
+    for key in ("id", "statement"):
         if not record[key].strip():
             raise UserError(f"{place}: key {key!r} is empty")
     if not all(isinstance(text, str) and text.strip() for text in record["buggy"]):

@@ -23,8 +23,8 @@ from ctrl_megatron.types import Attempt, Message, Problem, PrompterType
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-REQUIRED_COLUMNS = ("id", "problem", "solution", "prompter_type", "selected_uts")
-"""Besides the column of the prompt, which only those need who ask for critiques."""
+ATTEMPT_COLUMNS = ("problem", "solution", "prompter_type", "selected_uts")
+"""Of a file of attempts that are criticised; of other files rewards say what they read."""
 DEFAULT_TIME_LIMIT = 10.0
 """Seconds per test where neither the row nor the reader's options say."""
 _ROLES = ("system", "user", "assistant")
@@ -38,16 +38,16 @@ class Row:
     """Unique over all files of a run."""
     prompt: tuple[Message, ...] = ()
     """The messages that the critic answers; empty where nobody asked for them."""
-    problem: str
+    problem: str = ""
     """The problem's statement."""
-    solution: str
+    solution: str = ""
     """The raw text of the first solution."""
-    prompter_type: PrompterType
-    selected_uts: tuple[str, ...] | str
+    prompter_type: PrompterType | None = None
+    selected_uts: tuple[str, ...] | str = ()
     """Asserts (function problems), or a JSON list of cases."""
     time_limit: float | None = None
     """Seconds of wall clock per test; None where the file does not say."""
-    problem_id: str
+    problem_id: str = ""
     """Names the problem; several rows may share it."""
     entry_point: str = ""
     test_setup: str = ""
@@ -57,10 +57,22 @@ class Row:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The file's further columns, for reward functions that know them; without nulls."""
     place: str = field(default="", compare=False, repr=False)
-    """File and number of the row, for messages."""
+    """File and number of the row, from 1, for messages."""
+    missing: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """Those of the columns above that the file has no value for."""
+
+    def __getitem__(self, column: str) -> Any:
+        """The value of a column, also of one that only the file knows. UserError if it has none."""
+        require_columns([self], (column,), "the reward or node")
+        return getattr(self, column) if column in _COLUMNS else self.extra[column]
 
     def attempt(self) -> Attempt:
-        """The attempt that the row was made from, but for ``reference``, which is empty."""
+        """The attempt that the row was made from, but for ``reference``, which is empty.
+
+        UserError for a row that is none.
+        """
+        require_columns([self], ATTEMPT_COLUMNS, "a critique")
+        assert self.prompter_type is not None
         problem = Problem(
             id=self.problem_id,
             statement=self.problem,
@@ -76,7 +88,19 @@ class Row:
         )
 
 
-_COLUMNS = {f.name for f in fields(Row)} - {"extra", "place"}
+_COLUMNS = {f.name for f in fields(Row)} - {"extra", "place", "missing"}
+
+
+def require_columns(rows: Iterable[Row], columns: Sequence[str], reader: str) -> None:
+    """UserError naming the first row that lacks one of ``columns``, which ``reader`` reads."""
+    for row in rows:
+        for name in columns:
+            if name in row.missing or (name not in _COLUMNS and name not in row.extra):
+                raise UserError(
+                    f"{row.place or f'row {row.id!r}'}: column {name!r} is missing or null, which "
+                    f"{reader} reads",
+                    remedy="add it to the file",
+                )
 
 
 def row_of(attempt: Attempt, prompt: Sequence[Message] | None = None) -> Row:
@@ -101,7 +125,8 @@ def row_of(attempt: Attempt, prompt: Sequence[Message] | None = None) -> Row:
 
 
 def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
-    """The rows of one or several parquet files, in order; column ``prompt_key`` is the prompt.
+    """The rows of one or several parquet files, in order; column ``prompt_key`` is the prompt:
+    messages, or the text of a user's one message. Only it and ``id`` must be there.
 
     None reads no prompts. A row that occurs twice is one row. Raises ``ValueError`` naming file,
     row and column for anything that does not fit the schema, for different rows with one ``id``
@@ -113,7 +138,7 @@ def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
     for file in files:
         table = read_parquet(file)
         present = table.column_names
-        wanted = (*REQUIRED_COLUMNS, *(() if prompt_key is None else (prompt_key,)))
+        wanted = ("id", *(() if prompt_key is None else (prompt_key,)))
         if missing := [name for name in wanted if name not in present]:
             raise UserError(
                 f"{file}: column(s) {', '.join(missing)} missing; "
@@ -244,20 +269,22 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
 def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> Row:
     """Check one raw record. Raises ``ValueError`` naming ``place`` and the column."""
     cell = Cells(record, place)
-    identity, kind = cell.text("id"), cell.text("prompter_type")
-    if kind not in get_args(PrompterType):
+    identity, kind = cell.text("id"), cell.text("prompter_type", default="")
+    tests: tuple[str, ...] | str = ()
+    if kind and kind not in get_args(PrompterType):
         raise cell.error("prompter_type", f"is {kind!r}, use {', '.join(get_args(PrompterType))}")
-    try:
-        tests = decode_tests(cast(PrompterType, kind), record["selected_uts"])
-    except ValueError as error:
-        raise cell.error("selected_uts", str(error)) from error
+    if kind and record.get("selected_uts") is not None:
+        try:
+            tests = decode_tests(cast(PrompterType, kind), record["selected_uts"])
+        except ValueError as error:
+            raise cell.error("selected_uts", str(error)) from error
     known = {*_COLUMNS, prompt_key}
     return Row(
         id=identity,
         prompt=() if prompt_key is None else cell.messages(prompt_key),
-        problem=cell.text("problem"),
-        solution=cell.text("solution", may_be_empty=True),
-        prompter_type=cast(PrompterType, kind),
+        problem=cell.text("problem", default=""),
+        solution=cell.text("solution", default="", may_be_empty=True),
+        prompter_type=cast(PrompterType, kind) if kind else None,
         selected_uts=tests,
         time_limit=cell.number("time_limit", 0, math.inf, "positive seconds", open_ends=True),
         problem_id=cell.text("problem_id", default=identity),
@@ -274,6 +301,9 @@ def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> R
             and value == value  # NaN is a null too
         },
         place=place,
+        missing=frozenset(
+            name for name in (*ATTEMPT_COLUMNS, "pass_rate") if record.get(name) is None
+        ),
     )
 
 
@@ -300,8 +330,10 @@ class Cells:
         return value
 
     def messages(self, column: str) -> tuple[Message, ...]:
-        """A conversation."""
+        """A conversation; a text is a user's one message."""
         value = self.record.get(column)
+        if isinstance(value, str) and value.strip():
+            return ({"role": "user", "content": value},)
         if not isinstance(value, (list, tuple)) or not value:
             raise self.error(column, f"must be a non-empty list of messages, is {_shown(value)}")
         for message in value:

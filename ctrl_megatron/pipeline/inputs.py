@@ -7,7 +7,7 @@ starts them; the first that looks raises all of them as one UserError with a lin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from ctrl_megatron.models.hf_config import ModelShape, read_model_shape
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.pipeline.run_directory import check_run_directory
+from ctrl_megatron.rewards.build import check_columns
 
 _MODEL = "actor_rollout_ref.model.path"
 
@@ -182,21 +183,25 @@ def is_finished(config: Config, steps: int, *, stage: str, files: tuple[str, ...
     return True
 
 
-def read_inputs(config: Config, *, trains: bool = True) -> RunInputs:
+def read_inputs(config: Config, measured: Sequence[str] = (), *, trains: bool = True) -> RunInputs:
     """The tables of the run; those of an evaluation (``trains=False``) are the validation rows.
+
+    ``measured`` names the reward functions that run in any case.
 
     UserError naming file, row and column of what does not fit, and for too few rows for a step.
     """
     codec, size = check_tokenizer(config), config.data.train_batch_size
     if not trains:
         table = _table(config, codec, "data.val_files", config.data.val_files)
+        check_columns(config, table.rows, measured)
         return RunInputs(codec=codec, train=table, validation=table)
     train, validation = prompt_tables(config, codec)
     _require_a_step(len(train.rows), train.dropped, size)
+    check_columns(config, [*train.rows, *(validation.rows if validation else ())], measured)
     return RunInputs(codec=codec, train=train, validation=validation)
 
 
-def check_rows(config: Config) -> None:
+def check_rows(config: Config, measured: Sequence[str] = ()) -> None:
     """What ``read_inputs`` refuses, but for the prompts' lengths: nothing is turned into tokens."""
     check_tokenizer(config)
     data, count, rows = config.data, 0, []
@@ -207,6 +212,7 @@ def check_rows(config: Config) -> None:
                 count = count or len(rows)
     rows_by_id(rows)
     _require_a_step(count, 0, data.train_batch_size)
+    check_columns(config, rows, measured)
 
 
 def _require_a_step(count: int, dropped: int, size: int) -> None:

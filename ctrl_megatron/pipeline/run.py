@@ -71,7 +71,7 @@ def train(config: Config) -> bool:
     Raises UserError before anything starts for whatever it is given that cannot be used.
     """
     graph, trainer, finished = check_run(config), config.trainer, False
-    inputs = read_inputs(config)
+    inputs = read_inputs(config, graph.report.rewards)
     if is_finished(config, total_steps(config, len(inputs.train.rows)), stage="after RL"):
         return True
     with session(config) as run:
@@ -126,7 +126,7 @@ def evaluate(config: Config, critics: Mapping[str, str]) -> dict[str, dict[str, 
     Revisions come from the configured proxy. All critics must have the actor's architecture.
     """
     check_evaluation(config, critics)
-    inputs = read_inputs(config, trains=False)
+    inputs = read_inputs(config, ("critic",), trains=False)
     results: dict[str, dict[str, float]] = {}
     with session(config) as run:
         services = run.start_services()

@@ -8,13 +8,13 @@ from typing import Any
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_provider_keys
-from ctrl_megatron.data.rows import Row
+from ctrl_megatron.data.rows import Row, require_columns
 from ctrl_megatron.errors import UserError, all_of, users_input
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.rewards.grading import Judge
 from ctrl_megatron.rewards.providers import ScriptProvider, make_provider
-from ctrl_megatron.rewards.registry import make_reward, reward_parameters
+from ctrl_megatron.rewards.registry import columns_read_by, make_reward, reward_parameters
 from ctrl_megatron.rewards.reward_sum import RewardFunction, RewardSum
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.access import read_token
@@ -100,6 +100,13 @@ def check_reward_functions(config: Config) -> None:
         except UserError as error:
             problems.append(error)
     all_of(problems)
+
+
+def check_columns(config: Config, rows: Sequence[Row], measured: Sequence[str] = ()) -> None:
+    """UserError for a row without a value in a column that one of the run's functions reads."""
+    for name in reward_functions_of(config, measured):
+        registered = "soft_overlong_punishment" if name == "overlong" else name
+        require_columns(rows, columns_read_by(registered), f"the reward {name}")
 
 
 def code_judge(

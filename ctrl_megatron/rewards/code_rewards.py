@@ -75,6 +75,7 @@ class CodeReward:
     """
 
     name = "code"
+    reads: tuple[str, ...] = ("prompter_type", "selected_uts")
 
     def __init__(
         self,
@@ -160,6 +161,7 @@ class IoiCodeReward(CodeReward):
     """
 
     name = "ioi_code"
+    reads = ("prompter_type", "selected_uts", "subtasks")
 
     def __init__(
         self,

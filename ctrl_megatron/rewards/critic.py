@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from ctrl_megatron.data.rows import Paths, Row, read_rows, rows_by_id
+from ctrl_megatron.data.rows import ATTEMPT_COLUMNS, Paths, Row, read_rows, rows_by_id
 from ctrl_megatron.prompts import generation_messages, parse_judgment, revision_request, sanitize
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import (
@@ -41,6 +41,7 @@ class RewardModelForCritic:
     cannot be judged.
     """
 
+    reads = ATTEMPT_COLUMNS
     # Class attributes, so that text-only methods work on an instance that was never initialised.
     show_progress: bool = True
     id_key: str = "problem_id"

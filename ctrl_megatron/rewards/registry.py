@@ -67,6 +67,16 @@ def reward_parameters(name: str) -> frozenset[str]:
     return frozenset() if ":" in name else frozenset(inspect.signature(get_reward(name)).parameters)
 
 
+def columns_read_by(name: str) -> tuple[str, ...]:
+    """The columns of its row that a reward reads, as its attribute ``reads`` says; a function of
+    the user's may have one too. UserError if it is no tuple or list of names.
+    """
+    reads = getattr(_imported(name) if ":" in name else get_reward(name), "reads", ())
+    if not isinstance(reads, (tuple, list)) or not all(isinstance(r, str) for r in reads):
+        raise UserError(f"reward {name!r}: reads={reads!r} must be a tuple of column names")
+    return tuple(reads)
+
+
 def make_reward(name: str, **options: Any) -> RewardFunction:
     """The reward function called ``name``, made with ``options``.
 

@@ -60,6 +60,8 @@ class JudgmentReward:
     without a judgment. Raises ``ValueError`` for a row without ``pass_rate``.
     """
 
+    reads = ("pass_rate",)
+
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         rows = rows_of("judgment", items)
         return [
@@ -75,6 +77,8 @@ class TransitionReward:
     solution that passes every test; (1, 1, 0, 0) is the paper's own reward. Raises ``ValueError``
     for a row without ``pass_rate``.
     """
+
+    reads = ("pass_rate",)
 
     def __init__(
         self,

@@ -70,7 +70,6 @@ def test_a_directory_is_read_in_name_order(tmp_path: Path) -> None:
         ({"tests": []}, "'tests' must be a non-empty list"),
         ({"tests": [""]}, "'tests' has an entry"),
         ({"buggy": [""]}, "'buggy'"),
-        ({"reference": " "}, "'reference' is empty"),
     ],
 )
 def test_a_bad_value_is_named(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
@@ -79,7 +78,7 @@ def test_a_bad_value_is_named(tmp_path: Path, change: dict[str, Any], complaint:
         read_problems(file)
 
 
-@pytest.mark.parametrize("key", ["id", "statement", "prompter_type", "tests", "reference"])
+@pytest.mark.parametrize("key", ["id", "statement", "prompter_type", "tests"])
 def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
     short = {k: v for k, v in FUNCTION.items() if k != key}
     with pytest.raises(ValueError, match=rf"line 1: key\(s\) {key} missing"):

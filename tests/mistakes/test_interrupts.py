@@ -71,14 +71,11 @@ def test_while_it_imports(world: Path) -> None:
         ("reading rows", Interrupt("ctrl_megatron.sft.run:tokenise", INT)),
         ("meeting", Interrupt("ctrl_megatron.pipeline.session:initialize", TERM)),
         ("loading", Interrupt("ctrl_megatron.pipeline.build:load_hf", INT)),
-        ("before the first step", Interrupt("ctrl_megatron.sft.nodes:collate", TERM)),
+        ("before the first step", Interrupt("ctrl_megatron.pipeline.loop:Executor", TERM)),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_before_anything_has_changed(world: Path, moment: str, interrupt: Interrupt) -> None:
-    if moment == "before the first step":
-        # The node has been resolved by then; the batch it looks at has not.
-        interrupt = Interrupt("ctrl_megatron.sft.nodes:pad_rows", interrupt.number)
     code, output = run(SFT, ["--config", "run.yaml"], world, interrupt=interrupt)
     assert code == 130, output[-4000:]
     said_once(output)
@@ -91,7 +88,7 @@ def test_before_anything_has_changed(world: Path, moment: str, interrupt: Interr
         ("updating", Interrupt("ctrl_megatron.models.policy:Policy.step", INT, 2), 130, 2),
         ("saving", Interrupt("ctrl_megatron.checkpoint.store:write_snapshot", TERM), 130, 1),
         # There is nothing left that a stop could spare.
-        ("validating", Interrupt("ctrl_megatron.sft.nodes:cross_entropy", INT, 4), 0, 4),
+        ("validating", Interrupt("ctrl_megatron.models.policy:Policy.log_probs", INT), 0, 4),
         ("exporting", Interrupt("ctrl_megatron.sft.run:save_hf", TERM), 0, 4),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
@@ -102,7 +99,6 @@ def test_what_has_been_trained_is_saved_whole(
     settings = ["sft.total_training_steps=4", "sft.save_freq=1", "trainer.max_ckpt_to_keep=-1"]
     if moment == "validating":
         settings.append("sft.val_files=[sft.parquet]")
-        interrupt = Interrupt("ctrl_megatron.models.policy:Policy.log_probs", interrupt.number)
     found, output = run(SFT, ["--config", "run.yaml", *settings], world, interrupt=interrupt)
     assert found == code and "Traceback" not in output, output[-4000:]
     if code:

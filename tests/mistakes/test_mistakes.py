@@ -73,6 +73,10 @@ def _cell(column: str, value: object, number: int = 3, file: str = "train.parque
     return lambda folder: change_row(folder / file, number, column, value)
 
 
+def _drop(column: str) -> Spoil:
+    return lambda folder: drop_column(folder / "train.parquet", column)
+
+
 def _model(**changes: object) -> Spoil:
     return lambda folder: change_json(folder / "model/config.json", **changes)
 
@@ -220,8 +224,8 @@ CASES = [
     rl("no rows file", "data.train_files=none.parquet", "none.parquet"),
     rl("rows are no parquet", "", "train.parquet", _text("train.parquet", "id,prompt\n")),
     rl("rows are cut off", "", "train.parquet", lambda f: cut(f / "train.parquet")),
-    rl("no prompt column", "", "prompt", lambda f: drop_column(f / "train.parquet", "prompt")),
-    rl("no id column", "", "id", lambda f: drop_column(f / "train.parquet", "id")),
+    rl("no prompt column", "", "prompt", _drop("prompt")),
+    rl("no id column", "", "id", _drop("id")),
     rl("another prompt column", "data.prompt_key=question", "question"),
     rl("no rows", "", "train.parquet", lambda f: keep_rows(f / "train.parquet", 0)),
     rl("too few rows", "", "3 usable rows", lambda f: keep_rows(f / "train.parquet", 3)),
@@ -233,7 +237,26 @@ CASES = [
         "row 3: column 'id' repeats",
         _all(_cell("id", "seven/0"), _cell("solution", "x")),
     ),
-    rl("prompt as text", "", "row 1: column 'prompt'", _cell("prompt", "Why?")),
+    rl("no tests column", "", "row 1: column 'selected_uts'", _drop("selected_uts")),
+    rl("no solution", "", "row 3: column 'solution'", _cell("solution", None)),
+    rl(
+        "a column of a reward",
+        f"{_PIPELINE}ctrl_megatron.pipeline:grpo_pipeline {_FUNCS}[reader:f]",
+        "column 'answer' is missing or null, which the reward reader:f reads",
+        _text("reader.py", "def f(items): ...\nf.reads = ('answer',)\n"),
+    ),
+    rl(
+        "columns as a text",
+        f"{_PIPELINE}ctrl_megatron.pipeline:grpo_pipeline {_FUNCS}[texts:f]",
+        "tuple of column names",
+        _text("texts.py", "def f(items): ...\nf.reads = 'answer'\n"),
+    ),
+    rl(
+        "a right first solution",
+        "reward.judgment_weight=1",
+        "'pass_rate'",
+        _cell("pass_rate", None),
+    ),
     rl("prompt is empty", "", "row 3: column 'prompt'", _cell("prompt", [])),
     rl("unknown role", "", "row 3", _cell("prompt", [{"role": "bot", "content": "?"}])),
     rl("no content", "", "row 3", _cell("prompt", [{"role": "user", "content": ""}])),
@@ -461,7 +484,8 @@ CASES = [
         _text("solutions.jsonl", '{"id": "a", "problem_id": "six", "solution": ""}\n'),
     ),
     data("nothing is left", _DATA + " --max-difficulty -1", "--max-difficulty"),
-    data("onto others' files", _DATA.replace("--out data", "--out model"), "model is not empty"),
+    data("onto others' files", _DATA.replace("--out data", "--out ."), "train.parquet was not"),
+    data("onto a file", _DATA.replace("--out data", "--out run.yaml"), "run.yaml is there"),
     data("no such flag", _DATA + " --fast", "--fast"),
     solutions("no model", _SOLVE.replace("--model model", "--model none"), "none"),
     solutions("no problems", _SOLVE.replace("problems.jsonl", "none.jsonl"), "none.jsonl"),
