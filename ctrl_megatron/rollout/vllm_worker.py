@@ -7,7 +7,6 @@ registers the weight transfer. Only vLLM 0.32's own interfaces are used, apart f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +21,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -36,13 +28,12 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from ctrl_megatron.rollout.sampling import pick, uniform
+from ctrl_megatron.rollout.held_tensors import held_tensors
+from ctrl_megatron.rollout.sampling import DRAWN_ROWS, pick, uniform
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, read_chunk
-from ctrl_megatron.rollout.weight_update import checksums, tensor_checksum
+from ctrl_megatron.rollout.weight_update import checksums
 
 _PROBE_ROWS = 256
-_DRAWN_ROWS = 64
-"""At a time: the sums are float64, of memory that vLLM did not measure."""
 
 
 @dataclass
@@ -146,7 +137,7 @@ class SeededSampler(torch.nn.Module):
         for row, generator in generators.items():
             numbers[row] = uniform(generator)
         numbers = numbers.to(logits.device, non_blocking=True)
-        pairs = zip(kept.split(_DRAWN_ROWS), numbers.split(_DRAWN_ROWS), strict=True)
+        pairs = zip(kept.split(DRAWN_ROWS), numbers.split(DRAWN_ROWS), strict=True)
         tokens = [pick(part.softmax(dim=-1, dtype=torch.float32), own) for part, own in pairs]
         return torch.cat(tokens), log_probs
 
@@ -169,59 +160,6 @@ def _computed_weight(module: Any, width: int, dtype: torch.dtype) -> torch.Tenso
     return torch.cat(columns).t().contiguous()
 
 
-def _hf_tensors(module: Any, local: torch.Tensor) -> list[torch.Tensor]:
-    """This rank's weight or bias of a linear layer -> its HF tensors in the order of their fusion,
-    gathered from all tensor ranks."""
-    if isinstance(module, RowParallelLinear):
-        return [tensor_model_parallel_all_gather(local, 1) if local.dim() == 2 else local]
-    if not isinstance(module, ColumnParallelLinear):
-        return [local]
-    if not isinstance(module, MergedColumnParallelLinear | QKVParallelLinear):
-        return [tensor_model_parallel_all_gather(local, 0)]
-    sizes = [size // module.tp_size for size in module.output_sizes]
-    parts = [tensor_model_parallel_all_gather(p.contiguous(), 0) for p in local.split(sizes)]
-    copies = getattr(module, "num_kv_head_replicas", 1)
-    if copies == 1:
-        return parts
-    heads = [p.view(-1, size, *p.shape[1:]) for p, size in zip(parts[1:], sizes[1:], strict=True)]
-    return [parts[0], *(h[::copies].flatten(0, 1) for h in heads)]
-
-
-def held_tensors(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, whole tensor) of everything the model computes with. Collective over tensor ranks.
-
-    RuntimeError if a tied head computes with something else than the embedding.
-    """
-    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    embedding: Any = None
-    for path, module in model.named_modules():
-        parent, _, leaf = path.rpartition(".")
-        if isinstance(module, LinearBase):
-            width = getattr(module, "input_size_per_partition", module.input_size)
-            held = {"weight": _computed_weight(module, width, dtype)}
-            if (bias := getattr(module, "bias", None)) is not None:
-                held["bias"] = bias
-            for kind, local in held.items():
-                wholes = _hf_tensors(module, local)
-                for name, whole in zip(fused.get(leaf, [leaf]), wholes, strict=True):
-                    yield ".".join(filter(None, (parent, name, kind))), whole.to(dtype)
-        elif isinstance(module, VocabParallelEmbedding):
-            is_head = leaf == "lm_head"
-            if is_head:
-                used = _computed_weight(module, module.embedding_dim, dtype)
-            else:
-                used = embedding = torch.as_tensor(module.weight)
-            if is_head and model.config.tie_word_embeddings and embedding is not None:
-                if tensor_checksum(used) != tensor_checksum(embedding):
-                    raise RuntimeError("the tied output head differs from the embedding")
-                continue
-            whole = tensor_model_parallel_all_gather(used, 0)
-            yield f"{path}.weight", whole[: module.org_vocab_size]
-        else:
-            for name, parameter in module.named_parameters(recurse=False):
-                yield f"{path}.{name}" if path else name, parameter
-
-
 class VllmWorkerExtension:
     """Methods added to vLLM's worker, reached through ``AsyncLLM.collective_rpc``."""
 
@@ -232,7 +170,14 @@ class VllmWorkerExtension:
 
     def ctrl_checksums(self: Any) -> dict[str, str]:
         """Checksums of this pipeline stage's tensors; only the first tensor rank gives them."""
-        model = self.model_runner.get_model()
+        model, dtype = self.model_runner.get_model(), self.model_config.dtype
+        tensors = held_tensors(
+            model,
+            dtype,
+            gather=tensor_model_parallel_all_gather,
+            fused=getattr(model, "packed_modules_mapping", {}),
+            computed_weight=lambda module, width: _computed_weight(module, width, dtype),
+        )
         with torch.inference_mode():
-            found = checksums(held_tensors(model, self.model_config.dtype))
+            found = checksums(tensors)
         return found if get_tensor_model_parallel_rank() == 0 else {}

@@ -99,7 +99,7 @@ class Bench:
             assert group_members(self.process.pid) == []
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
+@pytest.fixture(scope="module", params=["hf", "vllm", "sglang"])
 def bench_of_module(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
