@@ -1,4 +1,5 @@
-# make demo   a small model learns to criticise code, on a CPU, with a report at the end
+# make demo   a small model learns to criticise code, on a CPU, with a report at the end;
+#             ENGINE=sglang or ENGINE=hf generates with another engine than vLLM
 # make test   style, types and all tests
 # make env    only the environment (.venv) with this package in it, editable; reused while
 #             requirements/cpu.txt and pyproject.toml are unchanged
@@ -43,7 +44,7 @@ test-slurm: env
 	$(BIN)/python -m pytest -m slurm tests/integration/test_slurm_cluster.py
 
 demo: env
-	$(BIN)/python tools/demo.py
+	$(BIN)/python tools/demo.py $(if $(ENGINE),--engine $(ENGINE))
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -31,7 +31,13 @@ from aiohttp import web
 
 from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.rollout.client import RemoteEngine
-from ctrl_megatron.rollout.engine import Engine, EngineAddress, EngineSpec, available_engines
+from ctrl_megatron.rollout.engine import (
+    Engine,
+    EngineAddress,
+    EngineSpec,
+    available_engines,
+    default_engine,
+)
 from ctrl_megatron.rollout.launch import launch_engine
 from ctrl_megatron.rollout.pool import EnginePool
 from ctrl_megatron.rollout.server import application
@@ -132,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--engine", choices=available_engines(), default=available_engines()[-1])
+    parser.add_argument("--engine", choices=available_engines(), default=default_engine())
     parser.add_argument("--model", default="runs/models/smollm2", help="Hugging Face directory")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--concurrent", type=int, default=64, help="completions at the same time")

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ctrl_megatron.metrics import measure_peak_flops
+from ctrl_megatron.rollout.engine import available_engines, default_engine
 
 CONFIG = "examples/ctrl_smollm2_cpu.yaml"
 MODEL, DATA = "runs/models/smollm2", "runs/data"
@@ -29,9 +30,10 @@ PYTHON, RANKS = sys.executable, "2"
 ON_RANKS = ("--nproc-per-node", RANKS)
 
 
-def stages(dtype: str) -> list[tuple[str, list[str], str]]:
+def stages(dtype: str, engine: str) -> list[tuple[str, list[str], str]]:
     """(title, command, the file whose presence means it is done, empty for never) of each."""
     typed = f"actor_rollout_ref.model.dtype={dtype}"
+    drawn = f"actor_rollout_ref.rollout.name={engine}"
     configured = ("--config", CONFIG)
     return [
         ("prepare SmolLM2-135M", [PYTHON, "tools/prepare_smollm2.py", "--out", MODEL], ""),
@@ -61,7 +63,7 @@ def stages(dtype: str) -> list[tuple[str, list[str], str]]:
                 *configured,
                 f"before SFT={MODEL}",
                 f"after SFT={CRITIC}",
-                *("--set", typed),
+                *("--set", typed, drawn),
             ],
             "",
         ),
@@ -70,6 +72,7 @@ def stages(dtype: str) -> list[tuple[str, list[str], str]]:
             [
                 *(PYTHON, "tools/train_rl.py", *ON_RANKS, *configured),
                 typed,
+                drawn,
                 f"actor_rollout_ref.model.path={CRITIC}",
                 f"actor_rollout_ref.proxy.model.path={MODEL}",
             ],
@@ -91,11 +94,13 @@ def main() -> int:
     """Run the stages in order; the exit code of the first that fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fresh", action="store_true", help="forget earlier demo runs")
-    if parser.parse_args().fresh:
+    parser.add_argument("--engine", choices=available_engines(), default=default_engine())
+    arguments = parser.parse_args()
+    if arguments.fresh:
         for folder in (DATA, f"runs/{SFT_RUN}", f"runs/{RL_RUN}"):
             shutil.rmtree(ROOT / folder, ignore_errors=True)
     console, begin, took = Console(), time.monotonic(), {}
-    todo = stages(faster_dtype(console))
+    todo = stages(faster_dtype(console), arguments.engine)
     for number, (title, command, product) in enumerate(todo, start=1):
         console.rule(f"{number}/{len(todo)} {title}")
         if product and (ROOT / product).exists():

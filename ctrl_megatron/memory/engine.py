@@ -84,12 +84,16 @@ def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
         # transformers takes what it needs, and has no graphs.
         cache = rollout.max_num_seqs * config.max_model_len * cache_per_token
         share, graphs = weights + workspace + cache, 0
+    outside = CUDA_CONTEXT + _ENGINE_BUFFERS + COMMUNICATOR * (tensor > 1)
+    if rollout.name == "sglang":
+        # Its share (mem_fraction_static) is weights and cache only.
+        outside, workspace, graphs = outside + workspace + graphs, 0, 0
     return EngineUse(
         share=share,
         weights=weights,
         workspace=workspace,
         graphs=graphs,
-        outside=CUDA_CONTEXT + _ENGINE_BUFFERS + COMMUNICATOR * (tensor > 1),
+        outside=outside,
         reload=_largest_module(shape) * size,
         cache_per_token=cache_per_token,
     )

@@ -24,7 +24,7 @@ ENGINE_MEMORY: tuple[EngineMemory, ...] = ("weights", "kv_cache")
 SleepLevel = Literal[1, 2]
 """1 keeps a copy of the weights in host memory; 2 forgets them: an update must follow."""
 
-ENGINE_MODULES = {"hf": "transformers", "vllm": "vllm"}
+ENGINE_MODULES = {"hf": "transformers", "vllm": "vllm", "sglang": "sglang"}
 
 
 class EngineError(RuntimeError):
@@ -77,7 +77,8 @@ class EngineSpec:
     log_path: str | None = None
     """Where the process writes; None makes a file in the temporary directory."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the engine's own constructor (vLLM: ``AsyncEngineArgs``)."""
+    """More arguments of the engine's own constructor (vLLM: ``AsyncEngineArgs``; SGLang:
+    ``ServerArgs``)."""
 
     def require_sleep(self) -> None:
         """ValueError without ``may_sleep``."""
@@ -171,8 +172,6 @@ def default_engine() -> str:
 
 def require_engine(name: str) -> None:
     """ValueError if the engine ``name`` cannot be started here, with the remedy."""
-    if name == "sglang":
-        raise UserError("engine 'sglang' is not available yet; use 'vllm' or 'hf'")
     if name not in ENGINE_MODULES:
         raise UserError(f"unknown engine {name!r}; use one of {sorted(ENGINE_MODULES)}")
     if name not in available_engines():

@@ -32,7 +32,7 @@ class HfEngine:
         if spec.tensor_parallel_size != 1:
             raise ValueError(
                 f"engine 'hf' runs on one device; tensor_parallel_size={spec.tensor_parallel_size} "
-                "needs engine 'vllm'"
+                "needs engine 'vllm' or 'sglang'"
             )
         if spec.threads:
             torch.set_num_threads(spec.threads)

@@ -34,6 +34,10 @@ _VLLM = {
     # Pinned threads of several engines and trainer ranks would sit on the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+_SGLANG = {
+    # Scheduler processes of one host talk over loopback.
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
@@ -45,6 +49,8 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     chosen = {**_OFFLINE, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if spec.name == "vllm":
         chosen |= _VLLM
+    if spec.name == "sglang":
+        chosen |= _SGLANG
     if spec.threads:
         chosen["OMP_NUM_THREADS"] = str(spec.threads)
     return {**kept, **chosen}

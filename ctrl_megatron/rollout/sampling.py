@@ -9,6 +9,13 @@ import torch
 
 from ctrl_megatron.types import SamplingParams
 
+DRAWN_ROWS = 64
+"""That an engine on a GPU picks at a time: the sums are float64, of memory it did not measure."""
+# The increment and the two multipliers of SplitMix64, as signed numbers.
+_GOLDEN, _MIX_1, _MIX_2 = (
+    number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
 
 def stream_seed(seed: int, row: int, sample: int) -> int:
     """63-bit seed of completion ``sample`` of prompt ``row``; streams do not depend on batching."""
@@ -26,6 +33,23 @@ def uniform(generator: torch.Generator) -> float:
     place = generator.get_offset()
     generator.set_offset(place + 4)
     return (stream_seed(generator.initial_seed(), place, 0) >> 10) / 2**53
+
+
+def numbers_at(seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """(B,) float64 in [0, 1): the number at ``places`` (B,) of the streams ``seeds`` (B,), int64.
+
+    A stream of SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"),
+    of which any number can be had without those before it, on any device alike.
+    """
+    mixed = seeds + (places + 1) * _GOLDEN
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        mixed = (mixed ^ _shifted(mixed, shift)) * factor
+    return _shifted(mixed ^ _shifted(mixed, 31), 11).double() / 2**53
+
+
+def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right, zeros coming in: torch's own shift keeps the sign."""
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def check_request(
@@ -65,18 +89,29 @@ def temper(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def truncate(log_probs: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
-    """(B, V) probabilities, not renormalised, zero outside top-k and then outside top-p.
+    """(B, V) probabilities, not renormalised, zero outside top-k and then outside top-p."""
+    if top_p >= 1.0 and top_k == -1:
+        return log_probs.exp()
+    rows, tokens = log_probs.shape
+    kept = torch.full((rows,), tokens if top_k == -1 else top_k, device=log_probs.device)
+    shares = torch.full((rows,), top_p, dtype=log_probs.dtype, device=log_probs.device)
+    return truncate_rows(log_probs.exp(), shares, kept)
+
+
+def truncate_rows(
+    probabilities: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor
+) -> torch.Tensor:
+    """(B, V) probabilities -> the same, not renormalised, zero outside each row's ``top_k`` (B,)
+    likeliest and then outside its ``top_p`` (B,).
 
     Top-p keeps the fewest likeliest tokens that hold at least ``top_p`` of what top-k left
     (Holtzman et al. 2020, section 3.1).
     """
-    if top_p >= 1.0 and top_k == -1:
-        return log_probs.exp()
-    ordered, tokens = log_probs.exp().sort(dim=-1, descending=True)
-    if top_k != -1:
-        ordered[:, top_k:] = 0.0
+    ordered, tokens = probabilities.sort(dim=-1, descending=True)
+    ranks = torch.arange(ordered.shape[-1], device=ordered.device)
+    ordered[ranks >= top_k[:, None]] = 0.0
     before = ordered.cumsum(-1) - ordered
-    ordered[before >= top_p * ordered.sum(-1, keepdim=True)] = 0.0
+    ordered[before >= top_p[:, None] * ordered.sum(-1, keepdim=True)] = 0.0
     return torch.zeros_like(ordered).scatter(-1, tokens, ordered)
 
 

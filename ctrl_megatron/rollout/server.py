@@ -39,6 +39,10 @@ async def build_engine(spec: EngineSpec) -> Engine:
         from ctrl_megatron.rollout.vllm_engine import VllmEngine
 
         return await VllmEngine.build(spec)
+    if spec.name == "sglang":
+        from ctrl_megatron.rollout.sglang_engine import SglangEngine
+
+        return SglangEngine(spec)
     from ctrl_megatron.rollout.hf_engine import HfEngine
 
     return HfEngine(spec)

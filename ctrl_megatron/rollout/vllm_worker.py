@@ -23,13 +23,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -38,13 +31,11 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from ctrl_megatron.rollout.sampling import pick, uniform
+from ctrl_megatron.rollout.held_tensors import held_checksums
+from ctrl_megatron.rollout.sampling import DRAWN_ROWS, pick, uniform
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk, read_chunk
-from ctrl_megatron.rollout.weight_update import checksums
 
 _PROBE_ROWS = 2048
-_DRAWN_ROWS = 64
-"""At a time: the sums are float64, of memory that vLLM did not measure."""
 
 
 @dataclass
@@ -161,7 +152,7 @@ class SeededSampler(torch.nn.Module):
         for row, generator in generators.items():
             numbers[row] = uniform(generator)
         numbers = numbers.to(logits.device, non_blocking=True)
-        pairs = zip(kept.split(_DRAWN_ROWS), numbers.split(_DRAWN_ROWS), strict=True)
+        pairs = zip(kept.split(DRAWN_ROWS), numbers.split(DRAWN_ROWS), strict=True)
         tokens = [pick(part.softmax(dim=-1, dtype=torch.float32), own) for part, own in pairs]
         return torch.cat(tokens), log_probs
 
@@ -188,54 +179,11 @@ def _computed_weight(module: Any, width: int, dtype: torch.dtype) -> torch.Tenso
     return (columns[0] if len(columns) == 1 else torch.cat(columns)).t().contiguous()
 
 
-def _hf_tensors(module: Any, local: torch.Tensor) -> list[torch.Tensor]:
-    """This rank's weight or bias of a linear layer -> its HF tensors in the order of their fusion,
-    gathered from all tensor ranks."""
-    if isinstance(module, RowParallelLinear):
-        return [_gathered(local, 1) if local.dim() == 2 else local]
-    if not isinstance(module, ColumnParallelLinear):
-        return [local]
-    if not isinstance(module, MergedColumnParallelLinear | QKVParallelLinear):
-        return [_gathered(local, 0)]
-    sizes = [size // module.tp_size for size in module.output_sizes]
-    parts = [_gathered(part, 0) for part in local.split(sizes)]
-    copies = getattr(module, "num_kv_head_replicas", 1)
-    if copies == 1:
-        return parts
-    heads = [p.view(-1, size, *p.shape[1:]) for p, size in zip(parts[1:], sizes[1:], strict=True)]
-    return [parts[0], *(h[::copies].flatten(0, 1) for h in heads)]
-
-
 def _gathered(local: torch.Tensor, dim: int) -> torch.Tensor:
     """The parts of all tensor ranks, joined along ``dim``."""
     if get_tensor_model_parallel_world_size() == 1:
         return local
     return tensor_model_parallel_all_gather(local.contiguous(), dim)
-
-
-def held_tensors(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, whole tensor) of everything the model computes with, also of a head that is tied to
-    the embedding. Collective over tensor ranks."""
-    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    for path, module in model.named_modules():
-        parent, _, leaf = path.rpartition(".")
-        if isinstance(module, LinearBase):
-            width = getattr(module, "input_size_per_partition", module.input_size)
-            held = {"weight": _computed_weight(module, width, dtype)}
-            if (bias := getattr(module, "bias", None)) is not None:
-                held["bias"] = bias
-            for kind, local in held.items():
-                wholes = _hf_tensors(module, local)
-                for name, whole in zip(fused.get(leaf, [leaf]), wholes, strict=True):
-                    yield ".".join(filter(None, (parent, name, kind))), whole.to(dtype)
-        elif isinstance(module, VocabParallelEmbedding):
-            used = torch.as_tensor(module.weight)
-            if leaf == "lm_head":
-                used = _computed_weight(module, module.embedding_dim, dtype)
-            yield f"{path}.weight", _gathered(used, 0)[: module.org_vocab_size]
-        else:
-            for name, parameter in module.named_parameters(recurse=False):
-                yield f"{path}.{name}" if path else name, parameter
 
 
 class VllmWorkerExtension:
@@ -247,17 +195,13 @@ class VllmWorkerExtension:
         sampler.topk_topp_sampler = SeededSampler(sampler.topk_topp_sampler)
 
     def ctrl_checksums(self: Any) -> dict[str, str]:
-        """Checksums of this pipeline stage's tensors; only the first tensor rank gives them.
-
-        RuntimeError if a tied head computes with something else than the embedding.
-        """
-        model, is_first = self.model_runner.get_model(), get_tensor_model_parallel_rank() == 0
-        with torch.inference_mode():
-            held = held_tensors(model, self.model_config.dtype)
-            # The others only give their parts.
-            found = checksums(held if is_first else (pair for pair in held if False))
-        if model.config.tie_word_embeddings and "model.embed_tokens.weight" in found:
-            head = found.pop("lm_head.weight", None)
-            if head not in (None, found["model.embed_tokens.weight"]):
-                raise RuntimeError("the tied output head differs from the embedding")
-        return found
+        """Checksums of this pipeline stage's tensors; only the first tensor rank gives them."""
+        model, dtype = self.model_runner.get_model(), self.model_config.dtype
+        return held_checksums(
+            model,
+            dtype,
+            is_first=get_tensor_model_parallel_rank() == 0,
+            gather=_gathered,
+            fused=getattr(model, "packed_modules_mapping", {}),
+            computed_weight=lambda module, width: _computed_weight(module, width, dtype),
+        )

@@ -38,7 +38,10 @@ OWNERS = {
     ),
     "tensordict": ("pipeline/", "sft/"),
     "megatron": ("parallel/", "models/"),
-    "transformers": ("data/tokens.py", "models/", "checkpoint/hf.py", "rollout/hf_engine.py"),
+    "transformers": (
+        *("data/tokens.py", "models/", "checkpoint/hf.py"),
+        *("rollout/hf_engine.py", "rollout/sglang_stand_ins.py"),
+    ),
     "transformer_engine": ("models/",),
     "apex": ("models/",),
     "vllm": ("rollout/vllm_",),

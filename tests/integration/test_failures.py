@@ -39,19 +39,27 @@ def _in_a_step(run: Run) -> bool:
             _in_a_step,
             r"(rollout engine|engine vllm) \(pid \d+\b.* (died|is gone|exited)",
         ),
+        (
+            "sglang scheduler",
+            _in_a_step,
+            r"(rollout engine|engine sglang) \(pid \d+\b.* (died|is gone|exited)",
+        ),
         # It lives and says nothing any more; no collective waits for it that could give up.
         ("silent engine", _in_a_step, r"rollout engine \(pid {pid}\) runs but has not answered"),
         ("sandbox", _in_a_step, r"sandbox service \(pid {pid}\) died"),
         ("launcher", _in_a_step, r"launcher"),
     ],
-    ids=["rank 0", "rank 1", "engine", "vllm core", "silent engine", "sandbox", "launcher"],
+    ids=[
+        *("rank 0", "rank 1", "engine", "vllm core", "sglang scheduler", "silent engine"),
+        *("sandbox", "launcher"),
+    ],
 )
 def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: str) -> None:
-    if victim == "vllm core" and "vllm" not in available_engines():
-        pytest.skip("vllm is not installed; `make env` brings it")
-    engine = "vllm" if victim == "vllm core" else "hf"
+    engine = {"vllm core": "vllm", "sglang scheduler": "sglang"}.get(victim, "hf")
+    if engine not in available_engines():
+        pytest.skip(f"{engine} is not installed; `make env` brings it")
     rollout = "actor_rollout_ref.rollout."
-    cache = (rollout + "kv_cache_gib=0.1",) if engine == "vllm" else ()
+    cache = () if engine == "hf" else (rollout + "kv_cache_gib=0.1",)
     silent = victim == "silent engine"
     patience = ("trainer.failure_timeout=8",) if silent else ()
     extra = (f"{rollout}name={engine}", *cache, *patience)
@@ -84,6 +92,7 @@ def _process(run: Run, name: str) -> psutil.Process:
         "engine": r"^engine|rollout\.server",
         "silent engine": r"^engine|rollout\.server",
         "vllm core": r"EngineCore",
+        "sglang scheduler": r"sglang::scheduler",
         "sandbox": r"ctrl_megatron\.sandbox",
     }
     return run.find(patterns[name])

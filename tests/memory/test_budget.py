@@ -255,3 +255,13 @@ def test_the_cache_of_an_engine_is_what_its_share_leaves() -> None:
         load_config(EXAMPLES / "ctrl_7b.yaml", [f"{R}enforce_eager=true"]), shapes.actor, MEMORY
     )
     assert eager.graphs == 0 and eager.asleep < engine.asleep
+
+
+def test_sglang_computes_beside_its_share() -> None:
+    config, shapes = example("ctrl_7b.yaml")
+    vllm = engine_use(config, shapes.actor, MEMORY)
+    sglang = engine_use(
+        load_config(EXAMPLES / "ctrl_7b.yaml", [f"{R}name=sglang"]), shapes.actor, MEMORY
+    )
+    assert sglang.cache == sglang.share - sglang.weights > vllm.cache
+    assert sglang.awake == vllm.awake + vllm.workspace + vllm.graphs

@@ -1,0 +1,93 @@
+"""Reads back the weights that an engine's layers compute with, under their Hugging Face names.
+
+vLLM and SGLang name their layers alike and give them the same attributes, so this file imports
+neither. Collective over tensor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ctrl_megatron.rollout.weight_update import checksums
+
+Gather = Callable[[torch.Tensor, int], torch.Tensor]
+"""Tensors of all tensor ranks, put together along a dimension."""
+
+
+def held_tensors(
+    model: Any,
+    dtype: torch.dtype,
+    *,
+    gather: Gather,
+    fused: Mapping[str, Sequence[str]],
+    computed_weight: Callable[[Any, int], torch.Tensor] = lambda module, width: module.weight,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF name, whole tensor) of everything the model computes with, also of a head that is tied to
+    the embedding.
+
+    ``fused`` says which layers a fused one stands for. ``computed_weight(module, input width)`` is
+    the (out, in) weight of a linear layer or an output head, where that is not simply its own.
+    """
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        kinds = _kinds(module)
+        if "LinearBase" in kinds:
+            width = getattr(module, "input_size_per_partition", module.input_size)
+            held = {"weight": computed_weight(module, width)}
+            if (bias := getattr(module, "bias", None)) is not None:
+                held["bias"] = bias
+            for kind, local in held.items():
+                wholes = _hf_tensors(module, local, gather)
+                for name, whole in zip(fused.get(leaf, [leaf]), wholes, strict=True):
+                    yield ".".join(filter(None, (parent, name, kind))), whole.to(dtype)
+        elif "VocabParallelEmbedding" in kinds:
+            used = torch.as_tensor(module.weight)
+            if leaf == "lm_head":
+                used = computed_weight(module, module.embedding_dim)
+            yield f"{path}.weight", gather(used, 0)[: module.org_vocab_size]
+        else:
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}" if path else name, parameter
+
+
+def held_checksums(model: Any, dtype: torch.dtype, *, is_first: bool, **how: Any) -> dict[str, str]:
+    """Checksums of ``held_tensors(model, dtype, **how)`` by HF name, of a tied pair once; empty but
+    on the first tensor rank, which the others give their parts.
+
+    RuntimeError if a tied head computes with something else than the embedding.
+    """
+    with torch.inference_mode():
+        held = held_tensors(model, dtype, **how)
+        found = checksums(held if is_first else (pair for pair in held if False))
+    if model.config.tie_word_embeddings and "model.embed_tokens.weight" in found:
+        head = found.pop("lm_head.weight", None)
+        if head not in (None, found["model.embed_tokens.weight"]):
+            raise RuntimeError("the tied output head differs from the embedding")
+    return found
+
+
+def _kinds(module: Any) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__}
+
+
+def _hf_tensors(module: Any, local: torch.Tensor, gather: Gather) -> list[torch.Tensor]:
+    """This rank's weight or bias of a linear layer -> its HF tensors in the order of their fusion,
+    gathered from all tensor ranks."""
+    kinds = _kinds(module)
+    if "RowParallelLinear" in kinds:
+        return [gather(local, 1) if local.dim() == 2 else local]
+    if "ColumnParallelLinear" not in kinds:
+        return [local]
+    if not kinds & {"MergedColumnParallelLinear", "QKVParallelLinear"}:
+        return [gather(local, 0)]
+    ranks = sum(module.output_sizes) // len(local)
+    sizes = [size // ranks for size in module.output_sizes]
+    parts = [gather(part.contiguous(), 0) for part in local.split(sizes)]
+    copies = getattr(module, "num_kv_head_replicas", 1)
+    if copies == 1:
+        return parts
+    heads = [p.view(-1, size, *p.shape[1:]) for p, size in zip(parts[1:], sizes[1:], strict=True)]
+    return [parts[0], *(h[::copies].flatten(0, 1) for h in heads)]

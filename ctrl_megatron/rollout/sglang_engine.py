@@ -1,0 +1,297 @@
+"""SGLang (0.5.23) behind the ``Engine`` protocol, through its public ``Engine``."""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import os
+import random
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import torch
+
+from ctrl_megatron.rollout.sglang_stand_ins import install_stand_ins
+
+install_stand_ins()
+
+from sglang.srt.entrypoints.engine import Engine as BaseEngine
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    CheckWeightsReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightVersionReqInput,
+)
+from sglang.srt.server_args import ServerArgs
+
+from ctrl_megatron.rollout.engine import (
+    ENGINE_MEMORY,
+    EngineDied,
+    EngineMemory,
+    EngineSpec,
+    PauseMode,
+    SleepLevel,
+)
+from ctrl_megatron.rollout.parent_watch import process_gone
+from ctrl_megatron.rollout.sampling import check_request, stream_seed
+from ctrl_megatron.rollout.sglang_worker import SAMPLER, run_scheduler
+from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk
+from ctrl_megatron.rollout.weight_update import WeightState, read_manifest, read_model_config
+from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
+
+_CPU_KV_CACHE_GIB = 2.0
+
+
+def server_args(spec: EngineSpec) -> dict[str, Any]:
+    """SGLang's arguments for ``spec``; ValueError for ``spec.extra`` that SGLang does not know."""
+    known = ServerArgs.__struct_fields__
+    for name in spec.extra:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"engine 'sglang' has no argument {name!r} (engine_kwargs){hint}")
+    on_gpu = torch.cuda.is_available()
+    chosen: dict[str, Any] = {
+        "model_path": spec.model_path,
+        "dtype": spec.dtype,
+        "context_length": spec.max_model_len,
+        "max_running_requests": spec.max_num_seqs,
+        "tp_size": spec.tensor_parallel_size,
+        "random_seed": spec.seed,
+        "disable_cuda_graph": spec.enforce_eager or not on_gpu,
+        "sampling_backend": SAMPLER,
+        # Texts never pass here, and the directory's generation_config.json must not change draws.
+        "skip_tokenizer_init": True,
+        "sampling_defaults": "openai",
+        "weight_version": "initial",
+        "log_level": "warning",
+    }
+    if on_gpu:
+        chosen |= {
+            "mem_fraction_static": spec.gpu_memory_utilization,
+            "enable_memory_saver": spec.may_sleep,
+            "enable_weights_cpu_backup": spec.may_sleep,
+        }
+    else:
+        chosen |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "max_total_tokens": cache_tokens(spec),
+            # What would overlap has only the same cores.
+            "disable_overlap_schedule": True,
+        }
+    return {**chosen, **spec.extra}
+
+
+def cache_tokens(spec: EngineSpec) -> int:
+    """Tokens of which ``spec.kv_cache_gib`` holds the keys and values; at least one sequence."""
+    config = read_model_config(spec.model_path)
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    per_token = 2 * config["num_hidden_layers"] * kv_heads * width * DTYPE_BYTES[spec.dtype]
+    tokens = int((spec.kv_cache_gib or _CPU_KV_CACHE_GIB) * 2**30) // per_token
+    return max(tokens, spec.max_model_len)
+
+
+def sglang_params(params: SamplingParams, seed: int) -> dict[str, Any]:
+    """SGLang's parameters for one completion."""
+    return {
+        "max_new_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "stop_token_ids": list(params.stop_token_ids),
+        "sampling_seed": seed,
+    }
+
+
+class _Engine(BaseEngine):
+    """SGLang's processes: our scheduler, and no detokenizer where there is no text."""
+
+    run_scheduler_process_func = staticmethod(run_scheduler)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(
+        cls, server_args: Any, port_args: Any, run_detokenizer_process_func: Any
+    ) -> tuple[list[Any], list[str]]:
+        return [], []
+
+
+def completion_of(answer: dict[str, Any], *, log_probs: bool) -> Completion:
+    """SGLang's answer to one request."""
+    info = answer["meta_info"]
+    tokens = tuple(answer["output_ids"])
+    steps: Any = info["output_token_logprobs"] if log_probs else ()
+    reason = info["finish_reason"]["type"]
+    if reason not in ("stop", "length", "abort"):
+        raise RuntimeError(f"SGLang ended a completion with finish reason {info['finish_reason']}")
+    spans = info.get("weight_versions") or ()
+    return Completion(
+        token_ids=tokens,
+        log_probs=tuple(step[0] for _, step in zip(tokens, steps, strict=log_probs)),
+        finish_reason=reason,
+        spans=tuple(VersionSpan(s["version"], s["start"], s["end"]) for s in spans if s["end"]),
+    )
+
+
+def _require(answer: tuple[Any, ...], what: str) -> Any:
+    """SGLang reports failures as (False, message)."""
+    if not answer[0]:
+        raise RuntimeError(f"SGLang did not {what}: {answer[1]}")
+    return answer
+
+
+class SglangEngine:
+    """``Engine`` on SGLang's; build it inside a running event loop of the main thread."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
+        self._state = WeightState(read_manifest(spec.model_path, spec.dtype))
+        self._engine = _Engine(**server_args(spec))
+        self._control: Any = self._engine.tokenizer_manager
+        # We notice a dead child ourselves, and say so.
+        self._control._subprocess_watchdog.stop()
+        self._control.auto_create_handle_loop()
+        self._one_rpc = asyncio.Lock()
+        self._unseeded = random.Random(spec.seed)
+        self._paused = self._resume_after = False
+
+    async def generate(
+        self, prompts: list[list[int]], params: SamplingParams
+    ) -> list[list[Completion]]:
+        self._state.require_ready()
+        check_request(
+            prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
+        )
+        base = self._unseeded.getrandbits(63) if params.seed is None else params.seed
+        asked = [
+            (prompt, sglang_params(params, stream_seed(base, row, sample)))
+            for row, prompt in enumerate(prompts, params.first_row)
+            for sample in range(params.n)
+        ]
+        if not asked:
+            return []
+        answers: Any = await self._engine.async_generate(
+            input_ids=[prompt for prompt, _ in asked],
+            sampling_params=[own for _, own in asked],
+            return_logprob=params.log_probs,
+        )
+        self._state.require_whole()
+        done = [completion_of(answer, log_probs=params.log_probs) for answer in answers]
+        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+
+    async def update(
+        self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
+    ) -> None:
+        """Frozen completions recompute their KV cache afterwards."""
+        await self._state.replace(self, specs, chunks, version)
+
+    async def begin_update(self) -> None:
+        self._resume_after = not self._paused
+        await self.pause("keep")
+        opened = await self._control.begin_weight_update(BeginWeightUpdateReqInput())
+        _require(opened, "begin a weight update")
+
+    async def load_chunk(self, chunk: WeightChunk) -> None:
+        """``sglang_worker.load_chunk`` reads the chunk in every scheduler."""
+        await self._rpc("ctrl_load_chunk", chunk=json.dumps(chunk))
+
+    async def commit_update(self, version: str) -> None:
+        ended = await self._control.end_weight_update(EndWeightUpdateReqInput())
+        _require(ended, "end the weight update")
+        flushed = await self._control.flush_cache()
+        _require((flushed.success, flushed.message), "flush its prefix cache")
+        named = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        await self._control.update_weight_version(named)
+        if self._resume_after:
+            await self.resume()
+
+    async def abandon_update(self) -> None:
+        # Frozen requests end once they are let go; what they draw from the mixture is shown to
+        # nobody.
+        await self._go_on()
+        await self.pause("abort")
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Frozen completions lose their place in the cache; ``resume`` computes it again."""
+        self._paused = True
+        own = "retract" if mode == "keep" else "abort"
+        await self._control.pause_generation(PauseGenerationReqInput(mode=own))
+
+    async def resume(self) -> None:
+        self._state.require_whole()
+        await self._go_on()
+
+    async def _go_on(self) -> None:
+        self._paused = False
+        await self._control.continue_generation(
+            ContinueGenerationReqInput(torch_empty_cache=torch.cuda.is_available())
+        )
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """On a CPU the cache's memory is given back, and at level 2 the weights'."""
+        self._spec.require_sleep()
+        self._state.fall_asleep(level)
+        await self.pause("keep")
+        tags = ReleaseMemoryOccupationReqInput(tags=list(ENGINE_MEMORY))
+        await self._control.release_memory_occupation(tags)
+        if not torch.cuda.is_available():
+            await self._rpc("ctrl_leave", forget_weights=level == 2)
+
+    async def wake(self, tags: Sequence[EngineMemory]) -> None:
+        """SGLang schedules again once nothing sleeps any more."""
+        all_awake = self._state.wake(tags)
+        if not torch.cuda.is_available():
+            for tag in tags:
+                await self._rpc("ctrl_come_back", tag=tag)
+        await self._control.resume_memory_occupation(
+            ResumeMemoryOccupationReqInput(tags=list(tags))
+        )
+        if all_awake:
+            await self.resume()
+
+    async def checksums(self) -> dict[str, str]:
+        """Checksums of the weights read back from SGLang's layers, un-fused and gathered.
+
+        RuntimeError if the layers do not give back exactly the manifest's tensors.
+        """
+        self._state.require_held()
+        answer = await self._control.check_weights(CheckWeightsReqInput(action="checksum"))
+        ranks = _require(answer, "compute checksums")[2]
+        held = {name: value for rank in ranks for name, value in rank["checksums"].items()}
+        wanted = {spec.name for spec in self._state.manifest}
+        if held.keys() != wanted:
+            raise RuntimeError(
+                "SGLang's layers cannot be read back under their HF names; differing: "
+                f"{sorted(held.keys() ^ wanted)[:5]}"
+            )
+        return held
+
+    async def health(self) -> None:
+        """EngineDied if one of SGLang's own processes is gone."""
+        if gone := [pid for pid in self._engine.get_all_child_pids() if process_gone(pid)]:
+            raise EngineDied(
+                f"engine sglang (pid {os.getpid()}) died with its scheduler (pid {gone[0]})"
+            )
+        self._state.require_whole()
+
+    async def close(self) -> None:
+        """End SGLang's processes."""
+        self._engine.shutdown()
+
+    async def _rpc(self, method: str, **scalars: Any) -> None:
+        """Call a scheduler's method on all tensor ranks; RuntimeError with what it raised."""
+        async with self._one_rpc:
+            try:
+                await asyncio.to_thread(self._engine.collective_rpc, method, **scalars)
+            except AssertionError as error:
+                # So SGLang reports failures of remote calls.
+                raise RuntimeError(f"SGLang's {method}: {error}") from error

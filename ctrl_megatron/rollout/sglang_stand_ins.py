@@ -1,0 +1,114 @@
+"""Lets SGLang start on a CPU without the GPU libraries that it imports at once and never calls
+there.
+
+SGLang's package on PyPI is built for CUDA: its modules import Triton (1 GB), its compiled kernels
+(which have no build for CPUs there), torchvision and IPython when they are loaded. On a CPU it
+computes a dense model in plain torch. ``install_stand_ins`` puts empty modules in the place of
+those that are not installed. Their decorators return the function as it is; what is called of the
+kernels raises, and what is called of the others is no number, so that nothing is computed with it.
+Without compiled kernels SGLang also leaves the AMX units alone (``cpu_has_amx_support``): it takes
+the same path on every CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+LIBRARIES = ("triton", "sgl_kernel", "torchvision", "IPython")
+
+
+class StandInUsed(RuntimeError):
+    """Something asked a stand-in to compute."""
+
+
+class _Attribute:
+    """What a stand-in has under any name: a decorator, an annotation, a namespace."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> _Attribute:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Attribute(f"{self._name}.{name}")
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if self._name.startswith("sgl_kernel.") or not (given or named):
+            raise StandInUsed(f"{self._name} is not installed; SGLang needs it for what was asked")
+        if len(given) == 1 and callable(given[0]) and not named:
+            return given[0]
+        return self
+
+    def __getitem__(self, key: Any) -> _Attribute:
+        return self
+
+    def __or__(self, other: Any) -> _Attribute:
+        return self
+
+    __ror__ = __or__
+
+
+class _StandIn(ModuleType):
+    __version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"stand-in {self.__name__} has no {name}")
+        full = f"{self.__name__}.{name}"
+        # Classes are inherited from and asked for with isinstance.
+        is_class = name[0].isupper() and not name.isupper()
+        made = type(name, (), {"__init__": _take_anything}) if is_class else _Attribute(full)
+        setattr(self, name, made)
+        return made
+
+
+def _take_anything(self: object, *given: Any, **named: Any) -> None:
+    """A constructor of what is never used."""
+
+
+class _Finder:
+    """Finds every module of the libraries given."""
+
+    def __init__(self, libraries: Sequence[str]) -> None:
+        self._libraries = libraries
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.partition(".")[0] not in self._libraries:
+            return None
+        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing in it."""
+
+
+def install_stand_ins() -> None:
+    """Before SGLang is imported: stand in for those of ``LIBRARIES`` that are not installed.
+
+    On a machine without CUDA it also chooses SGLang's CPU platform, for this process and those that
+    it starts.
+    """
+    import torch
+    from torch.utils._triton import has_triton_package
+    from transformers.utils import is_torchvision_available
+
+    if not torch.cuda.is_available():
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        # Small functions would be compiled on first use, which needs a C++ compiler.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    absent = [name for name in LIBRARIES if find_spec(name) is None]
+    # These two ask once and remember; later they would take a stand-in for the library.
+    has_triton_package()
+    is_torchvision_available()
+    if absent:
+        sys.meta_path.append(_Finder(absent))

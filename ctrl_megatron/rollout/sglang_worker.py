@@ -1,0 +1,158 @@
+"""What runs inside SGLang's scheduler processes: reading chunks, reading weights back, drawing.
+
+SGLang calls ``run_scheduler`` in each of them (one per tensor rank), through the attribute that its
+``Engine`` has for that. Where its public interface has no place for something, a method is put in
+the place of another: all of that is in ``prepare``.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ctrl_megatron.rollout.sglang_stand_ins import install_stand_ins
+
+install_stand_ins()
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
+from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.utils.weight_checker import WeightChecker
+
+from ctrl_megatron.models.offload import OffloadedTensors
+from ctrl_megatron.rollout.held_tensors import held_checksums
+from ctrl_megatron.rollout.sampling import DRAWN_ROWS, numbers_at, pick, truncate_rows
+from ctrl_megatron.rollout.weight_chunks import read_chunk
+
+SAMPLER = "pytorch"
+"""The name our sampler takes: the only one that SGLang admits on a CPU."""
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+def run_scheduler(*given: Any, **named: Any) -> None:
+    """``run_scheduler_process`` with what ``prepare`` changes."""
+    prepare()
+    run_scheduler_process(*given, **named)
+
+
+def prepare() -> None:
+    """Once, before a scheduler is made."""
+    register_sampler_backend(SAMPLER, SeededSampler)
+    changes: Any = (
+        (SamplingBatchInfo, "adjusted_from_schedule_batch", take_seeds),
+        (ModelConfig, "_get_hf_eos_token_id", no_stop_tokens),
+        (WeightChecker, "_compute_checksum", hf_checksums),
+        (Scheduler, "ctrl_load_chunk", load_chunk),
+        (Scheduler, "ctrl_leave", leave),
+        (Scheduler, "ctrl_come_back", come_back),
+    )
+    for owner, name, function in changes:
+        if not name.startswith("ctrl_") and not hasattr(owner, name):
+            raise RuntimeError(f"this SGLang has no {owner.__name__}.{name}; use SGLang 0.5.23")
+        setattr(owner, name, function)
+
+
+def take_seeds(self: Any, batch: Any, vocab_size: int) -> None:
+    """Seeds of the requests, which SGLang heeds only where all kernels are deterministic."""
+    seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+    self.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(self.device, non_blocking=True)
+
+
+def no_stop_tokens(self: Any) -> set[int]:
+    """Only a request says what ends it, not the model's files."""
+    return set()
+
+
+class SeededSampler(Sampler):
+    """Draws each row with one number, which depends on its seed and place only.
+
+    SGLang's own seeded draw takes a number for every token of the vocabulary.
+    """
+
+    def _sample_from_probs(
+        self,
+        probs: torch.Tensor,
+        sampling_info: SamplingBatchInfo,
+        positions: torch.Tensor,
+        simple_sampling_case: bool,
+    ) -> tuple[torch.Tensor, None]:
+        """(B,) int32 tokens; ``probs`` (B, V) fp32 stay as they are: log-probs come from them."""
+        assert sampling_info.sampling_seed is not None
+        numbers = numbers_at(sampling_info.sampling_seed, positions.to(torch.int64))
+        rows = (probs, numbers, sampling_info.top_ps, sampling_info.top_ks)
+        drawn = [
+            pick(part if simple_sampling_case else truncate_rows(part, top_p, top_k), own)
+            for part, own, top_p, top_k in zip(*(r.split(DRAWN_ROWS) for r in rows), strict=True)
+        ]
+        return torch.cat(drawn).to(torch.int32), None
+
+
+def load_chunk(self: Any, chunk: str) -> None:
+    """RPC: load a ``WeightChunk`` given as JSON; the model's own loaders take this rank's share.
+
+    RuntimeError on every rank if one fails: SGLang answers for the first alone.
+    """
+    failure = ""
+    try:
+        _model(self).load_weights(read_chunk(json.loads(chunk)))
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    failures = [""] * dist.get_world_size(self.tp_cpu_group)
+    dist.all_gather_object(failures, failure, group=self.tp_cpu_group)
+    if any(failures):
+        raise RuntimeError("; ".join(filter(None, failures)))
+
+
+def hf_checksums(
+    self: Any, skip_tensor_list: Sequence[str] | None = None, *, role: str
+) -> dict[str, Any]:
+    """In the place of SGLang's checksums of its fused layers; the first tensor rank gives them."""
+    model = self._get_model()
+    found = held_checksums(
+        model,
+        next(model.parameters()).dtype,
+        is_first=get_parallel().tp_rank == 0,
+        gather=tensor_model_parallel_all_gather,
+        fused=getattr(model, "packed_modules_mapping", _FUSED),
+    )
+    return {
+        "checksums": found,
+        "per_gpu_checksum": "",
+        "parallelism_info": self._parallelism_info(role=role).model_dump(),
+    }
+
+
+def leave(self: Any, forget_weights: bool) -> None:
+    """RPC, on a CPU: give back the cache's memory, and the weights' if they may be forgotten.
+
+    On GPUs torch_memory_saver does that below SGLang.
+    """
+    runner = self.tp_worker.model_runner
+    pool = runner.token_to_kv_pool
+    held = {"kv_cache": lambda: (*pool.k_buffer, *pool.v_buffer)}
+    if forget_weights:
+        held["weights"] = _model(self).parameters
+    self.ctrl_away = {tag: OffloadedTensors(tensors, keep=False) for tag, tensors in held.items()}
+    for away in self.ctrl_away.values():
+        away.leave()
+
+
+def come_back(self: Any, tag: str) -> None:
+    """RPC: undo ``leave`` for the cache or the weights; they are zeros."""
+    if away := self.ctrl_away.pop(tag, None):
+        away.come_back()
+
+
+def _model(scheduler: Any) -> Any:
+    return scheduler.tp_worker.model_runner.model
