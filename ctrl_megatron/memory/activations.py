@@ -82,14 +82,14 @@ def saved_by_layer(p: PassShape) -> float:
         attention += rotated * shape.qk_norm + p.gathered / p.tokens
         mlp = 3 * ffn
     else:
-        wide = 4 * shape.hidden_size / p.sequence_ranks
-        norms = 2 * (wide + 2 * p.residual + per_norm)
-        # Cosines and sines for queries and keys.
-        attention = fused_qkv + rotated + context + softmax + 4 * e * head
+        norms = 2 * (2 * p.residual + per_norm)
+        # Values beside what is rotated.
+        value = e * groups * head / t
+        attention = rotated + value + context + softmax
         if shape.qk_norm:
-            attention += (4 + e) / e * rotated + 4 * (heads + groups) / t
-        # SwiGLU's two halves, silu(a), b, and their product; fc1's output where it is not fused.
-        mlp = 5 * ffn
+            attention += fused_qkv + 4 * (heads + groups) / t
+        # SwiGLU's two halves and their product.
+        mlp = 3 * ffn
     if p.recompute_granularity == "selective":
         if "core_attn" in p.recompute_modules:
             attention -= softmax + p.gathered / p.tokens
@@ -155,8 +155,6 @@ def _kept(p: PassShape, *, pp: int) -> float:
 def _saved_by_end(p: PassShape) -> float:
     """Bytes per token of final norm, output and loss; at most all tokens are responses."""
     norm = 2 * p.residual + 4 / p.sequence_ranks
-    if p.kernels == "torch":
-        norm += 4 * p.shape.hidden_size / p.sequence_ranks
     selected = p.dtype_size * p.shape.hidden_size
     if p.shape.value_head:
         selected = 4 * p.shape.hidden_size / p.sequence_ranks  # float32 for the head
@@ -178,20 +176,19 @@ def _layer_workspace(p: PassShape, largest: int) -> float:
 
 
 def logits_workspace(p: PassShape, *, backward: bool) -> float:
-    """Bytes of ``parallel.vocab`` on the last stage at its peak: a chunk of logits several times
-    over in float32, and backwards the output weight's gradient in float32 and as a product."""
+    """Bytes of ``parallel.vocab`` on the last stage of a GPU at its peak: a chunk of logits, its
+    exponentials, both in float32, and the product that they come from; backwards the output
+    weight's gradient in float32, and a chunk's share of it."""
     if p.shape.value_head:
         return 0
     e, hidden = p.dtype_size, p.shape.hidden_size
     logits = min(p.logprob_chunk, p.tokens) * p.vocabulary
+    tile = 4 if e == 4 else 4 + e
     gathered = e * hidden * p.tokens
     if not backward:
-        return 20 * logits + 2 * gathered
+        return (tile + 4) * logits + 2 * gathered
     weight = p.vocabulary * hidden
-    product = e if e == 4 else e + 4
-    return gathered + max(
-        (24 + e) * logits + 4 * weight, (12 + e) * logits + (4 + product) * weight
-    )
+    return gathered + max((tile + 4) * logits + 4 * weight, tile * logits + (4 + e) * weight)
 
 
 def inference_workspace(p: PassShape, *, pp: int) -> int:
@@ -199,8 +196,8 @@ def inference_workspace(p: PassShape, *, pp: int) -> int:
     e, hidden = p.dtype_size, p.shape.hidden_size
     ffn = e * p.shape.ffn_hidden_size / p.layout.tensor
     gathered = e * hidden if p.layout.sequence_parallel else 0
-    halves = 3 if p.kernels == "te" else 5
-    moments = [p.tokens * (3 * p.residual + gathered + halves * ffn)]
+    stream = 3 if p.kernels == "te" else 5
+    moments = [p.tokens * (stream * p.residual + gathered + 3 * ffn)]
     moments.append(p.tokens * (3 * p.residual + gathered) + p.gathered)
     if pp == p.layout.pipeline - 1:
         moments.append(p.residual * p.tokens + logits_workspace(p, backward=False))

@@ -12,9 +12,9 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import layers as tensor_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -25,29 +25,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from ctrl_megatron.models.attention import PackedCausalAttention, over_shared_prefixes
+from ctrl_megatron.models.layers import GatedMLP, RMSNorm, RotatedSelfAttention
 from ctrl_megatron.models.packed_layout import PackedLayoutParams
-
-
-class RMSNorm(torch.nn.Module):
-    """Root mean square norm over the last dimension, computed in float32 (as HF does).
-
-    Under sequence parallelism each tensor rank sees other tokens, so the weight is marked for
-    Megatron to sum its gradient over the tensor ranks; torch's own norm lacks that mark.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden (..., H) in any float dtype; returns the same shape and dtype."""
-        wide = hidden.float()
-        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(hidden.dtype)
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
@@ -140,13 +119,13 @@ def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
     layer = TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=ModuleSpec(
-            module=SelfAttention,
+            module=RotatedSelfAttention,
             params={"attn_mask_type": AttnMaskType.causal},
             submodules=attention,
         ),
         self_attn_bda=bias_dropout_add,
         pre_mlp_layernorm=norm,
-        mlp=ModuleSpec(module=MLP, submodules=mlp),
+        mlp=ModuleSpec(module=GatedMLP, submodules=mlp),
         mlp_bda=bias_dropout_add,
     )
     layers = [ModuleSpec(module=TransformerLayer, submodules=layer)] * num_layers

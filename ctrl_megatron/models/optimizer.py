@@ -73,6 +73,11 @@ class Optimization:
             ),
             list(chunks),  # type: ignore[arg-type]
         )
+        if all(weight.device.type == "cpu" for weight in self._weights):
+            for inner in self._inner:
+                for group in inner.optimizer.param_groups:
+                    # One pass over gradient, moments and weight instead of eight.
+                    group["fused"] = True
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ctrl_megatron.parallel import host_memory
+
 _CPU = torch.device("cpu")
 _TYPE_NAMES = {
     "torch.FloatTensor": "torch.cuda.FloatTensor",
@@ -110,7 +112,7 @@ def install() -> None:
         "device_count": lambda: 1,
         "set_device": _nothing(),
         "synchronize": _nothing(),
-        "empty_cache": _nothing(),
+        "empty_cache": lambda: host_memory.give_back(),
         "manual_seed": _nothing(),
         "Stream": _Stream,
         "Event": _Event,

@@ -138,7 +138,7 @@ def initialize(
     """
     from megatron.core import parallel_state, tensor_parallel
 
-    from ctrl_megatron.parallel import cpu_platform
+    from ctrl_megatron.parallel import cpu_platform, host_memory
 
     launch = launch or read_launch()
     device = local_device(launch.local_rank)
@@ -147,6 +147,7 @@ def initialize(
         torch.cuda.set_device(device)
     else:
         cpu_platform.install()
+        host_memory.keep()
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized():
         dist.init_process_group(

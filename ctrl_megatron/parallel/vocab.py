@@ -1,12 +1,14 @@
 """Log-probability and entropy from hidden states under a vocabulary split over tensor ranks.
 
-The output layer and the softmax are computed together, a chunk of tokens at a time, and once more
-in the backward pass, so that logits exist for one chunk only: at (tokens x vocabulary) = (16384 x
-152064) the fp32 logits of a whole micro-batch would take 10 GB.
+The output layer and the softmax are computed together, a tile of logits at a time, and once more
+in the backward pass: at (tokens x vocabulary) = (16384 x 152064) the fp32 logits of a whole
+micro-batch would take 10 GB. The softmax's normaliser is known when the last columns of a tile's
+tokens have been seen (Milakov and Gimelshein, arXiv 1805.02867).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,45 +31,94 @@ def _all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
     return tensor
 
 
-class _Chunk:
-    """Softmax statistics of one chunk of tokens; the same arithmetic forward and backward."""
+_CACHED_LOGITS = 1 << 19
+"""Logits of a tile on a CPU: 2 MiB in float32, what a core's own cache holds."""
 
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        first: int,
-        real: int,
-        temperature: float,
-        group: Any,
-    ) -> None:
-        logits_TV = (hidden @ weight[:real].t()).float() / temperature
-        peak_T = (
-            logits_TV.amax(dim=-1) if real else hidden.new_full((len(hidden),), -torch.inf).float()
-        )
-        _all_reduce(peak_T, dist.ReduceOp.MAX, group)
-        self.shifted_TV = logits_TV.sub_(peak_T.unsqueeze(-1))
-        exp_TV = self.shifted_TV.exp()
-        sums = torch.stack([exp_TV.sum(dim=-1), (exp_TV * self.shifted_TV).sum(dim=-1)])
-        normaliser_T, weighted_T = _all_reduce(sums, dist.ReduceOp.SUM, group)
-        self.probs_TV = exp_TV.div_(normaliser_T.unsqueeze(-1))
-        self.log_normaliser_T = normaliser_T.log()
-        self.entropy_T = self.log_normaliser_T - weighted_T / normaliser_T
-        self.first, self.real, self.group = first, real, group
 
-    def own(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(is the target in this rank's columns, column clamped into range)."""
-        column = targets - self.first
-        mine = (column >= 0) & (column < self.real)
-        return mine, column.clamp(0, max(self.real - 1, 0))
+def _in_cache(device: torch.device) -> bool:
+    return device.type == "cpu"
 
-    def log_probs(self, targets: torch.Tensor) -> torch.Tensor:
-        mine, column = self.own(targets)
-        picked = torch.zeros_like(self.log_normaliser_T)
-        if self.real:
-            value = self.shifted_TV.gather(-1, column.unsqueeze(-1)).squeeze(-1)
-            picked = torch.where(mine, value, picked)
-        return _all_reduce(picked, dist.ReduceOp.SUM, self.group) - self.log_normaliser_T
+
+def _tiles(tokens: int, columns: int, chunk: int, device: torch.device) -> tuple[int, int]:
+    """(tokens, columns) of a tile, which holds at most ``chunk`` tokens' worth of logits.
+
+    A GPU takes whole rows of ``chunk`` tokens. A CPU takes as many tokens as it can, since the
+    weight is read, and its gradient written, once for them, and few columns, which stay in cache.
+    """
+    columns = max(columns, 1)
+    if not _in_cache(device):
+        return chunk, columns
+    most = min(chunk * columns, max(_CACHED_LOGITS, chunk))
+    rows = max(1, min(tokens, most // min(columns, 256)))
+    few = most // rows
+    # Matrix products want multiples of the registers.
+    return rows, min(columns, few - few % 64 if few > 64 else few)
+
+
+class _Tile:
+    """Buffers for the logits of a tile, in float32 and in the type of the hidden states."""
+
+    def __init__(self, rows: int, columns: int, like: torch.Tensor, temperature: float) -> None:
+        self._low = like.new_empty(rows * columns)
+        # Where the types are the same, products are computed in place.
+        same = like.dtype == torch.float32
+        self._wide = self._low if same else like.new_empty(rows * columns, dtype=torch.float32)
+        self._temperature = temperature
+
+    def low(self, rows: int, columns: int) -> torch.Tensor:
+        """(rows, columns) of the hidden states' type; shares memory with ``logits`` in float32."""
+        return self._low[: rows * columns].view(rows, columns)
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """hidden (t, H), weight (c, H) -> (t, c) float32."""
+        low_TV = self.low(len(hidden), len(weight))
+        torch.mm(hidden, weight.t(), out=low_TV)
+        wide_TV = self._wide[: low_TV.numel()].view_as(low_TV)
+        if wide_TV.data_ptr() != low_TV.data_ptr():
+            wide_TV.copy_(low_TV)
+        return wide_TV if self._temperature == 1.0 else wide_TV.div_(self._temperature)
+
+
+def _ranges(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def _inside(targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which targets lie in ``columns``, and how far from their start each of these."""
+    rows = ((targets >= columns.start) & (targets < columns.stop)).nonzero().squeeze(-1)
+    return rows, targets[rows] - columns.start
+
+
+class _Softmax:
+    """Statistics of the softmax of some tokens, as far as their columns have been seen."""
+
+    def __init__(self, like: torch.Tensor, tokens: int) -> None:
+        self.peak_T = like.new_full((tokens,), -torch.inf, dtype=torch.float32)
+        self.sum_T = torch.zeros_like(self.peak_T)
+        self.weighted_T = torch.zeros_like(self.peak_T)
+        """Sum of exp(z - peak) (z - peak)."""
+
+    def raise_to(self, peak_T: torch.Tensor) -> None:
+        """Count from another peak, none of which is smaller than the own."""
+        down_T = torch.where(self.sum_T > 0, self.peak_T - peak_T, 0.0)
+        self.weighted_T = (self.weighted_T + down_T * self.sum_T) * down_T.exp()
+        self.sum_T = self.sum_T * down_T.exp()
+        self.peak_T = peak_T
+
+    def add(self, logits_TV: torch.Tensor) -> None:
+        """Further columns; the logits are overwritten."""
+        self.raise_to(torch.maximum(self.peak_T, logits_TV.amax(dim=-1)))
+        shifted_TV = logits_TV.sub_(self.peak_T.unsqueeze(-1))
+        exp_TV = shifted_TV.exp()
+        self.sum_T += exp_TV.sum(dim=-1)
+        self.weighted_T += exp_TV.mul_(shifted_TV).sum(dim=-1)
+
+    def over_ranks(self, group: Any) -> None:
+        """Join the tensor ranks' columns."""
+        self.raise_to(_all_reduce(self.peak_T.clone(), dist.ReduceOp.MAX, group))
+        sums = torch.stack([self.sum_T, self.weighted_T])
+        self.sum_T, self.weighted_T = _all_reduce(sums, dist.ReduceOp.SUM, group)
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -83,43 +134,94 @@ class _LinearLogProb(torch.autograd.Function):
         chunk: int,
         group: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        targets = targets - first
         log_probs = hidden.new_empty(len(targets), dtype=torch.float32)
-        entropy = torch.empty_like(log_probs)
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            stats = _Chunk(hidden[part], weight, first, real, temperature, group)
-            log_probs[part] = stats.log_probs(targets[part])
-            entropy[part] = stats.entropy_T
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.arguments = (first, real, temperature, chunk, group)
+        entropy, peak, total = (torch.empty_like(log_probs) for _ in range(3))
+        tokens, columns = _tiles(len(targets), real, chunk, hidden.device)
+        tile = _Tile(tokens, columns, hidden, temperature)
+        for part in _ranges(len(targets), tokens):
+            stats = _Softmax(hidden, len(targets[part]))
+            picked_T = torch.zeros_like(stats.peak_T)
+            for block in _ranges(real, columns):
+                logits_TV = tile.logits(hidden[part], weight[block])
+                rows, column = _inside(targets[part], block)
+                picked_T[rows] = logits_TV[rows, column]
+                stats.add(logits_TV)
+            stats.over_ranks(group)
+            log_sum_T = stats.sum_T.log()
+            entropy[part] = log_sum_T - stats.weighted_T / stats.sum_T
+            peak[part], total[part] = stats.peak_T, stats.sum_T
+            # One of the ranks has the target's logit.
+            own_T = (targets[part] >= 0) & (targets[part] < real)
+            picked_T = torch.where(own_T, picked_T - stats.peak_T, 0.0)
+            log_probs[part] = _all_reduce(picked_T, dist.ReduceOp.SUM, group) - log_sum_T
+        ctx.save_for_backward(hidden, weight, targets, peak, total, entropy)
+        ctx.arguments = (real, temperature, chunk)
+        ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, peak, total, entropy = ctx.saved_tensors
+        real, temperature, chunk = ctx.arguments
         grad_log_probs, grad_entropy = grads
-        hidden, weight, targets = ctx.saved_tensors
-        first, real, temperature, chunk, group = ctx.arguments
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(peak)
+        tokens, columns = _tiles(len(targets), real, chunk, hidden.device)
+        tile = _Tile(tokens, columns, hidden, temperature)
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            stats = _Chunk(hidden[part], weight, first, real, temperature, group)
-            # d log p(y) / d z = 1[y] - p ;  d H / d z = -p (log p + H)
-            log_p_TV = stats.shifted_TV - stats.log_normaliser_T.unsqueeze(-1)
-            grad_TV = -stats.probs_TV * (
-                grad_log_probs[part].unsqueeze(-1)
-                + grad_entropy[part].unsqueeze(-1) * (log_p_TV + stats.entropy_T.unsqueeze(-1))
-            )
-            if real:
-                mine, column = stats.own(targets[part])
-                hit = torch.where(mine, grad_log_probs[part], torch.zeros_like(stats.entropy_T))
-                grad_TV.scatter_add_(-1, column.unsqueeze(-1), hit.unsqueeze(-1))
-            grad_TV = grad_TV.div_(temperature).to(hidden.dtype)
-            grad_hidden[part] = grad_TV @ weight[:real]
-            grad_weight[:real] += (grad_TV.t() @ hidden[part]).float()
+        grad_weight = _WeightGradient(weight, in_one_piece=tokens >= len(targets))
+        for part in _ranges(len(targets), tokens):
+            # d log p(y) / d z = 1[y] - p ;  d H / d z = -p (log p + H) ;  p = exp(z - peak) / sum
+            hit_T = grad_log_probs[part] / temperature
+            constant_T, slope_T = -hit_T / total[part], None
+            if grad_entropy is not None:
+                slope_T = -grad_entropy[part] / temperature / total[part]
+                constant_T = constant_T + slope_T * (entropy[part] - total[part].log())
+            grad_TH = torch.zeros_like(hidden[part], dtype=torch.float32)
+            for block in _ranges(real, columns):
+                grad_TV = tile.logits(hidden[part], weight[block]).sub_(peak[part].unsqueeze(-1))
+                if slope_T is None:
+                    grad_TV.exp_().mul_(constant_T.unsqueeze(-1))
+                else:
+                    exp_TV = grad_TV.exp()
+                    grad_TV.mul_(slope_T.unsqueeze(-1)).add_(constant_T.unsqueeze(-1)).mul_(exp_TV)
+                rows, column = _inside(targets[part], block)
+                grad_TV[rows, column] += hit_T[rows]
+                low_TV = tile.low(*grad_TV.shape)
+                if low_TV.data_ptr() != grad_TV.data_ptr():
+                    low_TV.copy_(grad_TV)
+                grad_TH += low_TV @ weight[block]
+                grad_weight.add(block, low_TV.t() @ hidden[part])
+            grad_hidden[part] = grad_TH
         # Each tensor rank holds the part of grad_hidden that its columns give; the caller's
         # region function sums the parts.
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+        return grad_hidden, grad_weight.result(), None, None, None, None, None, None
+
+
+class _WeightGradient:
+    """Collects the gradient of the output weight.
+
+    Where Megatron has a float32 buffer for it (``main_grad``) on a CPU, it is added there and
+    autograd gets none.
+    """
+
+    def __init__(self, weight: torch.Tensor, *, in_one_piece: bool) -> None:
+        self._weight = weight
+        buffer = getattr(weight, "main_grad", None) if _in_cache(weight.device) else None
+        self._returned = buffer is None
+        self._sum = buffer
+        if buffer is None:
+            dtype = weight.dtype if in_one_piece else torch.float32
+            self._sum = torch.zeros_like(weight, dtype=dtype)
+
+    def add(self, rows: slice, grad: torch.Tensor) -> None:
+        """The gradient of some rows by some tokens."""
+        self._sum[rows] += grad
+
+    def result(self) -> torch.Tensor | None:
+        """For autograd."""
+        return self._sum.to(self._weight.dtype) if self._returned else None
 
 
 def linear_log_probs(

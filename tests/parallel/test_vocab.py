@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ctrl_megatron.parallel import vocab
 from ctrl_megatron.parallel.vocab import linear_log_probs, vocab_range
 
 HIDDEN = 7
@@ -173,6 +174,27 @@ def test_logits_of_one_chunk_exist_at_a_time() -> None:
             upstream,
         )
     assert seen.elements <= chunk * vocab
+
+
+@pytest.mark.parametrize("cached", [16, 512])
+def test_tiles_of_any_size_and_megatrons_buffer_give_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch, cached: int
+) -> None:
+    hidden, weight, targets, upstream = inputs(12, 40, 300)
+    wanted = with_gradients(
+        lambda h, w: naive(h, w, targets, 1.0), hidden.double(), weight.double(), upstream.double()
+    )
+    monkeypatch.setattr(vocab, "_CACHED_LOGITS", cached)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    # What another micro-batch has left there.
+    weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
+    log_probs, entropy = linear_log_probs(hidden, weight, targets, vocab_size=300, chunk=8)
+    (log_probs * upstream[0] + entropy * upstream[1]).sum().backward()
+    assert weight.grad is None
+    buffer = weight.main_grad - 1  # type: ignore[attr-defined]
+    for left, right in zip((log_probs, entropy, hidden.grad, buffer), wanted, strict=True):
+        torch.testing.assert_close(left.double(), right, rtol=2e-5, atol=2e-5)
 
 
 @given(st.integers(1, 200), st.integers(1, 9))

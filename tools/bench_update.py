@@ -1,0 +1,225 @@
+"""How fast an update is: ``python tools/bench_update.py --nproc-per-node 2``.
+
+Takes optimizer steps of the actor as a run does them (GRPO's loss with its KL, Megatron's DDP and
+distributed optimizer) on random tokens of a given shape, and says tokens per second, the share of
+the rate at which the same processes multiply matrices of the same type, the kernel's share of
+processor time, and memory. ``--baseline DIR`` measures another checkout too: both stay in memory
+and take every step in turns, so that a machine that slows down meanwhile slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1]
+
+
+class Trainer:
+    """The ranks of one checkout; each takes a step for every line it gets."""
+
+    def __init__(self, root: Path, options: argparse.Namespace) -> None:
+        ranks, arguments = options.nproc_per_node, sys.argv[1:]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        launch = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+        # As under torchrun.
+        launch |= (
+            {"OMP_NUM_THREADS": 1} if ranks > 1 and "OMP_NUM_THREADS" not in os.environ else {}
+        )
+        self.name, self.ranks = str(root), []
+        for rank in range(ranks):
+            own = {**launch, "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+            self.ranks.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, *arguments, "--rank-of", str(root)],
+                    env=os.environ | {name: str(value) for name, value in own.items()},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
+    def ask(self, word: str) -> list[dict[str, float]]:
+        """What every rank answers."""
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            print(word, file=rank.stdin, flush=True)
+        return self.answers()
+
+    def answers(self) -> list[dict[str, float]]:
+        """The next line of every rank."""
+        lines = [rank.stdout.readline() for rank in self.ranks if rank.stdout]
+        if not all(lines):
+            raise SystemExit(f"a rank of {self.name} ended; see its words above")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """End the ranks."""
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            rank.stdin.close()
+        for rank in self.ranks:
+            rank.wait()
+
+
+def rank_of(root: Path, options: argparse.Namespace) -> None:
+    """Take steps with the package of ``root`` until standard input ends."""
+    sys.path.insert(0, str(root))
+    answer_to, sys.stdout = sys.stdout, sys.stderr
+    import torch
+
+    from ctrl_megatron.checkpoint.hf import load_hf
+    from ctrl_megatron.config import load_config
+    from ctrl_megatron.metrics import measure_peak_flops
+    from ctrl_megatron.models.build import BuildOptions
+    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.optimizer import OptimizerOptions
+    from ctrl_megatron.models.parallel_model import ModelOptions
+    from ctrl_megatron.models.policy import Policy
+    from ctrl_megatron.parallel.groups import initialize, shutdown
+    from ctrl_megatron.parallel.layout import Layout
+    from ctrl_megatron.pipeline.actor_loss import ActorLoss
+    from ctrl_megatron.pipeline.performance import flops_of
+
+    def answer(**figures: float) -> None:
+        print(json.dumps(figures), file=answer_to, flush=True)
+
+    ranks = options.nproc_per_node
+    groups = initialize(Layout(data=ranks), seed=1, timeout_seconds=600)
+    shape = read_model_shape(options.model)
+    policy = Policy(
+        shape,
+        groups,
+        ModelOptions(
+            build=BuildOptions(dtype=options.dtype),
+            token_budget=options.budget,
+            logprob_chunk=options.chunk,
+            optimizer=OptimizerOptions(lr=1e-6, total_steps=1000),
+        ),
+    )
+    load_hf(policy, options.model)
+    policy.start_optimizer()
+    config = load_config(None, ["actor_rollout_ref.actor.use_kl_loss=true"], purpose="none")
+    loss = ActorLoss(config.actor_rollout_ref.actor, response_limit=options.response)
+    generator = torch.Generator().manual_seed(groups.rank)
+    rows, width = options.rows // ranks, options.prompt + options.response
+    ids = torch.randint(100, shape.vocab_size, (rows, width), generator=generator)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "response_mask": torch.ones(rows, options.response, dtype=torch.bool),
+        "advantages": torch.randn(rows, options.response, generator=generator),
+    }
+    batch["old_log_probs"] = policy.log_probs(batch)[0]
+    batch["ref_log_prob"] = batch["old_log_probs"].clone()
+    policy.step(batch, loss)
+    groups.barrier()
+    answer(
+        gemm=measure_peak_flops(options.dtype),
+        threads=torch.get_num_threads(),
+        flops=flops_of(shape, [width] * rows, responses=rows * options.response, backward=True),
+    )
+    for word in sys.stdin:
+        groups.barrier()
+        used, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        if word.strip() == "profile":
+            with torch.profiler.profile(record_shapes=options.shapes) as found:
+                policy.step(batch, loss)
+            if groups.is_first:
+                table = found.key_averages(group_by_input_shape=options.shapes)
+                print(table.table(sort_by="self_cpu_time_total", row_limit=60), file=sys.stderr)
+        elif word.strip() == "forward":
+            policy.log_probs(batch)
+        else:
+            policy.step(batch, loss)
+        took, now = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+        pages = Path("/proc/self/statm").read_text().split()
+        answer(
+            seconds=took,
+            user=now.ru_utime - used.ru_utime,
+            system=now.ru_stime - used.ru_stime,
+            peak_gib=now.ru_maxrss / 2**20,
+            resident_gib=int(pages[1]) * resource.getpagesize() / 2**30,
+        )
+    shutdown()
+
+
+def report(name: str, tokens: int, start: list[dict[str, float]], turns: list[Any]) -> None:
+    """One line per checkout."""
+    seconds = statistics.median(max(one["seconds"] for one in turn) for turn in turns)
+    own = [one for turn in turns for one in turn]
+    gemm, flops = (sum(one[key] for one in start) for key in ("gemm", "flops"))
+    system = sum(one["system"] for one in own)
+    print(
+        f"{name}: {tokens / seconds:.0f} tokens/s, {seconds:.2f} s, "
+        f"{100 * flops / seconds / gemm:.0f} % of {gemm / 1e9:.0f} GFLOP/s, "
+        f"{len(start)} x {start[0]['threads']:.0f} threads, "
+        f"kernel {100 * system / (system + sum(one['user'] for one in own)):.0f} %, "
+        f"{max(one['resident_gib'] for one in own):.2f} GiB a rank "
+        f"(most {max(one['peak_gib'] for one in own):.2f})"
+    )
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="runs/models/smollm2", help="Hugging Face directory")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="data-parallel ranks")
+    parser.add_argument("--rows", type=int, default=12, help="sequences of a step, over all ranks")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens")
+    parser.add_argument("--response", type=int, default=192, help="tokens")
+    parser.add_argument("--budget", type=int, default=1536, help="tokens of a micro-batch")
+    parser.add_argument("--chunk", type=int, default=256, help="tokens' worth of logits at a time")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--forward", action="store_true", help="log-probs instead of updates")
+    parser.add_argument("--profile", action="store_true", help="print one step's profile instead")
+    parser.add_argument("--shapes", action="store_true", help="with --profile: by input shapes")
+    parser.add_argument("--baseline", type=Path, help="another checkout, measured in turns")
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        rank_of(options.rank_of, options)
+        return
+    roots = [HERE, *([options.baseline.resolve()] if options.baseline else [])]
+    starts, trainers = [], [Trainer(root, options) for root in roots]
+    for trainer in trainers:
+        starts.append(trainer.answers())
+    if options.profile:
+        trainers[0].ask("profile")
+        rounds: list[Any] = []
+    else:
+        word = "forward" if options.forward else "step"
+        rounds = [[trainer.ask(word) for trainer in trainers] for _ in range(options.rounds)]
+    for trainer in trainers:
+        trainer.close()
+    if not rounds:
+        return
+    tokens = options.rows * (options.prompt + options.response)
+    for number, name in enumerate(map(str, roots)):
+        report(name, tokens, starts[number], [one[number] for one in rounds])
+    if options.baseline:
+        slow, fast = (
+            [max(one["seconds"] for one in turn[number]) for turn in rounds] for number in (1, 0)
+        )
+        ratios = sorted(a / b for a, b in zip(slow, fast, strict=True))
+        print(
+            f"{statistics.median(ratios):.2f} times the baseline's rate (median of turns, "
+            f"{ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
