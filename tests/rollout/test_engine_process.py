@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from forked_ranks import fork_context
+from preloaded import reserve
 from rollout_models import save, tiny_llama
 
 from ctrl_megatron.rollout.client import RemoteEngine
@@ -19,15 +22,6 @@ from ctrl_megatron.rollout.engine import EngineDied, EngineSpec
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
 from ctrl_megatron.rollout.parent_watch import group_members, process_gone
 from ctrl_megatron.types import SamplingParams
-
-PARENT = """
-import sys, time
-from ctrl_megatron.rollout.engine import EngineSpec
-from ctrl_megatron.rollout.launch import launch_engine
-process = launch_engine(EngineSpec(name="hf", model_path=sys.argv[1], dtype="float32", threads=1))
-print(process.pid, flush=True)
-time.sleep(600)
-"""
 
 STUBBORN = """
 import os, subprocess, sys, time
@@ -112,18 +106,29 @@ def test_two_start_together_and_only_their_own_token_opens_them(model_path: Path
     assert not first.alive() and group_members(first.pid) == group_members(second.pid) == []
 
 
+def launch_and_wait(model_path: Path, started: Connection) -> None:
+    """An engine's parent; both are forks of a process that has imported what they need."""
+    reserve(1)
+    started.send(launch_engine(tiny_spec(model_path)).pid)
+    time.sleep(600)
+
+
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
 def test_the_engine_ends_with_its_parent(model_path: Path, sign: signal.Signals) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(model_path)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    ) as parent:
-        assert parent.stdout is not None
-        group = int(parent.stdout.readline())
+    forks = fork_context()
+    told, started = forks.Pipe(duplex=False)
+    parent = forks.Process(target=launch_and_wait, args=(model_path, started))
+    parent.start()
+    started.close()
+    try:
+        group = told.recv()
         assert group in group_members(group)
-        parent.send_signal(sign)
+    finally:
+        assert parent.pid is not None
+        os.kill(parent.pid, sign)
     wait_until_empty(group)
+    parent.join(10)
+    assert parent.exitcode == -sign
 
 
 @pytest.mark.parametrize("end", ["leader killed", "pipe closed"])
