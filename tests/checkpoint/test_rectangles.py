@@ -56,10 +56,11 @@ def stand_in(layout: Layout, place: Any, cut: Any) -> Any:
         shape=SHAPE,
         onload=lambda *_: None,
         offload=lambda *_: None,
-        shards=lambda: shards,
+        places=lambda: shards,
+        where_it_is=lambda tensor: tensor,
         groups=SimpleNamespace(layout=layout, place=place),
         options=SimpleNamespace(optimizer=SimpleNamespace(distributed=True)),
-        optimization=SimpleNamespace(owned=lambda: owned),
+        optimization=SimpleNamespace(owned=lambda: owned, create_state=lambda: None),
     )
 
 
