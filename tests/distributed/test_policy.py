@@ -146,6 +146,13 @@ def test_layouts_take_the_same_steps(
         assert_same_weights(alone / "one", tmp_path / variant, rel=1e-5)
 
 
+def test_any_groups_are_the_same_with_shared_and_with_repeated_prompts(
+    models: dict[str, Path],
+) -> None:
+    (shared,) = run_world("ragged_groups", 1, directory=str(models["qwen3"]), examples=25)
+    assert shared > 10
+
+
 def test_transformer_engines_attention_takes_the_same_steps(
     models: dict[str, Path],
     trained_alone: tuple[Path, dict[str, list[dict[str, float]]]],

@@ -269,6 +269,55 @@ def reduced(
     return found
 
 
+def ragged_groups(rank: int, directory: str, examples: int) -> int:
+    """Log-probs, loss and gradient norm of drawn groups with their prompts shared and repeated; how
+    many of the examples had something to share."""
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+    from tiny_models import random_batch
+
+    groups, shared = start({}), 0
+    options = {"lr": 0.0, "total_steps": 10**6, "weight_decay": 0.0}
+    policy = make_policy(groups, directory, optimizer=options, logprob_chunk=7)
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        st.integers(0, 10**6),
+        st.integers(1, 3),
+        st.integers(1, 5),
+        st.tuples(st.integers(1, 30), st.integers(1, 12)),
+        st.integers(0, 90),
+    )
+    def compare(seed: int, count: int, size: int, widths: tuple[int, int], room: int) -> None:
+        nonlocal shared
+        batch = random_batch(seed, count * size, *widths, group=size)
+        batch["loss_mask"] = batch["response_mask"].clone()
+        batch["response_mask"][1:2] = batch["loss_mask"][1:2] = False  # a row nobody could judge
+        found = []
+        for on in (True, False):
+            policy.options = replace(
+                policy.options, shared_prefix=on, token_budget=sum(widths) + room
+            )
+            vectors = policy.log_probs(batch)
+            flops, _ = policy.take_flops()
+            found.append((vectors, policy.step(batch, policy_loss), flops))
+        (left, one, least), (right, other, most) = found
+        for a, b in zip(left, right, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-7)
+        assert least <= most
+        shared += least < most
+
+    compare()
+    return shared
+
+
 def objectives(
     rank: int,
     layout: dict,
