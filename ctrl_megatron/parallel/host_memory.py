@@ -13,9 +13,11 @@ import ctypes
 import mmap
 import os
 import platform
+from pathlib import Path
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _LARGEST = 2**31 - 1
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _STEP = 512 << 20
 _kept = False
 
@@ -46,6 +48,8 @@ def _use_large_pages() -> None:
     The heap grows by half of what the machine has, none of which is used by that; where the kernel
     does not allow so much, it is less.
     """
+    if _OVERCOMMIT.read_text().strip() == "2":
+        return  # the kernel would count the heap's room as used
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     pages = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2
