@@ -155,11 +155,11 @@ def write_prompts(texts: list[str], path: Path) -> None:
     rows = []
     for number, text in enumerate(texts):
         problem = Problem(
-            id=str(number), statement=text, prompter_type="function", selected_uts=("assert True",)
+            id=str(number), statement=text, prompter_type="mbppplus", selected_uts=("assert True",)
         )
         attempt = Attempt(id=str(number), problem=problem, solution="")
         rows.append(row_of(attempt, [{"role": "user", "content": text}]))
-    write_rows(rows, path)
+    write_rows(path, rows)
 
 
 # Ours
