@@ -155,11 +155,11 @@ def write_prompts(texts: list[str], path: Path) -> None:
     rows = []
     for number, text in enumerate(texts):
         problem = Problem(
-            id=str(number), statement=text, prompter_type="function", selected_uts=("assert True",)
+            id=str(number), statement=text, prompter_type="mbppplus", selected_uts=("assert True",)
         )
         attempt = Attempt(id=str(number), problem=problem, solution="")
         rows.append(row_of(attempt, [{"role": "user", "content": text}]))
-    write_rows(rows, path)
+    write_rows(path, rows)
 
 
 # Ours
@@ -176,9 +176,9 @@ def ours(task: Task, ranks: int, overrides: Sequence[str], through: list[str]) -
         config.write_text(json.dumps(our_config(task, ranks, runs)))
         command = [sys.executable, "tools/train_rl.py", "--nproc-per-node", str(ranks)]
         command += ["--config", str(config), *overrides]
-        for metrics in started([*through, *command], runs / "run/metrics.jsonl", name):
-            if "time/step" in metrics:
-                yield our_phases(metrics, task)
+        for line in started([*through, *command], runs / "run/metrics.jsonl", name):
+            if "time/step" in line["metrics"]:
+                yield our_phases(line["metrics"], task)
 
     return Turn(name=name, run=run)
 
@@ -384,6 +384,10 @@ def take_turns(turns: list[Turn], rounds: int, task: Task) -> dict[str, list[dic
             print(f"  step {step + 1} of {task.steps}: {seconds['step']:.1f} s{note}", flush=True)
             if step:
                 found[turn.name].append(seconds)
+        if not found[turn.name]:
+            raise RuntimeError(
+                f"{turn.name} ended without a counted step; see {FOLDER / 'log.txt'}"
+            )
         lasted[turn.name] = time.monotonic() - began
     return found
 
@@ -394,7 +398,6 @@ def report(found: dict[str, list[dict[str, float]]], task: Task, peak: float) ->
     medians = {
         name: {phase: statistics.median(s[phase] for s in steps) for phase in steps[0]}
         for name, steps in found.items()
-        if steps
     }
     first = next(iter(medians.values()))
     for name, median in medians.items():
