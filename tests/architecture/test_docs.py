@@ -177,8 +177,8 @@ def test_every_tool_is_described() -> None:
 def test_every_room_stands_in_the_readme_in_the_order_of_imports() -> None:
     rooms = re.findall(r"^\| `ctrl_megatron/(\w+)(?:/|\.py)` \|", TEXTS["README.md"], re.MULTILINE)
     order = (
-        "errors types config metrics prompts data sandbox rewards algorithms parallel models rollout "
-        "resharding memory checkpoint generation eval pipeline sft commands"
+        "errors types config metrics prompts data sandbox rewards algorithms parallel models "
+        "rollout resharding memory checkpoint generation eval pipeline sft commands"
     )
     assert rooms == order.split()
     present = {p.parent.name for p in (ROOT / "ctrl_megatron").glob("*/__init__.py")}
