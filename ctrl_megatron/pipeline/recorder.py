@@ -11,6 +11,7 @@ from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.config import Config, read_yaml, to_dict, to_yaml
 from ctrl_megatron.metrics import Display, JsonlWriter, Meter, Timeline, build_sinks
 from ctrl_megatron.metrics.report import write_report
+from ctrl_megatron.metrics.warnings import StepWarnings
 
 
 class Recorder:
@@ -31,6 +32,8 @@ class Recorder:
         )
         self._timelines = JsonlWriter(self.run_dir / "timeline.jsonl")
         self._examples = JsonlWriter(self.run_dir / "examples.jsonl")
+        self._warned = JsonlWriter(self.run_dir / "warnings.jsonl")
+        self._warnings, self._told = StepWarnings(), set[str]()
 
     def timeline(self, meter: Meter | None = None) -> Timeline:
         """A timeline that also shows its phases on the terminal."""
@@ -60,11 +63,20 @@ class Recorder:
         if not self.active:
             return
         self.log(step, metrics)
+        self._warn(step, metrics)
         self._timelines.append(timeline)
         for example in examples:
             self._examples.append({"step": step, **example})
         if self.display is not None:
             self.display.end_step(step)
+
+    def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Every warning is counted for the report, and told when it comes first."""
+        for name, text in self._warnings.of(metrics).items():
+            self._warned.append({"step": step, "warning": name, "text": text})
+            if name not in self._told:
+                self._told.add(name)
+                self.say(f"warning: {text} (told once, counted in the report)")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics outside a training step (validation)."""
@@ -85,6 +97,7 @@ class Recorder:
             sink.close()
         self._timelines.close()
         self._examples.close()
+        self._warned.close()
         if self.display is not None:
             self.display.close()
         return write_report(self.run_dir) if report else None

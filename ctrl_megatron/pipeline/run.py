@@ -32,8 +32,8 @@ from ctrl_megatron.pipeline.inputs import (
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.recorder import Recorder
-from ctrl_megatron.pipeline.session import session
-from ctrl_megatron.pipeline.worker import RolloutWorker
+from ctrl_megatron.pipeline.session import Services, Session, session
+from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.rewards.build import check_reward_functions
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.limits import LEVELS
@@ -106,8 +106,8 @@ def train(config: Config) -> bool:
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
             constants=run.groups.from_leader(run.background.run(isolation_level(worker))),
         )
-        if worker.train.dropped:
-            recorder.say(f"{worker.train.dropped} rows have overlong prompts and are left out")
+        for line in banner(run, worker, steps, services):
+            recorder.say(line)
         recorder.say(kernels_line(on_gpu=run.groups.device.type == "cuda"))
         loop.resume()
         worker.weights.actor_changed(worker.step)
@@ -137,6 +137,24 @@ def evaluate(config: Config, critics: Mapping[str, str]) -> dict[str, dict[str, 
         run.watch.quiet()
         worker.close()
     return results
+
+
+def banner(run: Session, worker: DAGWorker, steps: int, services: Services) -> list[str]:
+    """What the run is about to do, for the terminal."""
+    config, layout, train = run.config, run.groups.layout, worker.train
+    family, dropped = config.actor_rollout_ref, ""
+    if train.dropped:
+        dropped = f" ({train.dropped} left out: prompt above data.max_prompt_length)"
+    validation = f", {len(worker.validation.rows)} to validate" if worker.validation else ""
+    engines = services.placement.engines
+    return [
+        f"run {config.trainer.run_dir}: {steps} steps of {config.data.train_batch_size} prompts x "
+        f"{family.rollout.n}; report: {Path(config.trainer.run_dir) / 'report.html'}",
+        f"rows: {len(train.rows)} to train{dropped}{validation}",
+        f"model {family.model.path} ({family.model.dtype}): tensor {layout.tensor} x pipeline "
+        f"{layout.pipeline} x data {layout.data} ranks; {len(engines)} {family.rollout.name} "
+        f"engine{'s' if len(engines) > 1 else ''}",
+    ]
 
 
 def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:

@@ -85,6 +85,11 @@ def _all(*spoils: Spoil) -> Spoil:
     return lambda folder: [spoil(folder) for spoil in spoils]
 
 
+def _metrics(text: str) -> Spoil:
+    """A run that has recorded ``text``."""
+    return _all(lambda f: (f / "made").mkdir(), _text("made/metrics.jsonl", text))
+
+
 def _index(folder: Path) -> None:
     """All tensors in a file that is not there."""
     names = hf_names(read_model_shape(folder / "model"))
@@ -444,6 +449,11 @@ CASES = [
     plan("shape is garbage", "--model-config run.yaml", "run.yaml"),
     tool("check_env", "key without a file", "data.seed=1", "--config"),
     tool("check_env", "misspelt", "--config run.yaml data.sead=1", "data.seed"),
+    tool("report", "no run", "model", "model holds none of"),
+    tool("report", "lines are no JSON", "made", "line 1", _metrics("{\n")),
+    tool("report", "a line lacks its step", "made", "'step'", _metrics("{}\n")),
+    tool("report", "twice", "made made", "one name", _metrics("")),
+    tool("report", "onto others' files", "made model --out run.yaml", "run.yaml is there"),
     # Data.
     data("no problems", _DATA.replace("problems.jsonl", "none.jsonl"), "none.jsonl"),
     data("no solutions", _DATA.replace("solutions.jsonl", "none.jsonl"), "none.jsonl"),
@@ -521,7 +531,10 @@ CASES = [
 ]
 MODULES = {
     **{name: f"ctrl_megatron.commands.{name}" for name in ("train_rl", "train_sft", "evaluate")},
-    **{name: f"ctrl_megatron.commands.{name}" for name in ("plan", "check_env", "serve_sandbox")},
+    **{
+        name: f"ctrl_megatron.commands.{name}"
+        for name in ("plan", "check_env", "serve_sandbox", "report")
+    },
     "convert_hf_to_megatron": "ctrl_megatron.commands.convert_hf_to_megatron",
     "convert_megatron_to_hf": "ctrl_megatron.commands.convert_megatron_to_hf",
     **{name: f"tools.{name}" for name in ("prepare_data", "generate_solutions")},

@@ -1,31 +1,52 @@
-"""One HTML page about a run, made from the files the run wrote; opens offline."""
+"""One HTML page about a run or several, made from the files the run wrote; opens offline."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics.report.run_files import read_run_files
 
 
 def write_report(run_dir: Path) -> Path:
     """Write ``run_dir/report.html`` from the run's files and return its path.
 
-    Reads metrics.jsonl, timeline.jsonl, examples.jsonl, summary.json and config.yaml; where one is
-    missing the page says "not recorded". Raises ValueError where ``run_dir`` holds none of them or
-    a file is malformed. A reader of an older report never sees half of the new one.
+    Reads metrics.jsonl, timeline.jsonl, examples.jsonl, summary.json, warnings.jsonl and
+    config.yaml; where one is missing the page says "not recorded". Raises ValueError where
+    ``run_dir`` holds none of them or a file is malformed. A reader of an older report never sees
+    half of the new one.
     """
     from ctrl_megatron.metrics.report.page import render  # imports matplotlib
 
-    html = render(read_run_files(run_dir))
     target = run_dir / "report.html"
-    partial = run_dir / f".report.html.{os.getpid()}"
+    _write(target, render(read_run_files(run_dir)))
+    return target
+
+
+def write_comparison(run_dirs: Sequence[Path], target: Path) -> None:
+    """Write a page on which two to four runs stand side by side.
+
+    Raises ``UserError`` for another number of runs, and as ``write_report`` does.
+    """
+    from ctrl_megatron.metrics.report.page import render_comparison  # imports matplotlib
+
+    if not 2 <= len(run_dirs) <= 4:
+        raise UserError(f"{len(run_dirs)} runs: two to four can stand side by side")
+    runs = [read_run_files(directory) for directory in run_dirs]
+    if len({run.name for run in runs}) < len(runs):
+        raise UserError("two of the runs have one name: name each directory once")
+    _write(target, render_comparison(runs))
+
+
+def _write(target: Path, html: str) -> None:
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         partial.write_text(html, encoding="utf-8", errors="backslashreplace")
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
-    return target
 
 
-__all__ = ["write_report"]
+__all__ = ["write_comparison", "write_report"]

@@ -20,10 +20,48 @@ _EXAMPLES, _CHIP_LENGTH = 6, 40
 
 def render(run: RunFiles) -> str:
     """The whole page."""
-    body = [
+    return _page(run.name, _body(run))
+
+
+def render_comparison(runs: Sequence[RunFiles]) -> str:
+    """The page on which up to four runs stand side by side: their tables, and a curve each in the
+    drawing of every metric that two of them recorded.
+    """
+    series = {run.name: run.series or {} for run in runs}
+    every = dict.fromkeys(name for one in series.values() for name in one)
+    cards = []
+    for name in every:
+        curves = {run: one[name] for run, one in series.items() if name in one}
+        if len(curves) > 1 and not name.startswith("time/"):
+            percent = all(is_share(name, series[run]) for run in curves)
+            drawing = _image(curve_svg(curves, percent=percent), f"{name} by step")
+            title = f"<h3>{escape(title_of(name))}</h3>"
+            cards.append(f'<div class="card">{title}<p class="note">{name}</p>{drawing}</div>')
+    stages = [{"run": run.name, **row} for run in runs for row in run.summary or ()]
+    counts = []
+    for run in runs:
+        for name in dict.fromkeys(record["warning"] for record in run.warnings or ()):
+            steps = {r["step"] for r in run.warnings or () if r["warning"] == name}
+            counts.append([run.name, _words(name), str(len(steps))])
+    title = " and ".join(run.name for run in runs)
+    warned = f'<div class="card scroll">{_table(("run", "warning", "steps"), counts)}</div>'
+    return _page(
+        title,
+        [
+            f"<h1>{escape(title)}</h1>",
+            *_section("Stages", "summary.json", stages, _summary_table),
+            *(("<h2>Warnings</h2>", warned) if counts else ()),
+            f'<h2>Curves</h2><div class="charts">{"".join(cards)}</div>',
+        ],
+    )
+
+
+def _body(run: RunFiles) -> list[str]:
+    return [
         f"<h1>{escape(run.name)}</h1>",
         '<p class="note">What the run measured.</p>',
         _tiles(run.series) if run.series else "",
+        _warnings(run.warnings) if run.warnings else "",
         *_section("Stages", "summary.json", run.summary, _summary_table),
         *_section("Training curves", "metrics.jsonl", run.series, _charts),
         *_section("One step in time", "timeline.jsonl", run.timelines, _timeline),
@@ -32,9 +70,12 @@ def render(run: RunFiles) -> str:
         "<footer>Made from metrics.jsonl, timeline.jsonl, examples.jsonl, summary.json and "
         "config.yaml in this directory.</footer>",
     ]
+
+
+def _page(title: str, body: Sequence[str]) -> str:
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(run.name)}</title><style>{CSS}</style>"
+        f"<title>{escape(title)}</title><style>{CSS}</style>"
     )
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main>\n' + (
         "\n".join(body) + "\n</main></body></html>\n"
@@ -67,6 +108,15 @@ def _tiles(series: Series) -> str:
         for label, value, note in shown
     )
     return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _warnings(warnings: list[dict[str, Any]]) -> str:
+    """One row per kind: in how many steps, the last of them, and what it said there."""
+    last = {record["warning"]: record for record in warnings}
+    steps = {name: {r["step"] for r in warnings if r["warning"] == name} for name in last}
+    rows = [[_words(n), str(len(steps[n])), str(r["step"]), r["text"]] for n, r in last.items()]
+    table = _table(("warning", "steps", "last", "what to try"), rows)
+    return f'<h2>Warnings</h2><div class="card scroll">{table}</div>'
 
 
 def _summary_table(summary: list[dict[str, Any]]) -> str:

@@ -31,6 +31,8 @@ class RunFiles:
     """In the order of steps, each ``{"step": int, field: value, ...}`` in the order of display."""
     summary: list[dict[str, Any]] | None = None
     """Rows of the final table."""
+    warnings: list[dict[str, Any]] | None = None
+    """Every warning of every step: ``{"step": int, "warning": name, "text": str}``."""
     config: str | None = None
     """The configuration as YAML text."""
 
@@ -42,6 +44,7 @@ def read_run_files(run_dir: Path) -> RunFiles:
         "timeline.jsonl": ("timelines", _timelines),
         "examples.jsonl": ("examples", _examples),
         "summary.json": ("summary", _summary),
+        "warnings.jsonl": ("warnings", _warnings),
         "config.yaml": ("config", partial(Path.read_text, encoding="utf-8")),
     }
     there = {file: run_dir / file for file in readers if (run_dir / file).is_file()}
@@ -81,6 +84,14 @@ def _examples(path: Path) -> list[dict[str, Any]]:
             kept = [example for example in kept if example["step"] < step]
         kept.append({**record, "step": step})
     return kept
+
+
+def _warnings(path: Path) -> list[dict[str, Any]]:
+    records = read_json_lines(path)
+    for record in records:
+        for name in ("step", "warning", "text"):
+            _field(record, name, path)
+    return records
 
 
 def _summary(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,95 @@
+"""What a step's metrics should make somebody look at: no signal, collapse, cut answers, an engine
+that differs from the trainer. Each warning says what to try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWarning:
+    """One thing to look at."""
+
+    name: str
+    metric: str
+    """Ends the name of the metric that is looked at; a step without it has nothing to say."""
+    holds: Callable[[float, float], bool]
+    """Of its value in this step and in the first."""
+    text: str
+    """What it means and what to try; {value} is the metric's."""
+
+
+WARNINGS = (
+    StepWarning(
+        name="no_signal",
+        metric="advantage/mean_abs",
+        holds=lambda now, first: now == 0,
+        text="all groups had equal rewards, so nothing was learned: raise "
+        "actor_rollout_ref.rollout.n or the temperature, use problems of another difficulty, or "
+        "algorithm.filter_groups",
+    ),
+    StepWarning(
+        name="saturated",
+        metric="reward/mean",
+        holds=lambda now, first: 0.98 <= now <= 1,
+        text="the mean reward is {value:.3f}: there is hardly anything left to learn from these "
+        "rows",
+    ),
+    StepWarning(
+        name="no_reward",
+        metric="reward/mean",
+        holds=lambda now, first: now == 0,
+        text="no answer earned anything: look at the examples, and whether the reward reads what "
+        "the model writes",
+    ),
+    StepWarning(
+        name="entropy_collapse",
+        metric="actor/entropy",
+        holds=lambda now, first: now < 0.1 * first,
+        text="the entropy is {value:.3g}, below a tenth of the first step's: lower the learning "
+        "rate, or raise actor_rollout_ref.actor.entropy_coeff or clip_ratio_high",
+    ),
+    StepWarning(
+        name="cut_responses",
+        metric="/cut_rate",
+        holds=lambda now, first: now > 0.2,
+        text="{value:.0%} of the responses end at data.max_response_length: raise it, or turn on "
+        "reward.overlong_buffer",
+    ),
+    StepWarning(
+        name="engine_differs",
+        metric="rollout/probs_diff_mean",
+        holds=lambda now, first: now > 0.02,
+        text="engine and trainer give tokens probabilities that differ by {value:.3f} in the mean: "
+        "give both one dtype, or turn on algorithm.rollout_correction",
+    ),
+    StepWarning(
+        name="not_judged",
+        metric="reward/judged_rate",
+        holds=lambda now, first: now < 0.9,
+        text="only {value:.0%} of the answers could be judged: look at the sandbox's or the "
+        "provider's faults",
+    ),
+)
+
+
+class StepWarnings:
+    """Which warnings the steps of a run give."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, float] = {}
+
+    def of(self, metrics: Metrics) -> dict[str, str]:
+        """Name and text of every warning of a step."""
+        found = {}
+        for warning in WARNINGS:
+            for name, value in metrics.items():
+                if name.endswith(warning.metric):
+                    first = self._first.setdefault(name, value)
+                    if warning.holds(value, first):
+                        found[warning.name] = warning.text.format(value=value)
+        return found
