@@ -3,8 +3,8 @@
 One group of rows or more with a prompt in common goes through a log-prob pass and an optimizer step
 of the actor, once with its prompt computed for all rows together and once for each of them
 (``actor_rollout_ref.model.shared_prefix``), in turns, so that a machine that slows down meanwhile
-slows both. Prints medians, their ratio, and that of the arithmetic
-(``ctrl_megatron.metrics.model_flops``), which no implementation can exceed.
+slows both. Prints the ratios of seconds and of processor seconds, which other work on the machine
+changes less, beside that of the arithmetic (``ctrl_megatron.metrics.model_flops``), and peak memory.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-def peak_gib(work: Callable[[], Any]) -> tuple[float, float]:
-    """(seconds that ``work`` took, most memory of the process meanwhile in GiB)."""
+def measured(work: Callable[[], Any]) -> tuple[float, float, float]:
+    """Seconds and processor seconds of ``work``, and the process's most memory meanwhile in GiB."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew from now on
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     work()
-    seconds = time.perf_counter() - began
+    seconds, used = time.perf_counter() - began, time.process_time() - used
     status = Path("/proc/self/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
-    return seconds, int(line.split()[1]) / 2**20
+    return seconds, used, int(line.split()[1]) / 2**20
 
 
 def main() -> None:
@@ -92,29 +92,31 @@ def main() -> None:
         "log-probs": lambda: policy.log_probs(batch),
         "update": lambda: policy.step(batch, loss),
     }
-    found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    found: dict[tuple[str, bool], list[tuple[float, float, float]]] = {}
     flops: dict[tuple[str, bool], int] = {}
-    for _ in range(options.turns):
+    print(
+        f"{options.groups} x {options.group} x (P={options.prompt}, R={options.response}), "
+        f"{options.dtype}, {torch.get_num_threads()} threads"
+    )
+    for turn in range(options.turns):
         for shared in (True, False):
             policy.options = replace(policy.options, shared_prefix=shared)
             for name, work in works.items():
-                found.setdefault((name, shared), []).append(peak_gib(work))
+                seconds, used, peak = measured(work)
+                found.setdefault((name, shared), []).append((seconds, used, peak))
                 flops[name, shared] = sum(policy.take_flops())
-    print(
-        f"{options.groups} x {options.group} x (P={options.prompt}, R={options.response}), "
-        f"{options.dtype}, {torch.get_num_threads()} threads, {options.turns} turns"
-    )
-    print(
-        f"{'':12}{'off s':>9}{'shared s':>10}{'ratio':>8}{'of':>7}{'off GiB':>10}{'shared GiB':>12}"
-    )
+                print(
+                    f"turn {turn + 1}, {name}, {'shared' if shared else 'off'}: {seconds:.2f} s, "
+                    f"{used:.2f} of the processors, {peak:.2f} GiB",
+                    flush=True,
+                )
     for name in works:
-        off, on = found[name, False], found[name, True]
-        seconds = [statistics.median(took for took, _ in turn) for turn in (off, on)]
-        peaks = [max(peak for _, peak in turn) for turn in (off, on)]
-        limit = flops[name, False] / flops[name, True]
+        off, on = ([*zip(*found[name, shared], strict=True)] for shared in (False, True))
+        ratios = [statistics.median(off[i]) / statistics.median(on[i]) for i in (0, 1)]
         print(
-            f"{name:12}{seconds[0]:9.2f}{seconds[1]:10.2f}{seconds[0] / seconds[1]:8.2f}"
-            f"{limit:7.2f}{peaks[0]:10.2f}{peaks[1]:12.2f}"
+            f"{name}: {ratios[0]:.2f} times as fast, {ratios[1]:.2f} by processor seconds, of "
+            f"{flops[name, False] / flops[name, True]:.2f} by arithmetic; "
+            f"{max(on[2]):.2f} GiB, not {max(off[2]):.2f}"
         )
     shutdown()
 

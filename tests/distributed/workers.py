@@ -384,7 +384,7 @@ def value_parity(
         model = make_value_model(groups, directory, token_budget=64)
         results[name] = model.values(batch)
         model.options = replace(model.options, shared_prefix=False)
-        torch.testing.assert_close(model.values(batch), results[name], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(model.values(batch), results[name], atol=5e-6, rtol=1e-5)
         save_hf(model, f"{out}/{name}", side_files=directory)
     return results
 
