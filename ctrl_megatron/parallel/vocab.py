@@ -47,7 +47,7 @@ def _tiles(tokens: int, columns: int, chunk: int, device: torch.device) -> tuple
     """
     columns = max(columns, 1)
     if not _in_cache(device):
-        return chunk, columns
+        return max(1, min(chunk, tokens)), columns
     most = min(chunk * columns, max(_CACHED_LOGITS, chunk))
     rows = max(1, min(tokens, most // min(columns, 256)))
     few = most // rows
