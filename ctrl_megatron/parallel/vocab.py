@@ -47,7 +47,7 @@ def _tiles(tokens: int, columns: int, chunk: int, device: torch.device) -> tuple
     """
     columns = max(columns, 1)
     if not _in_cache(device):
-        return chunk, columns
+        return max(1, min(chunk, tokens)), columns
     most = min(chunk * columns, max(_CACHED_LOGITS, chunk))
     rows = max(1, min(tokens, most // min(columns, 256)))
     few = most // rows
@@ -85,9 +85,10 @@ def _ranges(total: int, size: int) -> Iterator[slice]:
 
 
 def _inside(targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which targets lie in ``columns``, and how far from their start each of these."""
-    rows = ((targets >= columns.start) & (targets < columns.stop)).nonzero().squeeze(-1)
-    return rows, targets[rows] - columns.start
+    """(is the target in these columns, (T, 1) how far from their start, clamped into range)."""
+    mine = (targets >= columns.start) & (targets < columns.stop)
+    column = (targets - columns.start).clamp(0, columns.stop - columns.start - 1)
+    return mine, column.unsqueeze(-1)
 
 
 class _Softmax:
@@ -144,8 +145,8 @@ class _LinearLogProb(torch.autograd.Function):
             picked_T = torch.zeros_like(stats.peak_T)
             for block in _ranges(real, columns):
                 logits_TV = tile.logits(hidden[part], weight[block])
-                rows, column = _inside(targets[part], block)
-                picked_T[rows] = logits_TV[rows, column]
+                mine, column = _inside(targets[part], block)
+                picked_T = torch.where(mine, logits_TV.gather(-1, column).squeeze(-1), picked_T)
                 stats.add(logits_TV)
             stats.over_ranks(group)
             log_sum_T = stats.sum_T.log()
@@ -186,8 +187,8 @@ class _LinearLogProb(torch.autograd.Function):
                 else:
                     exp_TV = grad_TV.exp()
                     grad_TV.mul_(slope_T.unsqueeze(-1)).add_(constant_T.unsqueeze(-1)).mul_(exp_TV)
-                rows, column = _inside(targets[part], block)
-                grad_TV[rows, column] += hit_T[rows]
+                mine, column = _inside(targets[part], block)
+                grad_TV.scatter_add_(-1, column, torch.where(mine, hit_T, 0.0).unsqueeze(-1))
                 low_TV = tile.low(*grad_TV.shape)
                 if low_TV.data_ptr() != grad_TV.data_ptr():
                     low_TV.copy_(grad_TV)
@@ -207,13 +208,10 @@ class _WeightGradient:
     """
 
     def __init__(self, weight: torch.Tensor, *, in_one_piece: bool) -> None:
-        self._weight = weight
         buffer = getattr(weight, "main_grad", None) if _in_cache(weight.device) else None
-        self._returned = buffer is None
-        self._sum = buffer
-        if buffer is None:
-            dtype = weight.dtype if in_one_piece else torch.float32
-            self._sum = torch.zeros_like(weight, dtype=dtype)
+        self._weight, self._returned = weight, buffer is None
+        dtype = weight.dtype if in_one_piece else torch.float32
+        self._sum = torch.zeros_like(weight, dtype=dtype) if buffer is None else buffer
 
     def add(self, rows: slice, grad: torch.Tensor) -> None:
         """The gradient of some rows by some tokens."""
