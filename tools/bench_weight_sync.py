@@ -25,7 +25,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -74,10 +74,10 @@ async def serve(spec: EngineSpec) -> None:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     from ctrl_megatron.rollout.vllm_engine import VllmEngine
 
-    engine = await VllmEngine.build(spec)
+    engine, function = await VllmEngine.build(spec), cast(Any, own_reload)
 
     async def reload(_: web.Request) -> web.Response:
-        (seconds,) = await engine._llm.collective_rpc(own_reload, args=(spec.model_path,))
+        (seconds,) = await engine._llm.collective_rpc(function, args=(spec.model_path,))
         return web.json_response(seconds)
 
     app = application(engine, TOKEN)

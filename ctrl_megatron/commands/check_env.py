@@ -38,8 +38,8 @@ _ENV = "make env-cuda on a machine with NVIDIA GPUs, make env on one without"
 _MEETING_SECONDS = 60.0
 _MAX_SKEW = 1.0
 _MIN_FILES = 8192
-_SHM_RESERVE = 1 << 30
-"""Beside the buckets of weights, for libraries that exchange data there."""
+_SHM_NEEDED = 1 << 30
+"""For libraries that exchange data there."""
 _IN_USE_MIB = 1024
 """A GPU on which others hold more cannot be planned with."""
 _DRIVERS = {"12": 525, "13": 580}
@@ -101,7 +101,7 @@ def findings(launch: Launch, config: Config | None) -> Iterator[Finding]:
         "GPUs": gpus,
         "NCCL": nccl,
         "kernels": kernels,
-        "/dev/shm": lambda: shared_memory(config),
+        "/dev/shm": shared_memory,
         "limits": limits,
         "processors": processors,
         "sandbox": lambda: sandbox(config),
@@ -258,17 +258,12 @@ def kernels() -> Iterator[Finding]:
         )
 
 
-def shared_memory(config: Config | None) -> Iterator[Finding]:
-    """Room in /dev/shm for two buckets of weights."""
+def shared_memory() -> Iterator[Finding]:
+    """Room in /dev/shm for NCCL and vLLM; buckets of weights take none."""
     free = shutil.disk_usage("/dev/shm").free
-    megabytes = 512 if config is None else config.actor_rollout_ref.rollout.update_bucket_megabytes
-    needed = 2 * (megabytes << 20) + _SHM_RESERVE
-    found = f"{free / 2**30:.1f} GiB free, {needed / 2**30:.1f} needed"
-    remedy = (
-        "a container wants --shm-size or the host's /dev/shm; elsewhere mount it larger, or lower "
-        "actor_rollout_ref.rollout.update_bucket_megabytes"
-    )
-    yield Finding("pass" if free >= needed else "FAIL", "/dev/shm", found, remedy)
+    found = f"{free / 2**30:.1f} GiB free, {_SHM_NEEDED / 2**30:.1f} needed"
+    remedy = "a container wants --shm-size or the host's /dev/shm; elsewhere mount it larger"
+    yield Finding("pass" if free >= _SHM_NEEDED else "FAIL", "/dev/shm", found, remedy)
 
 
 def limits() -> Iterator[Finding]:

@@ -213,7 +213,7 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
         piece = numbers[first : first + _PIECE]
         if flat.is_floating_point() and (found := piece == negative_zero).any():
             piece = np.where(found, numbers.dtype.type(0), piece)
-        checksum.update(piece.view(np.uint8))
+        checksum.update(piece.view(np.uint8).data)
     return checksum.hexdigest()[:32]
 
 

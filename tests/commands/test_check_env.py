@@ -112,11 +112,11 @@ def test_a_gpu_that_is_not(
     assert finding.status == "FAIL" and words in str(finding)
 
 
-def test_a_small_shared_memory_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_shared_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
-    (finding,) = check_env.shared_memory(None)
-    assert finding.status == "FAIL" and "0.1 GiB free, 2.0 needed" in str(finding)
-    assert "--shm-size" in str(finding) and "update_bucket_megabytes" in str(finding)
+    (finding,) = check_env.shared_memory()
+    assert finding.status == "FAIL" and "0.1 GiB free, 1.0 needed" in str(finding)
+    assert "--shm-size" in str(finding)
 
 
 def test_low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
