@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console
 from rich.table import Table
 
+from ctrl_megatron.checkpoint.files import remove_own_files
 from ctrl_megatron.metrics import measure_peak_flops
 
 CONFIG = "examples/ctrl_smollm2_cpu.yaml"
@@ -92,7 +93,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fresh", action="store_true", help="forget earlier demo runs")
     if parser.parse_args().fresh:
-        for folder in (DATA, f"runs/{SFT_RUN}", f"runs/{RL_RUN}"):
+        remove_own_files(ROOT / DATA, "prepare_data")
+        for folder in (f"runs/{SFT_RUN}", f"runs/{RL_RUN}"):
             shutil.rmtree(ROOT / folder, ignore_errors=True)
     console, begin, took = Console(), time.monotonic(), {}
     todo = stages(faster_dtype(console))
