@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console
 from rich.table import Table
 
+from ctrl_megatron.checkpoint.files import remove_own_files
 from ctrl_megatron.metrics import measure_peak_flops
 from ctrl_megatron.rollout.engine import available_engines, default_engine
 
@@ -97,7 +98,8 @@ def main() -> int:
     parser.add_argument("--engine", choices=available_engines(), default=default_engine())
     arguments = parser.parse_args()
     if arguments.fresh:
-        for folder in (DATA, f"runs/{SFT_RUN}", f"runs/{RL_RUN}"):
+        remove_own_files(ROOT / DATA, "prepare_data")
+        for folder in (f"runs/{SFT_RUN}", f"runs/{RL_RUN}"):
             shutil.rmtree(ROOT / folder, ignore_errors=True)
     console, begin, took = Console(), time.monotonic(), {}
     todo = stages(faster_dtype(console), arguments.engine)

@@ -78,6 +78,16 @@ def new_files(
         shutil.rmtree(work, ignore_errors=True)
 
 
+def remove_own_files(folder: Path, tool: str) -> None:
+    """Remove what ``tool`` wrote into ``folder`` and nobody has changed since."""
+    for name, size in _written_by(tool, folder).items():
+        path = folder / name
+        if path.is_file() and path.stat().st_size == size:
+            path.unlink()
+    if _written_by(tool, folder):
+        (folder / MARKER).unlink()
+
+
 def require_own_files(folder: Path, names: Collection[str], tool: str, *, overwrite: bool) -> None:
     """UserError if ``folder`` is no directory or holds one of ``names`` that, with ``overwrite``,
     ``tool`` has not left so.

@@ -181,6 +181,7 @@ def _start_ranks(name: str, ranks: int, arguments: Sequence[str]) -> int:
 
     # The ranks say why they end; the launcher's own account is thirty lines about itself.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.run").disabled = True
     spec = sys.modules["__main__"].__spec__  # set by python -m
     program = [sys.argv[0]] if spec is None else ["-m", spec.name]
     flags = ["--standalone", "--nproc-per-node", str(ranks)]

@@ -45,6 +45,7 @@ def load_prompt_table(
     Raises ValueError for a prompt above ``max_prompt_length`` unless such rows are filtered, and if
     no row is left.
     """
+    named = files if isinstance(files, str) else ", ".join(files)
     rows, prompts, dropped = [], [], 0
     for row in read_rows(files, prompt_key=prompt_key):
         tokens = tuple(codec.encode_chat(row.prompt, add_generation_prompt=True))
@@ -55,13 +56,13 @@ def load_prompt_table(
             dropped += 1
         else:
             raise UserError(
-                f"{files}: row {row.id} has a prompt of {len(tokens)} tokens, more than "
+                f"{named}: row {row.id} has a prompt of {len(tokens)} tokens, more than "
                 f"data.max_prompt_length={max_prompt_length}; raise it or set "
                 "data.filter_overlong_prompts=true"
             )
     if not rows:
         raise UserError(
-            f"{files}: no row has a prompt of at most "
+            f"{named}: no row has a prompt of at most "
             f"data.max_prompt_length={max_prompt_length} tokens"
         )
     return PromptTable(rows=tuple(rows), prompts=tuple(prompts), dropped=dropped)

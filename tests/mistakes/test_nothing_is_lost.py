@@ -173,6 +173,24 @@ def test_a_run_of_another_host_lives_while_it_renews_its_lock(
     RunLock(tmp_path).take().release()
 
 
+def test_files_beside_own_ones_stay(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "val.parquet").write_text("mine too")
+    with (
+        pytest.raises(UserError, match=r"val\.parquet was not written so by tool"),
+        files.new_files(tmp_path, ["train.parquet", "val.parquet"], "tool", overwrite=True),
+    ):
+        raise AssertionError
+    names = ["train.parquet"]
+    for overwrite in (False, True):
+        with files.new_files(tmp_path, names, "tool", overwrite=overwrite) as work:
+            (work / "train.parquet").write_text("made")
+    with pytest.raises(UserError, match="--overwrite replaces it"):
+        files.require_own_files(tmp_path, names, "tool", overwrite=False)
+    files.remove_own_files(tmp_path, "tool")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "val.parquet"]
+
+
 def test_own_products_are_replaced_when_asked(world: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     hf_to_megatron(world / "model", out)

@@ -27,6 +27,7 @@ def venv(tmp_path: Path) -> Path:
     """An environment without packages, this Python behind it."""
     folder = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (folder / make_env.MARKER).touch()
     return folder
 
 
