@@ -4,8 +4,7 @@ One group of rows or more with a prompt in common goes through a log-prob pass a
 of the actor, once with its prompt computed for all rows together and once for each of them
 (``actor_rollout_ref.model.shared_prefix``), in turns, so that a machine that slows down meanwhile
 slows both. Prints the ratios of seconds and of processor seconds, which other work on the machine
-changes less, beside that of the arithmetic (``ctrl_megatron.metrics.model_flops``), and peak
-memory.
+changes less, beside that of the arithmetic (``metrics.model_flops``), and peak memory.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def record_phases(stop_at: int) -> list[str]:
     note(torch.cuda, "empty_cache", lambda: "empty")
     note(ParallelModel, "__init__", lambda *_: "build")
     # Whatever they need has come back by then.
-    note(ParallelModel, "_micro_batches", lambda *_: "pass")
+    note(ParallelModel, "_micro_batches", lambda *_, **__: "pass")
     note(OffloadedTensors, "leave", lambda m: "offload" if storages_of(m._tensors()) else None)
     note(OffloadedTensors, "come_back", lambda memory: "onload" if memory.away else None)
     note(CheckpointStore, "save", lambda *_: "save")
