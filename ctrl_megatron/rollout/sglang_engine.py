@@ -50,7 +50,8 @@ _CPU_KV_CACHE_GIB = 2.0
 
 def server_args(spec: EngineSpec) -> dict[str, Any]:
     """SGLang's arguments for ``spec``; ValueError for ``spec.extra`` that SGLang does not know."""
-    known = ServerArgs.__struct_fields__
+    struct: Any = ServerArgs
+    known: tuple[str, ...] = struct.__struct_fields__
     for name in spec.extra:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

@@ -98,7 +98,7 @@ def install_stand_ins() -> None:
     """
     import torch
     from torch.utils._triton import has_triton_package
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     if not torch.cuda.is_available():
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
