@@ -80,7 +80,9 @@ def grading_job(
         extra={"run_all_cases": run_all_cases},
     )
     completion = fenced(extract_code(text, language.lower()), language)
-    request = SubmitRequest(dataset=row.prompter_type, id=0, completion=completion, config=config)
+    request = SubmitRequest(
+        dataset=row["prompter_type"], id=0, completion=completion, config=config
+    )
     return GradingJob(request=request, total=total)
 
 

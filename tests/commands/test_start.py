@@ -24,7 +24,7 @@ MISSPELT = ("--config", CONFIG, "data.train_bach_size=4")
 PROGRAM = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from ctrl_megatron.commands.start import STOPPED, training_config
+from ctrl_megatron.commands.start import STOPPED, command, training_config
 
 asked = []
 
@@ -45,9 +45,13 @@ def train(config):
             time.sleep(0.02)
     return how == "finished"
 
+@command("program")
+def main(arguments):
+    config = training_config("program", "sft", arguments, None, lambda config: None)
+    return config if isinstance(config, int) else 0 if train(config) else STOPPED
+
 if __name__ == "__main__":
-    config = training_config("program", "sft", None, None, lambda config: None)
-    raise SystemExit(config if isinstance(config, int) else 0 if train(config) else STOPPED)
+    raise SystemExit(main())
 """
 
 
