@@ -200,5 +200,6 @@ def inference_workspace(p: PassShape, *, pp: int) -> int:
     moments = [p.tokens * (stream * p.residual + gathered + 3 * ffn)]
     moments.append(p.tokens * (3 * p.residual + gathered) + p.gathered)
     if pp == p.layout.pipeline - 1:
-        moments.append(p.residual * p.tokens + logits_workspace(p, backward=False))
+        head = logits_workspace(p, backward=False)
+        moments.append(p.tokens * (p.residual + gathered) + head)
     return int(max(moments))

@@ -64,6 +64,8 @@ def transformer_config(
         "qk_layernorm": shape.qk_norm,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
+        # Megatron's word for "the spec's own": without Transformer Engine, models.layers.SwiGLU.
+        "use_te_activation_func": not has_transformer_engine(),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import layers as tensor_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from ctrl_megatron.models.attention import PackedCausalAttention, over_shared_prefixes
-from ctrl_megatron.models.layers import GatedMLP, RMSNorm, RotatedSelfAttention
+from ctrl_megatron.models.layers import RMSNorm, RotatedSelfAttention, SwiGLU
 from ctrl_megatron.models.packed_layout import PackedLayoutParams
 
 
@@ -115,7 +115,9 @@ def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = MLPSubmodules(
+        linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU
+    )
     layer = TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=ModuleSpec(
@@ -125,7 +127,7 @@ def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
         ),
         self_attn_bda=bias_dropout_add,
         pre_mlp_layernorm=norm,
-        mlp=ModuleSpec(module=GatedMLP, submodules=mlp),
+        mlp=ModuleSpec(module=MLP, submodules=mlp),
         mlp_bda=bias_dropout_add,
     )
     layers = [ModuleSpec(module=TransformerLayer, submodules=layer)] * num_layers

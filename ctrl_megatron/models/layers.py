@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _CACHED = 1 << 16
@@ -107,15 +106,15 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
 
-class GatedMLP(MLP):
-    """Megatron's MLP, of which only the activation is ours."""
+class SwiGLU(torch.nn.Module):
+    """The activation of Megatron's MLP, in the place that it has for Transformer Engine's."""
 
-    def forward(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, per_token_scale: None = None, **_: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states (T, 1, H) -> ((T, 1, H), the bias that the layer adds: none)."""
-        halves, _no_bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(_SwiGLU.apply(halves))
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, halves: torch.Tensor) -> torch.Tensor:
+        """(..., 2 F) -> (..., F)."""
+        return _SwiGLU.apply(halves)  # type: ignore[return-value]
 
 
 def _rotate(

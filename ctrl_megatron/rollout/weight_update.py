@@ -205,8 +205,9 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     forge as SHA-256 and several times as fast: 4 GB/s on a core with AVX-512.
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    # Integers, in numpy: torch would start threads of its own for every piece.
-    numbers = flat.view(_BITS[flat.element_size()]).numpy()
+    # Integers, in numpy: torch would start threads of its own for every piece. By dlpack, because
+    # Tensor.numpy() would forbid for ever to empty the tensor's storage, as sleep does.
+    numbers = np.from_dlpack(flat.view(_BITS[flat.element_size()]))
     negative_zero = np.iinfo(numbers.dtype).min
     checksum = blake3()
     for first in range(0, len(numbers), _PIECE):
