@@ -89,7 +89,6 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
     from ctrl_megatron.parallel.groups import initialize, shutdown
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.pipeline.actor_loss import ActorLoss
-    from ctrl_megatron.pipeline.performance import flops_of
 
     def answer(**figures: float) -> None:
         print(json.dumps(figures), file=answer_to, flush=True)
@@ -124,10 +123,12 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
     batch["ref_log_prob"] = batch["old_log_probs"].clone()
     policy.step(batch, loss)
     groups.barrier()
+    # Checkouts from before updates counted their arithmetic are asked for the same update.
+    counted = policy.take_flops()[1] if hasattr(policy, "take_flops") else 0
     answer(
         gemm=measure_peak_flops(options.dtype),
         threads=torch.get_num_threads(),
-        flops=flops_of(shape, [width] * rows, responses=rows * options.response, backward=True),
+        flops=counted,
     )
     for word in sys.stdin:
         groups.barrier()
@@ -209,6 +210,8 @@ def main() -> None:
         return
     tokens = options.rows * (options.prompt + options.response)
     for number, name in enumerate(map(str, roots)):
+        for own, ours in zip(starts[number], starts[0], strict=True):
+            own["flops"] = ours["flops"]
         report(name, tokens, starts[number], [one[number] for one in rounds])
     if options.baseline:
         slow, fast = (

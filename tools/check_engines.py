@@ -56,7 +56,10 @@ def answers(spec: EngineSpec, prompts: list[list[int]], tokens: int) -> list[Com
 
 @torch.no_grad()
 def compare(
-    models: dict[str, torch.nn.Module], prompts: list[list[int]], said: list[Completion], dtype: str
+    models: Mapping[str, torch.nn.Module],
+    prompts: list[list[int]],
+    said: list[Completion],
+    dtype: str,
 ) -> Comparison:
     """``models`` by type; float32 decides which token is the likeliest."""
     equal, parted, gaps = 0, [], []

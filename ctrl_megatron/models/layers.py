@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -165,26 +164,23 @@ class RotatedSelfAttention(SelfAttention):
     def forward(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: Any,
         *,
         rotary_pos_emb: torch.Tensor,
-        packed_seq_params: PackedSeqParams,
         **arguments: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states (T / sequence ranks, 1, H); as Megatron's."""
         self._tables = _tables(rotary_pos_emb, self.config.params_dtype)
-        return super().forward(
-            hidden_states, attention_mask, packed_seq_params=packed_seq_params, **arguments
-        )
+        return super().forward(hidden_states, attention_mask, **arguments)
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query (T, 1, A, D) and key (T, 1, G, D), both rotated, value (T, 1, G, D)."""
-        mixed, _no_bias = self.linear_qkv(hidden_states)
+        mixed, _no_bias = self.linear_qkv(hidden_states)  # type: ignore[operator]
         groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         mixed = mixed.view(mixed.shape[0], groups, -1, width)
-        if self.q_layernorm is not None:
+        if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key, value = mixed.split([mixed.shape[2] - 2, 1, 1], dim=2)
             mixed = torch.cat([self.q_layernorm(query), self.k_layernorm(key), value], dim=2)
         parts = _SplitAndRotate.apply(mixed, *self._tables)

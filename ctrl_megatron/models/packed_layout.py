@@ -145,7 +145,7 @@ class PackedLayoutParams(PackedSeqParams):
     layout: PackedLayout = field(default_factory=lambda: lay_out([]))
     positions: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """(T,) int64."""
-    attention: PackedSeqParams = field(default_factory=PackedSeqParams)
+    attention: PackedSeqParams = field(default_factory=lambda: PackedSeqParams())
     """What the variable-length kernels take: the segments' bounds among queries and keys."""
     key_index: torch.Tensor | None = None
     """``PackedLayout.key_index``; None where every segment sees itself only."""

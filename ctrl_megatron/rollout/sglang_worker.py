@@ -48,7 +48,7 @@ def run_scheduler(*given: Any, **named: Any) -> None:
 
 def prepare() -> None:
     """Once, before a scheduler is made."""
-    register_sampler_backend(SAMPLER, SeededSampler)
+    register_sampler_backend(SAMPLER, SglangSampler)
     changes: Any = (
         (SamplingBatchInfo, "adjusted_from_schedule_batch", take_seeds),
         (ModelConfig, "_get_hf_eos_token_id", no_stop_tokens),
@@ -74,7 +74,7 @@ def no_stop_tokens(self: Any) -> set[int]:
     return set()
 
 
-class SeededSampler(Sampler):
+class SglangSampler(Sampler):
     """Draws each row with one number, which depends on its seed and place only.
 
     SGLang's own seeded draw takes a number for every token of the vocabulary.

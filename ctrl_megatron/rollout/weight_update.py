@@ -207,7 +207,7 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     # Integers, in numpy: torch would start threads of its own for every piece. By dlpack, because
     # Tensor.numpy() would forbid for ever to empty the tensor's storage, as sleep does.
-    numbers = np.from_dlpack(flat.view(_BITS[flat.element_size()]))
+    numbers: Any = np.from_dlpack(flat.view(_BITS[flat.element_size()]))
     negative_zero = np.iinfo(numbers.dtype).min
     checksum = blake3()
     for first in range(0, len(numbers), _PIECE):

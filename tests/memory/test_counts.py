@@ -180,7 +180,9 @@ def test_a_whole_step_over_gloo_takes_what_is_planned(tmp_path: Path) -> None:
 
 def test_fused_swiglu_keeps_three_fifths(tmp_path: Path) -> None:
     """What Transformer Engine's plan counts on, by Megatron's own kernel."""
-    plain, fused = case(), case(overrides={"bias_activation_fusion": True})
+    megatrons = {"use_te_activation_func": False}
+    plain = case(overrides=megatrons)
+    fused = case(overrides={**megatrons, "bias_activation_fusion": True})
     before, after = measured.count("passes", [plain, fused], folder=tmp_path)
     p = pass_shape(plain)
     halves = 2 * p.dtype_size * p.shape.ffn_hidden_size * p.shape.num_layers * p.tokens
