@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from ctrl_megatron.checkpoint.run_directory import check_run_directory
 from ctrl_megatron.checkpoint.store import CheckpointStore, read_state
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.config.environment import read_launch
@@ -23,7 +24,6 @@ from ctrl_megatron.models.families import check_tensor_size
 from ctrl_megatron.models.hf_config import ModelShape, read_model_shape
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.layout import Layout
-from ctrl_megatron.pipeline.run_directory import check_run_directory
 from ctrl_megatron.rewards.build import check_columns
 
 _MODEL = "actor_rollout_ref.model.path"

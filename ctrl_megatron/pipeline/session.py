@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from ctrl_megatron.checkpoint.run_directory import RunLock
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.parallel.background import BackgroundLoop
@@ -36,7 +37,6 @@ from ctrl_megatron.parallel.placement import (
 from ctrl_megatron.parallel.waiting import wait_together
 from ctrl_megatron.pipeline.executor import StopFlag, StopRequested
 from ctrl_megatron.pipeline.failure import FailureWatch
-from ctrl_megatron.pipeline.run_directory import RunLock
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import (
     Engine,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ctrl_megatron.pipeline.run_directory import RunLock
+from ctrl_megatron.checkpoint.run_directory import RunLock
 
 
 def main(arguments: list[str]) -> int:

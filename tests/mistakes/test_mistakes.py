@@ -32,9 +32,9 @@ from mistaken_world import (
     write_tokenizer,
 )
 
+from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, Holder
 from ctrl_megatron.models.families import hf_names
 from ctrl_megatron.models.hf_config import read_model_shape
-from ctrl_megatron.pipeline.run_directory import LOCK_FILE, Holder
 
 TRAINING = ("train_rl", "train_sft")
 _A = "actor_rollout_ref."

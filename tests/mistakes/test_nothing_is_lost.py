@@ -17,9 +17,9 @@ from mistaken_world import make_world, write_model
 
 from ctrl_megatron.checkpoint import convert, files
 from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
+from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, RunLock
 from ctrl_megatron.checkpoint.sharded import require_whole
 from ctrl_megatron.errors import UserError, user_fault
-from ctrl_megatron.pipeline.run_directory import LOCK_FILE, RunLock
 
 SFT = "ctrl_megatron.commands.train_sft"
 MIB = 1 << 20
@@ -159,7 +159,7 @@ def test_a_dead_run_holds_nothing(tmp_path: Path) -> None:
 def test_a_run_of_another_host_lives_while_it_renews_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ctrl_megatron.pipeline import run_directory
+    from ctrl_megatron.checkpoint import run_directory
 
     monkeypatch.setattr(run_directory, "_SILENT_SECONDS", 1.5)
     monkeypatch.setattr(run_directory, "_BEAT_SECONDS", 0.2)
