@@ -51,7 +51,7 @@ def record_phases(stop_at: int) -> list[str]:
     note(OffloadedTensors, "leave", lambda m: "offload" if storages_of(m._tensors()) else None)
     note(OffloadedTensors, "come_back", lambda memory: "onload" if memory.away else None)
     note(CheckpointStore, "save", lambda *_: "save")
-    note(CheckpointStore, "load", lambda *_: "load")
+    note(CheckpointStore, "load", lambda *_, **__: "load")
     note(RemoteEngine, "sleep", lambda _, level: f"sleep {level}")
     note(RemoteEngine, "wake", lambda _, tags: f"wake {'+'.join(tags)}")
     note(RemoteEngine, "update", lambda *_: "push")
