@@ -91,4 +91,5 @@ class Policy(ParallelModel):
             tensor_rank=self.groups.place.tp,
             tensor_size=self.groups.layout.tensor,
             group=self.groups.tensor,
+            is_embedding=module.pre_process and module.share_embeddings_and_output_weights,
         )

@@ -134,6 +134,7 @@ class _LinearLogProb(torch.autograd.Function):
         temperature: float,
         chunk: int,
         group: Any,
+        is_embedding: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         targets = targets - first
         log_probs = hidden.new_empty(len(targets), dtype=torch.float32)
@@ -157,14 +158,14 @@ class _LinearLogProb(torch.autograd.Function):
             picked_T = torch.where(own_T, picked_T - stats.peak_T, 0.0)
             log_probs[part] = _all_reduce(picked_T, dist.ReduceOp.SUM, group) - log_sum_T
         ctx.save_for_backward(hidden, weight, targets, peak, total, entropy)
-        ctx.arguments = (real, temperature, chunk)
+        ctx.arguments = (real, temperature, chunk, is_embedding)
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, peak, total, entropy = ctx.saved_tensors
-        real, temperature, chunk = ctx.arguments
+        real, temperature, chunk, is_embedding = ctx.arguments
         grad_log_probs, grad_entropy = grads
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(peak)
@@ -197,14 +198,15 @@ class _LinearLogProb(torch.autograd.Function):
             grad_hidden[part] = grad_TH
         # Each tensor rank holds the part of grad_hidden that its columns give; the caller's
         # region function sums the parts.
-        return grad_hidden, grad_weight.result(), None, None, None, None, None, None
+        given = grad_weight.result(is_embedding=is_embedding)
+        return grad_hidden, given, None, None, None, None, None, None, None
 
 
 class _WeightGradient:
     """Collects the gradient of the output weight.
 
     Where Megatron has a float32 buffer for it (``main_grad``) on a CPU, it is added there and
-    autograd gets none.
+    autograd gets nothing of it.
     """
 
     def __init__(self, weight: torch.Tensor, *, in_one_piece: bool) -> None:
@@ -217,9 +219,15 @@ class _WeightGradient:
         """The gradient of some rows by some tokens."""
         self._sum[rows] += grad
 
-    def result(self) -> torch.Tensor | None:
-        """For autograd."""
-        return self._sum.to(self._weight.dtype) if self._returned else None
+    def result(self, *, is_embedding: bool) -> torch.Tensor | None:
+        """For autograd. Of a weight that is the embedding's too, that one's gradient is to come."""
+        if self._returned:
+            return self._sum.to(self._weight.dtype)
+        if is_embedding:
+            return None
+        # Megatron's hook wants a gradient to be there, which it does not look at then.
+        self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return torch.empty_like(self._weight)
 
 
 def linear_log_probs(
@@ -233,12 +241,14 @@ def linear_log_probs(
     tensor_rank: int = 0,
     tensor_size: int = 1,
     group: Any = None,
+    is_embedding: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of ``targets`` and entropy of softmax(hidden @ weight.T / temperature).
 
     hidden (T, H) in the compute dtype, equal on all tensor ranks; weight (V / tensor size, H), this
     rank's rows; targets (T,) int64 token ids. Returns two (T,) float32 tensors, equal on all ranks.
-    The gradient of ``hidden`` is this rank's share of the sum over tensor ranks.
+    The gradient of ``hidden`` is this rank's share of the sum over tensor ranks. ``is_embedding``:
+    the weight is also the embedding's, in the same pass.
     """
     first, real, share = vocab_range(vocab_size, tensor_rank, tensor_size)
     if weight.shape[0] != share:
@@ -253,4 +263,5 @@ def linear_log_probs(
         raise ValueError(f"chunk must be at least 1 token, got {chunk}")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive to compute log-probs, got {temperature}")
-    return _LinearLogProb.apply(hidden, weight, targets, first, real, temperature, chunk, group)  # type: ignore[return-value]
+    arguments = (targets, first, real, temperature, chunk, group, is_embedding)
+    return _LinearLogProb.apply(hidden, weight, *arguments)  # type: ignore[return-value]
