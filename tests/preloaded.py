@@ -68,7 +68,12 @@ class Preloaded(subprocess.Popen):
         *pipes_and_rest: Any,
     ) -> None:
         stdin, _, _, stdout, _, stderr, *_ = pipes_and_rest
-        if not _spares or shell or not (set(_PROGRAMS) & set(args)) or "vllm" in args:
+        if (
+            not _spares
+            or shell
+            or not (set(_PROGRAMS) & set(args))
+            or {"vllm", "sglang"} & set(args)
+        ):
             super()._execute_child(  # type: ignore[misc]
                 *(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo),
                 *(creationflags, shell, *pipes_and_rest),

@@ -38,7 +38,10 @@ class Holder:
         """Whether the holder still runs; of another host's, whether it renews the lock."""
         if self.host == socket.gethostname():
             try:
-                return abs(psutil.Process(self.pid).create_time() - self.started) < 2
+                holder = psutil.Process(self.pid)
+                same = abs(holder.create_time() - self.started) < 2
+                # One that has ended and that nobody has asked about yet still has an entry.
+                return same and holder.status() != psutil.STATUS_ZOMBIE
             except psutil.NoSuchProcess:
                 return False
         return _renewed(lock)

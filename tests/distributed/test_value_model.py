@@ -177,7 +177,7 @@ def test_a_resumed_value_model_goes_on_as_if_nothing_had_happened(
 def test_heads_of_tensor_ranks_never_diverge(models: dict[str, Path], tmp_path: Path) -> None:
     """Peers' bias, unmarked, drifted under sequence parallelism."""
     for name in ("tp2_sp", "tp2"):
-        first, second = steps_of(models["qwen2_tied"], tmp_path / name, LAYOUTS[name], steps=25)
+        first, second = steps_of(models["qwen2_tied"], tmp_path / name, LAYOUTS[name], steps=35)
         assert first["head"].keys() == {"output_layer.weight", "output_layer.bias"}
         for key, value in first["head"].items():
             assert torch.equal(value, second["head"][key]), (name, key)

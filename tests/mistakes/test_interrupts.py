@@ -96,7 +96,7 @@ def test_before_anything_has_changed(world: Path, moment: str, interrupt: Interr
 def test_what_has_been_trained_is_saved_whole(
     world: Path, moment: str, interrupt: Interrupt, code: int, steps: int
 ) -> None:
-    settings = ["sft.total_training_steps=4", "sft.save_freq=1", "trainer.max_ckpt_to_keep=-1"]
+    settings = ["sft.total_training_steps=4", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=-1"]
     if moment == "validating":
         settings.append("sft.val_files=[sft.parquet]")
     found, output = run(SFT, ["--config", "run.yaml", *settings], world, interrupt=interrupt)

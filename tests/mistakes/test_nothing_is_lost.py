@@ -59,7 +59,7 @@ def test_a_run_stops_before_a_checkpoint_that_does_not_fit(world: Path, small_di
     """The checkpoints that are there stay whole."""
     if not (world / "large").exists():
         write_model(world / "large", vocab_size=36_000)
-    settings = ("sft.save_freq=1", "trainer.max_ckpt_to_keep=-1", "trainer.logger=[jsonl]")
+    settings = ("trainer.save_freq=1", "trainer.max_ckpt_to_keep=-1", "trainer.logger=[jsonl]")
     place = (f"trainer.default_local_dir={small_disk}", "actor_rollout_ref.model.path=large")
     code, output = run(SFT, sft(*settings, *place, steps=8), world)
     assert code == 2, output[-3000:]
@@ -129,7 +129,7 @@ def test_an_ordinary_user_in_a_folder_that_is_not_theirs(world: Path) -> None:
 def test_a_second_run_is_refused_and_the_first_goes_on(world: Path, tmp_path: Path) -> None:
     place = f"trainer.default_local_dir={tmp_path}"
     checkpoints = tmp_path / "mine/checkpoints"
-    saving = (place, "sft.save_freq=1", "trainer.logger=[jsonl]")
+    saving = (place, "trainer.save_freq=1", "trainer.logger=[jsonl]")
     with started(SFT, sft(*saving, steps=100_000), world) as first:
         first.wait_for(checkpoints / "global_step_1")
         code, output = run(SFT, sft(place), world)
