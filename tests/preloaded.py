@@ -81,10 +81,10 @@ class Preloaded(subprocess.Popen):
             return
         self.pid, spare = _spares.pop(0)
         self._child_created = True
-        given = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
+        streams = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
         told = {"args": args[1:], "env": dict(env or os.environ), "cwd": str(cwd or os.getcwd())}
         with spare:
-            socket.send_fds(spare, [b"."], [*given, *pass_fds])
+            socket.send_fds(spare, [b"."], [*streams, *pass_fds])
             spare.sendall(json.dumps({**told, "pass_fds": list(pass_fds)}).encode())
         self._close_pipe_fds(*pipes_and_rest[:6])  # type: ignore[attr-defined]
 
