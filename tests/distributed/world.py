@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -17,15 +16,9 @@ from typing import Any
 
 import torch
 from forked_ranks import fork_context
+from free_port import free_port
 
 HERE = Path(__file__).parent
-
-
-def free_port() -> int:
-    """A loopback port nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def run_world(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forked_ranks import fork_context
+from free_port import free_port
 from launched_run import Job
 from preloaded import reserve
 from tiny_run import REPOSITORY
@@ -59,10 +59,7 @@ def run_forked(
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / f"{name}.{time.monotonic_ns()}.log"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     launch |= {"WORLD_SIZE": str(_RANKS), "LOCAL_WORLD_SIZE": str(_RANKS)}
     settings = job.sft_overrides(name, steps) if purpose == "sft" else job.overrides(name, steps)
     kept = [setting for setting in settings if setting.partition("=")[0] not in without]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from free_port import free_port
 from preloaded import ForkedProgram
 from tiny_run import REPOSITORY
 
@@ -85,7 +85,7 @@ class Job:
             *("-m", "torch.distributed.run", "--nnodes", str(hosts)),
             *("--nproc-per-node", str(ranks)),
             *("--master-addr", "host0" if hosts > 1 else "127.0.0.1"),
-            *("--master-port", str(_free_port())),
+            *("--master-port", str(free_port())),
             *("tools/train_rl.py", "--config", "examples/ctrl_smollm2_cpu.yaml"),
             *self.overrides(name, steps),
             *extra,
@@ -195,12 +195,6 @@ class Run:
         pids = {self.process.pid, *self.seen}
         parts = {name: name.split("-") for name in os.listdir("/dev/shm")}
         return [n for n, p in parts.items() if p[0] == "ctrl" and len(p) > 1 and int(p[1]) in pids]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _runs(process: psutil.Process) -> bool:
