@@ -158,10 +158,14 @@ def _sizes(directory: Path) -> dict[str, int]:
     return found
 
 
+def nearest_existing(path: Path) -> Path:
+    """``path``, or the first of its parents that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
 def require_space(directory: Path, num_bytes: int, what: str) -> None:
     """UserError if ``num_bytes`` do not fit on the disk of ``directory``, which may not exist."""
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(nearest_existing(directory)).free
     if num_bytes > free:
         raise UserError(
             f"{what} needs {num_bytes / 2**20:.1f} MiB, the disk of {directory} has "

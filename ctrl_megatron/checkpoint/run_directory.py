@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from ctrl_megatron.checkpoint.files import nearest_existing
 from ctrl_megatron.errors import UserError
 
 LOCK_FILE, MARKER_FILE = "run.lock", ".ctrl_megatron_run"
@@ -58,8 +59,10 @@ class RunLock:
     def take(self) -> RunLock:
         """Raises UserError where another run holds the directory or others' files lie there."""
         directory = self._path.parent
-        check_run_directory(directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        if not directory.is_dir():
+            check_run_directory(directory)
+            directory.mkdir(parents=True, exist_ok=True)
+        # Once, because to look at the lock of another host's run takes a while.
         with _alone(directory):
             check_run_directory(directory)
             work = self._path.with_name(f".{LOCK_FILE}.{os.getpid()}")
@@ -87,7 +90,7 @@ def check_run_directory(directory: Path) -> None:
     """UserError if a run cannot write ``directory``: another one does, files of others lie there,
     or the system refuses. Writes nothing.
     """
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    there = nearest_existing(directory)
     if not there.is_dir():
         raise UserError(f"{there} is no directory", key="trainer.default_local_dir")
     if not os.access(there, os.W_OK | os.X_OK):

@@ -268,13 +268,7 @@ class SglangEngine:
         answer = await self._control.check_weights(CheckWeightsReqInput(action="checksum"))
         ranks = _require(answer, "compute checksums")[2]
         held = {name: value for rank in ranks for name, value in rank["checksums"].items()}
-        wanted = {spec.name for spec in self._state.manifest}
-        if held.keys() != wanted:
-            raise RuntimeError(
-                "SGLang's layers cannot be read back under their HF names; differing: "
-                f"{sorted(held.keys() ^ wanted)[:5]}"
-            )
-        return held
+        return self._state.require_names(held, "SGLang")
 
     async def health(self) -> None:
         """EngineDied if one of SGLang's own processes is gone."""

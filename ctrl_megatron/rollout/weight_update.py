@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -126,6 +126,17 @@ class WeightState:
         self._require_awake({"weights"})
         if self._forgotten:
             raise EngineError("the engine forgot its weights in its sleep; update them first")
+
+    def require_names(self, held: Mapping[str, str], engine: str) -> dict[str, str]:
+        """The checksums ``held`` that the engine's layers gave by HF name; RuntimeError if they are
+        not exactly those of the manifest's tensors."""
+        wanted = {spec.name for spec in self.manifest}
+        if held.keys() != wanted:
+            raise RuntimeError(
+                f"{engine}'s layers cannot be read back under their HF names; differing: "
+                f"{sorted(held.keys() ^ wanted)[:_SHOWN]}"
+            )
+        return dict(held)
 
     def require_ready(self) -> None:
         """Raises what keeps the engine from generating."""
