@@ -16,7 +16,7 @@ import platform
 from pathlib import Path
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_LARGEST = 2**31 - 1
+_NEVER = -1
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _STEP = 512 << 20
 _kept = False
@@ -28,7 +28,7 @@ def keep() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    wanted = ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, _LARGEST), (_TOP_PAD, 64 << 20))
+    wanted = ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, 64 << 20))
     _kept = all(libc.mallopt(parameter, value) for parameter, value in wanted)
     if _kept:
         _use_large_pages()
@@ -46,7 +46,7 @@ def _use_large_pages() -> None:
     """Ask for pages of 2 MiB where the next tensors will lie.
 
     The heap grows by half of what the machine has, none of which is used by that; where the kernel
-    does not allow so much, it is less.
+    does not allow so much, it is less. It must not shrink afterwards: advice goes with the range.
     """
     if _OVERCOMMIT.read_text().strip() == "2":
         return  # the kernel would count the heap's room as used
