@@ -1,0 +1,229 @@
+"""Programs with one fault: a right program in which one expression was changed.
+
+Pure; nothing is run. A mutation is an edit of the source text, so that everything else stays as its
+author wrote it. What a critic can be asked to name is the smallest expression around the edit that
+is long enough to be recognised and occurs once.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+MutationKind = Literal["operator", "comparison", "constant", "name", "unary"]
+
+_SHORTEST = 5
+"""Characters of an expression that a critique names."""
+_OPERATORS: dict[type[ast.operator], tuple[str, tuple[str, ...]]] = {
+    ast.Add: ("+", ("-",)),
+    ast.Sub: ("-", ("+",)),
+    ast.Mult: ("*", ("+", "**")),
+    ast.Div: ("/", ("//", "*")),
+    ast.FloorDiv: ("//", ("/", "%")),
+    ast.Mod: ("%", ("//",)),
+    ast.Pow: ("**", ("*",)),
+}
+_COMPARISONS: dict[type[ast.cmpop], tuple[str, tuple[str, ...]]] = {
+    ast.Lt: ("<", ("<=", ">")),
+    ast.LtE: ("<=", ("<",)),
+    ast.Gt: (">", (">=", "<")),
+    ast.GtE: (">=", (">",)),
+    ast.Eq: ("==", ("!=",)),
+    ast.NotEq: ("!=", ("==",)),
+    ast.In: ("in", ("not in",)),
+    ast.NotIn: ("not in", ("in",)),
+}
+_JUNCTIONS: dict[type[ast.boolop], tuple[str, str]] = {
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+}
+_PAIRS = (
+    ("min", "max"),
+    ("any", "all"),
+    ("sum", "len"),
+    ("lower", "upper"),
+    ("startswith", "endswith"),
+    ("append", "extend"),
+    ("keys", "values"),
+    ("islower", "isupper"),
+    ("isalpha", "isalnum"),
+    ("find", "rfind"),
+    ("lstrip", "rstrip"),
+)
+_NAMES = {a: b for pair in _PAIRS for a, b in (pair, pair[::-1])}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """One edit and the program that has it."""
+
+    kind: MutationKind
+    code: str
+    """The program with the fault."""
+    wrong: str
+    """An expression of ``code`` that holds the edit and occurs once in it."""
+    right: str
+    """What stood in its place."""
+
+
+def mutations(code: str) -> list[Mutation]:
+    """All mutants of ``code``, in the order of the text; none of a program with functions inside
+    functions, whose names and returns a small model confuses.
+
+    Raises SyntaxError.
+    """
+    tree = ast.parse(code)
+    if _nests(tree):
+        return []
+    source = _Source(code)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    found: dict[str, Mutation] = {}
+    for node in ast.walk(tree):
+        for kind, start, end, text in [*_edits(node, source), *_swaps(node, parents, source)]:
+            mutant = code[:start] + text + code[end:]
+            if mutant == code or mutant in found or not _parses(mutant):
+                continue
+            named = _named_expression(node, parents, source, (start, end, text), mutant)
+            if named is not None:
+                found[mutant] = Mutation(kind=kind, code=mutant, wrong=named[0], right=named[1])
+    return sorted(found.values(), key=lambda m: (_first_difference(code, m.code), m.code))
+
+
+class _Source:
+    """Character positions of nodes, which ``ast`` counts in bytes of UTF-8 per line."""
+
+    def __init__(self, code: str) -> None:
+        self._lines = [line.encode() for line in code.split("\n")]
+        self._starts = [0]
+        for line in self._lines:
+            self._starts.append(self._starts[-1] + len(line.decode()) + 1)
+        self.code = code
+
+    def span(self, node: ast.expr) -> tuple[int, int]:
+        """(start, end) of ``node`` in the text."""
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return (
+            self._at(node.lineno, node.col_offset),
+            self._at(node.end_lineno, node.end_col_offset),
+        )
+
+    def _at(self, line: int, column: int) -> int:
+        return self._starts[line - 1] + len(self._lines[line - 1][:column].decode())
+
+    def between(self, left: ast.expr, right: ast.expr, sign: str) -> tuple[int, int] | None:
+        """Where ``sign`` stands between two operands."""
+        start, end = self.span(left)[1], self.span(right)[0]
+        words = self.code[start:end]
+        if words.strip("() \n\\") != sign:  # a comment, or white space within "not in"
+            return None
+        at = start + words.index(sign)
+        return at, at + len(sign)
+
+
+_Edit = tuple[MutationKind, int, int, str]
+
+
+def _edits(node: ast.AST, source: _Source) -> Iterator[_Edit]:
+    """(kind, start, end, new text) of the edits at ``node`` itself."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        sign, others = _OPERATORS[type(node.op)]
+        yield from _signs("operator", source.between(node.left, node.right, sign), others)
+    elif isinstance(node, ast.Compare):
+        operands = [node.left, *node.comparators]
+        for left, right, op in zip(operands, operands[1:], node.ops, strict=False):
+            if type(op) in _COMPARISONS:
+                sign, others = _COMPARISONS[type(op)]
+                yield from _signs("comparison", source.between(left, right, sign), others)
+    elif isinstance(node, ast.BoolOp):
+        sign, other = _JUNCTIONS[type(node.op)]
+        for left, right in zip(node.values, node.values[1:], strict=False):
+            yield from _signs("operator", source.between(left, right, sign), (other,))
+    elif isinstance(node, ast.Constant):
+        yield from _constants(node, source)
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in _NAMES:
+        yield ("name", *source.span(node), _NAMES[node.id])
+    elif isinstance(node, ast.Attribute) and node.attr in _NAMES:
+        end = source.span(node)[1]
+        yield "name", end - len(node.attr), end, _NAMES[node.attr]
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+        yield "unary", source.span(node)[0], source.span(node.operand)[0], ""
+
+
+def _swaps(node: ast.AST, parents: dict[ast.AST, ast.AST], source: _Source) -> Iterator[_Edit]:
+    """One parameter of the function where another is read."""
+    if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
+        return
+    function = parents.get(node)
+    while function is not None and not isinstance(function, ast.FunctionDef):
+        function = parents.get(function)
+    if function is not None:
+        parameters = [a.arg for a in function.args.args]
+        if node.id in parameters:
+            for other in parameters:
+                if other != node.id:
+                    yield ("name", *source.span(node), other)
+
+
+def _signs(
+    kind: MutationKind, place: tuple[int, int] | None, others: tuple[str, ...]
+) -> Iterator[_Edit]:
+    if place is not None:
+        for other in others:
+            yield kind, *place, other
+
+
+def _constants(node: ast.Constant, source: _Source) -> Iterator[_Edit]:
+    start, end = source.span(node)
+    if isinstance(node.value, bool):
+        yield "constant", start, end, str(not node.value)
+    elif isinstance(node.value, int) and source.code[start:end].isdecimal():
+        yield "constant", start, end, str(node.value + 1)
+        if node.value > 0:
+            yield "constant", start, end, str(node.value - 1)
+
+
+def _named_expression(
+    node: ast.AST,
+    parents: dict[ast.AST, ast.AST],
+    source: _Source,
+    edit: tuple[int, int, str],
+    mutant: str,
+) -> tuple[str, str] | None:
+    """(wrong, right): the smallest expression around the edit that can be named, on one line."""
+    start, end, text = edit
+    around: ast.AST | None = node
+    while around is not None:
+        if isinstance(around, ast.expr) and not isinstance(around, ast.JoinedStr | ast.Slice):
+            first, last = source.span(around)
+            right = source.code[first:last]
+            wrong = source.code[first:start] + text + source.code[end:last]
+            whole = first <= start and end <= last and "\n" not in right
+            if whole and len(wrong) >= _SHORTEST and mutant.count(wrong) == 1:
+                return wrong, right
+        around = parents.get(around)
+    return None
+
+
+def _nests(tree: ast.Module) -> bool:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    outer = [node for node in ast.walk(tree) if isinstance(node, functions)]
+    return any(
+        isinstance(inner, functions) for f in outer for inner in ast.walk(f) if inner is not f
+    )
+
+
+def _parses(code: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(code)
+    except SyntaxError:
+        return False
+    return True
+
+
+def _first_difference(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))

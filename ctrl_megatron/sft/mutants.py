@@ -1,0 +1,194 @@
+"""What a critic and a proxy learn from programs with one known fault.
+
+A model of 135M parameters cannot repair programs by itself, and what it makes of prose is luck; a
+critique then earns nothing, however right it is. Tuned once to do what a critique says, good or
+bad, it becomes a proxy whose revisions measure the critique. The critic's own first lessons are
+critiques that name the fault. Both are ordinary files for ``ctrl-train-sft``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+from ctrl_megatron.data.mutations import MutationKind, mutations
+from ctrl_megatron.data.problems import read_json_lines
+from ctrl_megatron.data.rows import Row, row_of
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.pipeline.critique_revision import revision_messages
+from ctrl_megatron.prompts import JUDGED_CORRECT, JUDGED_INCORRECT, critique_messages, fenced
+from ctrl_megatron.sft.examples import SftExample
+from ctrl_megatron.types import Attempt, Problem
+
+Split = Literal["train", "unseen_mutants", "unseen_problems"]
+
+BLAND = f"Analysis: The answer is right.\nImprovement suggestions: None.\n{JUDGED_CORRECT}"
+"""The critique of a right program; of a wrong one it changes nothing."""
+_REQUESTS = ("Replace `{0}` with `{1}`.", "Change `{0}` to `{1}`.", "Use `{1}` instead of `{0}`.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """A program with one known fault, judged."""
+
+    id: str
+    problem_id: str
+    split: Split
+    """Problems of ``unseen_problems`` are in no other split; ``unseen_mutants`` are of problems
+    that are trained on."""
+    kind: MutationKind
+    code: str
+    wrong: str
+    """An expression of ``code`` that occurs once in it and holds the fault."""
+    right: str
+    """What belongs in its place."""
+    pass_rate: float
+    """Share of tests that ``code`` passes; below 1."""
+
+
+def read_mutants(path: Path, problems: dict[str, Problem]) -> list[Mutant]:
+    """The mutants of a file. UserError naming line and key for what does not fit."""
+    found = []
+    for place, record in read_json_lines(path):
+        try:
+            mutant = Mutant(**record)
+        except TypeError as error:
+            raise UserError(f"{place}: {error}") from None
+        if mutant.problem_id not in problems:
+            raise UserError(f"{place}: problem {mutant.problem_id!r} is not among the problems")
+        if mutant.code.count(mutant.wrong) != 1:
+            raise UserError(f"{place}: key 'wrong' must occur once in 'code'")
+        found.append(mutant)
+    return found
+
+
+def oracle_critique(wrong: str, right: str, wording: int = 0) -> str:
+    """The critique of who knows the fault; ``wording`` chooses one of three."""
+    request = _REQUESTS[wording % len(_REQUESTS)].format(wrong, right)
+    return f"Analysis: `{wrong}` is wrong.\nImprovement suggestions: {request}\n{JUDGED_INCORRECT}"
+
+
+def attempt_row(mutant: Mutant, problem: Problem) -> Row:
+    """The row that asks for a critique of ``mutant``; its further columns are ``wrong``, ``right``
+    and ``kind``.
+    """
+    attempt = Attempt(
+        id=mutant.id, problem=problem, solution=fenced(mutant.code), pass_rate=mutant.pass_rate
+    )
+    known = {"wrong": mutant.wrong, "right": mutant.right, "kind": mutant.kind}
+    return replace(row_of(attempt), extra=known)
+
+
+def right_row(problem: Problem) -> Row:
+    """The row that asks for a critique of the problem's reference."""
+    attempt = Attempt(
+        id=f"{problem.id}/right",
+        problem=problem,
+        solution=fenced(problem.reference.strip()),
+        pass_rate=1.0,
+    )
+    return replace(row_of(attempt), extra={"wrong": "", "right": "", "kind": "none"})
+
+
+def proxy_examples(
+    mutants: Sequence[Mutant], problems: dict[str, Problem], seed: int
+) -> list[SftExample]:
+    """Lessons in doing what a critique says: it repairs (in three wordings), leaves right programs
+    alone, leaves wrong ones alone if it is told that they are right, and spoils what it is told to
+    spoil. Shuffled by ``seed``.
+    """
+    rng = Random(seed)
+    every = [_example(*lesson) for lesson in _lessons(mutants, problems, rng)]
+    rng.shuffle(every)
+    return every
+
+
+def critic_examples(
+    mutants: Sequence[Mutant], problems: dict[str, Problem], seed: int, *, right: int = 80
+) -> list[SftExample]:
+    """The oracle's critique of every mutant and the bland one of ``right`` right programs."""
+    rng = Random(seed)
+    every = [
+        SftExample(
+            id=m.id,
+            prompt=tuple(critique_messages(problems[m.problem_id], fenced(m.code))),
+            response=oracle_critique(m.wrong, m.right),
+        )
+        for m in mutants
+    ]
+    known = sorted({m.problem_id for m in mutants})
+    for name in rng.sample(known, min(right, len(known))):
+        row = right_row(problems[name])
+        every.append(SftExample(id=row.id, prompt=row.prompt, response=BLAND))
+    rng.shuffle(every)
+    return every
+
+
+def rl_rows(
+    mutants: Sequence[Mutant], problems: dict[str, Problem], seed: int, *, right_share: float = 0.2
+) -> list[Row]:
+    """Attempts to criticise: all mutants, and right programs until they are ``right_share`` of all;
+    without them it would pay to call everything wrong.
+    """
+    rng = Random(seed)
+    rows = [attempt_row(m, problems[m.problem_id]) for m in mutants]
+    known = sorted({m.problem_id for m in mutants})
+    count = round(len(rows) * right_share / (1 - right_share))
+    rows += [right_row(problems[name]) for name in rng.sample(known, min(count, len(known)))]
+    rng.shuffle(rows)
+    return rows
+
+
+_Lesson = tuple[str, Row, str, str]
+"""Id, what is criticised, the critique, the program that it leads to."""
+
+
+def _lessons(
+    mutants: Sequence[Mutant], problems: dict[str, Problem], rng: Random
+) -> Iterator[_Lesson]:
+    chosen = list(mutants)
+    rng.shuffle(chosen)
+    for number, mutant in enumerate(chosen):
+        row = attempt_row(mutant, problems[mutant.problem_id])
+        repaired = mutant.code.replace(mutant.wrong, mutant.right)
+        if number % 6 == 4:
+            yield f"{mutant.id}/bland", row, BLAND, mutant.code
+        elif number % 6 == 5 and (spoil := _spoiled(mutant.code, repaired, rng)):
+            yield f"{mutant.id}/spoil", row, spoil[0], spoil[1]
+        else:
+            critique = oracle_critique(mutant.wrong, mutant.right, number)
+            yield f"{mutant.id}/repair", row, critique, repaired
+    known = sorted({m.problem_id for m in mutants})
+    rng.shuffle(known)
+    for number, name in enumerate(known):
+        row, code = right_row(problems[name]), problems[name].reference.strip()
+        spoil = _spoiled(code, code, rng) if number % 3 == 2 else None
+        if spoil:
+            yield f"{name}/spoil", row, spoil[0], spoil[1]
+        else:
+            yield f"{name}/right", row, BLAND, code
+
+
+def _spoiled(code: str, repaired: str, rng: Random) -> tuple[str, str] | None:
+    """(a critique that asks for a fault, the program with it)."""
+    faults = [m for m in mutations(code) if m.code != repaired and code.count(m.right) == 1]
+    if not faults:
+        return None
+    fault = rng.choice(faults)
+    return oracle_critique(fault.right, fault.wrong, rng.randrange(len(_REQUESTS))), fault.code
+
+
+def _example(name: str, row: Row, critique: str, code: str) -> SftExample:
+    return SftExample(
+        id=name,
+        prompt=tuple(revision_messages(row, critique)),
+        response=fenced(code.strip()),
+    )
+
+
+def mutant_record(mutant: Mutant) -> dict[str, Any]:
+    """The JSON object of a line of the file."""
+    return asdict(mutant)

@@ -1,0 +1,131 @@
+"""Make programs with one known fault from the references of a problem set, and judge them.
+
+``python tools/make_mutants.py --out examples/mutants/builtin.jsonl``
+
+Goes on where it was stopped: what is judged stands in ``OUT.part`` until the file is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from zlib import crc32
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.data.mutations import Mutation, mutations
+from ctrl_megatron.data.problems import problem_from, read_json_lines, read_problem_records
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.generation.solutions import judge_attempts
+from ctrl_megatron.prompts import fenced
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
+from ctrl_megatron.sft.mutants import Mutant, Split, mutant_record
+from ctrl_megatron.types import Attempt, Problem
+
+_PART = 64
+_UNSEEN_PROBLEMS, _UNSEEN_MUTANTS = 0.2, 0.3
+"""Shares of the problems, and of the mutants of the others, that are kept for tests."""
+
+
+async def judge(todo: Sequence[tuple[str, Problem, Mutation]], part: Path) -> None:
+    """Append the pass rate of every mutant to ``part``, by name."""
+    sandbox = EmbeddedSandbox.start()
+    columns = (TextColumn("judging mutants"), BarColumn(), MofNCompleteColumn())
+    try:
+        with Progress(*columns, TimeRemainingColumn()) as progress, part.open("a") as file:
+            bar = progress.add_task("", total=len(todo))
+            async with SandboxClient(sandbox.endpoint) as client:
+                for start in range(0, len(todo), _PART):
+                    attempts = [
+                        Attempt(id=name, problem=problem, solution=fenced(mutation.code))
+                        for name, problem, mutation in todo[start : start + _PART]
+                    ]
+                    for attempt, _ in await judge_attempts(client, attempts):
+                        line = {"id": attempt.id, "pass_rate": attempt.pass_rate}
+                        file.write(json.dumps(line) + "\n")
+                    file.flush()
+                    progress.advance(bar, len(attempts))
+    finally:
+        sandbox.stop()
+
+
+def judged_already(part: Path) -> dict[str, float]:
+    """Pass rates by name; a line that was cut off counts as not written."""
+    if not part.exists():
+        return {}
+    text = part.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        write_whole(part, whole)
+    return {entry["id"]: entry["pass_rate"] for _, entry in read_json_lines(part)} if whole else {}
+
+
+def split_of(problem_id: str, name: str) -> Split:
+    """Where a mutant belongs: by its name, so that it never moves."""
+    if crc32(problem_id.encode()) % 1000 < 1000 * _UNSEEN_PROBLEMS:
+        return "unseen_problems"
+    return "unseen_mutants" if crc32(name.encode()) % 1000 < 1000 * _UNSEEN_MUTANTS else "train"
+
+
+@command("make_mutants")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read, change, judge, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
+    parser = CommandParser(__doc__)
+    parser.add_argument("--problems", type=Path, default=Path("examples/problems"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--max-difficulty", type=int, default=2, help="hardest level used")
+    options = parser.parse_args(arguments)
+    if options.out.exists():
+        raise UserError(f"--out: {options.out} is there", remedy="name another file or move it")
+    todo, mutants = [], dict[str, tuple[Problem, Mutation]]()
+    for record in read_problem_records(options.problems):
+        if record["difficulty"] <= options.max_difficulty and record["reference"].strip():
+            problem = problem_from(record)
+            for number, mutation in enumerate(mutations(record["reference"].strip())):
+                mutants[f"{problem.id}/mutant{number}"] = problem, mutation
+    if not mutants:
+        raise UserError(
+            f"--problems: no reference in {options.problems} can be changed",
+            remedy="give problems with references, or raise --max-difficulty",
+        )
+    part = options.out.with_name(options.out.name + ".part")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    known = judged_already(part)
+    todo = [(name, *found) for name, found in mutants.items() if name not in known]
+    asyncio.run(judge(todo, part))
+    rates = judged_already(part)
+    found = [
+        Mutant(
+            id=name,
+            problem_id=problem.id,
+            split=split_of(problem.id, name),
+            kind=mutation.kind,
+            code=mutation.code,
+            wrong=mutation.wrong,
+            right=mutation.right,
+            pass_rate=rates[name],
+        )
+        for name, (problem, mutation) in mutants.items()
+        if rates[name] < 1
+    ]
+    write_whole(options.out, "".join(json.dumps(mutant_record(m)) + "\n" for m in found))
+    part.unlink()
+    harmless = len(mutants) - len(found)
+    print(
+        f"{options.out}: {len(found)} mutants of {len({m.problem_id for m in found})} problems, "
+        f"by split {dict(Counter(m.split for m in found))}, by kind "
+        f"{dict(Counter(m.kind for m in found))}; {harmless} that pass every test left out"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
