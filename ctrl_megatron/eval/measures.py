@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from difflib import SequenceMatcher
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ctrl_megatron.prompts import extract_code
 
@@ -40,8 +43,6 @@ def wilson_interval(right: int, n: int, level: float = 0.9) -> tuple[float, floa
 
     Raises ValueError for no draw.
     """
-    from statistics import NormalDist
-
     if n < 1:
         raise ValueError("a share of nothing has no interval")
     z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
@@ -53,49 +54,41 @@ def wilson_interval(right: int, n: int, level: float = 0.9) -> tuple[float, floa
     return (0.0 if right == 0 else low, 1.0 if right == n else high)
 
 
-@dataclass(frozen=True, slots=True)
-class JudgmentCounts:
-    """How often a critic said what of how many programs; sums add up over programs."""
+def judgment_counts(judged: Iterable[tuple[bool | None, bool]]) -> NDArray[np.float64]:
+    """(6,) how often a critic said what, from (what it says of a program, whether that passes).
 
-    correct_as_correct: float = 0.0
-    correct_as_incorrect: float = 0.0
-    incorrect_as_correct: float = 0.0
-    incorrect_as_incorrect: float = 0.0
-    correct_as_none: float = 0.0
-    """A right program whose critique holds no judgment."""
-    incorrect_as_none: float = 0.0
-
-    @staticmethod
-    def of(judged: Iterable[tuple[bool | None, bool]]) -> JudgmentCounts:
-        """From (what the critique says, whether the program passes every test)."""
-        counts = dict.fromkeys(JudgmentCounts.__slots__, 0.0)
-        names = {True: "correct", False: "incorrect", None: "none"}
-        for said, true in judged:
-            counts[f"{names[true]}_as_{names[said]}"] += 1
-        return JudgmentCounts(**counts)
+    Three columns of right programs, then three of wrong ones: called correct, called incorrect,
+    no judgment. Sums over programs add up.
+    """
+    counts = np.zeros(6)
+    for said, right in judged:
+        counts[(0 if right else 3) + (2 if said is None else int(not said))] += 1
+    return counts
 
 
-def discrimination(counts: JudgmentCounts) -> dict[str, float]:
+def discrimination(counts: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
     """Precision, recall and F1 of "the program is right" (``correct``) and of "it is wrong"
     (``incorrect``), and their mean F1 (``f1_macro``), as CTRL's table of discrimination has them.
 
-    A missing judgment finds neither class: it lowers the recall of the program's own. What has no
-    value is left out: a precision where the class is never named, a recall where no program belongs
-    to it, an F1 where both hold, ``f1_macro`` unless both classes have an F1.
+    ``counts`` are (..., 6) ``judgment_counts``; every rate is (...). A missing judgment finds
+    neither class: it lowers the recall of the program's own. What has no value is nan: a precision
+    where the class is never named, a recall where no program belongs to it, an F1 where both hold,
+    ``f1_macro`` unless both classes have an F1.
     """
-    c, found = counts, {}
-    sides = {
-        "correct": (c.correct_as_correct, c.incorrect_as_correct, c.correct_as_incorrect),
-        "incorrect": (c.incorrect_as_incorrect, c.correct_as_incorrect, c.incorrect_as_correct),
-    }
-    for name, (hits, false_alarms, mistaken) in sides.items():
-        missed = mistaken + (c.correct_as_none if name == "correct" else c.incorrect_as_none)
-        ratios = {
-            f"precision_{name}": (hits, hits + false_alarms),
-            f"recall_{name}": (hits, hits + missed),
-            f"f1_{name}": (2 * hits, 2 * hits + false_alarms + missed),
-        }
-        found |= {key: part / whole for key, (part, whole) in ratios.items() if whole > 0}
-    if "f1_correct" in found and "f1_incorrect" in found:
-        found["f1_macro"] = (found["f1_correct"] + found["f1_incorrect"]) / 2
+    found = {}
+    for name, (hits, false_alarms, mistaken, unsaid) in {
+        "correct": (0, 3, 1, 2),
+        "incorrect": (4, 1, 3, 5),
+    }.items():
+        hit, named = counts[..., hits], counts[..., hits] + counts[..., false_alarms]
+        there = hit + counts[..., mistaken] + counts[..., unsaid]
+        found[f"precision_{name}"] = share_of(hit, named)
+        found[f"recall_{name}"] = share_of(hit, there)
+        found[f"f1_{name}"] = share_of(2 * hit, named + there)
+    found["f1_macro"] = (found["f1_correct"] + found["f1_incorrect"]) / 2
     return found
+
+
+def share_of(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Element by element; nan where ``whole`` is 0."""
+    return np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=whole > 0)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
-from math import sqrt
+from math import isnan, sqrt
 from statistics import NormalDist
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ctrl_megatron.eval.measures import (
-    JudgmentCounts,
     discrimination,
+    judgment_counts,
     pass_at_k,
     similarity,
     wilson_interval,
@@ -45,11 +47,17 @@ def test_pass_at_k_of_nothing_is_an_error(n: int, c: int, k: int) -> None:
         pass_at_k(n, c, k)
 
 
+def rates(judged: Sequence[tuple[bool | None, bool]]) -> dict[str, float]:
+    """Those that have a value."""
+    found = discrimination(judgment_counts(judged))
+    return {name: float(value) for name, value in found.items() if not isnan(value)}
+
+
 @given(judged_programs)
 def test_f1_is_the_harmonic_mean_of_what_counting_gives(
     judged: list[tuple[bool | None, bool]],
 ) -> None:
-    found = discrimination(JudgmentCounts.of(judged))
+    found = rates(judged)
     f1s = []
     for name, side in (("correct", True), ("incorrect", False)):
         said = [true for judgment, true in judged if judgment is side]
@@ -75,7 +83,7 @@ def test_f1_is_the_harmonic_mean_of_what_counting_gives(
 def test_a_table_of_judgments_worked_out_by_hand() -> None:
     judged = [(True, True)] * 6 + [(False, True)] + [(None, True)]
     judged += [(True, False)] * 2 + [(False, False)] * 3 + [(None, False)]
-    found = discrimination(JudgmentCounts.of(judged))
+    found = rates(judged)
     assert found["precision_correct"] == 6 / 8 and found["recall_correct"] == 6 / 8
     assert found["precision_incorrect"] == 3 / 4 and found["recall_incorrect"] == 3 / 6
     assert found["f1_correct"] == pytest.approx(0.75)
@@ -84,10 +92,19 @@ def test_a_table_of_judgments_worked_out_by_hand() -> None:
 
 
 def test_a_critic_that_calls_everything_right_has_no_precision_of_wrong() -> None:
-    found = discrimination(JudgmentCounts.of([(True, True), (True, False)]))
+    found = rates([(True, True), (True, False)])
     assert "precision_incorrect" not in found
     assert found["recall_incorrect"] == found["f1_incorrect"] == 0.0
     assert found["f1_macro"] == pytest.approx(1 / 3)
+
+
+@given(st.lists(judged_programs, min_size=1, max_size=4))
+def test_counts_of_several_are_rated_at_once(several: list[list[tuple[bool | None, bool]]]) -> None:
+    together = discrimination(np.array([judgment_counts(judged) for judged in several]))
+    for place, judged in enumerate(several):
+        alone = discrimination(judgment_counts(judged))
+        for name, value in alone.items():
+            assert together[name][place] == pytest.approx(value, nan_ok=True)
 
 
 @pytest.mark.parametrize(
