@@ -21,6 +21,18 @@ _TOOL = "ctrl-evaluate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChainPlan:
+    """What is drawn for every first solution and seed."""
+
+    samples: int = 1
+    """Chains."""
+    turns: int = 1
+    """Critiques of a chain, each followed by a revision."""
+    temperature: float = 0.0
+    """Of critiques; 0 is greedy. Revisions are always greedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
     """What is kept of a program's verdict."""
 

@@ -9,11 +9,10 @@ import pytest
 from evaluated import TWO_TURNS, chain, pair, program
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.critique_revision import CritiqueResult, summarise
+from ctrl_megatron.eval.critique_revision import summarise
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import PAIR_RATES, RATES, CriticResult, evaluate_turns
 from ctrl_megatron.eval.transcripts import Turn
-from ctrl_megatron.types import Verdict
 
 
 def one(turns: list[Turn], **options: object) -> CriticResult:
@@ -69,19 +68,7 @@ def test_one_greedy_turn_says_what_validation_says() -> None:
     turns = [t for t in TWO_TURNS if t.turn == 1 and t.sample == 0]
     found = values(one(turns).last)
 
-    def verdict(quarters: float) -> Verdict:
-        return Verdict(passed=tuple(n < quarters * 4 for n in range(4)), total=4)
-
-    told = summarise(
-        [
-            CritiqueResult(
-                judgment=t.judgment,
-                before=verdict(t.before.pass_rate if t.before else 0),
-                after=verdict(t.after.pass_rate if t.after else 0),
-            )
-            for t in turns
-        ]
-    )
+    told = summarise(turns)
     names = {
         **{"solved_after": "pass@1", "revision_pass_rate": "pass_rate", "to_right": "delta_up"},
         **{"to_wrong": "delta_down", "valid_critique_rate": "valid_critique_rate"},
