@@ -218,5 +218,7 @@ def begin_evaluation(
                 for path in (folder / kind).glob("*.jsonl"):
                     if re.fullmatch(re.escape(plain) + r"-?\d+\.jsonl", path.name):
                         path.unlink()
-    content = {"tool": _TOOL, "settings": dict(settings), "critics": {**kept, **critics}}
+    # In the order in which they were given last: gains are over the first.
+    named = {**critics, **{name: kept[name] for name in kept if name not in critics}}
+    content = {"tool": _TOOL, "settings": dict(settings), "critics": named}
     write_whole(folder / SETTINGS_FILE, json.dumps(content, indent=1) + "\n")
