@@ -173,12 +173,12 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
         found.append(("By difficulty", "", head, rows))
     if any(result.pairs for result in results):
         rows = [
-            [r.critic, *(_cell(r.pairs.get(name), name) for name in PAIR_RATES)]
+            [r.critic, source, *(_cell(rates.get(name), name) for name in PAIR_RATES)]
             for r in results
-            if r.pairs
+            for source, rates in r.pairs.items()
         ]
         note = "; ".join(f"{_words(name)}: {text}" for name, text in PAIR_RATES.items()) + "."
-        found.append(("Pairs", note, ["critic", *map(_words, PAIR_RATES)], rows))
+        found.append(("Pairs", note, ["critic", "source", *map(_words, PAIR_RATES)], rows))
     rows = [
         [
             r.critic,

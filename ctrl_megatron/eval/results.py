@@ -113,7 +113,8 @@ class CriticResult:
     gains: dict[str, Estimate]
     """Over the first critic, paired by problem; empty for the first, and where the two have not
     been given the same attempts and seeds."""
-    pairs: dict[str, Estimate]
+    pairs: dict[str, dict[str, Estimate]]
+    """Rates of ``PAIR_RATES`` by source of the questions, ``all`` first; empty without pairs."""
     per_problem: tuple[ProblemResult, ...]
 
     @property
@@ -342,7 +343,7 @@ def _result(
         curves=tuple(curves),
         by_difficulty=_by_difficulty(mine, last, plan),
         gains=gains,
-        pairs=_pair_rates(pairs, plan),
+        pairs=_by_source(pairs, plan),
         per_problem=tuple(_per_problem(critic, mine)),
     )
 
@@ -366,11 +367,21 @@ def _by_difficulty(
     return levels
 
 
+def _by_source(
+    pairs: Sequence[JudgedPair], plan: Callable[[int, int], Resampling]
+) -> dict[str, dict[str, Estimate]]:
+    if not pairs:
+        return {}
+    sources = sorted({pair.source for pair in pairs})
+    parts = {"all": list(pairs)}
+    if len(sources) > 1:
+        parts |= {source: [p for p in pairs if p.source == source] for source in sources}
+    return {source: _pair_rates(part, plan) for source, part in parts.items()}
+
+
 def _pair_rates(
     pairs: Sequence[JudgedPair], plan: Callable[[int, int], Resampling]
 ) -> dict[str, Estimate]:
-    if not pairs:
-        return {}
     seeds = sorted({pair.seed for pair in pairs})
     names = sorted({pair.pair_id for pair in pairs})
     found: dict[str, Estimate] = {}

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ctrl_megatron.checkpoint.run_directory import check_run_directory
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.eval.pairwise import ResponsePair, read_pairs
@@ -26,7 +27,6 @@ from ctrl_megatron.pipeline.conversation import converse, judge_pairs, pair_prom
 from ctrl_megatron.pipeline.inputs import (
     RunInputs,
     check_models,
-    check_place,
     check_together,
     read_inputs,
 )
@@ -62,6 +62,8 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
         settings.update(settings_of(config, job))
         critics.update({name: _weights(path) for name, path in job.critics.items()})
         anew.extend(open_evaluation(out, settings, critics, overwrite=job.overwrite))
+        with users_input("--out"):
+            check_run_directory(out, "--out")
 
     check_evaluation(config, job.critics)
     check_together(open_directory)
@@ -116,7 +118,6 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
     check_together(
         lambda: check_models(config, "rl", others),
         lambda: check_reward_functions(config),
-        lambda: check_place(config),
     )
 
 

@@ -178,10 +178,16 @@ def test_pairs_worked_out_by_hand() -> None:
     ]
     assert [p.decision for p in pairs] == ["A>B", None, "B>A", "B>A"]
     (result,) = evaluate_turns(TWO_TURNS, pairs)
-    assert values(result.pairs) == {
+    assert [*result.pairs] == ["all"]  # of one source
+    assert values(result.pairs["all"]) == {
         "choice_accuracy": 0.5,
         "choice_consistency": 0.5,
         "choice_first_rate": pytest.approx((1 / 2 + 0 + 0 + 1 / 2) / 4),
         "critique_accuracy": 0.25,
     }
-    assert result.pairs.keys() == PAIR_RATES.keys()
+    assert result.pairs["all"].keys() == PAIR_RATES.keys()
+    mixed = [dataclasses.replace(p, source="ab"[n % 2]) for n, p in enumerate(pairs)]
+    (result,) = evaluate_turns(TWO_TURNS, mixed)
+    assert [(s, rates["choice_accuracy"].value) for s, rates in result.pairs.items()] == [
+        *(("all", 0.5), ("a", 1.0), ("b", 0.0))
+    ]
