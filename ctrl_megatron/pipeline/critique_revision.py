@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.eval.critique_revision import CritiqueResult, summarise
+from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.sampling import (
     Fields,
     Sample,
@@ -131,6 +132,7 @@ def _verdict_fields(outcome: RewardOutcome | None) -> Fields:
     }
 
 
+@reads(*REVISIONS, *REWARDS)
 def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
     """Critiques of ``rows`` with what came of them, for dynamic sampling. Collective."""
     drawn = draw_critiques(worker, rows, mini_batch_size=len(rows), attempt=attempt)
@@ -163,6 +165,7 @@ def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     return measured
 
 
+@reads(*REVISIONS, *REWARDS)
 def validate(worker: RolloutWorker) -> dict[str, float]:
     """One greedy critique and one greedy revision for every validation row; rates over all rows.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ctrl_megatron.algorithms import get_adv_estimator, get_policy_loss_terms
 from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER, CheckpointStore
-from ctrl_megatron.config import Config
+from ctrl_megatron.config import CTRL_PIPELINE, GRPO_PIPELINE, Config
 from ctrl_megatron.errors import UserError, users_code
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.pipeline.build import (
@@ -31,10 +31,11 @@ from ctrl_megatron.pipeline.inputs import (
     read_inputs,
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
+from ctrl_megatron.pipeline.node_keys import check_read
 from ctrl_megatron.pipeline.recorder import Recorder
 from ctrl_megatron.pipeline.session import Services, Session, session
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
-from ctrl_megatron.rewards.build import check_reward_functions
+from ctrl_megatron.rewards.build import check_reward_functions, runs_programs
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.limits import LEVELS
 
@@ -71,11 +72,11 @@ def train(config: Config) -> bool:
     Raises UserError before anything starts for whatever it is given that cannot be used.
     """
     graph, trainer, finished = check_run(config), config.trainer, False
-    inputs = read_inputs(config, graph.report.rewards)
+    inputs = read_inputs(config, graph.measured, validates=graph.report.validate is not None)
     if is_finished(config, total_steps(config, len(inputs.train.rows)), stage="after RL"):
         return True
     with session(config) as run:
-        services = run.start_services()
+        services = run.start_services(judges=runs_programs(config, graph.measured))
         worker, sampler, steps = build_worker(run, services, graph, inputs)
         run.check_stop()
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
@@ -189,6 +190,8 @@ def pipeline_of(config: Config) -> TaskGraph:
             f"none of its nodes has the role {NodeRole.DYNAMIC_SAMPLING.value}; turn it off, or "
             "add such a node (ctrl_pipeline(config) and grpo_pipeline(config) have one)"
         )
+    if reference not in (None, CTRL_PIPELINE, GRPO_PIPELINE):
+        check_read(config, graph)
     return graph
 
 
