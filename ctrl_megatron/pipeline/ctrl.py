@@ -71,6 +71,7 @@ from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
     columns,
     known,
+    reward_spread,
     sampled,
     tensors_of,
     texts,
@@ -266,6 +267,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     first, *others = parts or {"score": total}
     measured = {"reward/mean": batch[first], "reward/judged_rate": judged.float()}
     measured |= {name: parts[name] for name in others}
+    measured |= reward_spread(batch[first] if parts else total, texts(batch["uid"]))
     if others:
         measured["reward/total"] = total[judged]
     return NodeOutput(

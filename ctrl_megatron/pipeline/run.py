@@ -32,9 +32,9 @@ from ctrl_megatron.pipeline.inputs import (
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.node_keys import check_read
-from ctrl_megatron.pipeline.recorder import Recorder
-from ctrl_megatron.pipeline.session import Services, Session, session
-from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+from ctrl_megatron.pipeline.recorder import Recorder, banner
+from ctrl_megatron.pipeline.session import Services, session
+from ctrl_megatron.pipeline.worker import RolloutWorker
 from ctrl_megatron.rewards.build import check_reward_functions, runs_programs
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.limits import LEVELS
@@ -81,6 +81,7 @@ def train(config: Config) -> bool:
         run.check_stop()
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
         memory = device_memory(run.groups)
+        isolation = run.groups.from_leader(run.background.run(isolation_level(worker)))
         worker.timeline = recorder.timeline(memory)
         loop = TrainingLoop(
             worker=worker,
@@ -105,9 +106,18 @@ def train(config: Config) -> bool:
             memory=memory,
             # The names under which checkpoints hold them.
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
-            constants=run.groups.from_leader(run.background.run(isolation_level(worker))),
+            constants=isolation,
         )
-        for line in banner(run, worker, steps, services):
+        for line in banner(
+            config,
+            run.groups.layout,
+            steps=f"{steps} steps of {config.data.train_batch_size} prompts x "
+            f"{config.actor_rollout_ref.rollout.n}",
+            rows=len(inputs.train.rows),
+            dropped=(inputs.train.dropped, "prompt above data.max_prompt_length"),
+            validation=len(inputs.validation.rows) if inputs.validation else 0,
+            services=engines_and_sandbox(config, services, isolation),
+        ):
             recorder.say(line)
         recorder.say(kernels_line(on_gpu=run.groups.device.type == "cuda"))
         loop.resume()
@@ -140,22 +150,14 @@ def evaluate(config: Config, critics: Mapping[str, str]) -> dict[str, dict[str, 
     return results
 
 
-def banner(run: Session, worker: DAGWorker, steps: int, services: Services) -> list[str]:
-    """What the run is about to do, for the terminal."""
-    config, layout, train = run.config, run.groups.layout, worker.train
-    family, dropped = config.actor_rollout_ref, ""
-    if train.dropped:
-        dropped = f" ({train.dropped} left out: prompt above data.max_prompt_length)"
-    validation = f", {len(worker.validation.rows)} to validate" if worker.validation else ""
-    engines = services.placement.engines
-    return [
-        f"run {config.trainer.run_dir}: {steps} steps of {config.data.train_batch_size} prompts x "
-        f"{family.rollout.n}; report: {Path(config.trainer.run_dir) / 'report.html'}",
-        f"rows: {len(train.rows)} to train{dropped}{validation}",
-        f"model {family.model.path} ({family.model.dtype}): tensor {layout.tensor} x pipeline "
-        f"{layout.pipeline} x data {layout.data} ranks; {len(engines)} {family.rollout.name} "
-        f"engine{'s' if len(engines) > 1 else ''}",
-    ]
+def engines_and_sandbox(config: Config, services: Services, level: Mapping[str, float]) -> str:
+    """For the banner: what generates, and how programs are held."""
+    count, name = len(services.placement.engines), config.actor_rollout_ref.rollout.name
+    engines = f"{count} {name} engine{'s' if count > 1 else ''}"
+    if "sandbox/isolation" not in level:
+        return f"{engines}; no sandbox of this run"
+    held = LEVELS[len(LEVELS) - 1 - int(level["sandbox/isolation"])]
+    return f"{engines}; sandbox isolation: {held}"
 
 
 def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:

@@ -48,7 +48,8 @@ def journey(shell: Shell, name: str, **given: object) -> Path:
     """Run the script; where its files are."""
     out = shell.folder / name
     settings = {"CONFIG": "tiny.yaml", "ENGINE": "hf", "RANKS": "1", "OUT": out.name, **given}
-    shell.run(JOURNEYS / f"{name}.sh", {k: str(v) for k, v in settings.items()})
+    said = shell.run(JOURNEYS / f"{name}.sh", {k: str(v) for k, v in settings.items()})
+    (out / "said").write_text(said)
     return out
 
 
@@ -80,6 +81,10 @@ def test_own_problems(shell: Shell, actor_path: Path) -> None:
     lines = "".join(json.dumps(problem) + "\n" for problem in problems)
     (shell.folder / "mine.jsonl").write_text(lines)
     out = journey(shell, "own_problems", MODEL=actor_path, PROBLEMS="mine.jsonl")
+    said = (out / "said").read_text()
+    for begins in ("run own_problems/sft: 1 steps", "run own_problems/critic: 2 steps"):
+        assert f"{begins} of 4" in said
+    assert said.count(" to train") == 2 and "1 hf engine; sandbox isolation: " in said
     assert len(read_json_lines(out / "solutions.jsonl")) == 16
     assert parquet.read_table(out / "data/train.parquet").num_rows > 4
     assert steps(out / "sft")[0]["sft/loss"] > 0
@@ -91,6 +96,7 @@ def test_own_problems(shell: Shell, actor_path: Path) -> None:
 
 def test_own_reward(shell: Shell, solver: Path) -> None:
     out = journey(shell, "own_reward", MODEL=solver)
+    assert "1 hf engine; no sandbox of this run" in (out / "said").read_text()
     trained = steps(out / "solver")
     assert len(trained) == 2 and all("reward/mean" in step for step in trained)
     reward = table(out / "solver")["after RL"]["reward/examples.journeys.own_reward:last_number"]
