@@ -20,11 +20,11 @@ CONFIG = """
 data: {max_prompt_length: 512, max_response_length: 12, train_batch_size: 4, val_batch_size: 8}
 actor_rollout_ref:
   model: {dtype: float32}
-  actor: {ppo_mini_batch_size: 4, optim: {lr: 1e-3}}
+  actor: {ppo_mini_batch_size: 4, optim: {lr: 1e-3}, ppo_max_token_len_per_gpu: 1024}
   rollout: {n: 2, revision_max_tokens: 12, threads: 1}
 sandbox: {workers: 1}
 trainer: {total_training_steps: 2, n_gpus_per_node: 1, peak_tflops_per_device: 0.1}
-sft: {train_batch_size: 4, max_length: 1024, max_token_len_per_gpu: 1024, total_training_steps: 1}
+sft: {train_batch_size: 4, max_length: 1024, total_training_steps: 1}
 """
 SEVEN = ("What is three and four?", "Print the days of a week.", "Print five and two.")
 
