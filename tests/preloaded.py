@@ -22,7 +22,12 @@ from typing import Any
 from forked_ranks import fork_context
 
 REPOSITORY = Path(__file__).parents[1]
-_PROGRAMS = {"tools/train_rl.py": "rank", "ctrl_megatron.rollout.server": "engine"}
+_PROGRAMS = {
+    "tools/train_rl.py": "rank",
+    "ctrl_megatron.commands.train_rl": "rank",
+    "ctrl_megatron.commands.train_sft": "rank",
+    "ctrl_megatron.rollout.server": "engine",
+}
 _ABOVE_ALL = 512
 """No process here has so many descriptors open."""
 _spares: list[tuple[int, socket.socket]] = []
@@ -45,7 +50,7 @@ def reserve(count: int, *below: int) -> None:
             ours.close()
             while _spares:
                 _spares.pop()[1].close()
-            _wait(theirs, below)
+            wait_for_command(theirs, below)
         theirs.close()
         _spares.append((pid, ours))
 
@@ -125,8 +130,8 @@ def _main(args: list[str], log: str, below: tuple[int, ...]) -> None:
     raise SystemExit(run_program(args, below))
 
 
-def _wait(parent: socket.socket, below: tuple[int, ...]) -> None:
-    """The life of a spare."""
+def wait_for_command(parent: socket.socket, below: tuple[int, ...]) -> None:
+    """The life of a spare: ``parent`` sends descriptors and a command; does not return."""
     _, descriptors, _, _ = socket.recv_fds(parent, 1, 32)
     if not descriptors:
         os._exit(0)

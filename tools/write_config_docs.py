@@ -118,7 +118,7 @@ def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
     """(dotted name, dataclass) of every group that has keys of its own, in the schema's order."""
     hints = typing.get_type_hints(cls)
     groups = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
-    if len(groups) < len(hints):
+    if len(groups) < len(dataclasses.fields(cls)):
         yield prefix, cls
     for name, hint in groups.items():
         yield from sections(typing.cast(type, hint), f"{prefix}.{name}" if prefix else name)

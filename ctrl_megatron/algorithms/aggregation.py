@@ -12,6 +12,7 @@ LOSS_AGG_MODES = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
+"""Ways in which per-token losses become one number."""
 
 Count = float | torch.Tensor
 

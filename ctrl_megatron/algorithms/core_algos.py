@@ -93,6 +93,10 @@ def _whole_batch(
         )
 
     compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{name}"
+    compute.__doc__ = (
+        f"The policy loss {name} of a whole batch: (pg_loss, pg_clipfrac, ppo_kl, "
+        "pg_clipfrac_lower), scalars; docs/algorithms.md has the formula."
+    )
     return register_policy_loss(name)(compute)
 
 

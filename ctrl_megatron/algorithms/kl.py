@@ -35,6 +35,7 @@ _ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k3": _k3,
 }
 KL_ESTIMATORS = (*_ESTIMATES, *(f"{name}+" for name in _ESTIMATES))
+"""Names of the KL estimators; those with + have that value and k2's gradient."""
 
 
 def kl_penalty(

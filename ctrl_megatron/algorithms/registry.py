@@ -65,6 +65,7 @@ One that needs numbers of the whole batch names ``reduce`` as an argument, a ``R
 """
 
 ADV_ESTIMATOR_REGISTRY: Registry[AdvEstimator] = Registry("advantage estimator")
+"""The advantage estimators by the name that `algorithm.adv_estimator` takes."""
 register_adv_est = ADV_ESTIMATOR_REGISTRY.register
 get_adv_estimator = ADV_ESTIMATOR_REGISTRY.get
 
@@ -150,6 +151,7 @@ class _TermsEntry:
 
 
 POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("policy loss")
+"""The policy losses by the name that `actor_rollout_ref.actor.policy_loss` takes."""
 _TERMS: Registry[_TermsEntry] = Registry("policy loss with per-token terms")
 register_policy_loss = POLICY_LOSS_REGISTRY.register
 get_policy_loss = POLICY_LOSS_REGISTRY.get

@@ -3,7 +3,7 @@ started, and whatever ends a command early is one line and an exit code.
 
 Wrong input is printed once, whatever the number of ranks, and gives the exit code 2. So does what
 the system refuses: a full disk, a path that may not be written. Ctrl-C and SIGTERM give 130. A
-fault of ours keeps its traceback.
+fault of ours keeps its traceback, once: the launcher ends the ranks that wait behind the first.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
                     # A signal in the middle of an import comes out as what the import made of it.
                     fault = None if received else user_fault(error)
                     if not received and fault is None:
+                        _let_rank_0_speak()
                         raise
             return _stopped(name) if fault is None else refuse(name, fault)
 
@@ -131,11 +132,20 @@ def refuse(name: str, error: UserError) -> int:
         launch = read_launch()
     except ValueError:
         launch = None  # the fault itself; it names the variable
-    if launch is not None and launch.rank > 0:
-        time.sleep(_FIRST_WAITS if launch.local_rank == 0 else _OTHERS_WAIT)
+    _let_rank_0_speak()
     if launch is None or launch.local_rank == 0:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
     return WRONG_INPUT
+
+
+def _let_rank_0_speak() -> None:
+    """On other ranks, long enough for the launcher to end this one because rank 0 has ended."""
+    try:
+        launch = read_launch()
+    except ValueError:
+        return  # the fault itself; it names the variable
+    if launch.rank > 0:
+        time.sleep(_FIRST_WAITS if launch.local_rank == 0 else _OTHERS_WAIT)
 
 
 def training_config(

@@ -26,7 +26,8 @@ def _check(config: Config) -> None:
     from ctrl_megatron.pipeline.inputs import check_rows
     from ctrl_megatron.pipeline.run import check_run
 
-    check_rows(config, check_run(config).report.rewards)
+    graph = check_run(config)
+    check_rows(config, graph.measured, validates=graph.report.validate is not None)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """What a run is told: typed keys, YAML and overrides, checks, and the environment."""
 
-from ctrl_megatron.config.actor_rollout_ref import GRPO_PIPELINE, Actor
+from ctrl_megatron.config.actor_rollout_ref import CTRL_PIPELINE, GRPO_PIPELINE, Actor
 from ctrl_megatron.config.checks import Purpose, check_files, check_world_size
 from ctrl_megatron.config.load import load_config, parse_override, read_yaml, to_dict, to_yaml
 from ctrl_megatron.config.schema import KEYS, Config
 
 __all__ = [
+    "CTRL_PIPELINE",
     "GRPO_PIPELINE",
     "KEYS",
     "Actor",

@@ -36,7 +36,9 @@ Dtype = Literal["bfloat16", "float32"]
 """Types of parameters; float16 would need a loss scale."""
 
 CTRL_PIPELINE = "ctrl_megatron.pipeline:ctrl_pipeline"
+"""Where `dag.custom_pipeline_fn` finds CTRL's step, which it also stands for where it is unset."""
 GRPO_PIPELINE = "ctrl_megatron.pipeline:grpo_pipeline"
+"""Where `dag.custom_pipeline_fn` finds GRPO on completions."""
 REVISIONS = Condition(
     ("dag.custom_pipeline_fn",),
     lambda pipeline: pipeline != GRPO_PIPELINE,

@@ -133,10 +133,12 @@ def _ranges(config: Config, written: Mapping[str, Place]) -> Iterator[str]:
 def _unread(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Iterator[str]:
     """What somebody wrote and nothing reads, so that nobody waits for its effect.
 
-    A file may serve both trainings, and a key of the file that an override has switched off is
-    meant to be off.
+    A file may serve both trainings, so what the other one reads is not looked at in it; and a key
+    of the file that an override has switched off is meant to be off.
     """
     for name, condition in unread(config).items():
+        if purpose != "none" and KEYS[name].stage not in (purpose, "both"):
+            continue
         by_override = {s for s in condition.switches if s in written and written[s].is_override}
         if name not in written or (by_override and not written[name].is_override):
             continue

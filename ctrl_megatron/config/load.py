@@ -82,7 +82,9 @@ def load_config(
         raise UserError(f"{key}: the reference cannot be resolved: {reason}") from error
     assert isinstance(plain, dict)
     config = build(Config, {str(key): value for key, value in plain.items()}, places)
-    check(config, purpose, _written(given, places))
+    written = _written(given, places)
+    check(config, purpose, written)
+    object.__setattr__(config, "written", written)
     return config
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import ClassVar, Literal
 
 from ctrl_megatron.config.actor_rollout_ref import REFERENCE, REVISIONS, ActorRolloutRef, Schedule
 from ctrl_megatron.config.algorithm import VALUE_MODEL, Algorithm, Critic, Reward, Sandbox
+from ctrl_megatron.config.coerce import Place
 from ctrl_megatron.config.keys import (
     ABOVE_0,
     AT_LEAST_0,
@@ -151,9 +154,12 @@ class Sft:
     """Shape of the schedule after the warm-up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything a run is told. Build it with ``load_config``."""
+
+    written: ClassVar[Mapping[str, Place]] = MappingProxyType({})
+    """The keys that somebody gave a value, and where: ``load_config`` sets it. No key itself."""
 
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)

@@ -21,6 +21,8 @@ from rich.progress import (
 )
 
 _RECENT = 10
+_TOLD_SHARE = 0.02
+"""Of a step: shorter phases are not in its line."""
 
 
 class Display:
@@ -33,6 +35,8 @@ class Display:
         self.total_steps = total_steps
         self._done = first_step
         self._active: list[str] = []
+        self._began: dict[str, float] = {}
+        self._took: dict[str, float] = {}
         self._durations: list[float] = []
         self._lock = threading.Lock()
         self._step_start = time.monotonic()
@@ -63,13 +67,14 @@ class Display:
 
     def begin_step(self, step: int) -> None:
         """Step number ``step`` (counted from 1) begins."""
-        self._step_start, self._done = time.monotonic(), step - 1
+        self._step_start, self._done, self._took = time.monotonic(), step - 1, {}
         self._bar.update(self._task, description=f"step {step}")
 
     def begin_phase(self, name: str) -> None:
         """A phase begins; several may be active at the same time."""
         with self._lock:
             self._active.append(name)
+            self._began[name] = time.monotonic()
             beside = [n for n in self._active if n != name]
         if self._bar.disable:
             seconds = time.monotonic() - self._step_start
@@ -82,17 +87,23 @@ class Display:
         """A phase ends."""
         with self._lock:
             self._active.remove(name)
+            seconds = time.monotonic() - self._began[name]
+            self._took[name] = self._took.get(name, 0.0) + seconds
         self._show_phases()
 
     def end_step(self, step: int) -> None:
-        """Step number ``step`` is complete."""
+        """Step number ``step`` is complete: one line with its phases, the longest first."""
         self._durations.append(time.monotonic() - self._step_start)
         self._done = step
         eta = format_seconds(eta_seconds(self._durations, self.total_steps - step))
         self._bar.update(self._task, completed=step, eta=eta)
-        if self._bar.disable:
-            took = format_seconds(self._durations[-1])
-            self.print_line(f"[step {step}/{self.total_steps}] done in {took}, {eta} to go")
+        whole = self._durations[-1]
+        with self._lock:
+            longest = sorted(self._took.items(), key=lambda phase: -phase[1])
+        told = [f"{name} {took:.1f}s" for name, took in longest if took >= _TOLD_SHARE * whole]
+        phases = f" ({', '.join(told)})" if told else ""
+        done = f"[step {step}/{self.total_steps}] done in {format_seconds(whole)}{phases}"
+        self.print_line(f"{done}, {eta} to go")
 
     def print_line(self, text: str) -> None:
         """Print one line as it is, however long."""

@@ -25,6 +25,11 @@ METRICS: dict[str, Metric] = {
     "reward/mean": Metric("the first reward function over judged samples", "Reward"),
     "reward/total": Metric("the weighted sum of all reward functions, where there are several"),
     "reward/NAME": Metric("the reward function NAME, unweighted, beside the first one"),
+    "reward_share/zero": Metric("share of judged samples whose reward is 0"),
+    "reward_share/up_to_half": Metric("share above 0 and up to 0.5"),
+    "reward_share/below_one": Metric("share above 0.5 and below 1"),
+    "reward_share/one": Metric("share that earned exactly 1"),
+    "reward_share/elsewhere": Metric("share below 0 or above 1"),
     "reward/judged_rate": Metric("share of samples that got a reward; the sandbox lost the others"),
     "reward/cached_rate": Metric("share of verdicts that no program had to run for"),
     "pass_rate/before": Metric("tests that the first solutions pass"),
@@ -45,10 +50,13 @@ METRICS: dict[str, Metric] = {
     "actor/kl_loss": Metric("the KL term of the loss, before its coefficient"),
     "actor/ppo_kl_first": Metric("actor/ppo_kl of the step's first optimizer step; 0 is right"),
     "actor/pg_clipfrac_lower": Metric("share of tokens that the dual clip bounded"),
-    "actor/lr": Metric("learning rate of the last optimizer step"),
+    "actor/lr": Metric("learning rate of the last optimizer step", "Learning rate"),
     "actor/kl_coef": Metric("coefficient of the KL in the reward"),
     "actor/reward_kl_penalty": Metric("KL per token that the reward was charged for"),
     "advantage/mean_abs": Metric("absolute advantage per token; 0: nothing to learn from"),
+    "advantage/zero_std_rate": Metric(
+        "share of groups whose samples earned the same; they teach nothing", "Groups without signal"
+    ),
     "critic/explained_variance": Metric("explained share of the returns' variance", "Value model"),
     "critic/loss": Metric("what the value model's steps minimised"),
     "critic/vf_loss": Metric("half the squared error of the values, clipped"),
@@ -82,6 +90,9 @@ METRICS: dict[str, Metric] = {
     "sandbox/isolation": Metric("how programs are held: 2 strict, 1 standard, 0 not at all"),
     "time/step": Metric("seconds of the whole step"),
     "time/NAME": Metric("seconds of the node NAME; wait_NAME: of waiting for it"),
+    "memory/host_gib": Metric(
+        "GiB of host memory that the rank with most holds at the step's end", "Host memory"
+    ),
     "memory/NAME_peak_gib": Metric("most GiB of a GPU that tensors took in the phase NAME"),
     "memory/NAME_device_gib": Metric("most GiB of a GPU in use by anybody in the phase NAME"),
     "checkpoint/seconds": Metric("from the save's begin until the directory had its name"),

@@ -68,8 +68,8 @@ def build_worker(
         engine=engine,
         weights=engine_weights(run, services, actor, link),
         device=device,
-        rewards=reward_sum(run, services, codec, [train, validation], graph.report.rewards),
-        reward_weights=reward_functions_of(config, graph.report.rewards),
+        rewards=reward_sum(run, services, codec, [train, validation], graph.measured),
+        reward_weights=reward_functions_of(config, graph.measured),
         policy=policy,
         reference=reference,
         value=value,
@@ -111,10 +111,12 @@ def reward_sum(
     services: Services,
     codec: TextCodec,
     tables: Sequence[PromptTable | None],
-    measured: Sequence[str],
+    measured: Sequence[str] | None,
 ) -> RewardSum | None:
-    """The reward functions over the rows of ``tables``; None but on leaders."""
-    if not run.groups.is_leader:
+    """The reward functions over the rows of ``tables``; None but on leaders, and where no step of
+    the run reads rewards.
+    """
+    if not run.groups.is_leader or measured is None:
         return None
     return build_reward_sum(
         run.config,

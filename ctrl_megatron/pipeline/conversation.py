@@ -11,6 +11,7 @@ from ctrl_megatron.eval.critique_revision import summarise
 from ctrl_megatron.eval.pairwise import JudgedPair, ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan, ProgramResult, Turn
 from ctrl_megatron.pipeline.critique_revision import judgment_of, read_critique, revise
+from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.sampling import generate, greedy_params, validation_batches
 from ctrl_megatron.pipeline.worker import RolloutWorker
 from ctrl_megatron.prompts import choice_messages, critique_messages, parse_choice
@@ -31,6 +32,7 @@ class _Chain:
     turns: list[Turn] = field(default_factory=list)
 
 
+@reads(*REVISIONS, *REWARDS)
 def validate(worker: RolloutWorker) -> dict[str, float]:
     """Rates over one greedy critique and one greedy revision of every validation row. Rows that the
     sandbox failed to judge are counted as ``unjudged`` and left out of the rates. Collective.

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.data.rows import Row
+from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.sampling import (
     Fields,
     Sample,
@@ -129,6 +130,7 @@ def _verdict_fields(outcome: RewardOutcome | None) -> Fields:
     }
 
 
+@reads(*REVISIONS, *REWARDS)
 def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
     """Critiques of ``rows`` with what came of them, for dynamic sampling. Collective."""
     drawn = draw_critiques(worker, rows, mini_batch_size=len(rows), attempt=attempt)

@@ -57,11 +57,21 @@ from ctrl_megatron.pipeline.greedy_baseline import (
     judge_greedy_revisions,
     revise_greedy_critiques,
 )
+from ctrl_megatron.pipeline.node_keys import (
+    ADVANTAGES,
+    CORRECTION,
+    KL_IN_REWARD,
+    LOSS,
+    REVISIONS,
+    REWARDS,
+    reads,
+)
 from ctrl_megatron.pipeline.performance import performance
 from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
     columns,
     known,
+    reward_spread,
     sampled,
     tensors_of,
     texts,
@@ -183,6 +193,7 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return sampled(worker, samples, measure_critiques)
 
 
+@reads(*REVISIONS)
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``critique``, ``valid`` -> ``revision``: the frozen proxy's, empty for invalid critiques."""
     rows = [worker.train.row(row) for row in texts(batch["problem_id"])]
@@ -194,6 +205,7 @@ def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     )
 
 
+@reads(*REWARDS)
 async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``critique``, ``revision`` -> the fields of ``score_fields``. Runs beside the log-probs."""
     items = reward_items(
@@ -255,6 +267,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     first, *others = parts or {"score": total}
     measured = {"reward/mean": batch[first], "reward/judged_rate": judged.float()}
     measured |= {name: parts[name] for name in others}
+    measured |= reward_spread(batch[first] if parts else total, texts(batch["uid"]))
     if others:
         measured["reward/total"] = total[judged]
     return NodeOutput(
@@ -268,6 +281,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     )
 
 
+@reads(*CORRECTION)
 def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``loss_mask`` (B, R) bool and, where they are on, ``rollout_is_weights`` (B, R) float32.
 
@@ -290,6 +304,7 @@ def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields=fields, metrics=mismatch_metrics(total))
 
 
+@reads(*KL_IN_REWARD)
 def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``token_level_rewards`` (B, R): scores, less beta times KL where the KL is in the reward."""
     algorithm, mask = worker.config.algorithm, batch["response_mask"]
@@ -322,6 +337,7 @@ def kl_to_reference(
     return worker.means({"actor/kl_to_reference": gap})
 
 
+@reads(*ADVANTAGES)
 def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``advantages``, ``returns`` (B, R) by the configured estimator; no group is split.
 
@@ -350,6 +366,7 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 # The update (the value model's part is in value_model.py)
 
 
+@reads(*LOSS)
 def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``ppo_epochs`` passes over the mini-batches; metrics are means over the optimizer steps.
 

@@ -36,6 +36,7 @@ class DynamicSampling:
 
     def __init__(self, draw: Draw, measure: Measure, *, reward: str) -> None:
         self._draw, self._measure, self._reward = draw, measure, reward
+        self.reads: tuple[str, ...] = getattr(draw, "reads", ())
 
     def __call__(self, worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         """This rank's rows of the step. Collective."""

@@ -130,6 +130,11 @@ class Node:
         _check_executable(self)
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys, or groups of keys, that its function says to read (``node_keys.reads``)."""
+        return tuple(getattr(self.executable, "reads", ()))
+
+    @property
     def changes_weights(self) -> bool:
         """True for a node after which the step cannot be abandoned."""
         return self.node_type is NodeType.MODEL_TRAIN and not self.only_forward_compute
@@ -268,6 +273,18 @@ class TaskGraph:
     def draws_rows(self) -> bool:
         """True where a node of dynamic sampling takes the rows of a step from the data itself."""
         return any(n.node_role is NodeRole.DYNAMIC_SAMPLING for n in self.nodes.values())
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What its nodes read of the configuration beside what every run reads."""
+        own = getattr(self.report.validate, "reads", ())
+        return (*own, *(key for node in self.nodes.values() for key in node.reads))
+
+    @property
+    def measured(self) -> tuple[str, ...] | None:
+        """Reward functions that run in any case; None where no node reads the group ``reward``:
+        then none is made, and no sandbox starts."""
+        return self.report.rewards if "reward" in self.reads else None
 
     def add_node(self, node: Node) -> None:
         """Add a node; its dependencies may come later. ValueError for a taken id or no Node."""

@@ -16,6 +16,7 @@ from ctrl_megatron.pipeline.critique_revision import (
     reward_items,
 )
 from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.sampling import Fields, columns, generate, greedy_params, texts
 from ctrl_megatron.pipeline.worker import DAGWorker
 
@@ -32,6 +33,7 @@ def draw_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return _over_rows(batch, [read_critique(worker, answer[0]) for answer in answers])
 
 
+@reads(*REVISIONS)
 def revise_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``greedy_revision`` (B,) text: the proxy's, empty for invalid critiques."""
     heads = group_heads(batch)
@@ -42,6 +44,7 @@ def revise_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return _over_rows(batch, [{"revision": revision} for revision in revisions])
 
 
+@reads(*REWARDS)
 async def judge_greedy_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``reward_baselines`` (B,): the critic's part of the greedy critique's reward, NaN where it
     could not be judged. Runs beside the log-probs.

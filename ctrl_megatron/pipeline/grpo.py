@@ -28,6 +28,7 @@ from ctrl_megatron.pipeline.graph import (
     StepReport,
     TaskGraph,
 )
+from ctrl_megatron.pipeline.node_keys import REWARDS, reads
 from ctrl_megatron.pipeline.performance import performance
 from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
@@ -100,6 +101,7 @@ def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return sampled(worker, samples, measure_completions)
 
 
+@reads(*REWARDS)
 async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``completion`` -> ``reward/NAME`` (B,) of every function. Runs beside the log-probs."""
     items = completion_items(
@@ -111,6 +113,7 @@ async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput
     return NodeOutput(fields=columns(reward_fields(scores, worker.reward_weights)))
 
 
+@reads(*REWARDS)
 def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
     """The two functions above for dynamic sampling. Collective."""
     drawn = draw_completions(worker, rows, mini_batch_size=len(rows), attempt=attempt)
@@ -170,6 +173,7 @@ def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, 
     return list(examples.values())[:EXAMPLES_PER_STEP]
 
 
+@reads(*REWARDS)
 def validate_completions(worker: RolloutWorker) -> dict[str, float]:
     """Mean of every reward over one greedy completion per validation row. Collective.
 

@@ -207,10 +207,17 @@ def is_finished(config: Config, steps: int, *, stage: str, files: tuple[str, ...
     return True
 
 
-def read_inputs(config: Config, measured: Sequence[str] = (), *, trains: bool = True) -> RunInputs:
+def read_inputs(
+    config: Config,
+    measured: Sequence[str] | None = (),
+    *,
+    trains: bool = True,
+    validates: bool = True,
+) -> RunInputs:
     """The tables of the run; those of an evaluation (``trains=False``) are the validation rows.
 
-    ``measured`` names the reward functions that run in any case.
+    ``measured`` names the reward functions that run in any case (``reward_functions_of``); without
+    ``validates`` there is no table of validation rows.
 
     UserError naming file, row and column of what does not fit, and for too few rows for a step.
     """
@@ -219,17 +226,20 @@ def read_inputs(config: Config, measured: Sequence[str] = (), *, trains: bool = 
         table = _table(config, codec, "data.val_files", config.data.val_files)
         check_columns(config, table.rows, measured)
         return RunInputs(codec=codec, train=table, validation=table)
-    train, validation = prompt_tables(config, codec)
+    train, validation = prompt_tables(config, codec, validates=validates)
     _require_a_step(len(train.rows), train.dropped, size)
     check_columns(config, [*train.rows, *(validation.rows if validation else ())], measured)
     return RunInputs(codec=codec, train=train, validation=validation)
 
 
-def check_rows(config: Config, measured: Sequence[str] = ()) -> None:
+def check_rows(
+    config: Config, measured: Sequence[str] | None = (), *, validates: bool = True
+) -> None:
     """What ``read_inputs`` refuses, but for the prompts' lengths: nothing is turned into tokens."""
     check_tokenizer(config)
     data, count, rows = config.data, 0, []
-    for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+    kept = data.val_files if validates else ()
+    for key, files in (("data.train_files", data.train_files), ("data.val_files", kept)):
         if files:
             with users_input(key):
                 rows += read_rows(files, prompt_key=data.prompt_key)
@@ -249,13 +259,15 @@ def _require_a_step(count: int, dropped: int, size: int) -> None:
         )
 
 
-def prompt_tables(config: Config, codec: TextCodec) -> tuple[PromptTable, PromptTable | None]:
+def prompt_tables(
+    config: Config, codec: TextCodec, *, validates: bool = True
+) -> tuple[PromptTable, PromptTable | None]:
     """The training rows and, where there are any, the validation rows.
 
     One file may serve both. UserError for different rows with one id.
     """
     train = _table(config, codec, "data.train_files", config.data.train_files)
-    files = config.data.val_files
+    files = config.data.val_files if validates else ()
     validation = _table(config, codec, "data.val_files", files) if files else None
     rows_by_id([*train.rows, *(validation.rows if validation else ())])
     return train, validation

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import psutil
 import torch
 from tensordict import TensorDict
 
@@ -129,6 +130,8 @@ class TrainingLoop:
         phases, elapsed = worker.timeline.phases(), worker.timeline.elapsed()
         metrics |= seconds_by_name(phases)
         metrics |= {"time/step": elapsed, "perf/overlap_seconds": hidden_seconds(phases)}
+        held = psutil.Process().memory_info().rss / (1 << 30)
+        metrics["memory/host_gib"] = max(worker.groups.from_all(held))
         if self.memory is not None:
             metrics |= self.memory.take(worker.groups)
         metrics |= {**self.constants, **report.metrics(worker, batch)}

@@ -12,6 +12,7 @@ from ctrl_megatron.config import Config, read_yaml, to_dict, to_yaml
 from ctrl_megatron.metrics import Display, JsonlWriter, Meter, Timeline, build_sinks
 from ctrl_megatron.metrics.report import write_report
 from ctrl_megatron.metrics.warnings import StepWarnings
+from ctrl_megatron.parallel.layout import Layout
 
 
 class Recorder:
@@ -101,6 +102,29 @@ class Recorder:
         if self.display is not None:
             self.display.close()
         return write_report(self.run_dir) if report else None
+
+
+def banner(
+    config: Config,
+    layout: Layout,
+    *,
+    steps: str,
+    rows: int,
+    dropped: tuple[int, str],
+    validation: int,
+    services: str = "",
+) -> list[str]:
+    """What a run is about to do, for the terminal; ``dropped`` is how many rows, and why."""
+    run_dir, model = Path(config.trainer.run_dir), config.actor_rollout_ref.model
+    left_out = f" ({dropped[0]} left out: {dropped[1]})" if dropped[0] else ""
+    validated = f", {validation} to validate" if validation else ""
+    beside = f"; {services}" if services else ""
+    return [
+        f"run {run_dir}: {steps}; report: {run_dir / 'report.html'}",
+        f"rows: {rows} to train{left_out}{validated}",
+        f"model {model.path} ({model.dtype}): tensor {layout.tensor} x pipeline "
+        f"{layout.pipeline} x data {layout.data} ranks{beside}",
+    ]
 
 
 def keep_config(run_dir: Path, text: str) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 
 from ctrl_megatron.algorithms import get_adv_estimator, get_policy_loss_terms
 from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER, CheckpointStore
-from ctrl_megatron.config import Config
+from ctrl_megatron.config import CTRL_PIPELINE, GRPO_PIPELINE, Config
 from ctrl_megatron.errors import UserError, users_code
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.pipeline.build import (
@@ -27,11 +28,12 @@ from ctrl_megatron.pipeline.inputs import (
     read_inputs,
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
+from ctrl_megatron.pipeline.node_keys import check_read
 from ctrl_megatron.pipeline.performance import device_memory
-from ctrl_megatron.pipeline.recorder import Recorder
-from ctrl_megatron.pipeline.session import Services, Session, session
-from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
-from ctrl_megatron.rewards.build import check_reward_functions
+from ctrl_megatron.pipeline.recorder import Recorder, banner
+from ctrl_megatron.pipeline.session import Services, session
+from ctrl_megatron.pipeline.worker import RolloutWorker
+from ctrl_megatron.rewards.build import check_reward_functions, runs_programs
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.limits import LEVELS
 
@@ -68,15 +70,16 @@ def train(config: Config) -> bool:
     Raises UserError before anything starts for whatever it is given that cannot be used.
     """
     graph, trainer, finished = check_run(config), config.trainer, False
-    inputs = read_inputs(config, graph.report.rewards)
+    inputs = read_inputs(config, graph.measured, validates=graph.report.validate is not None)
     if is_finished(config, total_steps(config, len(inputs.train.rows)), stage="after RL"):
         return True
     with session(config) as run:
-        services = run.start_services()
+        services = run.start_services(judges=runs_programs(config, graph.measured))
         worker, sampler, steps = build_worker(run, services, graph, inputs)
         run.check_stop()
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
         memory = device_memory(run.groups)
+        isolation = run.groups.from_leader(run.background.run(isolation_level(worker)))
         worker.timeline = recorder.timeline(memory)
         loop = TrainingLoop(
             worker=worker,
@@ -101,9 +104,18 @@ def train(config: Config) -> bool:
             memory=memory,
             # The names under which checkpoints hold them.
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
-            constants=run.groups.from_leader(run.background.run(isolation_level(worker))),
+            constants=isolation,
         )
-        for line in banner(run, worker, steps, services):
+        for line in banner(
+            config,
+            run.groups.layout,
+            steps=f"{steps} steps of {config.data.train_batch_size} prompts x "
+            f"{config.actor_rollout_ref.rollout.n}",
+            rows=len(inputs.train.rows),
+            dropped=(inputs.train.dropped, "prompt above data.max_prompt_length"),
+            validation=len(inputs.validation.rows) if inputs.validation else 0,
+            services=engines_and_sandbox(config, services, isolation),
+        ):
             recorder.say(line)
         recorder.say(kernels_line(on_gpu=run.groups.device.type == "cuda"))
         loop.resume()
@@ -117,22 +129,14 @@ def train(config: Config) -> bool:
     return finished
 
 
-def banner(run: Session, worker: DAGWorker, steps: int, services: Services) -> list[str]:
-    """What the run is about to do, for the terminal."""
-    config, layout, train = run.config, run.groups.layout, worker.train
-    family, dropped = config.actor_rollout_ref, ""
-    if train.dropped:
-        dropped = f" ({train.dropped} left out: prompt above data.max_prompt_length)"
-    validation = f", {len(worker.validation.rows)} to validate" if worker.validation else ""
-    engines = services.placement.engines
-    return [
-        f"run {config.trainer.run_dir}: {steps} steps of {config.data.train_batch_size} prompts x "
-        f"{family.rollout.n}; report: {Path(config.trainer.run_dir) / 'report.html'}",
-        f"rows: {len(train.rows)} to train{dropped}{validation}",
-        f"model {family.model.path} ({family.model.dtype}): tensor {layout.tensor} x pipeline "
-        f"{layout.pipeline} x data {layout.data} ranks; {len(engines)} {family.rollout.name} "
-        f"engine{'s' if len(engines) > 1 else ''}",
-    ]
+def engines_and_sandbox(config: Config, services: Services, level: Mapping[str, float]) -> str:
+    """For the banner: what generates, and how programs are held."""
+    count, name = len(services.placement.engines), config.actor_rollout_ref.rollout.name
+    engines = f"{count} {name} engine{'s' if count > 1 else ''}"
+    if "sandbox/isolation" not in level:
+        return f"{engines}; no sandbox of this run"
+    held = LEVELS[len(LEVELS) - 1 - int(level["sandbox/isolation"])]
+    return f"{engines}; sandbox isolation: {held}"
 
 
 def pipeline_of(config: Config) -> TaskGraph:
@@ -155,6 +159,8 @@ def pipeline_of(config: Config) -> TaskGraph:
             f"none of its nodes has the role {NodeRole.DYNAMIC_SAMPLING.value}; turn it off, or "
             "add such a node (ctrl_pipeline(config) and grpo_pipeline(config) have one)"
         )
+    if reference not in (None, CTRL_PIPELINE, GRPO_PIPELINE):
+        check_read(config, graph)
     return graph
 
 

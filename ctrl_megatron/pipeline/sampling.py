@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from ctrl_megatron.algorithms import groups_with_signal
 from ctrl_megatron.data.balance import partition_groups
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.executor import NodeOutput
@@ -165,6 +166,28 @@ def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
     for name, column in columns([s.fields for s in samples]).items():
         batch[name] = column
     return batch
+
+
+def reward_spread(rewards: torch.Tensor, uids: Sequence[str]) -> dict[str, torch.Tensor]:
+    """How ``rewards`` (B,) lie, NaN where nothing is known: vectors whose means are the shares of a
+    histogram, and the share of groups in which every sample earned the same.
+    """
+    known = ~rewards.isnan()
+    groups = [uid for uid, judged in zip(uids, known.tolist(), strict=True) if judged]
+    earned = rewards[known]
+    within = (earned > 0) & (earned < 1)
+    shares = {
+        "zero": earned == 0,
+        "up_to_half": within & (earned <= 0.5),
+        "below_one": within & (earned > 0.5),
+        "one": earned == 1,
+        "elsewhere": (earned < 0) | (earned > 1),
+    }
+    signal = groups_with_signal(earned, groups).tolist() if groups else []
+    same = [float(not teaches) for teaches in dict(zip(groups, signal, strict=True)).values()]
+    return {f"reward_share/{name}": share.float() for name, share in shares.items()} | {
+        "advantage/zero_std_rate": torch.tensor(same)
+    }
 
 
 def columns(rows: Sequence[Fields]) -> dict[str, Any]:

@@ -71,11 +71,15 @@ class Session:
         if self.stop.agreed(self.groups):
             raise StopRequested
 
-    def start_services(self) -> Services:
-        """This host's engines and sandbox, starting; a death of one is this rank's failure.
-        Collective."""
+    def start_services(self, *, judges: bool = True) -> Services:
+        """This host's engines and, where the run ``judges`` programs, its sandbox, starting.
+
+        A death of one is this rank's failure. Collective.
+        """
         self.check_stop()
-        services = Services(self.config, self.groups, self.watch, self.background, self.stop)
+        services = Services(
+            self.config, self.groups, self.watch, self.background, self.stop, judges=judges
+        )
         self.at_end.append(services.stop)
         services.start()
         return services
@@ -206,8 +210,8 @@ class EngineSilence:
 
 
 class Services:
-    """The engines that the placement gives every host, and a sandbox there unless one is running
-    elsewhere.
+    """The engines that the placement gives every host, and a sandbox there where the run judges
+    programs and none is running elsewhere.
 
     The first rank of a host starts what stands there; it comes up while models are loaded. Leaders
     talk to all engines and all sandboxes of the run. With one host everything is on loopback.
@@ -220,9 +224,11 @@ class Services:
         watch: FailureWatch,
         background: BackgroundLoop,
         stop: StopFlag,
+        *,
+        judges: bool = True,
     ) -> None:
         self._config, self._groups, self._watch = config, groups, watch
-        self._background, self._stop = background, stop
+        self._background, self._stop, self._judges = background, stop, judges
         self.placement = placement_of(config, groups)
         self._engines: dict[int, EngineProcess] = {}
         self._sandbox: EmbeddedSandbox | None = None
@@ -236,7 +242,9 @@ class Services:
     def start(self) -> None:
         """Start this host's processes, on its first rank. Collective."""
         config, groups = self._config, self._groups
-        own_sandbox = not config.sandbox.endpoint and config.reward.provider == "local"
+        own_sandbox = (
+            self._judges and not config.sandbox.endpoint and config.reward.provider == "local"
+        )
         if own_sandbox and len(groups.hosts.names) > 1:
             self.sandbox_token = groups.from_first(secrets.token_hex(32))
         if not groups.is_first_here:

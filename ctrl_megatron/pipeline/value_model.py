@@ -16,6 +16,7 @@ from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.pipeline.actor_loss import aggregate, means_over_steps, mini_batches
 from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.node_keys import VALUES, reads
 from ctrl_megatron.pipeline.sampling import tensors_of
 from ctrl_megatron.pipeline.worker import DAGWorker
 
@@ -46,11 +47,13 @@ class ValueLoss:
         return loss, {name: value.detach() for name, value in scalars.items()}
 
 
+@reads(*VALUES)
 def compute_values(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``values`` (B, R): what the value model expects before each response token."""
     return NodeOutput(fields={"values": value_model(worker).values(tensors_of(batch))})
 
 
+@reads(*VALUES)
 def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``critic.ppo_epochs`` passes over the mini-batches; metrics are means over the steps.
 

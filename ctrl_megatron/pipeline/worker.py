@@ -13,6 +13,7 @@ from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.policy import Policy
@@ -46,7 +47,7 @@ class RolloutWorker:
     device: DeviceOwner
     """Whether engine or trainer holds the device."""
     rewards: RewardSum | None
-    """Every reward function of the run; given on leaders."""
+    """Every reward function of the run; given on leaders where a node reads ``reward``."""
     reward_weights: Mapping[str, float]
     """Reward function -> weight; the first is the one that ``reward/mean`` speaks of."""
     validation: PromptTable | None
@@ -68,7 +69,11 @@ class RolloutWorker:
 
     async def score(self, items: Sequence[RewardItem]) -> Scores:
         """What every reward function says of the items (leaders only)."""
-        assert self.rewards is not None
+        if self.rewards is None:
+            raise UserError(
+                "worker.score: no node of the pipeline says that it reads the group reward",
+                remedy="put @reads(*REWARDS) of ctrl_megatron.pipeline.node_keys on the function",
+            )
         return await self.rewards.score(items)
 
     def close(self) -> None:

@@ -18,7 +18,9 @@ REVISION_SENTENCE = "Please finalize your answer accordingly using the same form
 """Ends every request for a revision; CTRL's wording."""
 
 JUDGED_CORRECT = "Overall judgment: Correct"
+"""What a critique says of a solution that it holds to be right."""
 JUDGED_INCORRECT = "Overall judgment: Incorrect"
+"""And of one that it holds to be wrong."""
 
 _CRITIQUE_TASK = (
     "Review the answer to this programming problem. Say what is right or wrong and how to "

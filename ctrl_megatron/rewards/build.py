@@ -20,7 +20,7 @@ from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.access import read_token
 
 
-def reward_functions_of(config: Config, measured: Sequence[str] = ()) -> dict[str, float]:
+def reward_functions_of(config: Config, measured: Sequence[str] | None = ()) -> dict[str, float]:
     """Every reward function that the configuration asks for, with its weight.
 
     In the order of the sum: ``critic``, the others of ``reward.reward_funcs``, ``overlong``
@@ -28,9 +28,12 @@ def reward_functions_of(config: Config, measured: Sequence[str] = ()) -> dict[st
     (``reward.transition``).
 
     ``measured`` names functions that run in any case, with weight 0 where nothing asks for them; so
-    does ``critic`` where ``transition`` reads it. Raises ``ValueError`` for a function that is
+    does ``critic`` where ``transition`` reads it. None says that no step of the run reads rewards:
+    then there is no function. Raises ``ValueError`` for a function that is
     asked for in two ways.
     """
+    if measured is None:
+        return {}
     reward = config.reward
     terms: dict[str, float] = {}
     if reward.overlong_buffer.enable:
@@ -50,6 +53,15 @@ def reward_functions_of(config: Config, measured: Sequence[str] = ()) -> dict[st
     return dict(sorted(weights.items(), key=lambda item: item[0] != "critic"))
 
 
+def runs_programs(config: Config, measured: Sequence[str] | None = ()) -> bool:
+    """Whether one of the run's functions asks a sandbox or another provider to run programs."""
+    return any(
+        name == "critic" or "provider" in reward_parameters(name)
+        for name in reward_functions_of(config, measured)
+        if name != "overlong"
+    )
+
+
 def build_reward_sum(
     config: Config,
     *,
@@ -57,7 +69,7 @@ def build_reward_sum(
     sandbox_token: str | None = None,
     rows: Sequence[Row],
     tokenizer: Any,
-    measured: Sequence[str] = (),
+    measured: Sequence[str] | None = (),
 ) -> RewardSum:
     """The configured functions, which share one judge and one memory of verdicts.
 
@@ -65,7 +77,9 @@ def build_reward_sum(
     ``measured``: see ``reward_functions_of``. Raises ``ValueError`` for different rows with one id
     and for a wrong name, option, import path, key, package or cache file.
     """
-    judge = code_judge(config, sandbox_endpoint, sandbox_token)
+    judge = None
+    if runs_programs(config, measured):
+        judge = code_judge(config, sandbox_endpoint, sandbox_token)
     cache = VerdictCache(config.reward.cache_path)
     weights = reward_functions_of(config, measured)
     functions = _functions(config, weights, judge, cache)
@@ -102,7 +116,7 @@ def check_reward_functions(config: Config) -> None:
     all_of(problems)
 
 
-def check_columns(config: Config, rows: Sequence[Row], measured: Sequence[str] = ()) -> None:
+def check_columns(config: Config, rows: Sequence[Row], measured: Sequence[str] | None = ()) -> None:
     """UserError for a row without a value in a column that one of the run's functions reads."""
     for name in reward_functions_of(config, measured):
         registered = "soft_overlong_punishment" if name == "overlong" else name

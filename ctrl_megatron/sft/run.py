@@ -26,7 +26,7 @@ from ctrl_megatron.pipeline.inputs import (
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.performance import device_memory, peak_flops_per_device
-from ctrl_megatron.pipeline.recorder import Recorder
+from ctrl_megatron.pipeline.recorder import Recorder, banner
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.sft.examples import SftExample, read_examples
 from ctrl_megatron.sft.nodes import SftWorker, Tokens, sft_pipeline
@@ -96,8 +96,15 @@ def train_sft(config: Config) -> bool:
                 stage="SFT",
             ),
         )
-        if dropped:
-            recorder.say(f"{dropped} examples are longer than sft.max_length and are left out")
+        for line in banner(
+            config,
+            groups.layout,
+            steps=f"{steps} steps of {config.sft.train_batch_size} examples",
+            rows=len(examples),
+            dropped=(dropped, "longer than sft.max_length"),
+            validation=len(held_out),
+        ):
+            recorder.say(line)
         recorder.say(kernels_line(on_gpu=groups.device.type == "cuda"))
         loop.resume()
         finished = loop.run()

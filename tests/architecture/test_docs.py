@@ -197,6 +197,22 @@ def test_the_page_of_metrics_is_what_the_tool_writes() -> None:
     assert TEXTS["docs/metrics.md"] == written, "run python tools/write_metric_docs.py"
 
 
+def test_the_page_of_public_names_is_what_the_tool_writes() -> None:
+    tool = load_tool("write_api_docs")
+    written = tool.render()
+    assert TEXTS["docs/api.md"] == written, "run python tools/write_api_docs.py"
+    assert [line for line in written.splitlines() if line.endswith("|  |")] == []
+    assert written.count("\n## ") == len(tool.rooms()) > 8
+
+
+def test_the_page_of_own_pipelines_names_every_member_of_the_worker() -> None:
+    from ctrl_megatron.pipeline.worker import DAGWorker
+
+    members = {name for name in dir(DAGWorker) if not name.startswith("_")}
+    shown = set(re.findall(r"\w+", " ".join(quoted("docs/own_pipeline.md"))))
+    assert members - shown == set()
+
+
 def test_the_sandbox_page_gives_every_limit_with_its_default() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", TEXTS["docs/sandbox.md"], re.MULTILINE)
     limits = SandboxLimits()

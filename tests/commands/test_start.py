@@ -40,6 +40,8 @@ def train(config):
         os.kill(os.getpid(), 9)
     if how == "failed":
         os._exit(13)
+    if how == "faulty":
+        raise RuntimeError("ours")
     if how == "waiting":
         while not asked:
             time.sleep(0.02)
@@ -127,6 +129,19 @@ def test_started_ranks_end_the_command_with_their_code(
     assert done.returncode == code, done.stderr
     assert "of 2" in done.stdout and "Traceback" not in done.stderr
     assert ("program: rank" in done.stderr) == (how in ("failed", "killed"))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "own"])
+def test_a_fault_of_ours_has_one_traceback(program: list[str], launcher: str) -> None:
+    command = [*program, "trainer.experiment_name=faulty"]
+    if launcher == "own":
+        done = run(*command, "--nproc-per-node", "2")
+        assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+        assert done.stderr.splitlines()[-1].startswith("program: rank ")
+    else:
+        done = run(*TORCHRUN, *command[1:])
+        assert done.returncode != 0
+    assert done.stderr.count("RuntimeError: ours") == 1, done.stderr
 
 
 def test_ranks_are_not_started_twice(program: list[str]) -> None:

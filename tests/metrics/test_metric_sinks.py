@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,7 @@ def test_display_writes_plain_lines_without_a_terminal() -> None:
     assert second.endswith("old_log_probs (beside sandbox)")
     assert third.startswith("[step 1/3] done in")
     assert third.endswith("to go")
+    assert re.search(r"\(.*sandbox \d+\.\ds.*\)", third)
     assert "\x1b" not in buffer.getvalue()
 
 
@@ -153,7 +155,7 @@ def test_display_shows_phases_on_a_terminal() -> None:
     display.end_step(1)
     display.close()
     text = buffer.getvalue()
-    for fragment in ("step 1", "critiques", "0/3", "above the bar", "to go"):
+    for fragment in ("step 1", "critiques", "0/3", "above the bar", "done in", "to go"):
         assert fragment in text
 
 

@@ -232,6 +232,33 @@ def test_shares_of_a_group_are_drawn_together_four_at_a_time() -> None:
     assert [c.metrics for c in charts(series)][-1] == ("test/b_rate",)
 
 
+def test_what_every_trainer_logs_is_drawn_by_name_and_nothing_twice() -> None:
+    names = (
+        *("reward/mean", "actor/lr", "advantage/zero_std_rate", "memory/host_gib", "perf/mfu"),
+        *("memory/actor_update_device_gib", "memory/sync_device_gib", "memory/sync_peak_gib"),
+        *("reward_share/zero", "reward_share/one", "reward_share/below_one", "val/pass_rate"),
+        *("sandbox/isolation", "checkpoint/seconds", "actor/kl_to_reference"),
+    )
+    series = {name: [(1, 0.5), (2, 0.75)] for name in names}
+    series["reward_share/below_one"] = [(1, 0.0), (2, 0.0)]
+    found = charts(series)
+    assert {chart.title for chart in found} == {
+        *("Reward", "Learning rate", "Groups without signal", "Host memory", "MFU", "GPU memory"),
+        *("Reward histogram", "Val: pass rate", "KL to the reference"),
+    }
+    (histogram,) = (chart for chart in found if chart.stacked)
+    assert histogram.metrics == ("reward_share/zero", "reward_share/one")
+    drawn = [name for chart in found for name in chart.metrics]
+    assert len(drawn) == len(set(drawn))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_histogram_is_drawn_of_one_step_too(tmp_path: Path, steps: int) -> None:
+    shares = {"reward_share/zero": 0.25, "reward_share/one": 0.75}
+    write_metrics(tmp_path, *((step, shares) for step in range(1, steps + 1)))
+    assert len(report(tmp_path).images) == 1
+
+
 def test_zero_is_a_value(tmp_path: Path) -> None:
     write_metrics(tmp_path, (1, {"reward/mean": 0.0}))
     assert "Reward 0 first step 0" in report(tmp_path).text

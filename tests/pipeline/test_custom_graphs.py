@@ -16,7 +16,7 @@ from ctrl_megatron.pipeline.run import check_names, pipeline_of
 LOSS = "actor_rollout_ref.actor.policy_loss"
 OWN = """
 from ctrl_megatron.algorithms import register_adv_est, register_policy_loss_terms
-from ctrl_megatron.pipeline import Pipeline, ctrl_pipeline
+from ctrl_megatron.pipeline import Pipeline, StepReport, ctrl_pipeline
 
 @register_adv_est("names_its_score")
 def score(token_level_rewards, response_mask):
@@ -37,6 +37,18 @@ def foreign():
 
 def wrong():
     return 3
+
+def validate(worker):
+    return {}
+
+def rewarding(worker, batch):
+    pass
+
+rewarding.reads = ("reward", "sandbox")
+
+def asking():
+    report = StepReport(validate=validate)
+    return Pipeline("asking", report=report).add_node("only", rewarding).build()
 """
 
 
@@ -94,3 +106,61 @@ def test_dynamic_sampling_without_a_node_for_it_is_refused(start: Callable[..., 
 def test_a_function_that_returns_no_graph_is_named(start: Callable[..., Config]) -> None:
     with pytest.raises(ValueError, match="names_of_its_own:wrong returned int, not the TaskGraph"):
         start(function="wrong")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("reward.run_timeout=3", "sandbox.workers=1", "algorithm.adv_estimator=rloo"),
+        *("actor_rollout_ref.actor.policy_loss=gspo", "actor_rollout_ref.proxy.model.path=x"),
+        *("data.val_files=[x]", "algorithm.rollout_correction.rollout_is=token"),
+    ],
+)
+def test_a_key_that_no_node_reads_is_refused(start: Callable[..., Config], override: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(ValueError, match=f"{key} is not read by any node of the pipeline foreign"):
+        start(override, function="foreign")
+    start(override)
+
+
+def test_what_a_node_says_to_read_may_be_given(start: Callable[..., Config]) -> None:
+    graph = pipeline_of(start("reward.run_timeout=3", "data.val_files=[x]", function="asking"))
+    assert graph.measured == () and pipeline_of(start(function="foreign")).measured is None
+
+
+def test_a_file_of_another_pipeline_may_be_used(
+    start: Callable[..., Config], tmp_path: Path
+) -> None:
+    """What the file says is refused only where the file names the pipeline too."""
+    start(function="foreign")
+    file = tmp_path / "run.yaml"
+    file.write_text("reward: {run_timeout: 3}\n")
+    own = "names_of_its_own:foreign"
+    pipeline_of(load_config(file, [f"dag.custom_pipeline_fn={own}"], "none"))
+    file.write_text(f"reward: {{run_timeout: 3}}\ndag: {{custom_pipeline_fn: '{own}'}}\n")
+    with pytest.raises(ValueError, match=r"run.yaml line 1: reward.run_timeout is not read"):
+        pipeline_of(load_config(file, [], "none"))
+
+
+def test_keys_of_nodes_exist_and_every_built_in_pipeline_reads_its_own() -> None:
+    from ctrl_megatron.config import KEYS
+    from ctrl_megatron.pipeline import ctrl_pipeline, node_keys
+
+    for name in node_keys._OF_NODES:
+        assert name in KEYS or any(key.startswith(f"{name}.") for key in KEYS), name
+    gae = load_config(None, ["algorithm.adv_estimator=gae", "data.val_files=[x]"], "none")
+    remax = load_config(None, ["algorithm.adv_estimator=remax"], "none")
+    read = {*ctrl_pipeline(gae).reads, *ctrl_pipeline(remax).reads, *node_keys._VALIDATION}
+    assert read >= set(node_keys._OF_NODES) - set(node_keys.CORRECTION)
+
+
+@pytest.mark.parametrize(
+    ("functions", "runs"),
+    [("[critic]", True), ("[code_format]", False), ("[names_of_its_own:f]", False)],
+)
+def test_a_sandbox_is_for_functions_that_run_programs(functions: str, runs: bool) -> None:
+    from ctrl_megatron.rewards.build import runs_programs
+
+    config = load_config(None, [f"reward.reward_funcs={functions}"], "none")
+    assert runs_programs(config) is runs and not runs_programs(config, None)
+    assert runs_programs(config, ("critic",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from ctrl_megatron.pipeline.sampling import (
     level_over_data_ranks,
     make_batch,
     pad_rows,
+    reward_spread,
     share_prompts,
     share_rows,
     tensors_of,
@@ -195,3 +197,27 @@ def test_one_rank_keeps_its_rows_and_asks_nobody() -> None:
 def test_rows_of_unequal_number_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         pad_rows([[1], [2]], [[3]], pad_token_id=PAD)
+
+
+@given(
+    rewards=st.lists(
+        st.sampled_from([-1.0, 0.0, 0.25, 0.5, 0.75, 1.0, 2.0, math.nan]), max_size=12
+    ),
+    sizes=st.lists(st.integers(1, 4), min_size=12, max_size=12),
+)
+def test_how_rewards_lie(rewards: list[float], sizes: list[int]) -> None:
+    """Shares of a histogram are a whole; a group of equal rewards teaches nothing."""
+    uids = [f"u{n}" for n, size in enumerate(sizes) for _ in range(size)][: len(rewards)]
+    found = reward_spread(torch.tensor(rewards), uids)
+    same = found.pop("advantage/zero_std_rate").tolist()
+    known = [(uid, r) for uid, r in zip(uids, rewards, strict=True) if not math.isnan(r)]
+    groups: dict[str, set[float]] = {}
+    for uid, reward in known:
+        groups.setdefault(uid, set()).add(reward)
+    assert sorted(same) == sorted(float(len(values) == 1) for values in groups.values())
+    assert all(len(share) == len(known) for share in found.values())
+    assert sum(share.sum() for share in found.values()) == len(known)
+    bins = {-1.0: "elsewhere", 0.0: "zero", 0.25: "up_to_half", 0.5: "up_to_half"}
+    bins |= {0.75: "below_one", 1.0: "one", 2.0: "elsewhere"}
+    for place, (_, reward) in enumerate(known):
+        assert found[f"reward_share/{bins[reward]}"][place] == 1

@@ -10,7 +10,10 @@ from ctrl_megatron.metrics.report.run_files import Series
 
 _TITLES = {name: metric.title for name, metric in METRICS.items() if metric.title}
 """What every trainer measures, in the order of display."""
-_TRAINER = ("actor", "critic", "advantage", "rollout", "sampling", "sync", "perf", "time")
+_TRAINER = (
+    *("actor", "critic", "advantage", "rollout", "sampling", "sync", "perf", "time", "memory"),
+    *("sandbox", "checkpoint", "reward_share"),
+)
 """Groups that the trainer writes: only those above are drawn. Others belong to a pipeline, which
 chose what to measure: all of it is drawn.
 """
@@ -19,6 +22,7 @@ _SPEED = (
     "sync/gigabytes_per_second",
 )
 _TILES_OF_PIPELINE, _CURVES_PER_CHART = 5, 4
+_HISTOGRAM = [name for name in METRICS if name.startswith("reward_share/")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,8 @@ class Chart:
     note: str
     metrics: tuple[str, ...]
     percent: bool = False
+    stacked: bool = False
+    """Parts of a whole, drawn on top of each other."""
 
 
 def charts(series: Series) -> list[Chart]:
@@ -46,6 +52,14 @@ def charts(series: Series) -> list[Chart]:
     drawn = {*named, *(name for names in shares.values() for name in names)}
     shown += [_chart([name], series) for name in own if name not in drawn]
     shown += [_chart([name], series) for name in named if name not in own]
+    shown += _histogram(series)
+    device = [name for name in series if re.fullmatch(r"memory/\w+_device_gib", name)]
+    if device:
+        device.sort(key=lambda name: -series[name][-1][1])
+        note = "GiB of a GPU in use by anybody, in the phases that need most"
+        shown.append(
+            Chart(title="GPU memory", note=note, metrics=tuple(device[:_CURVES_PER_CHART]))
+        )
     seconds = [name for name in series if _group(name) == "time"]
     # The step itself is the longest.
     seconds.sort(key=lambda name: -series[name][-1][1])
@@ -83,6 +97,15 @@ def _chart(names: list[str], series: Series) -> Chart:
     note = ", ".join(names) if declared is None else declared.meaning
     percent = all(is_share(name, series) for name in names)
     return Chart(title=title, note=note, metrics=tuple(names), percent=percent)
+
+
+def _histogram(series: Series) -> list[Chart]:
+    """The shares of samples by what they earned, those that occur."""
+    parts = [name for name in _HISTOGRAM if any(share for _, share in series.get(name, ()))]
+    note = "shares of the judged samples by what they earned"
+    title = "Reward histogram"
+    stack = Chart(title=title, note=note, metrics=tuple(parts), percent=True, stacked=True)
+    return [stack] if parts else []
 
 
 def _of_pipeline(series: Series) -> list[str]:

@@ -19,6 +19,8 @@ from ctrl_megatron.metrics.timeline import Kind, Phase, intersection, union
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e6eaee"
 BLUE, ORANGE, GREY, GREEN, SHADE = "#2563c9", "#e0701a", "#9aa5b1", "#17734f", "#fde3cf"
 CURVE_COLOURS = (BLUE, ORANGE, GREEN, GREY, "#7d4fc4", "#b8344c", "#0f8b9d", "#8a6d3b")
+STACK_COLOURS = ("#9aa5b1", "#c6d8f5", "#7fa8e8", BLUE, ORANGE)
+"""Nothing, little, more, all, and what lies elsewhere."""
 KIND_COLOURS: dict[Kind, str] = {"main": BLUE, "host": ORANGE, "wait": GREY}
 Points = Sequence[tuple[int, float]]
 """(step, value) by step."""
@@ -107,6 +109,23 @@ def interval_svg(
         figure.legend(
             handles=marks, loc="outside lower center", ncols=len(names), frameon=False, fontsize=8
         )
+    return _svg(figure)
+
+
+def stack_svg(parts: Mapping[str, Points]) -> str:
+    """Parts of a whole by label, on top of each other; each has a point in every step."""
+    figure, axes = _canvas(3.9, 2.3)
+    steps = [step for step, _ in next(iter(parts.values()))]
+    heights = [[value for _, value in points] for points in parts.values()]
+    if len(steps) == 1:  # an area needs a width
+        steps, heights = [steps[0] - 0.5, steps[0] + 0.5], [values * 2 for values in heights]
+    axes.stackplot(steps, heights, labels=list(parts), colors=STACK_COLOURS[: len(parts)], lw=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.set_xlabel("step", color=MUTED, fontsize=9)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
+    axes.set_ylim(0, 1)
+    axes.margins(x=0)
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper left", bbox_to_anchor=(1, 1))
     return _svg(figure)
 
 

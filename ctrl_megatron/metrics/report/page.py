@@ -9,7 +9,15 @@ from typing import Any, TypeVar
 
 from ctrl_megatron.metrics.display import format_number
 from ctrl_megatron.metrics.report.charts import charts, is_share, tiles, title_of
-from ctrl_megatron.metrics.report.figures import BLUE, GREY, ORANGE, SHADE, curve_svg, gantt_svg
+from ctrl_megatron.metrics.report.figures import (
+    BLUE,
+    GREY,
+    ORANGE,
+    SHADE,
+    curve_svg,
+    gantt_svg,
+    stack_svg,
+)
 from ctrl_megatron.metrics.report.run_files import RunFiles, Series, Timelines
 from ctrl_megatron.metrics.report.style import CSS
 from ctrl_megatron.metrics.timeline import hidden_seconds
@@ -146,7 +154,8 @@ def _charts(series: Series) -> str:
     cards = []
     for chart in charts(series):
         curves = {name.partition("/")[2] or name: series[name] for name in chart.metrics}
-        drawing = image(curve_svg(curves, percent=chart.percent), f"{chart.title} by step")
+        svg = stack_svg(curves) if chart.stacked else curve_svg(curves, percent=chart.percent)
+        drawing = image(svg, f"{chart.title} by step")
         cards.append(
             f'<div class="card"><h3>{escape(chart.title)}</h3>'
             f'<p class="note">{escape(chart.note)}</p>{drawing}</div>'

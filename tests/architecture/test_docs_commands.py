@@ -1,0 +1,180 @@
+"""Every command of README and docs can be given as it stands: its arguments are parsed, and the
+configuration that it names is loaded and checked. What is cheap runs; the journeys run whole
+(``tests/integration/test_journeys.py``), the rest where this file says.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from ctrl_megatron.config import check_world_size, load_config
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TRAINING = {"train_rl": "rl", "train_sft": "sft"}
+NOT_HERE = {
+    "tools/check_gpu.py": "a GPU",
+    "tools/serve_sandbox_ray.py": "a Ray cluster; tests/sandbox/test_ray_cluster.py",
+    "tools/check_env.py": "what it finds depends on the machine; tests/commands/test_check_env.py",
+    "curl": "the sandbox that the block before starts; tests/sandbox/test_sandbox_operations.py",
+}
+"""Commands that nobody runs here, with what they need."""
+SHELL = {"export", "mv", "ln", "mkdir", "source"}
+CONFIG_OF = {"ctrl_7b": "ctrl_7b", "ctrl_70b": "ctrl_70b", "sft_70b": "ctrl_70b"}
+JOURNEYS = {
+    "own_problems": "docs/own_problems.md",
+    "own_reward": "docs/own_reward.md",
+    "own_pipeline": "docs/own_pipeline.md",
+    "resume_elsewhere": "docs/checkpoints.md",
+    "export_and_load": "docs/checkpoints.md",
+}
+SAY_WORDS = """
+command_not_found_handle() { printf '%s\\0' "$@"; printf '\\n'; }
+source() { :; }
+PATH=/nowhere
+"""
+
+
+def blocks(page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return [body.strip() for kind, body in FENCE.findall(text) if kind == "bash"]
+
+
+def words_of(block: str, folder: Path) -> list[list[str]]:
+    """The commands of a block as the shell would start them."""
+    plain = block.replace(".venv/bin/python", "python")
+    done = subprocess.run(
+        ["/bin/bash", "-uc", SAY_WORDS + plain], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return [line.split("\0")[:-1] for line in done.stdout.split("\n") if line]
+
+
+def paragraphs(script: str) -> list[str]:
+    """The parts of a journey that follow its header."""
+    text = (ROOT / f"examples/journeys/{script}.sh").read_text()
+    return text.partition("set -euo pipefail\n")[2].strip().split("\n\n")
+
+
+def shown() -> Iterator[tuple[str, str]]:
+    """(page, block) of every block that is no part of a journey."""
+    parts = {part for script in JOURNEYS for part in paragraphs(script)}
+    for page in PAGES:
+        for block in blocks(page):
+            if block not in parts:
+                yield page.relative_to(ROOT).as_posix(), block
+
+
+@pytest.mark.parametrize("script", JOURNEYS)
+def test_the_page_of_a_journey_shows_its_script(script: str) -> None:
+    """All of it, in its order, and says where it stands."""
+    page = ROOT / JOURNEYS[script]
+    found, wanted = blocks(page), paragraphs(script)
+    assert [block for block in found if block in wanted] == wanted
+    assert f"examples/journeys/{script}.sh" in page.read_text()
+
+
+def test_every_journey_has_a_page() -> None:
+    scripts = {path.stem for path in (ROOT / "examples/journeys").glob("*.sh")}
+    assert scripts == set(JOURNEYS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of a checkout in which nothing has been made yet, and nothing begins to work."""
+    for name in ("examples", "tools", "slurm", "ctrl_megatron"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def starts(*_: object, **__: object) -> None:
+        raise RuntimeError("the arguments are right")
+
+    for place in (
+        *("tools.generate_solutions.generate", "tools.prepare_data.judge"),
+        *("tools.prepare_smollm2.convert", "ctrl_megatron.sandbox.__main__.serve"),
+    ):
+        monkeypatch.setattr(place, starts)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), list(shown()), ids=lambda v: re.sub(r"\W+", "-", v)[:70]
+)
+def test_a_command_can_be_given(
+    page: str, block: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    commands = words_of(block, folder)
+    assert commands or block.startswith(("export", "source")), block
+    for words in commands:
+        check(words, capfd)
+
+
+def check(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Fails unless the command is known and accepts what it is given."""
+    place, tool = program(words)
+    given = words[place + 1 :]
+    if tool == "make":
+        subprocess.run(["make", "-n", *given], cwd=ROOT, check=True, capture_output=True)
+    elif tool in SHELL or tool in NOT_HERE or f"tools/{tool}.py" in NOT_HERE:
+        return
+    elif tool.startswith("slurm/"):
+        assert (ROOT / tool).is_file(), words
+        config = CONFIG_OF.get(Path(tool).stem)
+        if config is not None:
+            purpose = "sft" if "sft" in tool else "rl"
+            load_config(ROOT / f"examples/{config}.yaml", given, purpose)
+    elif tool in TRAINING:
+        train(tool, words[:place], given)
+    else:
+        code, said = run(tool, given, capfd)
+        assert code in (0, 2) and "--help shows what there is" not in said, said
+        assert "unknown key" not in said and " is not read " not in said, said
+        # Everything else that is refused is a file that nobody has made here.
+        missing = ("not exist", "not found", "No such file", "is not a", "is no", "holds none")
+        assert code == 0 or any(text in said for text in missing), said
+
+
+def program(words: list[str]) -> tuple[int, str]:
+    """(its place, the command or the tool that the words run)."""
+    for place, word in enumerate(words):
+        if re.fullmatch(r"ctrl-[a-z-]+", word):
+            return place, word.removeprefix("ctrl-").replace("-", "_")
+        if word in NOT_HERE or re.fullmatch(r"slurm/\w+\.sh", word):
+            return place, word
+        if re.fullmatch(r"tools/\w+\.py", word):
+            return place, Path(word).stem
+    assert words[0] in SHELL or words[0] in ("make", "curl"), f"nobody knows what {words} is"
+    return 0, words[0]
+
+
+def train(tool: str, launcher: list[str], given: list[str]) -> None:
+    """The configuration is loaded, checked and fits the number of ranks."""
+    file = given[given.index("--config") + 1]
+    every = [*launcher, *given]
+    ranks = int(every[every.index("--nproc-per-node") + 1])
+    path = ROOT / ("examples/ctrl_smollm2_cpu.yaml" if file == "FILE" else file)
+    purpose = TRAINING[tool]
+    config = load_config(path, [word for word in given if re.match(r"[\w.]+=", word)], purpose)  # type: ignore[arg-type]
+    check_world_size(config, ranks, purpose)  # type: ignore[arg-type]
+
+
+def run(tool: str, given: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """(exit code, what was said) of a command in this process."""
+    command = ROOT / f"ctrl_megatron/commands/{tool}.py"
+    module = f"ctrl_megatron.commands.{tool}" if command.is_file() else f"tools.{tool}"
+    try:
+        code = import_module(module).main(given)
+    except RuntimeError as error:
+        assert str(error) == "the arguments are right"
+        code = 0
+    out, errors = capfd.readouterr()
+    return code, out + errors

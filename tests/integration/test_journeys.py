@@ -1,0 +1,120 @@
+"""The journeys that the pages show, with tiny models: what a user types, from end to end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+from forked_script import Shell, forked_shell
+from tiny_run import REPOSITORY, chain_model
+
+from ctrl_megatron.metrics import read_json_lines
+
+pytestmark = pytest.mark.timeout(900)
+
+JOURNEYS = REPOSITORY / "examples/journeys"
+CONFIG = """
+data: {max_prompt_length: 512, max_response_length: 12, train_batch_size: 4, val_batch_size: 8}
+actor_rollout_ref:
+  model: {dtype: float32}
+  actor: {ppo_mini_batch_size: 4, optim: {lr: 1e-3}, ppo_max_token_len_per_gpu: 1024}
+  rollout: {n: 2, revision_max_tokens: 12, threads: 1}
+sandbox: {workers: 1}
+trainer: {total_training_steps: 2, n_gpus_per_node: 1, peak_tflops_per_device: 0.1}
+sft: {train_batch_size: 4, max_length: 1024, total_training_steps: 1}
+"""
+SEVEN = ("What is three and four?", "Print the days of a week.", "Print five and two.")
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "tiny.yaml").write_text(CONFIG)
+    with forked_shell(folder) as shell:
+        yield shell
+
+
+@pytest.fixture(scope="module")
+def solver(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Says one of two numbers, each the answer to some questions."""
+    folder = tmp_path_factory.mktemp("solver") / "model"
+    return chain_model(folder, smollm2_path, ("It is 8.", "It is 9."), 0.8)
+
+
+def journey(shell: Shell, name: str, **given: object) -> Path:
+    """Run the script; where its files are."""
+    out = shell.folder / name
+    settings = {"CONFIG": "tiny.yaml", "ENGINE": "hf", "RANKS": "1", "OUT": out.name, **given}
+    said = shell.run(JOURNEYS / f"{name}.sh", {k: str(v) for k, v in settings.items()})
+    (out / "said").write_text(said)
+    return out
+
+
+def steps(run: Path) -> list[dict[str, float]]:
+    """Metrics by step; what was logged of one in parts is one."""
+    found: dict[int, dict[str, float]] = {}
+    for record in read_json_lines(run / "metrics.jsonl"):
+        found.setdefault(record["step"], {}).update(record["metrics"])
+    return [found[step] for step in sorted(found)]
+
+
+def table(run: Path) -> dict[str, dict[str, float]]:
+    """The final table by stage."""
+    rows = json.loads((run / "summary.json").read_text())["table"]
+    return {row["stage"]: row for row in rows}
+
+
+def test_own_problems(shell: Shell, actor_path: Path) -> None:
+    problems = [
+        {
+            "id": f"mine/{number}",
+            "statement": SEVEN[number % 3],
+            "prompter_type": "code_contests",
+            "tests": [{"input": {"stdin": ""}, "output": {"stdout": "7\n"}}],
+            "reference": "print(7)",
+        }
+        for number in range(8)
+    ]
+    lines = "".join(json.dumps(problem) + "\n" for problem in problems)
+    (shell.folder / "mine.jsonl").write_text(lines)
+    out = journey(shell, "own_problems", MODEL=actor_path, PROBLEMS="mine.jsonl")
+    said = (out / "said").read_text()
+    for begins in ("run own_problems/sft: 1 steps", "run own_problems/critic: 2 steps"):
+        assert f"{begins} of 4" in said
+    assert said.count(" to train") == 2 and "1 hf engine; sandbox isolation: " in said
+    assert len(read_json_lines(out / "solutions.jsonl")) == 16
+    assert parquet.read_table(out / "data/train.parquet").num_rows > 4
+    assert steps(out / "sft")[0]["sft/loss"] > 0
+    trained = steps(out / "critic")
+    assert len(trained) == 2 and all("critique/valid_rate" in step for step in trained)
+    assert set(table(out / "evaluation")) == {"before", "after SFT"}
+    assert (out / "critic/report.html").is_file()
+
+
+def test_own_reward(shell: Shell, solver: Path) -> None:
+    out = journey(shell, "own_reward", MODEL=solver)
+    assert "1 hf engine; no sandbox of this run" in (out / "said").read_text()
+    trained = steps(out / "solver")
+    assert len(trained) == 2 and all("reward/mean" in step for step in trained)
+    reward = table(out / "solver")["after RL"]["reward/examples.journeys.own_reward:last_number"]
+    # Of 64 sums five are 8, six are 9.
+    assert reward in (5 / 64, 6 / 64)
+
+
+def test_own_pipeline(shell: Shell, solver: Path) -> None:
+    out = journey(shell, "own_pipeline", MODEL=solver)
+    trained = steps(out / "vowels")
+    assert all(0 < step["reward/mean"] == step["reward/vowels"] < 1 for step in trained)
+
+
+def test_resume_elsewhere_then_export_and_load(shell: Shell, solver: Path) -> None:
+    out = journey(shell, "resume_elsewhere", MODEL=solver, TENSOR=2)
+    assert not (out / "here/solver").exists()
+    assert len(steps(out / "there/solver")) == 2
+    checkpoint = out / "there/solver/checkpoints/global_step_2"
+    exported = journey(shell, "export_and_load", CHECKPOINT=checkpoint.relative_to(shell.folder))
+    for name in ("hf/model.safetensors", "checkpoint/policy"):
+        assert (exported / name).exists()
