@@ -541,10 +541,10 @@ CASES = [
     *(
         evaluation(name, f"a=model {flags} --set data.val_files=train.parquet", named, spoil)
         for name, flags, named, spoil in (
-            ("no critiques", "--n 0", "--n=0", lambda f: None),
+            ("no critiques", "--samples 0", "--samples=0", lambda f: None),
             ("no turn", "--turns 0", "--turns=0", lambda f: None),
             ("cold", "--temperature -1", "--temperature=-1.0", lambda f: None),
-            ("greedy draws", "--n 4", "--temperature", lambda f: None),
+            ("greedy draws", "--samples 4", "--temperature", lambda f: None),
             ("a seed twice", "--temperature 1 --seeds 3 3", "names a seed twice", lambda f: None),
             ("onto others' files", "--out model", "model is there and holds no", lambda f: None),
             ("onto a run", "--out made", "made is there and holds no", _metrics("")),
