@@ -154,6 +154,7 @@ _DATA = "--problems problems.jsonl --solutions solutions.jsonl --out data"
 _SOLVE = "--problems problems.jsonl --model model --out solved.jsonl"
 _FUNCS = "reward.reward_funcs="
 _PAIR = '{"pair_id": "1", "question": "?", "response_A": "a", "response_B": "b"}\n'
+_LONG_PAIR = json.dumps({**json.loads(_PAIR), "response_A": "w " * 5000, "label": "A>B"}) + "\n"
 _PIPELINE = "dag.custom_pipeline_fn="
 
 CASES = [
@@ -552,6 +553,7 @@ CASES = [
             ("no settings", "--out made", "not that of an evaluation", _settings("{}")),
             ("no pairs", "--pairs none.jsonl", "none.jsonl", lambda f: None),
             ("pair without label", "--pairs p.jsonl", "'label'", _text("p.jsonl", _PAIR)),
+            ("long pair", "--pairs p.jsonl", "the pair 1 makes", _text("p.jsonl", _LONG_PAIR)),
             ("own words", "--turns 2", "--turns: ", _cell("prompt", "Is it right?")),
         )
     ),
