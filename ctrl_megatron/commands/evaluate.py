@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="overrides")
     parser.add_argument("--out", type=Path, help="directory; RUN_evaluation beside the run's")
     parser.add_argument("--overwrite", action="store_true", help="replace an evaluation in --out")
-    parser.add_argument("--n", type=int, default=1, help="critiques per first solution")
+    parser.add_argument("--samples", type=int, default=1, help="critiques per first solution")
     parser.add_argument("--turns", type=int, default=1, help="critiques and revisions in a row")
     parser.add_argument("--temperature", type=float, default=0.0, help="of critiques; 0 is greedy")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the draws")
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ctrl_megatron.eval.transcripts import ChainPlan
     from ctrl_megatron.pipeline.evaluation import EvaluationJob, evaluate
 
-    plan = ChainPlan(samples=options.n, turns=options.turns, temperature=options.temperature)
+    plan = ChainPlan(samples=options.samples, turns=options.turns, temperature=options.temperature)
     job = EvaluationJob(
         critics=critics,
         plan=plan,
@@ -54,21 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not evaluate(config, job):
         return STOPPED
     if read_launch().rank == 0:
-        _report(Path(config.trainer.run_dir), options.n)
+        _report(Path(config.trainer.run_dir), options.samples)
     return 0
 
 
 def _check_draws(options: argparse.Namespace) -> None:
-    for name in ("n", "turns"):
+    for name in ("samples", "turns"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name}={getattr(options, name)} must be at least 1")
     if not 0 <= options.temperature < float("inf"):
         raise UserError(f"--temperature={options.temperature} must be at least 0")
     if len(set(options.seeds)) < len(options.seeds):
         raise UserError(f"--seeds: {options.seeds} names a seed twice")
-    if options.temperature == 0 and (options.n > 1 or len(options.seeds) > 1):
+    if options.temperature == 0 and (options.samples > 1 or len(options.seeds) > 1):
         raise UserError(
-            "--n and --seeds ask for several draws, and greedy ones are all the same",
+            "--samples and --seeds ask for several draws, and greedy ones are all the same",
             remedy="give a --temperature, the paper's is 0.7",
         )
 

@@ -372,10 +372,12 @@ def _by_source(
 ) -> dict[str, dict[str, Estimate]]:
     if not pairs:
         return {}
-    sources = sorted({pair.source for pair in pairs})
-    parts = {"all": list(pairs)}
-    if len(sources) > 1:
-        parts |= {source: [p for p in pairs if p.source == source] for source in sources}
+    parts: dict[str, list[JudgedPair]] = {}
+    for pair in sorted(pairs, key=lambda p: p.source):
+        # JudgeBench's categories: its questions of knowledge name one of fourteen fields too.
+        category = "mmlu-pro" if pair.source.startswith("mmlu-pro-") else pair.source
+        parts.setdefault(category, []).append(pair)
+    parts = {"all": list(pairs), **(parts if len(parts) > 1 else {})}
     return {source: _pair_rates(part, plan) for source, part in parts.items()}
 
 

@@ -186,8 +186,11 @@ def test_pairs_worked_out_by_hand() -> None:
         "critique_accuracy": 0.25,
     }
     assert result.pairs["all"].keys() == PAIR_RATES.keys()
-    mixed = [dataclasses.replace(p, source="ab"[n % 2]) for n, p in enumerate(pairs)]
+    mixed = [
+        dataclasses.replace(p, source=f"{'mmlu-pro-' * (n % 2)}{n % 2}")
+        for n, p in enumerate(pairs)
+    ]
     (result,) = evaluate_turns(TWO_TURNS, mixed)
     assert [(s, rates["choice_accuracy"].value) for s, rates in result.pairs.items()] == [
-        *(("all", 0.5), ("a", 1.0), ("b", 0.0))
+        *(("all", 0.5), ("0", 1.0), ("mmlu-pro", 0.0))
     ]

@@ -20,7 +20,7 @@ from ctrl_megatron.eval.transcripts import read_evaluation
 pytestmark = pytest.mark.timeout(600)
 
 PAGE = (REPOSITORY / "docs/evaluation.md").read_text()
-DRAWN = ("--temperature", "1.0", "--n", "2", "--turns", "2", "--seeds", "1")
+DRAWN = ("--temperature", "1.0", "--samples", "2", "--turns", "2", "--seeds", "1")
 PAIRS = ("--pairs", "examples/pairs/own.jsonl")
 
 

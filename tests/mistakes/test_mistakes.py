@@ -154,6 +154,7 @@ _DATA = "--problems problems.jsonl --solutions solutions.jsonl --out data"
 _SOLVE = "--problems problems.jsonl --model model --out solved.jsonl"
 _FUNCS = "reward.reward_funcs="
 _PAIR = '{"pair_id": "1", "question": "?", "response_A": "a", "response_B": "b"}\n'
+_LONG_PAIR = json.dumps({**json.loads(_PAIR), "response_A": "w " * 5000, "label": "A>B"}) + "\n"
 _PIPELINE = "dag.custom_pipeline_fn="
 
 CASES = [
@@ -541,10 +542,10 @@ CASES = [
     *(
         evaluation(name, f"a=model {flags} --set data.val_files=train.parquet", named, spoil)
         for name, flags, named, spoil in (
-            ("no critiques", "--n 0", "--n=0", lambda f: None),
+            ("no critiques", "--samples 0", "--samples=0", lambda f: None),
             ("no turn", "--turns 0", "--turns=0", lambda f: None),
             ("cold", "--temperature -1", "--temperature=-1.0", lambda f: None),
-            ("greedy draws", "--n 4", "--temperature", lambda f: None),
+            ("greedy draws", "--samples 4", "--temperature", lambda f: None),
             ("a seed twice", "--temperature 1 --seeds 3 3", "names a seed twice", lambda f: None),
             ("onto others' files", "--out model", "model is there and holds no", lambda f: None),
             ("onto a run", "--out made", "made is there and holds no", _metrics("")),
@@ -552,6 +553,7 @@ CASES = [
             ("no settings", "--out made", "not that of an evaluation", _settings("{}")),
             ("no pairs", "--pairs none.jsonl", "none.jsonl", lambda f: None),
             ("pair without label", "--pairs p.jsonl", "'label'", _text("p.jsonl", _PAIR)),
+            ("long pair", "--pairs p.jsonl", "the pair 1 makes", _text("p.jsonl", _LONG_PAIR)),
             ("own words", "--turns 2", "--turns: ", _cell("prompt", "Is it right?")),
         )
     ),
