@@ -5,6 +5,7 @@ Each sink imports its library when it is built.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from ctrl_megatron.metrics.display import Display, format_number
 from ctrl_megatron.metrics.json_lines import JsonlWriter
 
 _FIRST_ROWS = ("reward", "actor")
+_NOT_IN_WANDB_IDS = re.compile(r"[:;,#?/'%\\]")
 
 
 class Sink(Protocol):
@@ -155,7 +157,7 @@ class WandbSink:
         self._run = wandb.init(
             project=trainer["project_name"],
             name=trainer["experiment_name"],
-            id=trainer["experiment_name"],
+            id=_NOT_IN_WANDB_IDS.sub("-", trainer["experiment_name"]),
             resume="allow",
             dir=str(run_dir),
             config=dict(config),
