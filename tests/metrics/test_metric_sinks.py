@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ctrl_megatron.metrics import Display, JsonlWriter, build_sinks, read_json_lines
 from ctrl_megatron.metrics.display import eta_seconds, format_number, format_seconds
-from ctrl_megatron.metrics.sinks import step_table
+from ctrl_megatron.metrics.sinks import TextSink, step_table
 
 CONFIG = {"trainer": {"project_name": "project", "experiment_name": "run"}}
 METRICS = {"reward/mean": 0.25, "actor/ppo_kl": 1e-5, "perf/tokens_per_second": 240.0}
@@ -88,6 +88,22 @@ def test_tensorboard_events_can_be_read_back(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == set(METRICS)
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_tensorboard_shows_examples_as_texts(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (sink,) = build_sinks(["tensorboard"], tmp_path, CONFIG)
+    assert isinstance(sink, TextSink)
+    sink.log(3, METRICS)
+    sink.show(3, [{"critique": "two\nlines \ud800", "reward": 0.5}, {"critique": "other"}])
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["tensors"] == ["examples/1", "examples/2"]
+    assert events.SummaryMetadata("examples/1").plugin_data.plugin_name == "text"
+    ((found,),) = [events.Tensors("examples/1")]
+    (text,) = found.tensor_proto.string_val
+    assert found.step == 3 and b"    two\n    lines \\ud800" in text and b"**reward**" in text
 
 
 def test_console_prints_one_table_with_every_metric() -> None:
