@@ -24,6 +24,17 @@ where there is nothing to report (no KL, no value model, one engine): the unknow
 capital NAME stands for what the run puts there. Pipelines, losses and reward functions of your own
 log what they like; the report draws it.
 
+Weights & Biases and MLflow are named in `trainer.logger` (`[console, jsonl, wandb]`) and installed
+by you: `pip install wandb`, `pip install mlflow`. Their own variables say where the numbers go,
+also without a network:
+
+- `WANDB_MODE=offline` writes below `runs/NAME/wandb/`; `wandb sync` of that folder sends it later.
+- `MLFLOW_TRACKING_URI=sqlite:///runs/mlflow.db` is a file, which `mlflow ui --backend-store-uri`
+  shows.
+
+Project and run are `trainer.project_name` and `trainer.experiment_name`. A training that is resumed
+goes on in the same run of Weights & Biases and begins a new one of MLflow, tagged with `run_dir`.
+
 What to look at first:
 
 - `rollout/probs_diff_mean` says whether engine and trainer compute the same model: below 0.01 in

@@ -28,6 +28,8 @@ from ctrl_megatron.errors import UserError, user_fault
 
 # When this file is loaded, so that processes which a command spawns are quiet too.
 warnings.filterwarnings("ignore", module=r"megatron|torch")
+# Megatron looks at the gradient of a view, which the CPU platform passes on.
+warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
 WRONG_INPUT, STOPPED = 2, 130
 """Exit codes: what the user gave cannot be used; stopped by a signal, with the state saved."""
@@ -116,6 +118,8 @@ class CommandParser(argparse.ArgumentParser):
 def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Config:
     """The configuration, and Python's logging as the environment wants it. UserError if wrong."""
     logging.basicConfig(level=read_log_level())
+    # It says at each start that it is off.
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     config = load_config(path, overrides, purpose)
     check_files(config, purpose)
     return config

@@ -5,10 +5,11 @@ Each sink imports its library when it is built.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich import box
 from rich.table import Table
@@ -19,6 +20,7 @@ from ctrl_megatron.metrics.display import Display, format_number
 from ctrl_megatron.metrics.json_lines import JsonlWriter
 
 _FIRST_ROWS = ("reward", "actor")
+_NOT_IN_WANDB_IDS = re.compile(r"[:;,#?/'%\\]")
 
 
 class Sink(Protocol):
@@ -29,6 +31,14 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Write everything out and let go of files and connections."""
+
+
+@runtime_checkable
+class TextSink(Protocol):
+    """A sink that shows examples too."""
+
+    def show(self, step: int, examples: Sequence[Mapping[str, Any]]) -> None:
+        """Record examples of step ``step``: fields in the order of display."""
 
 
 def build_sinks(
@@ -115,11 +125,13 @@ class TensorboardSink:
     """TensorBoard events, written by the tensorboard package alone."""
 
     def __init__(self, directory: Path) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+        from tensorboard.plugins.text.metadata import create_summary_metadata
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         directory.mkdir(parents=True, exist_ok=True)
-        self._events, self._summaries = event_pb2, summary_pb2
+        self._events, self._summaries, self._tensors = event_pb2, summary_pb2, tensor_pb2
+        self._text = create_summary_metadata(display_name="", description="")
         self._writer = EventFileWriter(str(directory))
         self._started = False
 
@@ -134,6 +146,25 @@ class TensorboardSink:
             self._summaries.Summary.Value(tag=name, simple_value=value)
             for name, value in metrics.items()
         ]
+        self._add(step, summary=self._summaries.Summary(value=values))
+        self._writer.flush()
+
+    def show(self, step: int, examples: Sequence[Mapping[str, Any]]) -> None:
+        """Write the examples as texts, one card per place in the list."""
+        values = []
+        for number, example in enumerate(examples, start=1):
+            parts = (
+                f"**{name}**\n\n    " + str(v).replace("\n", "\n    ")
+                for name, v in example.items()
+            )
+            text = "\n\n".join(parts).encode(errors="backslashreplace")
+            values.append(
+                self._summaries.Summary.Value(
+                    tag=f"examples/{number}",
+                    metadata=self._text,
+                    tensor=self._tensors.TensorProto(dtype="DT_STRING", string_val=[text]),
+                )
+            )
         self._add(step, summary=self._summaries.Summary(value=values))
         self._writer.flush()
 
@@ -155,7 +186,7 @@ class WandbSink:
         self._run = wandb.init(
             project=trainer["project_name"],
             name=trainer["experiment_name"],
-            id=trainer["experiment_name"],
+            id=_NOT_IN_WANDB_IDS.sub("-", trainer["experiment_name"]),
             resume="allow",
             dir=str(run_dir),
             config=dict(config),

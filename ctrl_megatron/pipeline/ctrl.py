@@ -446,6 +446,7 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
             continue
         row = worker.train.row(written["problem_id"][i])
         examples[uids[i]] = {
+            "id": row.id,
             "problem": row.problem,
             "solution": row.solution,
             "critique": written["critique"][i],

@@ -164,6 +164,7 @@ def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, 
         examples.setdefault(
             uid,
             {
+                "id": ids[i],
                 "prompt": worker.train.row(ids[i]).prompt[-1]["content"],
                 "completion": completions[i],
                 **rewards,

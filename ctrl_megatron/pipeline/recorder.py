@@ -11,6 +11,7 @@ from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.config import Config, read_yaml, to_dict, to_yaml
 from ctrl_megatron.metrics import Display, JsonlWriter, Meter, Timeline, build_sinks
 from ctrl_megatron.metrics.report import write_report
+from ctrl_megatron.metrics.sinks import TextSink
 from ctrl_megatron.metrics.warnings import StepWarnings
 from ctrl_megatron.parallel.layout import Layout
 
@@ -68,6 +69,9 @@ class Recorder:
         self._timelines.append(timeline)
         for example in examples:
             self._examples.append({"step": step, **example})
+        for sink in self._sinks:
+            if examples and isinstance(sink, TextSink):
+                sink.show(step, examples)
         if self.display is not None:
             self.display.end_step(step)
 

@@ -83,8 +83,10 @@ def test_the_page_of_a_journey_shows_its_script(script: str) -> None:
 
 
 def test_every_journey_has_a_page() -> None:
-    scripts = {path.stem for path in (ROOT / "examples/journeys").glob("*.sh")}
-    assert scripts == set(JOURNEYS)
+    scripts = {f"examples/journeys/{p.name}" for p in (ROOT / "examples/journeys").glob("*.sh")}
+    assert {f"examples/journeys/{script}.sh" for script in JOURNEYS} <= scripts
+    texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [script for script in scripts if script not in texts] == []
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ctrl_megatron.metrics import Display, JsonlWriter, build_sinks, read_json_lines
 from ctrl_megatron.metrics.display import eta_seconds, format_number, format_seconds
-from ctrl_megatron.metrics.sinks import step_table
+from ctrl_megatron.metrics.sinks import TextSink, step_table
 
 CONFIG = {"trainer": {"project_name": "project", "experiment_name": "run"}}
 METRICS = {"reward/mean": 0.25, "actor/ppo_kl": 1e-5, "perf/tokens_per_second": 240.0}
@@ -88,6 +88,22 @@ def test_tensorboard_events_can_be_read_back(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == set(METRICS)
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_tensorboard_shows_examples_as_texts(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (sink,) = build_sinks(["tensorboard"], tmp_path, CONFIG)
+    assert isinstance(sink, TextSink)
+    sink.log(3, METRICS)
+    sink.show(3, [{"critique": "two\nlines \ud800", "reward": 0.5}, {"critique": "other"}])
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["tensors"] == ["examples/1", "examples/2"]
+    assert events.SummaryMetadata("examples/1").plugin_data.plugin_name == "text"
+    ((found,),) = [events.Tensors("examples/1")]
+    (text,) = found.tensor_proto.string_val
+    assert found.step == 3 and b"    two\n    lines \\ud800" in text and b"**reward**" in text
 
 
 def test_console_prints_one_table_with_every_metric() -> None:
@@ -165,38 +181,98 @@ def test_eta_follows_the_recent_steps() -> None:
     assert [format_seconds(s) for s in (4.4, 65, 7620)] == ["4s", "1m05s", "2h07m"]
 
 
-def fake_tracker(calls: list[tuple[Any, ...]]) -> ModuleType:
-    """A module that answers to wandb's and mlflow's calls and writes them down."""
+class WandbRun:
+    """With the arguments of wandb 0.31's ``Run``."""
 
-    def record(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> SimpleNamespace:
-            calls.append((name, args, kwargs))
-            return SimpleNamespace(log=record("log"), finish=record("finish"))
+    def __init__(self, calls: list[tuple[str, dict[str, Any]]]) -> None:
+        self.calls = calls
 
-        return call
+    def log(
+        self, data: dict[str, Any], step: int | None = None, commit: bool | None = None
+    ) -> None:
+        assert all(isinstance(key, str) for key in data)
+        self.calls.append(("log", {"data": data, "step": step}))
 
-    module = ModuleType("fake")
-    for name in ("init", "set_experiment", "start_run", "log_dict", "set_tag"):
-        setattr(module, name, record(name))
-    for name in ("log_metrics", "end_run"):
-        setattr(module, name, record(name))
+    def finish(self, exit_code: int | None = None) -> None:
+        self.calls.append(("finish", {}))
+
+
+def wandb_stand_in(calls: list[tuple[str, dict[str, Any]]]) -> ModuleType:
+    def init(
+        entity: str | None = None,
+        project: str | None = None,
+        dir: str | None = None,
+        id: str | None = None,
+        name: str | None = None,
+        notes: str | None = None,
+        tags: Any = None,
+        config: dict[str, Any] | None = None,
+        *,
+        resume: str | bool | None = None,
+    ) -> WandbRun:
+        # What wandb refuses.
+        assert id is not None and not set(id) & set(":;,#?/'")
+        told = {"project": project, "dir": dir, "id": id, "name": name, "resume": resume}
+        calls.append(("init", {**told, "config": config}))
+        return WandbRun(calls)
+
+    module = ModuleType("wandb")
+    vars(module).update(init=init)
     return module
 
 
-@pytest.mark.parametrize(
-    ("name", "log", "end"), [("wandb", "log", "finish"), ("mlflow", "log_metrics", "end_run")]
-)
+def mlflow_stand_in(calls: list[tuple[str, dict[str, Any]]]) -> ModuleType:
+    """With the arguments of mlflow 3.17's functions."""
+
+    def set_experiment(experiment_name: str | None = None) -> None:
+        calls.append(("set_experiment", {"project": experiment_name}))
+
+    def start_run(run_id: str | None = None, *, run_name: str | None = None) -> None:
+        calls.append(("start_run", {"name": run_name}))
+
+    def log_dict(dictionary: dict[str, Any], artifact_file: str) -> None:
+        calls.append(("log_dict", {"config": dictionary, "file": artifact_file}))
+
+    def set_tag(key: str, value: Any) -> None:
+        calls.append(("set_tag", {key: value}))
+
+    def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
+        calls.append(("log", {"data": metrics, "step": step}))
+
+    def end_run(status: str = "FINISHED") -> None:
+        calls.append(("finish", {}))
+
+    module = ModuleType("mlflow")
+    for function in (set_experiment, start_run, log_dict, set_tag, log_metrics, end_run):
+        setattr(module, function.__name__, function)
+    return module
+
+
+@pytest.mark.parametrize("stand_in", [wandb_stand_in, mlflow_stand_in])
 def test_trackers_get_project_run_metrics_and_an_end(
-    name: str, log: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setitem(sys.modules, name, fake_tracker(calls))
-    (sink,) = build_sinks([name], tmp_path, CONFIG)
+    calls: list[tuple[str, dict[str, Any]]] = []
+    module = stand_in(calls)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    config = {"trainer": {"project_name": "project", "experiment_name": "tries/7b: first"}}
+    (sink,) = build_sinks([module.__name__], tmp_path, config)
     sink.log(4, METRICS)
+    sink.log(4, {"val/pass_rate": 0.5})
     sink.close()
-    assert "project" in str(calls) and "'run'" in str(calls)
-    assert (log, (METRICS,), {"step": 4}) in calls
-    assert calls[-1][0] == end
+    began, said = [told for name, told in calls if name not in ("log", "finish")], calls[-3:]
+    given = {key: value for told in began for key, value in told.items()}
+    assert given["project"] == "project" and given["name"] == "tries/7b: first"
+    assert given["config"] == config
+    assert str(tmp_path) in (given.get("dir"), given.get("run_dir"))
+    assert said == [
+        ("log", {"data": METRICS, "step": 4}),
+        ("log", {"data": {"val/pass_rate": 0.5}, "step": 4}),
+        ("finish", {}),
+    ]
+    if module.__name__ == "wandb":
+        # A run that is resumed goes on under its name.
+        assert given["id"] == "tries-7b- first" and given["resume"] == "allow"
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])

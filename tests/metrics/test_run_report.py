@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.metrics.report import write_report
 from ctrl_megatron.metrics.report.charts import charts, tiles
-from ctrl_megatron.metrics.report.figures import trailing_mean
+from ctrl_megatron.metrics.report.figures import trailing_mean, value_range
 from ctrl_megatron.metrics.report.run_files import read_run_files
 
 EXAMPLE = {
@@ -305,3 +306,18 @@ def test_trailing_mean(values: list[float], window: int) -> None:
     for i, value in enumerate(smooth):
         seen = [values[j] for j in range(len(values)) if i - window < j <= i]
         assert value == pytest.approx(sum(seen) / len(seen))
+
+
+@given(
+    values=st.lists(st.floats(-100, 100) | st.just(math.nan), max_size=20), percent=st.booleans()
+)
+def test_an_axis_holds_every_value_and_begins_at_0_where_none_is_negative(
+    values: list[float], percent: bool
+) -> None:
+    bottom, top = value_range([abs(v) % 1 for v in values] if percent else values, percent)
+    finite = [abs(v) % 1 if percent else v for v in values if math.isfinite(v)]
+    assert bottom <= top and all(bottom <= v <= top for v in finite)
+    if finite and min(finite) >= 0:
+        assert -0.1 * max(top, 1e-300) <= bottom <= 0
+    if percent and finite and max(finite) > 0.3:
+        assert (bottom, top) == (-0.03, 1.03)

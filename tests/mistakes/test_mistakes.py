@@ -333,6 +333,16 @@ CASES = [
         "sandbox.endpoint=http://127.0.0.1:1 sandbox.token_file=none",
         "sandbox.token_file",
     ),
+    rl(
+        "unread by the own pipeline",
+        _PIPELINE + "examples.own_pipeline:build reward.run_timeout=3",
+        "reward.run_timeout is not read by any node of the pipeline own_pipeline",
+    ),
+    rl(
+        "the own pipeline has no sandbox",
+        _PIPELINE + "examples.own_pipeline:build sandbox.workers=2",
+        "sandbox.workers",
+    ),
     rl("no pipeline module", _PIPELINE + "nowhere:build", "dag.custom_pipeline_fn"),
     rl(
         "pipeline fails",

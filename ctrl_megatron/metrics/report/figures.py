@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -19,8 +20,13 @@ from ctrl_megatron.metrics.timeline import Kind, Phase, intersection, union
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e6eaee"
 BLUE, ORANGE, GREY, GREEN, SHADE = "#2563c9", "#e0701a", "#9aa5b1", "#17734f", "#fde3cf"
 CURVE_COLOURS = (BLUE, ORANGE, GREEN, GREY, "#7d4fc4", "#b8344c", "#0f8b9d", "#8a6d3b")
-STACK_COLOURS = ("#9aa5b1", "#c6d8f5", "#7fa8e8", BLUE, ORANGE)
-"""Nothing, little, more, all, and what lies elsewhere."""
+STACK_COLOURS = {
+    "zero": GREY,
+    "up_to_half": "#c6d8f5",
+    "below_one": "#7fa8e8",
+    "one": BLUE,
+    "elsewhere": ORANGE,
+}
 KIND_COLOURS: dict[Kind, str] = {"main": BLUE, "host": ORANGE, "wait": GREY}
 Points = Sequence[tuple[int, float]]
 """(step, value) by step."""
@@ -57,17 +63,21 @@ def curve_svg(
         marker = "o" if len(steps) <= _POINTS_WITH_MARKERS else ""
         drawn = trailing_mean(values, _WINDOW) if many else values
         axes.plot(steps, drawn, color=colour, lw=1.8, marker=marker, ms=3.5, label=label)
-    if len(curves) <= _ENDS_LABELLED:
-        _label_ends(axes, [points[-1] for points in curves.values()], percent)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.set_xlabel(x_label, color=MUTED, fontsize=9)
-    if percent:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
-        if bands is None:
-            axes.set_ylim(-0.03, 1.03)
+    shown = [v for points in curves.values() for _, v in points]
+    shown += [v for band in (bands or {}).values() for ends in band if ends for v in ends]
+    bottom, top = value_range(shown, percent)
+    axes.set_ylim(bottom, top)
+    text = partial(_percent, small=top < 0.1) if percent else _plain
+    axes.yaxis.set_major_formatter(FuncFormatter(text))
+    if len(curves) <= _ENDS_LABELLED:
+        _label_ends(
+            axes, [points[-1] for points in curves.values()], percent, (top - bottom) * 0.11
+        )
     if len(curves) > 1:
-        axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
+        _legend(axes, len(curves))
     axes.grid(axis="y", color=GRID, lw=0.8)
     return _svg(figure)
 
@@ -112,6 +122,34 @@ def interval_svg(
     return _svg(figure)
 
 
+def value_range(values: Sequence[float], percent: bool) -> tuple[float, float]:
+    """The least and the largest value of the axis: what is never negative begins at 0, and shares
+    end at 100 % unless all are small. Values that are not finite do not count.
+    """
+    finite = [v for v in values if math.isfinite(v)] or [0.0]
+    least, most = min(finite), max(finite)
+    if percent and most > 0.3:
+        return -0.03, 1.03
+    if least >= 0:
+        return -0.03 * (most or 1.0), 1.12 * most or 1.0
+    margin = 0.12 * (most - least) or 0.12 * abs(least)
+    return least - margin, most + margin
+
+
+def _plain(value: float, _: int) -> str:
+    return format_number(value)
+
+
+def _percent(value: float, _: int, *, small: bool) -> str:
+    return f"{value:.1%}" if small else f"{value:.0%}"
+
+
+def _legend(axes: Any, count: int) -> None:
+    """Above the drawing, where no curve is."""
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, ncols=min(count, 2), **place)
+
+
 def stack_svg(parts: Mapping[str, Points]) -> str:
     """Parts of a whole by label, on top of each other; each has a point in every step."""
     figure, axes = _canvas(3.9, 2.3)
@@ -119,13 +157,15 @@ def stack_svg(parts: Mapping[str, Points]) -> str:
     heights = [[value for _, value in points] for points in parts.values()]
     if len(steps) == 1:  # an area needs a width
         steps, heights = [steps[0] - 0.5, steps[0] + 0.5], [values * 2 for values in heights]
-    axes.stackplot(steps, heights, labels=list(parts), colors=STACK_COLOURS[: len(parts)], lw=0)
+    colours = [STACK_COLOURS.get(label, GREEN) for label in parts]
+    labels = [label.replace("_", " ") for label in parts]
+    axes.stackplot(steps, heights, labels=labels, colors=colours, lw=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.set_xlabel("step", color=MUTED, fontsize=9)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(partial(_percent, small=False)))
     axes.set_ylim(0, 1)
     axes.margins(x=0)
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper left", bbox_to_anchor=(1, 1))
+    _legend(axes, len(parts))
     return _svg(figure)
 
 
@@ -161,14 +201,17 @@ def gantt_svg(phases: Sequence[Phase]) -> str:
     return _svg(figure)
 
 
-def _label_ends(axes: Any, ends: Points, percent: bool) -> None:
+def _label_ends(axes: Any, ends: Points, percent: bool, apart: float) -> None:
+    """The last values beside the curves' ends, at least ``apart`` on the axis."""
     finite = [pair for pair in zip(ends, CURVE_COLOURS, strict=False) if math.isfinite(pair[0][1])]
-    for place, ((step, value), colour) in enumerate(sorted(finite, key=lambda pair: pair[0][1])):
-        below = len(finite) > 1 and place == 0
+    lowest = -math.inf
+    for (step, value), colour in sorted(finite, key=lambda pair: pair[0][1]):
+        lowest = max(value, lowest + apart)
         axes.annotate(
             format_number(value, percent=percent),
-            (step, value),
-            xytext=(5, -7 if below else 4),
+            (step, lowest),
+            xytext=(5, 0),
+            va="center",
             textcoords="offset points",
             fontsize=9,
             color=colour,
