@@ -43,8 +43,8 @@ from ctrl_megatron.rollout.launch import launch_engine
 from ctrl_megatron.rollout.parent_watch import group_members
 from ctrl_megatron.types import Completion, SamplingParams
 
-FOLLOWED = 16
-"""Prompts that are answered again after an update."""
+FEW = 32
+"""Prompts whose probabilities are compared, and that are answered again after an update."""
 
 
 class Asked:
@@ -84,7 +84,7 @@ def asked(spec: EngineSpec) -> Iterator[Asked]:
 def logits(model: Any, prompt: list[int], answer: Completion) -> torch.Tensor:
     """(tokens of the answer, V) float32, by one pass over prompt and answer."""
     text = torch.tensor([[*prompt, *answer.token_ids]])
-    return model(text).logits[0, len(prompt) - 1 : -1].float()
+    return model(text, logits_to_keep=len(answer.token_ids) + 1).logits[0, :-1].float()
 
 
 def compare_texts(model: Any, prompts: list[list[int]], said: list[Completion]) -> str:
@@ -189,6 +189,7 @@ def main() -> None:
         codec.encode_chat([{"role": "user", "content": problem.statement}])
         for problem in read_problems(options.problems)[: options.prompts]
     ]
+    few = prompts[:FEW]
     models = {dtype: load(options.model, dtype) for dtype in {*options.dtypes, "float32"}}
     groups = initialize(Layout(), seed=1, timeout_seconds=600)
     with tempfile.TemporaryDirectory() as folder:
@@ -204,27 +205,30 @@ def main() -> None:
                     kv_cache_gib=1.0,
                     threads=options.threads,
                 )
+                print(f"{name} {dtype}", flush=True)
                 with asked(spec) as engine:
                     said = engine.answers(prompts, options.tokens)
-                    drawn = engine.answers(prompts, options.tokens, temperature=1.0)
-                    lines = [
-                        compare_texts(models["float32"], prompts, said),
-                        compare_probabilities(models, dtype, prompts, drawn),
-                    ]
+                    drawn = engine.answers(few, options.tokens, temperature=1.0)
+                    show(compare_texts(models["float32"], prompts, said))
+                    show(compare_probabilities(models, dtype, few, drawn))
                     if options.updates:
                         seen, said = follow_updates(
                             engine,
                             groups,
                             (options.model, folder),
-                            prompts=prompts[:FOLLOWED],
+                            prompts=few,
                             dtype=dtype,
                             updates=options.updates,
                             tokens=options.tokens,
                         )
-                        text = compare_texts(changed, prompts[:FOLLOWED], said)
-                        lines += [seen, f"other weights: {text}"]
-                print(f"{name} {dtype}", *lines, sep="\n    ", flush=True)
+                        show(seen)
+                        show(f"other weights: {compare_texts(changed, few, said)}")
     shutdown()
+
+
+def show(line: str) -> None:
+    """What was found, as soon as it was."""
+    print(f"    {line}", flush=True)
 
 
 def load(model: str, dtype: str) -> Any:
