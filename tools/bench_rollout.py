@@ -36,6 +36,8 @@ from ctrl_megatron.rollout.server import application, build_engine
 from ctrl_megatron.types import SamplingParams
 
 TOKEN = "bench"
+WARM_UP = 8
+"""Completions of the round that is not counted."""
 
 
 async def seconds(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> float:
@@ -127,8 +129,9 @@ async def compare(
     draw = random.Random(0)
     took: dict[str, list[tuple[float, float]]] = {engine.address.name: [] for engine in engines}
     for number in range(rounds + 1):
+        rows = concurrent if number else WARM_UP
         both = [
-            [[draw.randrange(100, 10_000) for _ in range(tokens)] for _ in range(concurrent)]
+            [[draw.randrange(100, 10_000) for _ in range(tokens)] for _ in range(rows)]
             for _ in range(2)
         ]
         params = SamplingParams(max_tokens=tokens, seed=number)
@@ -139,6 +142,7 @@ async def compare(
                 pair[way] = await ask(engine, both[way], params)
             if number:
                 took[engine.address.name].append((pair[0], pair[1]))
+                print(f"{engine.address.name}: {pair[0]:.1f} and {pair[1]:.1f} s", flush=True)
     for engine in engines:
         await engine.close()
     return took
@@ -156,6 +160,7 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=64, help="completions at the same time")
     parser.add_argument("--tokens", type=int, default=32, help="of every prompt and completion")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=0, help="of an engine; 0 takes all cores")
     parser.add_argument("--logs", type=Path, default=Path("runs"))
     options = parser.parse_args()
     if options.host_engine:
@@ -173,6 +178,7 @@ def main() -> None:
                 max_model_len=4 * options.tokens,
                 max_num_seqs=options.concurrent,
                 kv_cache_gib=1.0,
+                threads=options.threads,
             )
             hosted.append(HostedEngine(spec, options.logs / f"bench_rollout.{name}.log"))
         engines = [host.connect() for host in hosted]

@@ -1,21 +1,27 @@
-"""Whether the engines say what transformers says: ``python tools/check_engines.py``.
+"""Whether the engines say what transformers says, and go on doing so when their weights change:
+``python tools/check_engines.py``.
 
 Every engine answers the same prompts greedily. transformers then reads prompt and answer in one
 pass (fp32): the texts agree as far as each token is the likeliest there. Where they part, the gap
-between the likeliest token's logit and the chosen one's is shown: a tie, up to rounding. The
-difference of probabilities is that of the answers' tokens, between the engine and transformers in
-the engine's own type. The agreement with the trainer is a metric of every step
-(``rollout/probs_diff_mean``).
+between the likeliest token's logit and the chosen one's is shown: a tie, up to rounding. Then every
+engine draws at temperature 1, and the probabilities of its answers are compared with those that
+transformers computes in float32 and in the engine's own type. In float32 that shows errors. In
+bfloat16 it shows rounding, which has no truth to it: how far transformers itself is from float32
+there is shown beside it.
+
+``--updates N`` loads N times other weights, the model's own in every second update. Texts must
+follow, checksums must be equal on both sides, and the engine's memory is shown.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,61 +30,144 @@ from transformers import AutoModelForCausalLM
 
 from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
+from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.resharding.buckets import BucketMemory
+from ctrl_megatron.resharding.engine_weights import EngineLink, push
+from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.sources import DirectorySource
+from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import launch_engine
+from ctrl_megatron.rollout.parent_watch import group_members
 from ctrl_megatron.types import Completion, SamplingParams
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """An engine's answers beside transformers'."""
-
-    equal: int
-    """Answers of which every token is the likeliest."""
-    parted: list[float]
-    """Of the others: what the chosen token's logit lacks where the texts part."""
-    gaps: torch.Tensor
-    """|p engine - p transformers| of every token."""
+FEW = 32
+"""Prompts whose probabilities are compared, and that are answered again after an update."""
 
 
-def answers(spec: EngineSpec, prompts: list[list[int]], tokens: int) -> list[Completion]:
-    """The engine's greedy answers."""
-    params = SamplingParams(max_tokens=tokens, temperature=0.0)
+class Asked:
+    """A live engine."""
+
+    def __init__(self, engine: RemoteEngine, loop: BackgroundLoop) -> None:
+        self.engine, self.loop = engine, loop
+
+    def answers(
+        self, prompts: list[list[int]], tokens: int, *, temperature: float = 0.0
+    ) -> list[Completion]:
+        """To every prompt one, of at most so many tokens."""
+        params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=1)
+        return [answer for (answer,) in self.loop.run(self.engine.generate(prompts, params))]
+
+    def megabytes(self) -> float:
+        """Memory of its own that the engine's processes hold together, shared memory left out."""
+        held = 0
+        for pid in group_members(self.engine.address.pid):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            held += sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))
+        return held / 1024
+
+
+@contextmanager
+def asked(spec: EngineSpec) -> Iterator[Asked]:
+    """Start the engine; it ends with the block."""
+    loop = BackgroundLoop()
     with launch_engine(spec) as process:
-
-        async def ask() -> list[Completion]:
-            engine = process.connect()
-            groups = await engine.generate(prompts, params)
-            await engine.close()
-            return [completion for (completion,) in groups]
-
-        return asyncio.run(ask())
+        engine = process.connect()
+        yield Asked(engine, loop)
+        loop.run(engine.close())
+    loop.close()
 
 
-@torch.no_grad()
-def compare(
-    models: Mapping[str, torch.nn.Module],
-    prompts: list[list[int]],
-    said: list[Completion],
-    dtype: str,
-) -> Comparison:
-    """``models`` by type; float32 decides which token is the likeliest."""
-    equal, parted, gaps = 0, [], []
-    for prompt, completion in zip(prompts, said, strict=True):
-        text, chosen = [*prompt, *completion.token_ids], torch.tensor(completion.token_ids)[:, None]
-        logits = {
-            name: model(torch.tensor([text])).logits[0, len(prompt) - 1 : -1].float()
-            for name, model in models.items()
-            if name in (dtype, "float32")
-        }
-        exact = logits["float32"]
-        lacking = exact.max(-1).values - exact.gather(-1, chosen).squeeze(-1)
-        wrong = lacking.nonzero().flatten()
+@torch.inference_mode()
+def logits(model: Any, prompt: list[int], answer: Completion) -> torch.Tensor:
+    """(tokens of the answer, V) float32, by one pass over prompt and answer."""
+    text = torch.tensor([[*prompt, *answer.token_ids]])
+    return model(text, logits_to_keep=len(answer.token_ids) + 1).logits[0, :-1].float()
+
+
+def compare_texts(model: Any, prompts: list[list[int]], said: list[Completion]) -> str:
+    """How many greedy answers consist of likeliest tokens only, and how the others part."""
+    equal, parted = 0, list[float]()
+    for prompt, answer in zip(prompts, said, strict=True):
+        exact = logits(model, prompt, answer)
+        chosen = torch.tensor(answer.token_ids)[:, None]
+        lacking = exact.amax(-1) - exact.gather(-1, chosen).squeeze(-1)
+        wrong = lacking[lacking > 0]
         equal += not len(wrong)
-        parted += lacking[wrong[:1]].tolist()
-        own = logits[dtype].softmax(-1).gather(-1, chosen).squeeze(-1)
-        gaps.append((torch.tensor(completion.log_probs).exp() - own).abs())
-    return Comparison(equal=equal, parted=sorted(parted), gaps=torch.cat(gaps))
+        parted += wrong[:1].tolist()
+    text = f"{equal} of {len(said)} greedy texts are those of transformers in float32"
+    gaps = [round(gap, 4) for gap in sorted(parted)]
+    return text + (f"; the others part where a logit lacks {gaps}" if gaps else "")
+
+
+def compare_probabilities(
+    models: Mapping[str, Any], dtype: str, prompts: list[list[int]], said: list[Completion]
+) -> str:
+    """|p - p| of all tokens between the engine and transformers, in ``dtype`` and float32."""
+    found: dict[str, list[torch.Tensor]] = {"engine": []}
+    for prompt, answer in zip(prompts, said, strict=True):
+        chosen = torch.tensor(answer.token_ids)[:, None]
+        found["engine"].append(torch.tensor(answer.log_probs).exp())
+        for name in {dtype, "float32"}:
+            shares = logits(models[name], prompt, answer).softmax(-1)
+            found.setdefault(name, []).append(shares.gather(-1, chosen).squeeze(-1))
+    shares = {name: torch.cat(parts) for name, parts in found.items()}
+
+    def gap(one: str, other: str) -> str:
+        return f"{(shares[one] - shares[other]).abs().mean():.2e}"
+
+    text = f"mean |p - p| of {len(shares['engine'])} drawn tokens: engine and "
+    text += f"transformers in {dtype} {gap('engine', dtype)}"
+    if dtype != "float32":
+        text += f", engine and float32 {gap('engine', 'float32')}"
+        text += f", transformers in {dtype} and float32 {gap(dtype, 'float32')}"
+    return text
+
+
+def follow_updates(
+    engine: Asked,
+    groups: ProcessGroups,
+    directories: tuple[str, str],
+    *,
+    prompts: list[list[int]],
+    dtype: str,
+    updates: int,
+    tokens: int,
+) -> tuple[str, list[Completion]]:
+    """Load both directories' weights in turn; what was seen, and the other model's answers.
+
+    RuntimeError where checksums differ, or where the model's own texts do not come back.
+    """
+    layout = EngineLayout(dtype=dtype, bucket_bytes=128 << 20)
+    sources = [DirectorySource(path, layout, groups, readers=(0,)) for path in directories]
+    link, memory = EngineLink(engine=engine.engine, loop=engine.loop), BucketMemory(groups)
+    own, other = engine.answers(prompts, tokens), list[Completion]()
+    held = [engine.megabytes()]
+    for number in range(1, updates + 1):
+        push(sources[number % 2], link, memory, version=f"update-{number}", verify=True)
+        if number <= 2 or number > updates - 2:
+            said = engine.answers(prompts, tokens)
+            same = [a.token_ids for a in said] == [a.token_ids for a in own]
+            if same != (number % 2 == 0):
+                raise RuntimeError(
+                    f"update {number}: the texts are {'' if same else 'not '}as before"
+                )
+            other = other if same else said
+        held.append(engine.megabytes())
+    shown = {0: "before", 1: "after 1", 2: "2", 10: "10", updates: str(updates)}
+    sizes = ", ".join(f"{name} {held[n]:.0f}" for n, name in shown.items() if n <= updates)
+    return f"{updates} updates, checksums equal on both sides, texts follow; MB: {sizes}", other
+
+
+def write_changed(model: Any, source: str, folder: str) -> None:
+    """A directory like ``source`` with other weights."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.add_(0.2 * parameter.data.abs().mean() * noise)
+    model.save_pretrained(folder)
 
 
 def main() -> None:
@@ -92,36 +181,59 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--updates", type=int, default=4, help="0 leaves them out")
+    parser.add_argument("--threads", type=int, default=0, help="of an engine; 0 takes all cores")
     options = parser.parse_args()
     codec = TextCodec(options.model)
     prompts = [
         codec.encode_chat([{"role": "user", "content": problem.statement}])
         for problem in read_problems(options.problems)[: options.prompts]
     ]
-    models = {
-        dtype: AutoModelForCausalLM.from_pretrained(
-            options.model, dtype=getattr(torch, dtype)
-        ).eval()
-        for dtype in {*options.dtypes, "float32"}
-    }
-    for name in options.engines or available_engines():
-        for dtype in options.dtypes:
-            spec = EngineSpec(
-                name=name,
-                model_path=options.model,
-                dtype=dtype,
-                max_model_len=max(map(len, prompts)) + options.tokens,
-                kv_cache_gib=1.0,
-            )
-            found = compare(models, prompts, answers(spec, prompts, options.tokens), dtype)
-            lacking = [round(gap, 5) for gap in found.parted[:12]]
-            print(
-                f"{name} {dtype}: {found.equal} of {len(prompts)} texts are transformers' in fp32; "
-                f"the others part where the logit lacks {lacking}; "
-                f"|p - p of transformers in {dtype}| of {len(found.gaps)} tokens: mean "
-                f"{found.gaps.mean():.2e}, max {found.gaps.max():.2e}",
-                flush=True,
-            )
+    few = prompts[:FEW]
+    models = {dtype: load(options.model, dtype) for dtype in {*options.dtypes, "float32"}}
+    groups = initialize(Layout(), seed=1, timeout_seconds=600)
+    with tempfile.TemporaryDirectory() as folder:
+        changed = load(options.model, "float32")
+        write_changed(changed, options.model, folder)
+        for name in options.engines or available_engines():
+            for dtype in options.dtypes:
+                spec = EngineSpec(
+                    name=name,
+                    model_path=options.model,
+                    dtype=dtype,
+                    max_model_len=max(map(len, prompts)) + options.tokens,
+                    kv_cache_gib=1.0,
+                    threads=options.threads,
+                )
+                print(f"{name} {dtype}", flush=True)
+                with asked(spec) as engine:
+                    said = engine.answers(prompts, options.tokens)
+                    drawn = engine.answers(few, options.tokens, temperature=1.0)
+                    show(compare_texts(models["float32"], prompts, said))
+                    show(compare_probabilities(models, dtype, few, drawn))
+                    if options.updates:
+                        seen, said = follow_updates(
+                            engine,
+                            groups,
+                            (options.model, folder),
+                            prompts=few,
+                            dtype=dtype,
+                            updates=options.updates,
+                            tokens=options.tokens,
+                        )
+                        show(seen)
+                        show(f"other weights: {compare_texts(changed, few, said)}")
+    shutdown()
+
+
+def show(line: str) -> None:
+    """What was found, as soon as it was."""
+    print(f"    {line}", flush=True)
+
+
+def load(model: str, dtype: str) -> Any:
+    """transformers' model."""
+    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
 
 
 if __name__ == "__main__":

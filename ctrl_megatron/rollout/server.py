@@ -42,7 +42,7 @@ async def build_engine(spec: EngineSpec) -> Engine:
     if spec.name == "sglang":
         from ctrl_megatron.rollout.sglang_engine import SglangEngine
 
-        return SglangEngine(spec)
+        return await SglangEngine.build(spec)
     from ctrl_megatron.rollout.hf_engine import HfEngine
 
     return HfEngine(spec)

@@ -72,6 +72,8 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         "sampling_defaults": "openai",
         "weight_version": "initial",
         "log_level": "warning",
+        # Else its scheduler polls for requests with a whole core while the trainer computes.
+        "sleep_on_idle": True,
     }
     if on_gpu:
         chosen |= {
@@ -150,7 +152,7 @@ def _require(answer: tuple[Any, ...], what: str) -> Any:
 
 
 class SglangEngine:
-    """``Engine`` on SGLang's; build it inside a running event loop of the main thread."""
+    """``Engine`` on SGLang's; belongs into a running event loop of the main thread."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -164,6 +166,13 @@ class SglangEngine:
         self._one_rpc = asyncio.Lock()
         self._unseeded = random.Random(spec.seed)
         self._paused = self._resume_after = False
+
+    @classmethod
+    async def build(cls, spec: EngineSpec) -> SglangEngine:
+        """Start SGLang's processes and load the model; returns when it can generate."""
+        engine = cls(spec)
+        await engine._rpc("ctrl_spare_garbage")
+        return engine
 
     async def generate(
         self, prompts: list[list[int]], params: SamplingParams

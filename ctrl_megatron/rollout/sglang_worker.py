@@ -8,6 +8,7 @@ the place of another: all of that is in ``prepare``.
 # ruff: noqa: E402
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -53,6 +54,8 @@ def prepare() -> None:
         (SamplingBatchInfo, "adjusted_from_schedule_batch", take_seeds),
         (ModelConfig, "_get_hf_eos_token_id", no_stop_tokens),
         (WeightChecker, "_compute_checksum", hf_checksums),
+        (Scheduler, "_record_scheduler_state_for_paused_engine", wait_while_paused),
+        (Scheduler, "ctrl_spare_garbage", spare_garbage),
         (Scheduler, "ctrl_load_chunk", load_chunk),
         (Scheduler, "ctrl_leave", leave),
         (Scheduler, "ctrl_come_back", come_back),
@@ -72,6 +75,11 @@ def take_seeds(self: Any, batch: Any, vocab_size: int) -> None:
 def no_stop_tokens(self: Any) -> set[int]:
     """Only a request says what ends it, not the model's files."""
     return set()
+
+
+def wait_while_paused(self: Any) -> None:
+    """Until something comes in: SGLang sleeps where there is nothing to do, but not in a pause."""
+    self.maybe_sleep_on_idle()
 
 
 class SglangSampler(Sampler):
@@ -96,6 +104,15 @@ class SglangSampler(Sampler):
             for part, own, top_p, top_k in zip(*(r.split(DRAWN_ROWS) for r in rows), strict=True)
         ]
         return torch.cat(drawn).to(torch.int32), None
+
+
+def spare_garbage(self: Any) -> None:
+    """RPC: leave what is there now out of garbage collections.
+
+    On a CPU SGLang collects garbage wherever it flushes its cache, after every update: half a
+    second that finds nothing among the modules it has loaded.
+    """
+    gc.freeze()
 
 
 def load_chunk(self: Any, chunk: str) -> None:

@@ -121,6 +121,12 @@ def bench(bench_of_module: Bench) -> Bench:
     return bench_of_module.ready()
 
 
+def members(bench: Bench) -> list[int]:
+    """The engine's processes."""
+    assert bench.process is not None
+    return group_members(bench.process.pid)
+
+
 def assert_explained(completion: Completion, expected: torch.Tensor) -> None:
     """The completion's log-probs are ``expected``."""
     torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=CLOSE, rtol=0)
@@ -355,6 +361,52 @@ def test_many_calls_at_once_keep_their_answers_apart(bench: Bench) -> None:
 
     for token, ((completion,),) in enumerate(bench.run(ask())):
         assert list(completion.token_ids) == greedy(bench.models[0], [token, 9], 4)
+
+
+def test_fifty_updates_leave_nothing_behind(bench: Bench) -> None:
+    def held() -> tuple[int, int]:
+        pids = [Path(f"/proc/{pid}") for pid in members(bench)]
+        anonymous = (
+            int(line.split()[1])
+            for pid in pids
+            for line in (pid / "smaps_rollup").read_text().splitlines()
+            if line.startswith("Pss_Anon:")
+        )
+        return sum(anonymous) << 10, sum(len(list((pid / "fd").iterdir())) for pid in pids)
+
+    for number in range(10):
+        bench.load(number % 2)
+    before, files = held()
+    for number in range(50):
+        bench.load(number % 2)
+    after, files_after = held()
+    size = sum(t.numel() * t.element_size() for t in weights(bench.models[0]).values())
+    # One copy kept of each would be 50 of them.
+    assert after - before < 10 * size, f"{before} bytes before, {after} after, weights {size}"
+    assert files_after <= files + 2
+    assert bench.run(bench.engine.checksums()) == {
+        name: tensor_checksum(tensor) for name, tensor in weights(bench.models[1]).items()
+    }
+
+
+def test_an_idle_or_paused_engine_leaves_the_cores_to_others(bench: Bench) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def used() -> float:
+        stats = (Path(f"/proc/{pid}/stat").read_text() for pid in members(bench))
+        # After the name in brackets; user and system time are fields 14 and 15.
+        return sum(sum(map(int, s.rpartition(")")[2].split()[11:13])) for s in stats) / ticks
+
+    bench.generate([PROMPTS[0]], max_tokens=2)
+    for paused in (False, True):
+        if paused:
+            bench.run(bench.engine.pause("keep"))
+        time.sleep(0.2)
+        before = used()
+        time.sleep(1.0)
+        assert used() - before < 0.3, f"{'paused' if paused else 'idle'}"
+    bench.run(bench.engine.resume())
+    assert len(bench.generate([PROMPTS[0]], max_tokens=2)[0][0].token_ids) == 2
 
 
 def test_an_update_that_fails_half_way_breaks_the_engine(bench: Bench) -> None:
