@@ -93,6 +93,10 @@ def test_a_loaded_model_equals_the_saved_one_to_the_last_bit(
         "before_the_first_step": {"directory": tied, "dtype": "bfloat16", "steps": 0},
         "qk_norm": {"directory": str(models["qwen3"])},
     }
+    if ranks(LAYOUTS[name]) > 2:  # eight processes on two cores take the time of all others
+        cases = {case: cases[case] for case in ("tied", "bfloat16", "plain_optimizer")}
+    elif "pipeline" in LAYOUTS[name]:
+        cases = {case: cases[case] for case in ("tied", "untied", "before_the_first_step")}
     metrics, *_ = run_world(
         "saving:save_and_go_on",
         ranks(LAYOUTS[name]),

@@ -39,7 +39,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 
 
-STOPS = {"ppo": (1, 3), "rloo": (2,), "gspo": (2,), "dapo": (3,)}
+STOPS = {"ppo": (1, 3), "dapo": (3,)}
 """After which steps a run is stopped and resumed; PPO's actor has not learned at the first."""
 REPEATABLE = ("actor/", "critic/", "advantage/", "reward/", "critique/", "sampling/")
 Metrics = list[dict[str, float]]
