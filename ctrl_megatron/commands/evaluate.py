@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("critics", nargs="+", metavar="STAGE=DIR", help="a name and an HF model")
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="overrides")
     parser.add_argument("--out", type=Path, help="directory; RUN_evaluation beside the run's")
-    parser.add_argument("--overwrite", action="store_true", help="replace an evaluation in --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace the evaluation in --out")
     parser.add_argument("--samples", type=int, default=1, help="critiques per first solution")
     parser.add_argument("--turns", type=int, default=1, help="critiques and revisions in a row")
     parser.add_argument("--temperature", type=float, default=0.0, help="of critiques; 0 is greedy")

@@ -78,6 +78,8 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
     with session(config) as run:
         first = run.groups.is_first
         if first:
+            for name in anew:
+                print(f"{name}: its weights have changed, so it is drawn anew", flush=True)
             begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
         services = run.start_services()
         worker = rollout_worker(run, services, job.critics[todo[0][0]], inputs)
