@@ -48,6 +48,9 @@ def curve_svg(curves: Mapping[str, Points], *, percent: bool = False) -> str:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.set_xlabel("step", color=MUTED, fontsize=9)
+    at = {step for points in curves.values() for step, _ in points}
+    if len(at) == 1:
+        axes.set_xlim(min(at) - 1, min(at) + 1)
     bottom, top = value_range([v for points in curves.values() for _, v in points], percent)
     axes.set_ylim(bottom, top)
     text = partial(_percent, small=top < 0.1) if percent else _plain
