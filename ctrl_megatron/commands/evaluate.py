@@ -25,10 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, run. Exit codes: 0 done, 2 wrong input, 13 a process failed, 130 stopped."""
     parser = CommandParser(__doc__)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
-    parser.add_argument("critics", nargs="+", metavar="STAGE=DIR", help="a name and an HF model")
+    parser.add_argument(
+        "critics",
+        nargs="+",
+        metavar="STAGE=DIR",
+        help="a name and an HF model, or critiques by attempt (.jsonl)",
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="overrides")
     parser.add_argument("--out", type=Path, help="directory; RUN_evaluation beside the run's")
-    parser.add_argument("--overwrite", action="store_true", help="replace an evaluation in --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace the evaluation in --out")
     parser.add_argument("--samples", type=int, default=1, help="critiques per first solution")
     parser.add_argument("--turns", type=int, default=1, help="critiques and revisions in a row")
     parser.add_argument("--temperature", type=float, default=0.0, help="of critiques; 0 is greedy")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ctrl_megatron.data.rows import Row
@@ -40,8 +40,17 @@ def validate(worker: RolloutWorker) -> dict[str, float]:
     return summarise(converse(worker, ChainPlan(), critic="", seed=0))
 
 
-def converse(worker: RolloutWorker, plan: ChainPlan, *, critic: str, seed: int) -> list[Turn]:
+def converse(
+    worker: RolloutWorker,
+    plan: ChainPlan,
+    *,
+    critic: str,
+    seed: int,
+    written: Mapping[str, str] | None = None,
+) -> list[Turn]:
     """The chains of ``plan`` for every validation row, in the order of the rows. Collective.
+
+    The actor writes the critiques, unless ``written`` has them by row.
 
     Each turn's critique sees the problem and the latest solution alone, so that requests do not
     grow; a solution that makes the request longer than ``data.max_prompt_length`` stays as it is.
@@ -64,6 +73,9 @@ def converse(worker: RolloutWorker, plan: ChainPlan, *, critic: str, seed: int) 
         drawn: list[list[Completion | None]] = []
         with worker.timeline.phase("validate_critiques"):
             for number, batch in enumerate(batches):
+                if written is not None:
+                    drawn.append([_as_drawn(worker, written[c.row.id]) for c in batch])
+                    continue
                 params = _params(worker, plan, seed, turn, number)
                 drawn.append(_criticise(worker, batch, params))
         revised: list[list[Completion | None]] = []
@@ -117,6 +129,12 @@ def _criticise(
     answers = [one for group in generate(worker, "actor", prompts, params) for one in group]
     found = {id(chain): answer for chain, answer in zip(asked, answers, strict=True)}
     return [found.get(id(chain)) for chain in batch]
+
+
+def _as_drawn(worker: RolloutWorker, critique: str) -> Completion:
+    """What somebody wrote, as if an engine had."""
+    ids = tuple(worker.codec.encode(critique))
+    return Completion(token_ids=ids, log_probs=(), finish_reason="stop", spans=())
 
 
 def _revise(

@@ -22,6 +22,7 @@ from ctrl_megatron.eval.transcripts import (
     part_file,
     write_part,
 )
+from ctrl_megatron.metrics.json_lines import read_json_lines
 from ctrl_megatron.pipeline.build import critic_weights, rollout_worker
 from ctrl_megatron.pipeline.conversation import converse, judge_pairs, pair_prompts
 from ctrl_megatron.pipeline.inputs import (
@@ -40,7 +41,7 @@ class EvaluationJob:
     """What is evaluated, and how."""
 
     critics: Mapping[str, str]
-    """Name -> HF directory. All have the actor's architecture."""
+    """Name -> HF directory of the actor's architecture, or a ``.jsonl`` file of critiques."""
     plan: ChainPlan
     seeds: tuple[int, ...]
     pairs: Path | None = None
@@ -65,12 +66,18 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
         with users_input("--out"):
             check_run_directory(out, "--out")
 
-    check_evaluation(config, job.critics)
+    models = {name: path for name, path in job.critics.items() if not _is_file(path)}
+    check_evaluation(config, models)
     check_together(open_directory)
     inputs, pairs = read_inputs(config, ("critic",), trains=False), []
     if job.pairs is not None:
         pairs = _read_pairs(job.pairs, config, inputs)
     _check_turns(job.plan, inputs)
+    written = {
+        name: _read_critiques(Path(path), inputs, job)
+        for name, path in job.critics.items()
+        if _is_file(path)
+    }
     todo = list(_missing(out, job, anew))
     if not todo:
         return True
@@ -78,17 +85,20 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
     with session(config) as run:
         first = run.groups.is_first
         if first:
+            for name in anew:
+                print(f"{name}: its weights have changed, so it is drawn anew", flush=True)
             begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
         services = run.start_services()
-        worker = rollout_worker(run, services, job.critics[todo[0][0]], inputs)
-        loaded = todo[0][0]
+        loaded = next((name for name, *_ in todo if name in models), "")
+        first_model = models.get(loaded, config.actor_rollout_ref.model.path)
+        worker = rollout_worker(run, services, first_model, inputs)
         for critic, seed, kind in todo:
-            if critic != loaded:
+            if critic in models and critic != loaded:
                 worker.weights = critic_weights(run, services, job.critics[critic])
                 loaded = critic
             if first:
                 print(f"{critic}: {kind}, seed {seed}", flush=True)
-            draw: Callable[..., Sequence[Any]] = converse
+            draw: Callable[..., Sequence[Any]] = partial(converse, written=written.get(critic))
             if kind == PAIRS_FOLDER:
                 draw = partial(judge_pairs, pairs=pairs)
             records = draw(worker, plan=job.plan, critic=critic, seed=seed)
@@ -146,8 +156,33 @@ def _digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
+def _is_file(critic: str) -> bool:
+    """Whether a critic is a file of critiques."""
+    return critic.endswith(".jsonl")
+
+
+def _read_critiques(path: Path, inputs: RunInputs, job: EvaluationJob) -> dict[str, str]:
+    """Critique by attempt of a file with ``id`` and ``critique`` per line. UserError where a
+    validation row has none, or where later turns or pairs would need a model's.
+    """
+    assert inputs.validation is not None
+    found: dict[str, str] = {}
+    for number, record in enumerate(read_json_lines(path), start=1):
+        if not all(isinstance(record.get(key), str) for key in ("id", "critique")):
+            raise UserError(f"{path} line {number}: keys 'id' and 'critique' must be texts")
+        found[record["id"]] = record["critique"]
+    missing = [row.id for row in inputs.validation.rows if row.id not in found]
+    if missing:
+        raise UserError(f"{path}: no critique of {missing[0]!r} ({len(missing)} are missing)")
+    if job.plan.turns > 1 or job.pairs is not None:
+        raise UserError(f"{path}: a file of critiques has one turn, and judges no pairs")
+    return found
+
+
 def _weights(directory: str) -> dict[str, str]:
     """The model's path, and what changes when its files are written again."""
+    if _is_file(directory):
+        return {"path": directory, "weights": _digest(Path(directory))}
     files = sorted(Path(directory).glob("*.safetensors"))
     stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     written = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]

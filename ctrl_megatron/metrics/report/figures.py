@@ -66,6 +66,9 @@ def curve_svg(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.set_xlabel(x_label, color=MUTED, fontsize=9)
+    at = {step for points in curves.values() for step, _ in points}
+    if len(at) == 1:
+        axes.set_xlim(min(at) - 1, min(at) + 1)
     shown = [v for points in curves.values() for _, v in points]
     shown += [v for band in (bands or {}).values() for ends in band if ends for v in ends]
     bottom, top = value_range(shown, percent)
