@@ -1,4 +1,7 @@
-"""The whole story on one machine without a GPU: model, data, SFT, RL, report.
+"""A small model learns to criticise code, on one machine without a GPU: data, SFT, RL, comparison.
+
+Right programs are changed by one edit; a proxy is tuned to do what critiques say; the critic learns
+to name faults, and then from what its critiques lead to.
 
 Stages that are done already are not repeated; ``--fresh`` forgets earlier demo runs.
 """
@@ -6,7 +9,6 @@ Stages that are done already are not repeated; ``--fresh`` forgets earlier demo 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -20,66 +22,88 @@ from rich.console import Console
 from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import remove_own_files
+from ctrl_megatron.eval.resampling import Estimate
+from ctrl_megatron.eval.results import evaluate_turns
+from ctrl_megatron.eval.transcripts import read_evaluation
 from ctrl_megatron.metrics import measure_peak_flops
+from ctrl_megatron.metrics.json_lines import read_json_lines
 from ctrl_megatron.rollout.engine import available_engines, default_engine
 
-CONFIG = "examples/ctrl_smollm2_cpu.yaml"
-MODEL, DATA = "runs/models/smollm2", "runs/data"
-SFT_RUN, RL_RUN, EVALUATION = "demo_sft", "demo", "demo_evaluation"
-CRITIC = f"runs/{SFT_RUN}/hf"
+CONFIG = "examples/smollm2_mutants.yaml"
+MODEL, DATA = "runs/models/smollm2", "runs/demo_data"
+PROXY_RUN, SFT_RUN, RL_RUN = "demo_proxy", "demo_sft", "demo"
+PROXY, CRITIC = f"runs/{PROXY_RUN}/hf", f"runs/{SFT_RUN}/hf"
+WEIGHTS = "model.safetensors"
+STEPS, TESTED, SAMPLES = 10, 40, 8
 PYTHON, RANKS = sys.executable, "2"
-ON_RANKS = ("--nproc-per-node", RANKS)
 
 
-def stages(dtype: str, engine: str) -> list[tuple[str, list[str], str]]:
+def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str]]:
     """(title, command, the file whose presence means it is done, empty for never) of each."""
+    run = run_of(seed)
     typed = f"actor_rollout_ref.model.dtype={dtype}"
-    drawn = f"actor_rollout_ref.rollout.name={engine}"
-    configured = ("--config", CONFIG)
+    data = (f"data.train_files={DATA}/rl.parquet", f"data.val_files={DATA}/unseen_mutants.parquet")
+    drawn = (
+        *(typed, f"actor_rollout_ref.rollout.name={engine}", *data),
+        *(f"actor_rollout_ref.model.path={CRITIC}", f"actor_rollout_ref.proxy.model.path={PROXY}"),
+    )
+    trained = ("--nproc-per-node", RANKS, "--config", CONFIG)
+
+    def tuned(name: str, file: str) -> list[str]:
+        return [
+            *(PYTHON, "tools/train_sft.py", *trained, typed),
+            *(f"trainer.experiment_name={name}", f"actor_rollout_ref.model.path={MODEL}"),
+            f"sft.train_files={DATA}/{file}",
+        ]
+
     return [
         ("prepare SmolLM2-135M", [PYTHON, "tools/prepare_smollm2.py", "--out", MODEL], ""),
         (
-            "judge the first solutions, synthesise critiques",
+            "right programs with one fault each: lessons, attempts, tests",
             [
-                *(PYTHON, "tools/prepare_data.py", "--out", DATA),
-                *("--max-difficulty", "1", "--val-size", "32"),
+                *(PYTHON, "tools/prepare_mutants.py", "--out", DATA),
+                *("--test-size", str(TESTED)),
             ],
-            f"{DATA}/train.parquet",
+            f"{DATA}/rl.parquet",
         ),
         (
-            "teach the critique format (SFT)",
-            [
-                *(PYTHON, "tools/train_sft.py", *ON_RANKS, *configured),
-                typed,
-                f"trainer.experiment_name={SFT_RUN}",
-                f"actor_rollout_ref.model.path={MODEL}",
-            ],
-            f"{CRITIC}/model.safetensors",
+            "teach the proxy to do what a critique says (SFT)",
+            tuned(PROXY_RUN, "proxy_sft.parquet"),
+            f"{PROXY}/{WEIGHTS}",
         ),
         (
-            "measure before and after SFT on held-out problems",
-            [
-                PYTHON,
-                "tools/evaluate.py",
-                *configured,
-                f"before SFT={MODEL}",
-                f"after SFT={CRITIC}",
-                *("--out", f"runs/{EVALUATION}", "--overwrite", "--set", typed, drawn),
-            ],
-            "",
+            "teach the critic to name faults (SFT)",
+            tuned(SFT_RUN, "critic_sft.parquet"),
+            f"{CRITIC}/{WEIGHTS}",
         ),
         (
-            "train the critic (GRPO)",
+            "reward critiques that lead to right programs (GRPO)",
             [
-                *(PYTHON, "tools/train_rl.py", *ON_RANKS, *configured),
-                typed,
-                drawn,
-                f"actor_rollout_ref.model.path={CRITIC}",
-                f"actor_rollout_ref.proxy.model.path={MODEL}",
+                *(PYTHON, "tools/train_rl.py", *trained, *drawn),
+                *(f"trainer.experiment_name={run}", f"trainer.total_training_steps={STEPS}"),
+                *(f"trainer.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"),
+                f"trainer.save_hf_freq={STEPS}",
+            ],
+            f"runs/{run}/hf_exports/global_step_{STEPS}/{WEIGHTS}",
+        ),
+        (
+            f"compare on {TESTED} faults that nobody trained on, {SAMPLES} critiques each",
+            [
+                *(PYTHON, "tools/evaluate.py", "--config", CONFIG),
+                *("--out", f"runs/{run}_evaluation"),
+                *("--samples", str(SAMPLES), "--temperature", "1"),
+                *(f"after SFT={CRITIC}", f"after RL=runs/{run}/hf_exports/global_step_{STEPS}"),
+                f"told the fault={DATA}/oracle.jsonl",
+                *("--set", *drawn),
             ],
             "",
         ),
     ]
+
+
+def run_of(seed: int) -> str:
+    """The name of the RL run; the models that it starts from are shared."""
+    return RL_RUN if seed == 1 else f"{RL_RUN}_seed{seed}"
 
 
 def faster_dtype(console: Console) -> str:
@@ -96,13 +120,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fresh", action="store_true", help="forget earlier demo runs")
     parser.add_argument("--engine", choices=available_engines(), default=default_engine())
+    parser.add_argument("--seed", type=int, default=1, help="of reinforcement learning")
     arguments = parser.parse_args()
+    run = run_of(arguments.seed)
     if arguments.fresh:
-        remove_own_files(ROOT / DATA, "prepare_data")
-        for folder in (f"runs/{SFT_RUN}", f"runs/{RL_RUN}", f"runs/{EVALUATION}"):
-            shutil.rmtree(ROOT / folder, ignore_errors=True)
+        remove_own_files(ROOT / DATA, "prepare_mutants")
+        for folder in (PROXY_RUN, SFT_RUN, run, f"{run}_evaluation"):
+            shutil.rmtree(ROOT / "runs" / folder, ignore_errors=True)
     console, begin, took = Console(), time.monotonic(), {}
-    todo = stages(faster_dtype(console), arguments.engine)
+    todo = stages(faster_dtype(console), arguments.engine, arguments.seed)
     for number, (title, command, product) in enumerate(todo, start=1):
         console.rule(f"{number}/{len(todo)} {title}")
         if product and (ROOT / product).exists():
@@ -114,31 +140,40 @@ def main() -> int:
             console.print(f"stage {number} ({title}) ended with exit code {code}", style="bold red")
             return code
         took[title] = time.monotonic() - start
-    _summary(console, took, time.monotonic() - begin)
+    _summary(console, run)
+    for title, seconds in took.items():
+        console.print(f"{seconds:6.0f} s  {title}")
+    console.print(f"{time.monotonic() - begin:6.0f} s  in all")
+    for report in (f"runs/{run}/report.html", f"runs/{run}_evaluation/report.html"):
+        console.print(f"report: {ROOT / report}")
     return 0
 
 
-def _summary(console: Console, took: dict[str, float], total: float) -> None:
-    path = ROOT / "runs" / RL_RUN / "summary.json"
-    evaluated = ROOT / "runs" / EVALUATION / "summary.json"
-    rows = [row for file in (evaluated, path) for row in json.loads(file.read_text())["table"]]
-    table = Table(title=f"{int(rows[0]['rounds'])} held-out attempts, greedy critiques")
-    for column in (
-        "stage",
-        "valid critiques",
-        "judgment right",
-        "pass rate before",
-        "after revision",
-    ):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    keys = ("valid_critique_rate", "judgment_accuracy", "pass_rate_before", "revision_pass_rate")
-    for row in rows:
-        table.add_row(row["stage"], *(f"{row[key]:.1%}" for key in keys))
+def _summary(console: Console, run: str) -> None:
+    results = {
+        result.critic: result
+        for result in evaluate_turns(read_evaluation(ROOT / f"runs/{run}_evaluation").turns)
+    }
+    table = Table(title=f"tests passed, {TESTED} programs with a fault; 90 % intervals by problem")
+    for column in ("critiques", "after revision", "named right or wrong"):
+        table.add_column(column, justify="left" if column == "critiques" else "right")
+    first = results["after SFT"]
+    table.add_row("none: the first solutions", _told(first.curves[0]["pass_rate"]), "")
+    for name, result in results.items():
+        judged = result.last["judgment_accuracy"]
+        table.add_row(name, _told(result.last["pass_rate"]), f"{judged.value:.1%}")
     console.print(table)
-    for title, seconds in took.items():
-        console.print(f"{seconds:6.0f} s  {title}")
-    console.print(f"{total:6.0f} s  in all")
-    console.print(f"report: {path.parent / 'report.html'}")
+    gain = results["after RL"].gains["pass_rate"]
+    console.print(f"RL over SFT, the same {TESTED} programs in pairs: {_told(gain, sign='+')}")
+    metrics = [m["metrics"] for m in read_json_lines(ROOT / f"runs/{run}/metrics.jsonl")]
+    flat = [m["reward/zero_variance_share"] for m in metrics if "reward/zero_variance_share" in m]
+    console.print(f"groups of {SAMPLES} with different rewards: {1 - sum(flat) / len(flat):.0%}")
+
+
+def _told(estimate: Estimate, sign: str = "") -> str:
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:{sign}.3f}"
+    return f"{estimate.value:{sign}.3f} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
 
 
 if __name__ == "__main__":
