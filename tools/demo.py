@@ -41,7 +41,8 @@ def stages(dtype: str, engine: str) -> list[tuple[str, list[str], str]]:
         (
             "judge the first solutions, synthesise critiques",
             [
-                *(PYTHON, "tools/prepare_data.py", "--out", DATA),
+                *(PYTHON, "tools/synthesize.py", "--out", DATA),
+                *("--solutions", "examples/solutions/smollm2.jsonl"),
                 *("--max-difficulty", "1", "--val-size", "32"),
             ],
             f"{DATA}/train.parquet",
@@ -98,7 +99,8 @@ def main() -> int:
     parser.add_argument("--engine", choices=available_engines(), default=default_engine())
     arguments = parser.parse_args()
     if arguments.fresh:
-        remove_own_files(ROOT / DATA, "prepare_data")
+        remove_own_files(ROOT / DATA, "synthesize")
+        shutil.rmtree(ROOT / DATA / ".synthesis", ignore_errors=True)
         for folder in (f"runs/{SFT_RUN}", f"runs/{RL_RUN}"):
             shutil.rmtree(ROOT / folder, ignore_errors=True)
     console, begin, took = Console(), time.monotonic(), {}

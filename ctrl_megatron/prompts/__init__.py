@@ -11,11 +11,13 @@ from ctrl_megatron.prompts.messages import (
     parse_judgment,
     revision_request,
 )
+from ctrl_megatron.prompts.settled_answer import SettledAnswer, settle_answer
 
 __all__ = [
     "JUDGED_CORRECT",
     "JUDGED_INCORRECT",
     "REVISION_SENTENCE",
+    "SettledAnswer",
     "critique_messages",
     "desanitize",
     "extract_code",
@@ -25,4 +27,5 @@ __all__ = [
     "parse_judgment",
     "revision_request",
     "sanitize",
+    "settle_answer",
 ]
