@@ -19,24 +19,25 @@ class NearDuplicates:
     def __init__(self, *, words: int = 5, least: float = 0.7) -> None:
         self._words, self._least = words, least
         self._sizes: dict[str, int] = {}
+        self._order: dict[str, int] = {}
         self._index: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
 
     def find(self, text: str) -> str | None:
         """The key of the most similar text, the first one added among equals; None without one."""
         shingles = self._shingles(text)
         shared = Counter(key for shingle in shingles for key in self._index.get(shingle, ()))
-        best, similarity = None, self._least
-        for key in sorted(shared, key=list(self._sizes).index) if len(shared) > 1 else shared:
-            common = shared[key]
+        best, similarity = None, 0.0
+        for key, common in shared.items():
             found = common / (len(shingles) + self._sizes[key] - common)
-            if found > similarity or (best is None and found >= similarity):
+            earlier = best is None or self._order[key] < self._order[best]
+            if found >= self._least and (found > similarity or (found == similarity and earlier)):
                 best, similarity = key, found
         return best
 
     def add(self, key: str, text: str) -> None:
         """Remember ``text`` under ``key``, which nothing else has."""
         shingles = self._shingles(text)
-        self._sizes[key] = len(shingles)
+        self._sizes[key], self._order[key] = len(shingles), len(self._order)
         for shingle in shingles:
             self._index[shingle].append(key)
 
