@@ -29,7 +29,8 @@ class Problem:
     """Asserts (function problems), or a JSON list of ``{"input": {"stdin"}, "output": {"stdout"}}``
     cases."""
     entry_point: str = ""
-    """The function under test; empty for stdin/stdout problems."""
+    """The function under test, or ``Solution().name`` for a method; then, after commas, classes
+    that the tests build. Empty for stdin/stdout problems."""
     test_setup: str = ""
     """Code that the asserts need before they run (imports, helpers), without expected values."""
     time_limit: float = 10.0

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -72,10 +72,20 @@ def new_files(
         yield work
         marked = {"tool": tool, "files": _sizes(work)}
         (work / MARKER).write_text(json.dumps(marked, indent=1) + "\n")
-        for path in work.iterdir():
+        # The mark first: after a kill in between the tool knows the others for its own.
+        for path in sorted(work.iterdir(), key=lambda path: path.name != MARKER):
             os.replace(path, folder / path.name)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def own_files_whole(folder: Path, tool: str) -> bool:
+    """Whether ``tool`` has written files into ``folder`` and all of them are there, unchanged."""
+    wrote = _written_by(tool, folder)
+    there = {name: folder / name for name in wrote}
+    return bool(wrote) and all(
+        path.is_file() and path.stat().st_size == wrote[name] for name, path in there.items()
+    )
 
 
 def remove_own_files(folder: Path, tool: str) -> None:
@@ -103,6 +113,20 @@ def require_own_files(folder: Path, names: Collection[str], tool: str, *, overwr
             raise UserError(f"--out: {there} was not written so by {tool}", remedy="name another")
         if not overwrite:
             raise UserError(f"--out: {there} is there; --overwrite replaces it")
+
+
+def require_replaceable(
+    out: Path, text: str, is_own: Callable[[Path], bool], *, overwrite: bool
+) -> None:
+    """UserError unless ``out`` is new, says ``text`` already or, with ``overwrite``, is a file that
+    ``is_own``.
+    """
+    if not os.path.lexists(out):
+        return
+    if out.is_dir() or not is_own(out):
+        raise UserError(f"--out: {out} was not written by this tool", remedy="name another file")
+    if not overwrite and out.read_text(encoding="utf-8") != text:
+        raise UserError(f"--out: {out} is there and differs; --overwrite replaces it")
 
 
 def require_own(target: Path, tool: str, *, overwrite: bool) -> None:
@@ -180,7 +204,7 @@ def write_whole(path: str | Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        work.write_text(text)
+        work.write_text(text, encoding="utf-8")
         os.replace(work, path)
     finally:
         work.unlink(missing_ok=True)

@@ -42,8 +42,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Main = Callable[[Sequence[str] | None], int]
 
 
-def command(name: str) -> Callable[[Main], Callable[..., int]]:
-    """Decorator of a command's ``main``: its UserErrors and signals become lines and exit codes."""
+def command(
+    name: str, *, stopped: str = "nothing was changed"
+) -> Callable[[Main], Callable[..., int]]:
+    """Decorator of a command's ``main``: its UserErrors and signals become lines and exit codes.
+
+    ``stopped`` is what a signal leaves.
+    """
 
     def decorate(body: Main) -> Callable[..., int]:
         @functools.wraps(body)
@@ -59,7 +64,7 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
                     if not received and fault is None:
                         _let_rank_0_speak()
                         raise
-            return _stopped(name) if fault is None else refuse(name, fault)
+            return _stopped(name, stopped) if fault is None else refuse(name, fault)
 
         return main
 
@@ -90,9 +95,9 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _stopped(name: str) -> int:
+def _stopped(name: str, left: str) -> int:
     if _rank() == 0:
-        print(f"{name}: stopped; nothing was changed", file=sys.stderr, flush=True)
+        print(f"{name}: stopped; {left}", file=sys.stderr, flush=True)
     return STOPPED
 
 

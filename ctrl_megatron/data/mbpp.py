@@ -5,15 +5,15 @@
 from __future__ import annotations
 
 import ast
-import json
 import warnings
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from ctrl_megatron.data.problems import read_json_lines
+from ctrl_megatron.data.records import read_records
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.sandbox.datasets.problems import list_field, text_field
 from ctrl_megatron.types import Problem
 
 Split = Literal["prompt", "test", "validation", "train"]
@@ -34,40 +34,32 @@ def read_mbpp(path: str | PathLike[str], *, split: Split | None = None) -> list[
     if split is not None and split not in SPLITS:
         raise UserError(f"unknown MBPP split {split!r}; use {', '.join(SPLITS)}")
     path = Path(path)
-    records = read_json_lines(path) if path.suffix == ".jsonl" else _read_json_list(path)
     wanted = range(1, 975) if split is None else SPLITS[split]
-    problems = [_problem(record, place) for place, record in records]
+    problems = []
+    for place, record in read_records(path):
+        try:
+            problems.append(mbpp_problem(record, 0))
+        except (ValueError, SyntaxError) as error:
+            raise UserError(f"{place}: {error}") from error
     return [p for p in problems if int(p.id.removeprefix("mbpp/")) in wanted]
 
 
-def _read_json_list(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{path} is not a JSON list of problems")
-    return [(f"{path}: entry {i}", record) for i, record in enumerate(records)]
-
-
-def _problem(record: Mapping[str, Any], place: str) -> Problem:
+def mbpp_problem(record: Mapping[str, Any], number: int) -> Problem:
+    """A row of either file. Raises ``ValueError`` and ``SyntaxError``."""
     statement_key = "prompt" if "prompt" in record else "text"
     missing = {"task_id", "code", "test_list", statement_key} - record.keys()
     if missing:
-        raise UserError(f"{place}: key(s) {', '.join(sorted(missing))} missing")
-    tests = tuple(_unix(test) for test in record["test_list"])
+        raise UserError(f"key(s) {', '.join(sorted(missing))} missing")
+    given = list_field(record["test_list"], "test_list") if record["test_list"] else []
+    tests = tuple(_unix(text_field(test, "a test")) for test in given)
     setup = record.get("test_setup_code") or "\n".join(record.get("test_imports") or ())
-    code = _unix(record["code"])
-    try:
-        name = entry_point_of(code, tests)
-    except (SyntaxError, ValueError) as error:
-        raise UserError(f"{place}: {error}") from error
+    code, statement = (_unix(text_field(record[key], key)) for key in ("code", statement_key))
     return Problem(
         id=f"mbpp/{record['task_id']}",
-        statement=record[statement_key],
+        statement=statement,
         prompter_type="mbppplus",
         selected_uts=tests,
-        entry_point=name,
+        entry_point=", ".join((entry_point_of(code, tests), *_classes(code, (setup, *tests)))),
         test_setup=_unix(setup),
         reference=code,
     )
@@ -87,6 +79,14 @@ def entry_point_of(code: str, tests: Iterable[str]) -> str:
             f"{len(common)} functions of the solution are called by every test, expected one"
         )
     return common.pop()
+
+
+def _classes(code: str, texts: Iterable[str]) -> list[str]:
+    """Classes of ``code`` that the tests use: the program has to define them as well."""
+    used = {
+        n.id for text in texts for n in ast.walk(_parse(_unix(text))) if isinstance(n, ast.Name)
+    }
+    return [n.name for n in _parse(code).body if isinstance(n, ast.ClassDef) and n.name in used]
 
 
 def _called_names(test: str) -> set[str]:

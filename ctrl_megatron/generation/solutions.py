@@ -1,34 +1,59 @@
-"""First solutions of problems: drawn by an engine, judged in the sandbox."""
+"""First solutions of problems: drawn from a model, readable by everybody, judged in the sandbox."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from ctrl_megatron.data.rows import row_of
-from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.prompts import generation_messages
+from ctrl_megatron.generation.chat import Chat
+from ctrl_megatron.prompts import generation_messages, settle_answer
 from ctrl_megatron.rewards.grading import Judge, grade, grading_job
-from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.types import Attempt, Problem, SamplingParams, Verdict
+
+Fate = Literal["as written", "normalised", "unreadable", "no room"]
+_REDRAWN = 1_000_003
+"""Between the seeds of one round of draws and the next."""
 
 
 async def first_solutions(
-    engine: Engine, codec: TextCodec, problems: Sequence[Problem], params: SamplingParams
-) -> list[Attempt]:
-    """``params.n`` attempts per problem, not judged yet, called ``<problem id>/<number>``."""
-    prompts = [
-        codec.encode_chat(generation_messages(problem), add_generation_prompt=True)
-        for problem in problems
-    ]
-    answers = await engine.generate(prompts, params)
-    return [
-        Attempt(
-            id=f"{problem.id}/{number}", problem=problem, solution=codec.decode(answer.token_ids)
+    chat: Chat, problems: Sequence[Problem], params: SamplingParams, *, redraws: int = 2
+) -> list[tuple[Attempt, Fate]]:
+    """``params.n`` attempts per problem, not judged yet, called ``<problem id>/<number>``.
+
+    An answer whose program is not where ``extract_code`` looks is put right or, where it is
+    unreadable, drawn again up to ``redraws`` times. ``no room``: the problem leaves no room for
+    ``params.max_tokens``, and the solution is empty.
+    """
+    asked = [generation_messages(problem) for problem in problems]
+    found: dict[tuple[int, int], tuple[str, Fate]] = {}
+    rows = list(range(len(problems)))
+    for turn in range(1 + redraws):
+        # A draw depends on its problem, its number and the turn only.
+        seed = None if params.seed is None else params.seed + turn * _REDRAWN
+        calls = [(0, asked)] if turn == 0 else [(row, [asked[row]]) for row in rows]
+        drawn = await asyncio.gather(
+            *(
+                chat.complete(part, replace(params, seed=seed, first_row=params.first_row + first))
+                for first, part in calls
+            )
         )
-        for problem, group in zip(problems, answers, strict=True)
-        for number, answer in enumerate(group)
+        for row, group in zip(rows, (group for call in drawn for group in call), strict=True):
+            if not group:
+                found |= {(row, number): ("", "no room") for number in range(params.n)}
+            for number, answer in enumerate(group):
+                if found.get((row, number), ("", "unreadable"))[1] == "unreadable":
+                    found[row, number] = settle_answer(answer.text)
+        rows = sorted({row for (row, _), (_, fate) in found.items() if fate == "unreadable"})
+        if not rows:
+            break
+    return [
+        (Attempt(id=f"{problem.id}/{number}", problem=problem, solution=text), fate)
+        for row, problem in enumerate(problems)
+        for number in range(params.n)
+        for text, fate in [found[row, number]]
     ]
 
 

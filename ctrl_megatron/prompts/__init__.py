@@ -13,12 +13,17 @@ from ctrl_megatron.prompts.messages import (
     parse_judgment,
     revision_request,
 )
+from ctrl_megatron.prompts.settled_answer import SettledAnswer, settle_answer
 
 __all__ = [
     "JUDGED_CORRECT",
     "JUDGED_INCORRECT",
     "REVISION_SENTENCE",
+<<<<<<< HEAD
     "choice_messages",
+=======
+    "SettledAnswer",
+>>>>>>> synth
     "critique_messages",
     "desanitize",
     "extract_code",
@@ -29,4 +34,5 @@ __all__ = [
     "parse_judgment",
     "revision_request",
     "sanitize",
+    "settle_answer",
 ]

@@ -52,7 +52,7 @@ def generation_messages(problem: Problem) -> list[Message]:
             "Read standard input, print to standard output."
         )
     else:
-        name = f" Name the function `{problem.entry_point}`." if problem.entry_point else ""
+        name = _named(problem.entry_point) if problem.entry_point else ""
         task = f"Write Python code that solves this problem.{name} Do not include tests."
     answer = "Answer with one ```python code block."
     return [_user(f"{task}\n{_tagged('problem', problem.statement)}\n{answer}")]
@@ -104,6 +104,15 @@ def parse_judgment(critique: str) -> bool | None:
     correct = critique.rfind(JUDGED_CORRECT)
     incorrect = critique.rfind(JUDGED_INCORRECT)
     return None if correct == incorrect else correct > incorrect
+
+
+def _named(entry_point: str) -> str:
+    function, *classes = entry_point.split(", ")
+    owner, _, method = function.rpartition("().")
+    name = f" Write method `{method}` of class `{owner}`." if owner else ""
+    return (name or f" Name the function `{function}`.") + "".join(
+        f" Define class `{name}`." for name in classes
+    )
 
 
 def _subject(problem: Problem, solution: str) -> tuple[str, str]:

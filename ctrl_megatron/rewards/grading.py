@@ -102,7 +102,7 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
         data = {
             "test_list": list(row.selected_uts),
             "test_setup_code": row.test_setup,
-            "entry_point": row.entry_point,
+            "entry_point": names if len(names := row.entry_point.split(", ")) > 1 else names[0],
         }
         return "MBPPDataset", data, len(row.selected_uts)
     if row.prompter_type == "code_contests":

@@ -52,7 +52,7 @@ class Diagnosis:
 
 def diagnose(attempt: Attempt, verdict: Verdict) -> Diagnosis:
     """Why ``attempt`` got ``verdict``; the gravest fault wins."""
-    name = attempt.problem.entry_point
+    name = attempt.problem.entry_point.split(", ")[0].rpartition(".")[2]
     failed, total = verdict.passed.count(False), len(verdict.passed)
     tree = _parse(extract_code(attempt.solution))
     if isinstance(tree, int):
@@ -104,9 +104,9 @@ def _parse(code: str) -> ast.Module | int:
 
 def _find(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return next(
-        (node for node in tree.body if isinstance(node, functions) and node.name == name), None
-    )
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    nodes = (node for scope in (tree, *classes) for node in scope.body)
+    return next((node for node in nodes if isinstance(node, functions) and node.name == name), None)
 
 
 def _binds(tree: ast.Module, name: str) -> bool:

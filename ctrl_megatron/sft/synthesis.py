@@ -7,11 +7,9 @@ structure; it contains no test, no expected value and no solution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
-from typing import Any
 
-from ctrl_megatron.prompts import JUDGED_CORRECT, JUDGED_INCORRECT, critique_messages
+from ctrl_megatron.prompts import JUDGED_CORRECT, JUDGED_INCORRECT
 from ctrl_megatron.sft.diagnosis import Diagnosis, diagnose
 from ctrl_megatron.sft.phrases import (
     EXCEPTION_ADVICE,
@@ -47,25 +45,6 @@ def synthesise_critique(attempt: Attempt, verdict: Verdict, rng_seed: int) -> st
     )
     judgment = JUDGED_CORRECT if verdict.accepted else JUDGED_INCORRECT
     return f"Analysis: {opening} {finding}\nImprovement suggestions: {advice}\n{judgment}"
-
-
-def synthesise_rows(
-    attempts: Sequence[Attempt], verdicts: Sequence[Verdict], seed: int
-) -> list[dict[str, Any]]:
-    """Rows for supervised fine-tuning, in order.
-
-    Keys: ``id``, ``prompt`` (critique messages), ``response`` (the critique) and ``label`` (whether
-    the attempt is correct). Raises ``ValueError`` for lists of unequal length.
-    """
-    return [
-        {
-            "id": attempt.id,
-            "prompt": critique_messages(attempt.problem, attempt.solution),
-            "response": synthesise_critique(attempt, verdict, seed),
-            "label": verdict.accepted,
-        }
-        for attempt, verdict in zip(attempts, verdicts, strict=True)
-    ]
 
 
 def _facts(diagnosis: Diagnosis) -> dict[str, str]:

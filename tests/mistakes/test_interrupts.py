@@ -129,16 +129,11 @@ def test_what_has_been_trained_is_saved_whole(
         ),
         (
             "tools.prepare_data",
-            ["--problems", "problems.jsonl", "--solutions", "solutions.jsonl", "--out", "new"],
-            Interrupt("tools.prepare_data:judge_attempts", INT),
-        ),
-        (
-            "tools.generate_solutions",
-            ["--problems", "problems.jsonl", "--model", "model", "--out", "new", "--engine", "hf"],
-            Interrupt("tools.generate_solutions:first_solutions", TERM),
+            ["--format", "ctrl", "--input", "problems.jsonl", "--out", "new"],
+            Interrupt("tools.prepare_data:select", TERM),
         ),
     ],
-    ids=["converting", "exporting", "synthesising", "solving"],
+    ids=["converting", "exporting", "reading"],
 )
 def test_a_tool_leaves_nothing_half_written(
     world: Path, module: str, arguments: list[str], interrupt: Interrupt

@@ -148,10 +148,13 @@ to_megatron, to_hf = (
     partial(tool, "convert_hf_to_megatron"),
     partial(tool, "convert_megatron_to_hf"),
 )
-plan, data = partial(tool, "plan"), partial(tool, "prepare_data")
-solutions, sandbox = partial(tool, "generate_solutions"), partial(tool, "serve_sandbox")
-_DATA = "--problems problems.jsonl --solutions solutions.jsonl --out data"
-_SOLVE = "--problems problems.jsonl --model model --out solved.jsonl"
+plan, data = partial(tool, "plan"), partial(tool, "synthesize")
+problems, sandbox = partial(tool, "prepare_data"), partial(tool, "serve_sandbox")
+_DATA = (
+    "--problems problems.jsonl --solutions solutions.jsonl --out data --val-share 0 --sft-share 0"
+)
+_SOLVE = "--problems problems.jsonl --solver model --out data --val-share 0 --sft-share 0"
+_READ = "--format ctrl --input problems.jsonl --out read.jsonl"
 _FUNCS = "reward.reward_funcs="
 _PAIR = '{"pair_id": "1", "question": "?", "response_A": "a", "response_B": "b"}\n'
 _LONG_PAIR = json.dumps({**json.loads(_PAIR), "response_A": "w " * 5000, "label": "A>B"}) + "\n"
@@ -525,21 +528,38 @@ CASES = [
         "line 1: problem 'six'",
         _text("solutions.jsonl", '{"id": "a", "problem_id": "six", "solution": ""}\n'),
     ),
-    data("nothing is left", _DATA + " --max-difficulty -1", "--max-difficulty"),
+    data("nothing is left", _DATA + " --max-difficulty -1", "reinforcement learning"),
     data("onto others' files", _DATA.replace("--out data", "--out ."), "train.parquet was not"),
     data("onto a file", _DATA.replace("--out data", "--out run.yaml"), "run.yaml is there"),
     data("no such flag", _DATA + " --fast", "--fast"),
-    solutions("no model", _SOLVE.replace("--model model", "--model none"), "none"),
-    solutions("no problems", _SOLVE.replace("problems.jsonl", "none.jsonl"), "none.jsonl"),
-    solutions("onto others' file", _SOLVE.replace("solved.jsonl", "run.yaml"), "run.yaml"),
-    solutions(
-        "over others' file",
-        _SOLVE.replace("solved.jsonl", "problems.jsonl --overwrite"),
-        "not written",
+    data("no model", _SOLVE.replace("--solver model", "--solver none"), "none"),
+    data("no problems to solve", _SOLVE.replace("problems.jsonl", "none.jsonl"), "none.jsonl"),
+    data("none of them", _SOLVE + " --n 0", "--n=0"),
+    data("no source", _DATA.replace("--solutions solutions.jsonl", ""), "--solver or --solutions"),
+    data("two sources", _DATA + " --solver model", "--solver or --solutions"),
+    data("a server without a model", _DATA + " --critic-url http://x/v1", "--critic-url"),
+    data("no critic", _DATA + " --critic none", "--critic"),
+    data("a share of two", _DATA + " --sft-share 2", "--sft-share"),
+    data("none to fine-tune on", _DATA.replace("--sft-share 0", "--sft-share .01"), "fine-tuning"),
+    data(
+        "only prose",
+        _DATA,
+        "no readable solution",
+        _text("solutions.jsonl", '{"id": "a", "problem_id": "seven", "solution": "Print it."}\n'),
     ),
-    solutions("none of them", _SOLVE + " --n 0", "n"),
-    solutions("cold", _SOLVE + " --temperature -1", "temperature"),
-    solutions(
+    problems("unknown format", _READ.replace("ctrl", "mine"), "--format"),
+    problems("no input", _READ.replace("problems.jsonl", "none.jsonl"), "none.jsonl"),
+    problems("other format", _READ.replace("ctrl", "mbpp"), "problems.jsonl: line 1"),
+    problems("split of another set", _READ + " --split train", "--split"),
+    problems("no problem is left", _READ + " --max-statement 3", "statement longer"),
+    problems("no tests at all", _READ + " --max-tests 0", "--max-tests"),
+    problems("no test set", _READ + " --against problems.jsonl", "--against"),
+    problems("onto others' file", _READ.replace("read.jsonl", "run.yaml"), "not written"),
+    problems(
+        "over others' file", _READ.replace("read.jsonl", "run.yaml --overwrite"), "not written"
+    ),
+    data("cold", _SOLVE + " --temperature -1", "temperature"),
+    data(
         "weights are cut off",
         _SOLVE,
         "model.safetensors",
@@ -595,7 +615,7 @@ MODULES = {
     },
     "convert_hf_to_megatron": "ctrl_megatron.commands.convert_hf_to_megatron",
     "convert_megatron_to_hf": "ctrl_megatron.commands.convert_megatron_to_hf",
-    **{name: f"tools.{name}" for name in ("prepare_data", "generate_solutions")},
+    **{name: f"tools.{name}" for name in ("prepare_data", "synthesize")},
     **{name: f"tools.{name}" for name in ("prepare_smollm2", "make_env")},
 }
 ROOT = Path(__file__).parents[2]
@@ -634,8 +654,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (
         *("ctrl_megatron.pipeline.run.session", "ctrl_megatron.sft.run.session"),
         "ctrl_megatron.pipeline.evaluation.session",
-        *("ctrl_megatron.commands.start._start_ranks", "tools.generate_solutions.generate"),
-        *("tools.prepare_data.judge", "tools.prepare_smollm2.convert", "tools.make_env.run"),
+        *("ctrl_megatron.commands.start._start_ranks", "tools.synthesize._run"),
+        *("tools.prepare_data.write_whole", "tools.prepare_smollm2.convert", "tools.make_env.run"),
         "ctrl_megatron.sandbox.__main__.serve",
     ):
         monkeypatch.setattr(place, starts)

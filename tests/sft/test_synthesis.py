@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.prompts import critique_messages, extract_code, fenced, parse_judgment
+from ctrl_megatron.prompts import extract_code, fenced, parse_judgment
 from ctrl_megatron.sft.diagnosis import diagnose
-from ctrl_megatron.sft.synthesis import synthesise_critique, synthesise_rows
+from ctrl_megatron.sft.synthesis import synthesise_critique
 from ctrl_megatron.types import Attempt, Problem, Verdict
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "initial_solutions"
@@ -221,18 +221,6 @@ def test_the_judgment_always_equals_the_verdict(
 def test_a_verdict_without_tests_is_refused() -> None:
     with pytest.raises(ValueError, match="t/0"):
         synthesise_critique(attempt(), Verdict(passed=(), total=3), 0)
-
-
-def test_rows() -> None:
-    attempts = [attempt(), attempt(fields={"id": "t/1"})]
-    verdicts = [verdict(""), verdict("AssertionError")]
-    rows = synthesise_rows(attempts, verdicts, 5)
-    assert [row["id"] for row in rows] == ["t/0", "t/1"]
-    assert [row["label"] for row in rows] == [True, False]
-    assert rows[0]["prompt"] == critique_messages(attempts[0].problem, attempts[0].solution)
-    assert rows[1]["response"] == synthesise_critique(attempts[1], verdicts[1], 5)
-    with pytest.raises(ValueError):
-        synthesise_rows(attempts, verdicts[:1], 5)
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="needs the collected first solutions in shared/data")

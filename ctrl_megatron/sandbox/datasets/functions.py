@@ -70,8 +70,15 @@ _METHOD = re.compile(rf"{_CLASS}\(\)\.([A-Za-z_]\w*)")
 
 
 def read_human_eval(data: Mapping[str, Any]) -> FunctionProblem:
-    """``test_list``, or ``test`` (text that defines ``check``) with ``entry_point``; tests may call
-    the functions of ``prompt`` that are not to be written.
+    """What ``human_eval_tests`` makes of a record, read as MBPP's. Raises ``ValueError``."""
+    tests, setup = human_eval_tests(data)
+    entry = data.get("entry_point")
+    return read_function_tests({"test_list": tests, "entry_point": entry, "test_setup_code": setup})
+
+
+def human_eval_tests(data: Mapping[str, Any]) -> tuple[Any, str]:
+    """Tests and their setup from ``test_list``, or ``test`` (text that defines ``check``) with
+    ``entry_point``; tests may call the functions of ``prompt`` that are not to be written.
 
     A ``check`` that consists of asserts becomes one test per assert; any other stays one test, that
     calls it. Raises ``ValueError``.
@@ -90,8 +97,7 @@ def read_human_eval(data: Mapping[str, Any]) -> FunctionProblem:
             raise ValueError("provided_data.test must be text that defines check(candidate)")
         around, tests = _split_check(text, name)
     helpers = _prompt_helpers(text_field(data.get("prompt") or "", "provided_data.prompt"), entry)
-    parts = "\n".join(filter(None, (helpers, setup, around)))
-    return read_function_tests({"test_list": tests, "entry_point": entry, "test_setup_code": parts})
+    return tests, "\n".join(filter(None, (helpers, setup, around)))
 
 
 def _prompt_helpers(prompt: str, entry: Any) -> str:

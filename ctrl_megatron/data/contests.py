@@ -1,0 +1,163 @@
+"""APPS, TACO, CodeContests and LiveCodeBench: programs judged on stdin and stdout, and functions
+judged by arguments and results.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.sandbox.comparison import RESULT_CHECK
+from ctrl_megatron.sandbox.datasets.functions import PRELUDE
+from ctrl_megatron.sandbox.datasets.problems import (
+    FunctionProblem,
+    GradedProblem,
+    StdioProblem,
+    json_field,
+    list_field,
+    object_field,
+    text_field,
+)
+from ctrl_megatron.sandbox.datasets.stdio import (
+    read_code_contests,
+    read_input_output,
+    read_live_code_bench,
+)
+from ctrl_megatron.types import Problem
+
+_LEVELS = {
+    **{"introductory": 1, "interview": 2, "competition": 3},
+    **{"easy": 1, "medium": 2, "medium_hard": 3, "hard": 3, "very_hard": 4},
+}
+"""The sets' own words -> ours; what they do not name is 0."""
+_PYTHON3 = 3
+"""In CodeContests' list of languages."""
+_RATINGS = (1200, 1600, 2200)
+"""Codeforces' ratings at which a harder level begins; without one, 0."""
+
+
+class NoTests(UserError):
+    """A row of a published set that has nothing to judge an answer by."""
+
+
+def apps_problem(record: Mapping[str, Any], number: int) -> Problem:
+    """A row of APPS (arXiv 2105.09938)."""
+    name = record.get("problem_id", record.get("id"))
+    return _input_output(record, f"apps/{number if name is None else name}")
+
+
+def taco_problem(record: Mapping[str, Any], number: int) -> Problem:
+    """A row of TACO (arXiv 2312.14852), which has no names: it is called by its number."""
+    return _input_output(record, f"taco/{number}")
+
+
+def code_contests_problem(record: Mapping[str, Any], number: int) -> Problem:
+    """A row of CodeContests (arXiv 2203.07814)."""
+    name = text_field(record.get("name"), "name")
+    if record.get("input_file") or record.get("output_file"):
+        raise NoTests("reads or writes a file")
+    if not any(_cases(record.get(f"{kind}_tests")) for kind in ("public", "private", "generated")):
+        raise NoTests("has no tests")
+    graded = read_code_contests(record)
+    rating = record.get("cf_rating") or 0
+    solutions = object_field(record.get("solutions") or {}, "solutions")
+    written = zip(solutions.get("language") or (), solutions.get("solution") or (), strict=True)
+    return _problem(
+        f"code_contests/{name}",
+        text_field(record.get("description"), "description"),
+        graded,
+        reference=next((code for language, code in written if language == _PYTHON3), ""),
+        difficulty=1 + sum(rating >= bound for bound in _RATINGS) if rating else 0,
+    )
+
+
+def live_code_bench_problem(record: Mapping[str, Any], number: int) -> Problem:
+    """A row of LiveCodeBench's code generation (arXiv 2403.07974)."""
+    name = text_field(record.get("question_id"), "question_id")
+    graded = read_live_code_bench(record)
+    return _problem(
+        f"livecodebench/{name}",
+        text_field(record.get("question_content"), "question_content"),
+        graded,
+        starter=record.get("starter_code") or "",
+        difficulty=_level(record),
+    )
+
+
+def _input_output(record: Mapping[str, Any], name: str) -> Problem:
+    tests = record.get("input_output")
+    tests = object_field(json_field(tests, "input_output"), "input_output") if tests else None
+    if not tests or not tests.get("inputs"):
+        raise NoTests("has no tests")
+    given = json_field(record.get("solutions") or "[]", "solutions")
+    solutions = list_field(given, "solutions") if given else []
+    return _problem(
+        name,
+        text_field(record.get("question"), "question"),
+        read_input_output({"input_output": tests}),
+        starter=record.get("starter_code") or "",
+        reference=text_field(solutions[0], "solutions[0]") if solutions else "",
+        difficulty=_level(record),
+        seconds=_seconds(record.get("time_limit")),
+    )
+
+
+def _problem(
+    name: str,
+    statement: str,
+    graded: GradedProblem,
+    *,
+    starter: str = "",
+    reference: str = "",
+    difficulty: int = 0,
+    seconds: float | None = None,
+) -> Problem:
+    limit = {} if seconds is None else {"time_limit": seconds}
+    if isinstance(graded, StdioProblem):
+        cases = [
+            {"input": {"stdin": c.input}, "output": {"stdout": c.output}} for c in graded.cases
+        ]
+        if graded.seconds is not None and seconds is None:
+            limit = {"time_limit": graded.seconds}
+        return Problem(
+            id=name,
+            statement=statement,
+            prompter_type="code_contests",
+            selected_uts=json.dumps(cases, ensure_ascii=False),
+            reference=reference,
+            difficulty=difficulty,
+            **limit,
+        )
+    assert isinstance(graded, FunctionProblem)
+    (function,) = graded.stubs
+    method = re.search(r"^class Solution\b", f"{starter}\n{reference}", re.MULTILINE)
+    asked = f"{statement.strip()}\n\n{starter.strip()}" if starter.strip() else statement
+    return Problem(
+        id=name,
+        statement=asked,
+        prompter_type="mbppplus",
+        selected_uts=graded.tests,
+        entry_point=f"Solution().{function}" if method else function,
+        test_setup=f"{PRELUDE}{RESULT_CHECK}",
+        reference=reference,
+        difficulty=difficulty,
+        **limit,
+    )
+
+
+def _cases(given: Any) -> Sequence[Any]:
+    given = json_field(given, "tests") if given else ()
+    return (given.get("input") or ()) if isinstance(given, Mapping) else given
+
+
+def _level(record: Mapping[str, Any]) -> int:
+    return _LEVELS.get(str(record.get("difficulty") or "").lower(), 0)
+
+
+def _seconds(limit: Any) -> float | None:
+    """TACO writes ``2.0 seconds``."""
+    found = re.match(r"\s*(\d+(?:\.\d+)?)\s*s", limit) if isinstance(limit, str) else None
+    return float(found[1]) if found and float(found[1]) > 0 else None

@@ -1,0 +1,211 @@
+"""HumanEval, HumanEval+ and MBPP+: one test per input, whichever way the file writes them.
+
+Source: HumanEval (arXiv 2107.03374) and EvalPlus (arXiv 2305.01210), whose data sets come in two
+forms: with a test program of literal inputs and results (``OriginFmt``), and with inputs only,
+whose results are the reference's. The latter's JSON has made lists of MBPP+'s tuples.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.sandbox.datasets.functions import human_eval_tests, read_function_tests
+from ctrl_megatron.sandbox.datasets.problems import list_field, text_field
+from ctrl_megatron.types import Problem
+
+_WORD = re.compile(r"\b(?:inp|exp)\b")
+_REFERENCE = "_reference_solution"
+_NUMPY = "import numpy as np"
+_CLOSE = """
+class np:
+    ndarray, float64, float32 = (), float, float
+    def allclose(got, wanted, rtol, atol):
+        if isinstance(wanted, (list, tuple)):
+            return len(got) == len(wanted) and all(
+                np.allclose(a, b, rtol, atol) for a, b in zip(got, wanted)
+            )
+        same = got == wanted or got != got and wanted != wanted
+        return same or abs(got - wanted) <= atol + rtol * abs(wanted)
+"""
+"""All that the published test programs use of numpy, which programs in the sandbox cannot import.
+A result that is not a number equals one that is not."""
+_SAME = """
+from builtins import dict as _dict, float as _float, int as _int, list as _list, tuple as _tuple
+def _same(got, wanted, atol):
+    if isinstance(got, (_list, _tuple)) and isinstance(wanted, (_list, _tuple)):
+        pairs = zip(got, wanted)
+        return len(got) == len(wanted) and all(_same(a, b, atol) for a, b in pairs)
+    if isinstance(wanted, _float) and isinstance(got, (_int, _float)):
+        return got == wanted or got != got and wanted != wanted or abs(got - wanted) <= (
+            atol or 1e-6) + 1e-7 * abs(wanted)
+    return got == wanted
+"""
+"""Of EvalPlus: floats within ``atol`` (1e-6 where it is 0), everything else equal."""
+
+
+def human_eval_problem(record: Mapping[str, Any], number: int) -> Problem:
+    """A row of HumanEval or HumanEval+, in either form."""
+    data = {name: text_field(record.get(name), name) for name in ("prompt", "entry_point")}
+    reference = data["prompt"] + text_field(record.get("canonical_solution"), "canonical_solution")
+    if "test" not in record:  # as the small form of HumanEval+ has it
+        tests, setup = _against_reference(record, reference, ("base_input", "plus_input"))
+        name, entry = str(record.get("task_id")), data["entry_point"]
+        return _problem(name, data["prompt"], entry, tests, setup, reference)
+    data["test"] = text_field(record.get("test"), "test")
+    looped = unrolled_tests(data["test"], data["entry_point"])
+    if looped:
+        tests, setup = looped
+        _, helpers = human_eval_tests({**data, "test": None, "test_list": list(tests)})
+        setup = "\n".join(filter(None, (helpers, setup)))
+    else:
+        found, setup = human_eval_tests(data)
+        tests = tuple(found)
+    if record.get("plus_input"):
+        more, own = _against_reference(record, reference, ("plus_input",))
+        tests, setup = (*tests, *more), f"{setup}\n{own}"
+    return _problem(
+        str(record.get("task_id")), data["prompt"], data["entry_point"], tests, setup, reference
+    )
+
+
+def mbpp_plus_problem(record: Mapping[str, Any], number: int) -> Problem:
+    """A row of MBPP+, in either form."""
+    name = f"mbppplus/{str(record.get('task_id')).removeprefix('Mbpp/')}"
+    statement = text_field(record.get("prompt"), "prompt").strip().strip('"').strip()
+    if "plus_input" in record:
+        entry = text_field(record.get("entry_point"), "entry_point")
+        reference = text_field(record.get("canonical_solution"), "canonical_solution")
+        tests, setup = _against_reference(record, reference, ("base_input", "plus_input"))
+        return _problem(name, statement, entry, tests, setup, reference.strip("\n"))
+    reference = text_field(record.get("code"), "code").strip("\n")
+    test = text_field(record.get("test"), "test")
+    # The one function of the reference that the loop's body calls with the inputs.
+    called = {
+        node.func.id
+        for node in ast.walk(_parse(test, "test"))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and any(isinstance(argument, ast.Starred) for argument in node.args)
+    } - {"ref_func"}
+    looped = unrolled_tests(test, *called) if len(called) == 1 else None
+    if looped is None:
+        raise UserError("column 'test' is no loop over inputs that calls one function with them")
+    return _problem(name, statement, called.pop(), *looped, reference)
+
+
+def unrolled_tests(text: str, entry: str) -> tuple[tuple[str, ...], str] | None:
+    """One test per input of a program that goes through ``inputs`` (and ``results``) in a loop, by
+    itself or in ``check(candidate)``; and the rest of it, which the tests need.
+
+    None for another program. Raises ``ValueError`` for text that is not Python.
+    """
+    tree = _parse(text, "test")
+    check = next((n for n in tree.body if getattr(n, "name", "") == "check"), None)
+    body = check.body if isinstance(check, ast.FunctionDef) else tree.body
+    lists = {
+        node.targets[0].id: node
+        for node in body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.List)
+    }
+    loop = next((node for node in body if isinstance(node, ast.For)), None)
+    if loop is None or "inputs" not in lists:
+        return None
+    columns = {"enumerate(zip(inputs, results))": ("inputs", "results")}.get(
+        ast.unparse(loop.iter), ("inputs",)
+    )
+    used = [lists[name] for name in columns]
+    values = [node.value.elts for node in used if isinstance(node.value, ast.List)]
+    put = _Put({"candidate": ast.Name(entry, ast.Load())})
+    body_text = "\n".join(ast.unparse(put.visit(node)) for node in loop.body)
+    source = [line.encode() for line in text.split("\n")]
+    tests = [
+        _WORD.sub(lambda m, row=row: row.get(m[0], m[0]), body_text)
+        for row in (
+            dict(zip(("inp", "exp"), (_text_of(v, source) for v in row), strict=False))
+            for row in zip(*values, strict=True)
+        )
+    ]
+    kept = [n for n in tree.body if n is not check]
+    kept += [n for n in body if n not in kept] if check is not None else []
+    setup = [node for node in kept if node is not loop and node not in used]
+    program = ast.unparse(ast.Module(body=setup, type_ignores=[]))
+    return tuple(tests), program.replace(_NUMPY, _CLOSE, 1)
+
+
+def _text_of(node: ast.expr, source: list[bytes]) -> str:
+    # What ``ast.unparse`` would give, at a hundredth of the time.
+    if node.lineno != node.end_lineno:
+        return f"({ast.unparse(node)})"
+    text = source[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
+    return text if text[:1] in ("[", "(") else f"({text})"
+
+
+class _Put(ast.NodeTransformer):
+    """Expressions in the place of names."""
+
+    def __init__(self, values: Mapping[str, ast.expr]) -> None:
+        self._values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._values.get(node.id, node)
+
+
+def _against_reference(
+    record: Mapping[str, Any], reference: str, columns: tuple[str, ...]
+) -> tuple[tuple[str, ...], str]:
+    """A test per input: the result equals the reference's, which runs in the judge."""
+    entry = text_field(record.get("entry_point"), "entry_point")
+    atol = record.get("atol") or 0
+    # One row of MBPP+ has an object without keys for no input.
+    given = {name: record.get(name) or [] for name in columns}
+    inputs = [i for name in columns if given[name] for i in list_field(given[name], name)]
+    if not inputs:
+        raise UserError(f"column {columns[-1]!r} has no input")
+    tests = tuple(
+        f"assert _same({entry}({(shown := _arguments(given))}), {_REFERENCE}({shown}), {atol!r})"
+        for given in inputs
+    )
+    tree = _parse(reference, "the reference")
+    renamed = _Put({entry: ast.Name(_REFERENCE, ast.Load())}).visit(tree)
+    for node in renamed.body:
+        if isinstance(node, ast.FunctionDef) and node.name == entry:
+            node.name = _REFERENCE
+    return tests, f"{_SAME}\n{ast.unparse(renamed)}"
+
+
+def _arguments(given: Any) -> str:
+    return ", ".join(map(repr, list_field(given, "an input") if given else ()))
+
+
+def _problem(
+    name: str, statement: str, entry: str, tests: tuple[str, ...], setup: str, reference: str
+) -> Problem:
+    # What no sandbox could judge is told now; tests of one problem name the same things.
+    read_function_tests(
+        {"test_list": list(tests[:2]), "test_setup_code": setup, "entry_point": entry}
+    )
+    return Problem(
+        id=name,
+        statement=statement,
+        prompter_type="mbppplus",
+        selected_uts=tests,
+        entry_point=entry,
+        test_setup=setup,
+        reference=reference,
+    )
+
+
+def _parse(text: str, where: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # stray escapes in other people's strings
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"column {where!r} is not Python: {error}") from error

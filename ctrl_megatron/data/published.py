@@ -1,0 +1,185 @@
+"""Published problem sets, from their own files to ``Problem``, and which of them are kept."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ctrl_megatron.data.contests import (
+    NoTests,
+    apps_problem,
+    code_contests_problem,
+    live_code_bench_problem,
+    taco_problem,
+)
+from ctrl_megatron.data.evalplus import human_eval_problem, mbpp_plus_problem
+from ctrl_megatron.data.mbpp import SPLITS, mbpp_problem
+from ctrl_megatron.data.near_duplicates import NearDuplicates
+from ctrl_megatron.data.problems import read_problems
+from ctrl_megatron.data.records import read_records
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.types import Problem
+
+FORMATS: dict[str, Callable[[Mapping[str, Any], int], Problem]] = {
+    "apps": apps_problem,
+    "code_contests": code_contests_problem,
+    "humaneval": human_eval_problem,
+    "humanevalplus": human_eval_problem,
+    "livecodebench": live_code_bench_problem,
+    "mbpp": mbpp_problem,
+    "mbppplus": mbpp_plus_problem,
+    "taco": taco_problem,
+}
+"""A row and its number over all files, from 1 -> the problem. Each raises ``ValueError`` or
+``SyntaxError`` for a row that is not its set's, ``NoTests`` for one that has none."""
+OWN = "ctrl"
+"""Our own problem files."""
+
+
+@dataclass(slots=True)
+class Dropped:
+    """What was left out: reason -> ids or places."""
+
+    reasons: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, reason: str, what: str) -> None:
+        """Count ``what`` under ``reason``."""
+        self.reasons.setdefault(reason, []).append(what)
+
+    def counts(self) -> Counter[str]:
+        """How many for each reason."""
+        return Counter({reason: len(names) for reason, names in self.reasons.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Which problems are kept; a bound that is None holds for all."""
+
+    min_tests: int = 1
+    max_tests: int | None = None
+    """Tests beyond so many are left out; the problem stays."""
+    max_statement: int | None = None
+    """Characters."""
+    max_reference: int | None = None
+    """Characters."""
+    max_difficulty: int | None = None
+    needs_reference: bool = False
+
+
+def read_published(
+    format: str,
+    paths: Sequence[Path],
+    *,
+    split: str | None = None,
+    skip_malformed: bool = False,
+) -> tuple[list[Problem], Dropped]:
+    """All problems of the files in order, and the rows without one.
+
+    ``split`` is MBPP's. A row that cannot be read raises ``ValueError`` naming file and row, or is
+    dropped with ``skip_malformed``; a row without tests is dropped.
+    """
+    if split is not None and (format != "mbpp" or split not in SPLITS):
+        raise UserError(f"--split={split}: only mbpp has splits, and they are {', '.join(SPLITS)}")
+    if format == OWN:
+        return [problem for path in paths for problem in read_problems(path)], Dropped()
+    read, dropped, problems = FORMATS[format], Dropped(), list[Problem]()
+    seen: dict[str, str] = {}
+    records = [record for path in paths for record in read_records(path)]
+    for number, (place, record) in enumerate(records, start=1):
+        try:
+            problem = read(record, number)
+            if problem.id in seen:
+                raise UserError(f"repeats {problem.id!r} of {seen[problem.id]}")
+        except NoTests as error:
+            dropped.add(str(error), place)
+            continue
+        except (ValueError, SyntaxError) as error:
+            if not skip_malformed:
+                raise UserError(
+                    f"{place}: {error}", remedy="--skip-malformed leaves such rows out"
+                ) from error
+            dropped.add("malformed", f"{place}: {error}")
+            continue
+        seen[problem.id] = place
+        problems.append(problem)
+    if split is not None:
+        wanted = SPLITS[split]  # type: ignore[index]
+        problems = [p for p in problems if int(p.id.removeprefix("mbpp/")) in wanted]
+    return problems, dropped
+
+
+def select(
+    problems: Iterable[Problem], limits: Limits, *, against: Iterable[Problem] = ()
+) -> tuple[list[Problem], Dropped]:
+    """The problems within ``limits`` whose statement is neither nearly one of ``against`` (test
+    sets) nor nearly an earlier one's; and what was dropped.
+    """
+    tested, earlier, kept, dropped = NearDuplicates(), NearDuplicates(), list[Problem](), Dropped()
+    for problem in against:
+        tested.add(problem.id, problem.statement)
+    for problem in problems:
+        reason = _outside(problem, limits)
+        if not reason and (twin := tested.find(problem.statement)) is not None:
+            reason = "nearly a problem of a test set"
+            problem = replace(problem, id=f"{problem.id} ({twin})")
+        if not reason and (twin := earlier.find(problem.statement)) is not None:
+            reason = "nearly an earlier problem"
+            problem = replace(problem, id=f"{problem.id} ({twin})")
+        if reason:
+            dropped.add(reason, problem.id)
+            continue
+        earlier.add(problem.id, problem.statement)
+        kept.append(_with_fewer_tests(problem, limits.max_tests))
+    return kept, dropped
+
+
+def number_of_tests(problem: Problem) -> int:
+    """Asserts, or cases of stdin and stdout."""
+    tests = problem.selected_uts
+    return len(json.loads(tests)) if isinstance(tests, str) else len(tests)
+
+
+def own_record(problem: Problem) -> dict[str, Any]:
+    """The object of our own problem files; ``problem_from`` reads it back."""
+    tests = problem.selected_uts
+    return {
+        "id": problem.id,
+        "statement": problem.statement,
+        "prompter_type": problem.prompter_type,
+        "entry_point": problem.entry_point,
+        "test_setup": problem.test_setup,
+        "tests": json.loads(tests) if isinstance(tests, str) else list(tests),
+        "reference": problem.reference,
+        "difficulty": problem.difficulty,
+        "time_limit": problem.time_limit,
+    }
+
+
+def _outside(problem: Problem, limits: Limits) -> str:
+    if number_of_tests(problem) < limits.min_tests:
+        return f"fewer than {limits.min_tests} tests"
+    for text, most, what in (
+        (problem.statement, limits.max_statement, "statement"),
+        (problem.reference, limits.max_reference, "reference"),
+    ):
+        if most is not None and len(text) > most:
+            return f"{what} longer than {most} characters"
+    if limits.max_difficulty is not None and problem.difficulty > limits.max_difficulty:
+        return f"harder than level {limits.max_difficulty}"
+    if limits.needs_reference and not problem.reference.strip():
+        return "no reference"
+    return ""
+
+
+def _with_fewer_tests(problem: Problem, most: int | None) -> Problem:
+    if most is None or number_of_tests(problem) <= most:
+        return problem
+    tests = problem.selected_uts
+    if isinstance(tests, str):
+        cases = json.loads(tests)[:most]
+        return replace(problem, selected_uts=json.dumps(cases, ensure_ascii=False))
+    return replace(problem, selected_uts=tests[:most])

@@ -1,0 +1,58 @@
+"""Files of records as data sets are published: JSON lines, a JSON list, parquet, arrow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ctrl_megatron.data.problems import read_json_lines
+from ctrl_megatron.data.rows import read_parquet
+from ctrl_megatron.errors import UserError
+
+Record = tuple[str, dict[str, Any]]
+"""A place for messages (file and row, both as the file counts), and the object."""
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a file, or of all such files of a directory in name order.
+
+    Raises ``ValueError`` naming the file, and the line where there is one, for what cannot be read.
+    """
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+        if not files:
+            raise UserError(f"{path} holds no file that ends in {', '.join(SUFFIXES)}")
+        return [record for file in files for record in read_records(file)]
+    if path.suffix == ".parquet":
+        return _numbered(path, read_parquet(path).to_pylist())
+    if path.suffix == ".arrow":
+        return _numbered(path, _read_arrow(path))
+    if path.suffix == ".json":
+        return _read_json_list(path)
+    return read_json_lines(path)
+
+
+def _numbered(path: Path, records: list[dict[str, Any]]) -> list[Record]:
+    return [(f"{path}: row {number}", record) for number, record in enumerate(records, start=1)]
+
+
+def _read_arrow(path: Path) -> list[dict[str, Any]]:
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(path)) as source:
+            return pa.ipc.open_stream(source).read_all().to_pylist()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"cannot read the arrow file {path}: {error}") from error
+
+
+def _read_json_list(path: Path) -> list[Record]:
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise UserError(f"{path} is not a JSON list of problems")
+    return [(f"{path}: entry {i}", record) for i, record in enumerate(records)]

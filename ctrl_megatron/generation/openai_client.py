@@ -1,0 +1,329 @@
+"""Client of any server that speaks OpenAI's ``/chat/completions``: vLLM, SGLang, llama.cpp, Ollama,
+the hosted ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+import aiohttp
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_random_exponential,
+)
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.generation.chat import ChatAnswer, ChatError
+from ctrl_megatron.rewards.reward_sum import gathered
+from ctrl_megatron.types import FinishReason, Message, SamplingParams
+
+_TRY_AGAIN = (408, 409, 425, 429)
+_LONGEST_WAIT = 60.0
+_TOO_LONG = "context_length_exceeded"
+_SAID_TOO_LONG = ("context length", "maximum model length", "context size")
+"""How servers without error codes word it (vLLM, SGLang, llama.cpp)."""
+_REMEDIES = {
+    401: "set OPENAI_API_KEY to a key that the server takes",
+    403: "set OPENAI_API_KEY to a key that may use this model",
+    404: "check the model's name and the URL, which usually ends in /v1",
+}
+
+
+class BudgetSpent(UserError):
+    """A request could exceed the budget of tokens; nothing was sent."""
+
+
+class _ServerFault(Exception):
+    """One attempt failed and another one may not; not before ``retry_after`` seconds."""
+
+    def __init__(self, text: str, retry_after: float = 0.0) -> None:
+        super().__init__(text)
+        self.retry_after = retry_after
+
+
+class _DoesNotFit(Exception):
+    """The conversation and ``max_tokens`` exceed the model's context."""
+
+
+@dataclass(slots=True)
+class ChatCounters:
+    """What a client did so far."""
+
+    requests: int = 0
+    """Answers asked for."""
+    retries: int = 0
+    """Attempts beyond the first of each."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """As the server counts them, of whole answers."""
+    uncounted: int = 0
+    """Answers of which the server did not say how many tokens they took."""
+
+
+class TokenBudget:
+    """Prompt and completion tokens that may be used, by one client or several of one event loop.
+
+    A request reserves ``max_tokens`` before it is sent and waits while those under way could use
+    the budget up. Its prompt is known to the server only: the budget may be exceeded by the
+    prompts of the requests that are under way when it ends.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise UserError(f"the budget must be at least 1 token, got {limit}")
+        self.limit, self.spent = limit, 0
+        self._reserved = 0
+        self._changed = asyncio.Condition()
+
+    async def reserve(self, tokens: int) -> None:
+        """Wait for ``tokens``. Raises ``BudgetSpent`` where they are not left."""
+        async with self._changed:
+            while True:
+                if self.spent + tokens > self.limit:
+                    raise BudgetSpent(
+                        f"the budget of {self.limit} tokens is used up: {self.spent} are spent and "
+                        f"the next answer may take {tokens}",
+                        remedy="raise it and go on from what is saved",
+                    )
+                if self.spent + self._reserved + tokens <= self.limit:
+                    self._reserved += tokens
+                    return
+                await self._changed.wait()
+
+    async def settle(self, reserved: int, used: int) -> None:
+        """The request that reserved ``reserved`` tokens is over and took ``used``."""
+        async with self._changed:
+            self._reserved -= reserved
+            self.spent += used
+            self._changed.notify_all()
+
+
+class OpenAIChat:
+    """``Chat`` over HTTP. ``base_url`` is what ``/chat/completions`` follows, usually ending in
+    ``/v1``; ``api_key`` is sent as bearer token.
+
+    An answer is one request (``n`` is not understood everywhere, and usage is told per request).
+    ``timeout`` (seconds) covers one attempt; a failed one is repeated up to ``attempts`` in all
+    after a random pause of at most ``backoff`` seconds, doubled each time, or after the server's
+    ``Retry-After``. ``max_concurrency`` bounds requests on the wire; one that waits for its retry
+    holds no place. ``extra_body`` is added to every request. One event loop at a time.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key: str | None = None,
+        max_concurrency: int = 32,
+        attempts: int = 6,
+        timeout: float = 600.0,
+        backoff: float = 1.0,
+        budget: TokenBudget | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise UserError(f"{base_url!r} is no http:// or https:// URL")
+        if not model:
+            raise UserError("the model's name is empty")
+        if attempts < 1 or max_concurrency < 1:
+            raise UserError("attempts and max_concurrency must be at least 1")
+        self.model = model
+        self.counters = ChatCounters()
+        self._url = base_url.rstrip("/") + "/chat/completions"
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._limit, self._attempts, self._backoff = max_concurrency, attempts, backoff
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._budget, self._extra = budget, dict(extra_body or {})
+        self._slots = asyncio.Semaphore(max_concurrency)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def complete(
+        self, conversations: Sequence[Sequence[Message]], params: SamplingParams
+    ) -> list[list[ChatAnswer]]:
+        """``params.n`` answers per conversation, in order; none where the server says that a
+        conversation does not fit.
+
+        The first fault cancels the rest. Raises ``ChatError`` after the last attempt, ``UserError``
+        for what the server refuses (key, model, parameters), ``BudgetSpent``.
+        """
+        calls = [
+            partial(self._answers, messages, params, row)
+            for row, messages in enumerate(conversations, params.first_row)
+        ]
+        return await gathered(calls)
+
+    async def close(self) -> None:
+        """Close the connections; a later call opens new ones."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _answers(
+        self, messages: Sequence[Message], params: SamplingParams, row: int
+    ) -> list[ChatAnswer]:
+        calls = [
+            partial(self._answer, self._body(messages, params, row, sample))
+            for sample in range(params.n)
+        ]
+        try:
+            return await gathered(calls)
+        except _DoesNotFit:
+            return []
+
+    def _body(
+        self, messages: Sequence[Message], params: SamplingParams, row: int, sample: int
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": list(messages),
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+        }
+        if params.top_p != 1.0:
+            body["top_p"] = params.top_p
+        if params.top_k != -1:
+            body["top_k"] = params.top_k  # not OpenAI's own, but vLLM's, SGLang's and llama.cpp's
+        if params.seed is not None:
+            body["seed"] = Random(f"{params.seed}/{row}/{sample}").getrandbits(31)
+        return body | self._extra
+
+    async def _answer(self, body: dict[str, Any]) -> ChatAnswer:
+        self.counters.requests += 1
+        reserved, used = body["max_tokens"], 0
+        if self._budget is not None:
+            await self._budget.reserve(reserved)
+        try:
+            answer = await self._retried(body)
+            used = self._count(answer)
+        finally:
+            if self._budget is not None:
+                await self._budget.settle(reserved, used)
+        return answer
+
+    async def _retried(self, body: dict[str, Any]) -> ChatAnswer:
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(self._attempts),
+            wait=self._wait,
+            retry=retry_if_exception_type(_ServerFault),
+            before_sleep=self._count_retry,
+            reraise=True,
+        )
+        try:
+            return await retrying(self._attempt, body)
+        except _ServerFault as fault:
+            raise ChatError(f"{fault} (gave up after {self._attempts} attempts)") from fault
+
+    def _wait(self, state: RetryCallState) -> float:
+        assert state.outcome is not None
+        fault = state.outcome.exception()
+        pause = wait_random_exponential(multiplier=self._backoff, max=_LONGEST_WAIT)(state)
+        return max(pause, fault.retry_after if isinstance(fault, _ServerFault) else 0.0)
+
+    def _count_retry(self, _: RetryCallState) -> None:
+        self.counters.retries += 1
+
+    def _count(self, answer: ChatAnswer) -> int:
+        prompt, completion = answer.prompt_tokens, answer.completion_tokens
+        if prompt is None or completion is None:
+            self.counters.uncounted += 1
+            if self._budget is not None:
+                raise UserError(
+                    f"{self._url} does not say how many tokens an answer took (usage), so no "
+                    "budget can be kept",
+                    remedy="leave the budget out",
+                )
+            return 0
+        self.counters.prompt_tokens += prompt
+        self.counters.completion_tokens += completion
+        return prompt + completion
+
+    async def _attempt(self, body: dict[str, Any]) -> ChatAnswer:
+        async with self._slots:
+            try:
+                async with self._open().post(self._url, json=body, headers=self._headers) as reply:
+                    status, text = reply.status, await reply.text()
+                    retry_after = _seconds(reply.headers.get("Retry-After", ""))
+            except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError) as error:
+                raise _ServerFault(f"{self._url} failed: {_described(error)}") from error
+        if status != 200:
+            raise self._refusal(status, text, retry_after)
+        try:
+            return read_answer(json.loads(text))
+        except ValueError as error:
+            raise _ServerFault(f"{self._url} sent a malformed answer: {error}") from error
+
+    def _refusal(self, status: int, text: str, retry_after: float) -> Exception:
+        code, detail = _error_of(text)
+        said = f"{self._url} answered {status}: {detail}"
+        if code == "insufficient_quota":
+            return UserError(said, remedy="the account has no credit left")
+        if status in _TRY_AGAIN or status >= 500:
+            return _ServerFault(said, retry_after)
+        if status == 400 and (
+            code == _TOO_LONG or any(w in detail.lower() for w in _SAID_TOO_LONG)
+        ):
+            return _DoesNotFit(detail)
+        return UserError(said, remedy=_REMEDIES.get(status, f"the model is {self.model!r}"))
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._limit)
+            self._session = aiohttp.ClientSession(timeout=self._timeout, connector=connector)
+        return self._session
+
+
+def read_answer(data: Any) -> ChatAnswer:
+    """The first choice of a ``chat.completion`` object. ``ValueError`` for anything else."""
+    try:
+        choice = data["choices"][0]
+        text, reason = choice["message"]["content"], choice.get("finish_reason")
+        usage = data.get("usage") or {}
+        counts = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"no choices[0].message.content in {str(data)[:200]!r}") from error
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"the content is no text: {str(text)[:200]!r}")
+    if not all(count is None or (type(count) is int and count >= 0) for count in counts):
+        raise ValueError(f"the usage counts no tokens: {str(usage)[:200]!r}")
+    finish: FinishReason = "length" if reason == "length" else "stop"
+    # A model that thinks until its last token gives no content: an empty answer.
+    return ChatAnswer(
+        text=text or "", finish_reason=finish, prompt_tokens=counts[0], completion_tokens=counts[1]
+    )
+
+
+def _error_of(text: str) -> tuple[str, str]:
+    """Code and message of an error's body, whatever form the server gives it."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return "", text[:500]
+    inner = found.get("error", found) if isinstance(found, dict) else found
+    if not isinstance(inner, dict):
+        return "", str(inner)[:500]
+    message = inner.get("message") or inner.get("detail") or inner
+    return str(inner.get("code") or ""), str(message)[:500]
+
+
+def _seconds(header: str) -> float:
+    """``Retry-After`` in seconds; 0.0 for its absence and for a date."""
+    try:
+        seconds = float(header)
+    except ValueError:
+        return 0.0
+    return min(max(seconds, 0.0), _LONGEST_WAIT) if math.isfinite(seconds) else 0.0
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

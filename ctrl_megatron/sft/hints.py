@@ -1,0 +1,77 @@
+"""What execution says about an attempt, as a hint to a model that writes its critique.
+
+Source: CTRL (arXiv 2502.03492, section 3.1): feedback of the sandbox goes into the prompt of the
+critique and out of the training example.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Literal, NamedTuple
+
+from ctrl_megatron.rewards.grading import TIMED_OUT
+from ctrl_megatron.types import Attempt, Verdict
+
+HintKind = Literal["accepted", "wrong answer", "exception", "time limit", "all failed"]
+_LONGEST = 300
+"""Characters of a test, an input or an output."""
+
+
+class ExecutionHint(NamedTuple):
+    """A hint and what kind of outcome it is about."""
+
+    kind: HintKind
+    text: str
+
+
+def execution_hint(attempt: Attempt, verdict: Verdict) -> ExecutionHint:
+    """Whether the attempt is right and, where it is not, the first case that shows it.
+
+    ``all failed`` where every one of several tests failed in the same way, which says that the
+    approach, the name or the format is wrong rather than a corner case. Raises ``ValueError`` for a
+    verdict without tests.
+    """
+    if not verdict.passed:
+        raise ValueError(f"attempt {attempt.id!r}: the verdict covers no test")
+    if verdict.accepted:
+        return ExecutionHint("accepted", "The answer is correct: it passes every test.")
+    first = verdict.passed.index(False) if False in verdict.passed else len(verdict.passed) - 1
+    told = verdict.detail[first] if first < len(verdict.detail) else ""
+    failed = verdict.passed.count(False)
+    share = f"It fails {failed} of {len(verdict.passed)} tests."
+    case = _case(attempt, first)
+    if told == TIMED_OUT or "time limit" in told.lower():
+        kind: HintKind = "time limit"
+        said = "It does not finish in time on this test:"
+    elif _is_exception(told):
+        kind, said = "exception", f"It stops with `{_last_line(told)}` on this test:"
+    else:
+        kind, said = "wrong answer", "It gives a wrong answer on this test:"
+        case += f"\n{_cut(told)}" if told not in ("", "AssertionError") else ""
+    alike = len({_last_line(detail) for detail in verdict.detail if detail}) <= 1
+    if failed == len(verdict.passed) > 1 and alike:
+        kind, share = "all failed", f"It fails all {failed} tests in the same way."
+    return ExecutionHint(kind, f"The answer is incorrect. {share} {said}\n{case}")
+
+
+def _case(attempt: Attempt, number: int) -> str:
+    tests = attempt.problem.selected_uts
+    if not isinstance(tests, str):
+        return _cut(tests[number])
+    case = json.loads(tests)[number]
+    stdin, stdout = case["input"].get("stdin", ""), case["output"]["stdout"]
+    return f"input:\n{_cut(stdin)}\nexpected output:\n{_cut(stdout)}"
+
+
+def _is_exception(detail: str) -> bool:
+    name = _last_line(detail).partition(":")[0].rpartition(" ")[2]
+    return name.endswith(("Error", "Exception", "Exit", "Interrupt")) and name != "AssertionError"
+
+
+def _last_line(detail: str) -> str:
+    return _cut(detail.strip().rpartition("\n")[2])
+
+
+def _cut(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

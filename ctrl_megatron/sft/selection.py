@@ -1,0 +1,125 @@
+"""Which critiques become supervised examples, and which attempts rows of RL."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+from zlib import crc32
+
+from ctrl_megatron.data.near_duplicates import NearDuplicates
+from ctrl_megatron.data.published import Dropped
+from ctrl_megatron.prompts import critique_messages, extract_code, parse_judgment
+from ctrl_megatron.rewards.normalize import normalize_code
+from ctrl_megatron.sft.examples import SftExample
+from ctrl_megatron.sft.leaks import leak_of
+from ctrl_megatron.types import Attempt
+
+Part = Literal["sft", "rl", "val"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Of the problems: ``val`` of all are held out, ``sft`` of the others are fine-tuned on."""
+
+    val: float = 0.2
+    sft: float = 0.5
+
+    def part_of(self, problem_id: str) -> Part:
+        """Where a problem belongs: by its name, so that it never moves."""
+        place = crc32(problem_id.encode()) % 1000 / 1000
+        if place < self.val:
+            return "val"
+        # Another digest, or the parts would depend on one another's sizes.
+        rest = crc32(f"sft/{problem_id}".encode()) % 1000 / 1000
+        return "sft" if rest < self.sft else "rl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CritiqueDraft:
+    """A critique of an attempt, before it is known whether anything can be learned from it."""
+
+    attempt: Attempt
+    right: bool
+    """The sandbox's word on the attempt."""
+    text: str
+    revised_right: bool | None = None
+    """Whether the revision that follows passes; None where nobody looked."""
+
+
+def fault_of(draft: CritiqueDraft) -> str:
+    """Why a critique is no example by itself; empty where it is one."""
+    judged = parse_judgment(draft.text)
+    if judged is None:
+        return "no judgment"
+    if judged != draft.right:
+        return "judgment against the sandbox"
+    if not draft.text.rstrip().endswith(("Correct", "Incorrect")):
+        return "goes on behind its judgment"
+    if leak := leak_of(draft.text, draft.attempt):
+        return leak
+    return "its revision fails" if draft.revised_right is False else ""
+
+
+def choose_examples(
+    drafts: Iterable[CritiqueDraft], *, balance: bool, seed: int
+) -> tuple[list[SftExample], Dropped]:
+    """The examples in order, the hint left out of their prompts; and what was dropped.
+
+    An attempt whose program and critique nearly repeat another's of its problem is dropped. With
+    ``balance`` as many right attempts are kept as wrong ones, drawn by their ids and ``seed``.
+    """
+    dropped, kept = Dropped(), list[CritiqueDraft]()
+    indices: defaultdict[str, NearDuplicates] = defaultdict(
+        lambda: NearDuplicates(words=3, least=0.8)
+    )
+    for draft in drafts:
+        name, index = draft.attempt.id, indices[draft.attempt.problem.id]
+        program = normalize_code(extract_code(draft.attempt.solution))
+        text = f"{program}\n{draft.text}"
+        if reason := fault_of(draft):
+            dropped.add(reason, name)
+        elif index.find(text) is not None:
+            dropped.add("nearly another example of its problem", name)
+        else:
+            index.add(name, text)
+            kept.append(draft)
+    if balance:
+        kept = _balanced(kept, seed, dropped)
+    examples = [
+        SftExample(
+            id=draft.attempt.id,
+            prompt=tuple(critique_messages(draft.attempt.problem, draft.attempt.solution)),
+            response=draft.text.strip(),
+        )
+        for draft in kept
+    ]
+    return examples, dropped
+
+
+def distinct_attempts(attempts: Sequence[Attempt]) -> tuple[list[Attempt], Dropped]:
+    """The attempts whose program, in its normal form, is not an earlier one of their problem."""
+    seen, kept, dropped = set[tuple[str, str]](), list[Attempt](), Dropped()
+    for attempt in attempts:
+        key = attempt.problem.id, normalize_code(extract_code(attempt.solution))
+        if key in seen:
+            dropped.add("the same program again", attempt.id)
+        else:
+            kept.append(attempt)
+        seen.add(key)
+    return kept, dropped
+
+
+def _balanced(drafts: Sequence[CritiqueDraft], seed: int, dropped: Dropped) -> list[CritiqueDraft]:
+    sides = [[d for d in drafts if d.right is right] for right in (True, False)]
+    least = min(map(len, sides))
+    chosen: set[str] = set()
+    for side in sides:
+        order = sorted(d.attempt.id for d in side)
+        order.sort(key=lambda name: crc32(f"{seed}/{name}".encode()))
+        chosen |= set(order[:least])
+    for draft in drafts:
+        if draft.attempt.id not in chosen:
+            dropped.add("right and wrong balanced", draft.attempt.id)
+    return [draft for draft in drafts if draft.attempt.id in chosen]

@@ -1,0 +1,193 @@
+"""From problems to training files: solutions, verdicts, critiques, revisions, each kept when it is
+finished.
+
+Source: CTRL (arXiv 2502.03492, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+from ctrl_megatron.generation.chat import Chat
+from ctrl_megatron.generation.solutions import first_solutions, judge_attempts
+from ctrl_megatron.prompts import (
+    generation_messages,
+    hint_messages,
+    revision_request,
+    sanitize,
+)
+from ctrl_megatron.rewards.grading import Judge
+from ctrl_megatron.sft.hints import execution_hint
+from ctrl_megatron.sft.journal import Records, StageJournal
+from ctrl_megatron.sft.selection import CritiqueDraft, fault_of
+from ctrl_megatron.sft.synthesis import synthesise_critique
+from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams, Verdict
+
+Item = TypeVar("Item")
+OpenChat = Callable[[], AbstractAsyncContextManager[Chat]]
+OpenJudge = Callable[[], AbstractAsyncContextManager[Judge]]
+Progress = Callable[[str, int, int], None]
+"""Stage, finished parts, all parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SynthesisStages:
+    """The stages over one journal. Chat and judge are opened only where something is left."""
+
+    journal: StageJournal
+    open_judge: OpenJudge
+    solver: OpenChat | None = None
+    """Draws first solutions."""
+    critic: OpenChat | None = None
+    """Writes critiques from hints; None for templates."""
+    reviser: OpenChat | None = None
+    """Revises by each critique, which is dropped where the revision fails; None for no check."""
+    seed: int
+    part_size: int = 16
+    """Problems or attempts that are finished together."""
+    progress: Progress = lambda *_: None
+
+    async def solutions(
+        self, problems: Sequence[Problem], params: SamplingParams
+    ) -> list[tuple[Attempt, str]]:
+        """Attempts and what became of their text: see ``Fate``."""
+        assert self.solver is not None
+        known = {problem.id: problem for problem in problems}
+
+        async def draw(chat: Chat, part: tuple[int, list[Problem]]) -> Records:
+            first, some = part
+            drawn = await first_solutions(chat, some, replace(params, first_row=first))
+            return [
+                {"id": a.id, "problem_id": a.problem.id, "solution": a.solution, "fate": fate}
+                for a, fate in drawn
+            ]
+
+        records = await self._stage("solutions", problems, self.solver, draw)
+        return [
+            (
+                Attempt(id=r["id"], problem=known[r["problem_id"]], solution=r["solution"]),
+                r["fate"],
+            )
+            for r in records
+        ]
+
+    async def verdicts(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, Verdict]]:
+        """Every attempt with its pass rate, and its verdict."""
+
+        async def judge(judge: Judge, part: tuple[int, list[Attempt]]) -> Records:
+            return [asdict(verdict) for _, verdict in await judge_attempts(judge, part[1])]
+
+        records = await self._stage("verdicts", attempts, self.open_judge, judge)
+        verdicts = [
+            Verdict(**{**r, "passed": tuple(r["passed"]), "detail": tuple(r["detail"])})
+            for r in records
+        ]
+        return [
+            (replace(attempt, pass_rate=verdict.pass_rate), verdict)
+            for attempt, verdict in zip(attempts, verdicts, strict=True)
+        ]
+
+    async def critiques(
+        self, judged: Sequence[tuple[Attempt, Verdict]], params: SamplingParams
+    ) -> list[CritiqueDraft]:
+        """A critique of every attempt: of ``params.n`` draws the first without a fault, else the
+        first; an empty text where the hint leaves no room for it.
+        """
+        if self.critic is None:
+            texts = [synthesise_critique(a, v, self.seed) for a, v in judged]
+        else:
+            records = await self._stage(
+                "critiques", judged, self.critic, lambda chat, part: _criticise(chat, part, params)
+            )
+            texts = [record["critique"] for record in records]
+        return [
+            CritiqueDraft(attempt=attempt, right=verdict.accepted, text=text)
+            for (attempt, verdict), text in zip(judged, texts, strict=True)
+        ]
+
+    async def revisions(
+        self, drafts: Sequence[CritiqueDraft], params: SamplingParams
+    ) -> list[CritiqueDraft]:
+        """The drafts with the fate of the revision that follows each; as given without a reviser.
+        A draft with a fault already is not revised.
+        """
+        if self.reviser is None:
+            return list(drafts)
+        revised = [draft for draft in drafts if not fault_of(draft)]
+        drawn = await self._stage(
+            "revisions", revised, self.reviser, lambda chat, part: _revise(chat, part, params)
+        )
+        attempts = [
+            replace(draft.attempt, solution=record["revision"])
+            for draft, record in zip(revised, drawn, strict=True)
+        ]
+
+        async def judge(judge: Judge, part: tuple[int, list[Attempt]]) -> Records:
+            return [{"right": v.accepted} for _, v in await judge_attempts(judge, part[1])]
+
+        found = await self._stage("revision_verdicts", attempts, self.open_judge, judge)
+        right = {d.attempt.id: r["right"] for d, r in zip(revised, found, strict=True)}
+        return [replace(d, revised_right=right.get(d.attempt.id)) for d in drafts]
+
+    async def _stage(
+        self,
+        name: str,
+        items: Sequence[Item],
+        open_source: Callable[[], AbstractAsyncContextManager[Any]],
+        work: Callable[[Any, tuple[int, list[Item]]], Any],
+    ) -> Records:
+        size = self.part_size
+        parts = [(i, list(items[i : i + size])) for i in range(0, len(items), size)]
+        left = len(parts) - len(self.journal.finished(name))
+        async with open_source() if left else _nothing() as source:
+            records = await self.journal.run(
+                name,
+                parts,
+                lambda part: work(source, part),
+                lambda done: self.progress(name, done, len(parts)),
+            )
+        return [record for part in records for record in part]
+
+
+@asynccontextmanager
+async def _nothing() -> AsyncIterator[None]:
+    yield None
+
+
+async def _criticise(
+    chat: Chat, part: tuple[int, list[tuple[Attempt, Verdict]]], params: SamplingParams
+) -> Records:
+    first, judged = part
+    asked = [
+        hint_messages(attempt.problem, attempt.solution, execution_hint(attempt, verdict).text)
+        for attempt, verdict in judged
+    ]
+    answers = await chat.complete(asked, replace(params, first_row=first))
+    records: Records = []
+    for (attempt, verdict), group in zip(judged, answers, strict=True):
+        texts = [answer.text.strip() for answer in group] or [""]
+        drafts = [CritiqueDraft(attempt=attempt, right=verdict.accepted, text=t) for t in texts]
+        chosen = next((draft for draft in drafts if not fault_of(draft)), drafts[0])
+        records.append({"id": attempt.id, "critique": chosen.text})
+    return records
+
+
+async def _revise(
+    chat: Chat, part: tuple[int, list[CritiqueDraft]], params: SamplingParams
+) -> Records:
+    first, drafts = part
+    asked = [_revision_messages(draft) for draft in drafts]
+    answers = await chat.complete(asked, replace(params, first_row=first, n=1))
+    return [
+        {"id": draft.attempt.id, "revision": group[0].text if group else ""}
+        for draft, group in zip(drafts, answers, strict=True)
+    ]
+
+
+def _revision_messages(draft: CritiqueDraft) -> list[Message]:
+    solution = {"role": "assistant", "content": sanitize(draft.attempt.solution)}
+    asked = generation_messages(draft.attempt.problem)
+    return [*asked, solution, revision_request(draft.text)]

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# From MBPP's own file to an evaluated critic. From the root of the checkout:
+#   MBPP=mbpp.jsonl MODEL=DIR OUT=DIR examples/journeys/mbpp_to_critic.sh
+# Every stage may be killed: the same command goes on from what is finished and ends in the same
+# files. SELECT and SYNTHESIZE hold further flags of the first two tools.
+set -euo pipefail
+
+CONFIG=${CONFIG:-examples/ctrl_smollm2_cpu.yaml}
+MBPP=${MBPP:?the file mbpp.jsonl}
+MODEL=${MODEL:-runs/models/smollm2}
+OUT=${OUT:-runs/mbpp_to_critic}
+RANKS=${RANKS:-2} ENGINE=${ENGINE:-vllm}
+
+python tools/prepare_data.py --format mbpp --input "$MBPP" --split train \
+  --out "$OUT/problems.jsonl" ${SELECT:-}
+
+python tools/synthesize.py --problems "$OUT/problems.jsonl" --solver "$MODEL" --engine "$ENGINE" \
+  --out "$OUT/data" ${SYNTHESIZE:-}
+
+ctrl-train-sft --nproc-per-node "$RANKS" --config "$CONFIG" \
+  "actor_rollout_ref.model.path=$MODEL" "sft.train_files=$OUT/data/sft_train.parquet" \
+  "trainer.default_local_dir=$OUT" trainer.experiment_name=sft
+
+rows=("data.train_files=$OUT/data/train.parquet" "data.val_files=$OUT/data/val.parquet"
+  "actor_rollout_ref.proxy.model.path=$MODEL" "actor_rollout_ref.rollout.name=$ENGINE"
+  "trainer.default_local_dir=$OUT")
+ctrl-train-rl --nproc-per-node "$RANKS" --config "$CONFIG" \
+  "actor_rollout_ref.model.path=$OUT/sft/hf" "${rows[@]}" trainer.experiment_name=rl
+
+last=$(ls -d "$OUT"/rl/checkpoints/global_step_* | sort -V | tail -n 1)
+if [ ! -e "$OUT/critic" ]; then
+  ctrl-convert-megatron-to-hf --checkpoint "$last" --out "$OUT/critic"
+fi
+
+ctrl-evaluate --config "$CONFIG" "before=$MODEL" "after SFT=$OUT/sft/hf" "after RL=$OUT/critic" \
+  --set "actor_rollout_ref.model.path=$OUT/sft/hf" "${rows[@]}" trainer.experiment_name=evaluation

@@ -1,0 +1,398 @@
+"""Published problem sets in their own formats: small samples of our own, and real files where they
+are. Every reference is accepted by the sandbox, a wrong program is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import json
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from ctrl_megatron.data.evalplus import unrolled_tests
+from ctrl_megatron.data.near_duplicates import NearDuplicates
+from ctrl_megatron.data.problems import problem_from, read_problems
+from ctrl_megatron.data.published import (
+    Limits,
+    number_of_tests,
+    own_record,
+    read_published,
+    select,
+)
+from ctrl_megatron.data.rows import row_of
+from ctrl_megatron.prompts import fenced
+from ctrl_megatron.rewards.grading import grade, grading_job
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
+from ctrl_megatron.types import Attempt, Problem
+from tools.prepare_data import main
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not here")
+
+TWICE = "def twice(x):\n    return 2 * x\n"
+LOOP = """import numpy as np
+
+def assertion(out, exp, atol):
+    assert out == exp
+
+inputs = [[1], [2.5], ["inp"]]
+results = [2, 5.0, "inpinp"]
+for i, (inp, exp) in enumerate(zip(inputs, results)):
+    assertion(twice(*inp), exp, 0)
+"""
+CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 4\n"
+ADDER = "a, b = map(int, input().split())\nprint(a + b)\n"
+SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+METHOD = "class Solution:\n    def twice(self, x: int) -> int:\n"
+HIDDEN = json.dumps([{"input": "[3, 4]", "output": "7", "testtype": "functional"}])
+SAMPLES: dict[str, list[dict[str, Any]]] = {
+    "mbpp": [
+        {
+            "task_id": 601,
+            "text": "Write a function to find the chain.",
+            "code": "class Pair:\r\n    def __init__(self, a, b):\r\n        self.a = a\r\n"
+            "def chain(pairs):\r\n    return len(pairs)",
+            "test_setup_code": "",
+            "test_list": ["assert chain([Pair(1, 2), Pair(3, 4)]) == 2"],
+        }
+    ],
+    "mbppplus": [
+        {"task_id": 2, "prompt": "Double it.", "code": TWICE, "test": LOOP, "test_list": []},
+        {
+            "task_id": "Mbpp/3",
+            "prompt": '"""\nDouble a number.\nassert twice(1) == 2\n"""\n',
+            "entry_point": "twice",
+            "canonical_solution": f"\n{TWICE}",
+            "base_input": [[1], [2]],
+            "plus_input": [[[3]], [0.1]],
+            "atol": 0,
+        },
+    ],
+    "humaneval": [
+        {
+            "task_id": "HumanEval/0",
+            "prompt": 'def twice(x):\n    """Double x."""\n',
+            "entry_point": "twice",
+            "canonical_solution": "    return 2 * x\n",
+            "test": CHECK,
+        }
+    ],
+    "humanevalplus": [
+        {
+            "task_id": "HumanEval/1",
+            "prompt": 'def twice(x):\n    """Double x."""\n',
+            "entry_point": "twice",
+            "canonical_solution": "    return 2 * x\n",
+            "test": CHECK,
+            "base_input": [[1], [2]],
+            "plus_input": [["ab"], [[]]],
+            "atol": 0,
+        },
+        {
+            "task_id": "HumanEval/2",
+            "prompt": 'def twice(x):\n    """Give x doubled."""\n',
+            "entry_point": "twice",
+            "canonical_solution": "    return 2 * x\n",
+            "test": "def assertion(a, b, t):\n    assert a == b\n\ndef check(candidate):\n"
+            "    inputs = [[1], ['candidate']]\n    results = [2, 'candidatecandidate']\n"
+            "    for i, (inp, exp) in enumerate(zip(inputs, results)):\n"
+            "        assertion(candidate(*inp), exp, 0)\n",
+        },
+    ],
+    "apps": [
+        {
+            "problem_id": 7,
+            "question": "Add two numbers.",
+            "solutions": json.dumps([ADDER, "x"]),
+            "input_output": json.dumps(SUMS),
+            "difficulty": "interview",
+            "starter_code": "",
+        },
+        {
+            "problem_id": 8,
+            "question": "Double a number with a method.",
+            "solutions": json.dumps([f"{METHOD}        return 2 * x\n"]),
+            "input_output": json.dumps(
+                {"fn_name": "twice", "inputs": [[1], [2]], "outputs": [[2], [4]]}
+            ),
+            "difficulty": "introductory",
+            "starter_code": METHOD,
+        },
+    ],
+    "taco": [
+        {
+            "question": "Add two numbers, please.",
+            "solutions": json.dumps([ADDER]),
+            "input_output": json.dumps(SUMS),
+            "difficulty": "VERY_HARD",
+            "starter_code": "",
+            "time_limit": "2.5 seconds",
+        }
+    ],
+    "code_contests": [
+        {
+            "name": "1_A. Sum",
+            "description": "Add the two.",
+            "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
+            "private_tests": {"input": ["3 4\n"], "output": ["7\n"]},
+            "generated_tests": {"input": [], "output": []},
+            "solutions": {"language": [2, 3], "solution": ["int main", ADDER]},
+            "cf_rating": 1300,
+            "time_limit": {"seconds": 3, "nanos": 500000000},
+            "input_file": "",
+            "output_file": "",
+        }
+    ],
+    "livecodebench": [
+        {
+            "question_id": "abc301_a",
+            "question_content": "Add both numbers.",
+            "starter_code": "",
+            "difficulty": "easy",
+            "public_test_cases": json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}]),
+            "private_test_cases": base64.b64encode(
+                zlib.compress(
+                    pickle.dumps('[{"input": "3 4", "output": "7", "testtype": "stdin"}]')
+                )
+            ).decode(),
+            "metadata": "{}",
+        },
+        {
+            "question_id": "2727",
+            "question_content": "Add all.",
+            "starter_code": "class Solution:\n    def total(self, v: List[int]) -> int:\n        ",
+            "difficulty": "hard",
+            "public_test_cases": HIDDEN,
+            "private_test_cases": "[]",
+            "metadata": json.dumps({"func_name": "total"}),
+        },
+    ],
+}
+ANSWERS = {
+    "livecodebench/abc301_a": ADDER,
+    "livecodebench/2727": "class Solution:\n    def total(self, v: List[int]) -> int:\n"
+    "        return sum(v)\n",
+}
+"""Of sets that come without references."""
+
+
+def write(folder: Path, kind: str, suffix: str = ".jsonl") -> Path:
+    file = folder / f"{kind}{suffix}"
+    if suffix == ".json":
+        file.write_text(json.dumps(SAMPLES[kind]))
+    elif suffix == ".jsonl":
+        file.write_text("".join(json.dumps(record) + "\n" for record in SAMPLES[kind]))
+    elif suffix == ".jsonl.gz":
+        lines = "".join(json.dumps(record) + "\n" for record in SAMPLES[kind])
+        file.write_bytes(gzip.compress(lines.encode()))
+    elif suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(SAMPLES[kind]), file)
+    else:
+        table = pa.Table.from_pylist(SAMPLES[kind])
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    return file
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> dict[str, Problem]:
+    found = [p for kind in SAMPLES for p in read_published(kind, [write(tmp_path, kind)])[0]]
+    return {problem.id: problem for problem in found}
+
+
+def judged(programs: list[tuple[Problem, str]]) -> list[float]:
+    async def run(endpoint: str) -> list[float]:
+        async with SandboxClient(endpoint) as client:
+            jobs = [
+                grading_job(
+                    fenced(code),
+                    row_of(Attempt(id=problem.id, problem=problem, solution=fenced(code))),
+                    run_all_cases=True,
+                )
+                for problem, code in programs
+            ]
+            return [(await grade(client, job)).pass_rate for job in jobs]
+
+    with EmbeddedSandbox.start(workers=1) as service:
+        return asyncio.run(run(service.endpoint))
+
+
+def test_every_format_becomes_problems_that_are_judged_rightly(
+    problems: dict[str, Problem], tmp_path: Path
+) -> None:
+    assert list(problems) == [
+        *("mbpp/601", "mbppplus/2", "mbppplus/3", "HumanEval/0", "HumanEval/1", "HumanEval/2"),
+        *("apps/7", "apps/8", "taco/1", "code_contests/1_A. Sum"),
+        *("livecodebench/abc301_a", "livecodebench/2727"),
+    ]
+    counts = [number_of_tests(problem) for problem in problems.values()]
+    assert counts == [1, 3, 4, 2, 4, 2, 2, 2, 2, 2, 2, 1]
+    assert problems["mbpp/601"].entry_point == "chain, Pair"
+    assert problems["apps/8"].entry_point == "Solution().twice"
+    assert [problems[n].difficulty for n in ("apps/7", "taco/1", "code_contests/1_A. Sum")] == [
+        *(2, 4, 2)
+    ]
+    assert problems["taco/1"].time_limit == 2.5
+    assert problems["code_contests/1_A. Sum"].time_limit == 3.5
+    # Our own file holds all of it.
+    out = tmp_path / "own.jsonl"
+    out.write_text("".join(json.dumps(own_record(p)) + "\n" for p in problems.values()))
+    assert read_problems(out) == list(problems.values())
+    right = [(p, ANSWERS.get(p.id, p.reference)) for p in problems.values()]
+    wrong = [
+        (p, code.replace("2 * x", "3 * x").replace("a + b", "a - b").replace("sum", "max"))
+        for p, code in right
+        if p.id != "mbpp/601"
+    ]
+    rates = judged([*right, *wrong])
+    assert rates[: len(right)] == [1.0] * len(right)
+    # 2 * x and 3 * x are equal where x is empty.
+    assert max(rates[len(right) :]) < 1
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow"])
+def test_a_set_is_the_same_in_every_kind_of_file(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / "as_lines").mkdir()
+    lines = write(tmp_path / "as_lines", "apps")
+    assert read_published("apps", [write(tmp_path, "apps", suffix)]) == (
+        read_published("apps", [lines.parent])
+    )
+
+
+MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mbpp": ("mbpp", {"test_list": ["assert other(1)"]}, "0 functions"),
+    "no code": ("mbpp", {"code": None}, "code"),
+    "loop": ("mbppplus", {"test": "for i in ("}, "test"),
+    "no loop": ("mbppplus", {"test": "assert True"}, "test"),
+    "entry point": ("humaneval", {"entry_point": None}, "entry_point"),
+    "no check": ("humaneval", {"test": "x = 1"}, "check"),
+    "no JSON": ("apps", {"input_output": "{"}, "input_output"),
+    "uneven": ("taco", {"input_output": '{"inputs": ["1"], "outputs": ["1", "2"]}'}, "2 outputs"),
+    "no name": ("code_contests", {"name": None}, "name"),
+    "uneven cases": ("code_contests", {"public_tests": {"input": ["1"], "output": []}}, "inputs"),
+    "broken payload": ("livecodebench", {"private_test_cases": "!"}, "private_test_cases"),
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "named"), MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_row_is_named_by_file_and_row(
+    kind: str, change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    right, wrong = SAMPLES[kind][0], {**SAMPLES[kind][0], **change}
+    file = tmp_path / "set.jsonl"
+    file.write_text(f"{json.dumps(right)}\n\n{json.dumps(wrong)}\n")
+    with pytest.raises(ValueError, match=rf"set\.jsonl: line 3: .*{named}"):
+        read_published(kind, [file])
+    read, dropped = read_published(kind, [file], skip_malformed=True)
+    assert len(read) == 1
+    (place,) = dropped.reasons["malformed"]
+    assert "set.jsonl: line 3" in place and named in place
+
+
+def test_rows_without_tests_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "apps.jsonl"
+    empty = {**SAMPLES["apps"][0], "problem_id": 9, "input_output": ""}
+    file.write_text("".join(json.dumps(r) + "\n" for r in [*SAMPLES["apps"], empty]))
+    read, dropped = read_published("apps", [file])
+    assert len(read) == 2 and dropped.counts() == {"has no tests": 1}
+
+
+def numbered(number: int, statement: str, **fields: Any) -> Problem:
+    return Problem(
+        id=f"p/{number}",
+        statement=statement,
+        prompter_type="mbppplus",
+        selected_uts=("assert f()", "assert f(1)", "assert f(2)"),
+        entry_point="f",
+        **fields,
+    )
+
+
+def test_selection_counts_every_reason() -> None:
+    text = "Write a function that returns the sum of all even numbers of a list {}."
+    kept, dropped = select(
+        [
+            numbered(0, text.format("")),
+            numbered(1, text.format("given")),
+            numbered(2, "Return the largest element of the given tuple of tuples."),
+            numbered(3, "x" * 99),
+            numbered(4, "Another one, hard.", difficulty=4),
+            numbered(5, "Reverse it.", reference="y" * 50),
+            numbered(6, "Sort it."),
+        ],
+        Limits(max_statement=90, max_difficulty=3, max_reference=40, max_tests=2),
+        against=[numbered(9, "return the LARGEST element of the given tuple of tuples")],
+    )
+    assert [(p.id, len(p.selected_uts)) for p in kept] == [("p/0", 2), ("p/6", 2)]
+    assert dropped.reasons == {
+        "nearly an earlier problem": ["p/1 (p/0)"],
+        "nearly a problem of a test set": ["p/2 (p/9)"],
+        "statement longer than 90 characters": ["p/3"],
+        "harder than level 3": ["p/4"],
+        "reference longer than 40 characters": ["p/5"],
+    }
+    assert [p.id for p in select(kept, Limits(min_tests=3))[0]] == []
+
+
+def test_near_duplicates_are_those_of_the_definition() -> None:
+    index = NearDuplicates(words=2, least=0.5)
+    index.add("a", "one two three four")
+    index.add("b", "one two three four five")
+    assert index.find("One, two: three FOUR five") == "b"
+    assert index.find("one two three") == "a"  # 2 of 3 shingles, and 2 of 4
+    assert index.find("two one") is None and index.find("") is None
+
+
+def test_a_loop_is_unrolled_and_other_programs_are_not() -> None:
+    tests, setup = unrolled_tests(LOOP, "twice") or ((), "")
+    assert tests[0] == "assertion(twice(*[1]), (2), 0)"
+    assert tests[2] == "assertion(twice(*['inp']), ('inpinp'), 0)" or '"inp"' in tests[2]
+    assert "def assertion" in setup and "inputs" not in setup
+    assert unrolled_tests("assert twice(1) == 2", "twice") is None
+
+
+def test_the_tool_writes_the_same_file_again_and_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = write(tmp_path, "humanevalplus"), tmp_path / "out" / "problems.jsonl"
+    arguments = ["--format", "humanevalplus", "--input", str(file), "--out", str(out)]
+    assert main(arguments) == 0
+    said, before = capsys.readouterr().out, out.read_bytes()
+    assert "2 │ kept" in said
+    assert main(arguments) == 0 and out.read_bytes() == before
+    fewer = [*arguments, "--max-tests", "1"]
+    assert main(fewer) == 2 and out.read_bytes() == before
+    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert main([*fewer, "--overwrite"]) == 0 and out.read_bytes() != before
+    against = ["--against", f"humaneval={write(tmp_path, 'humaneval')}"]
+    assert main([*arguments, *against, "--overwrite"]) == 0
+    assert "HumanEval/1 (HumanEval/0)" in capsys.readouterr().out
+
+
+REAL = {
+    "mbpp": ("mbpp/mbpp.jsonl", 974),
+    "mbppplus": ("mbppplus/MbppPlus-OriginFmt.jsonl.gz", 378),
+    "humaneval": ("humaneval/HumanEval.jsonl.gz", 164),
+    "humanevalplus": ("humanevalplus/HumanEvalPlus.jsonl.gz", 164),
+}
+
+
+@needs_data
+@pytest.mark.parametrize("kind", REAL)
+def test_all_rows_of_the_real_sets_load(kind: str) -> None:
+    """``tools/check_sandbox_data.py`` judges all their references."""
+    file, count = REAL[kind]
+    read, dropped = read_published(kind, [SHARED / file])
+    assert len(read) == count and not dropped.reasons
+    assert all(number_of_tests(problem) >= 1 and problem.reference for problem in read)
+    few = select(read[:: count // 8], Limits(max_tests=8))[0]
+    assert judged([(p, p.reference) for p in few]) == [1.0] * len(few)
+    assert problem_from(own_record(read[0])) == read[0]

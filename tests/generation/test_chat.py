@@ -1,0 +1,336 @@
+"""The OpenAI-compatible client against a scripted server; an engine as the same source of text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+from aiohttp import web
+
+from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.generation.chat import Chat, ChatError, EngineChat
+from ctrl_megatron.generation.openai_client import BudgetSpent, OpenAIChat, TokenBudget
+from ctrl_megatron.types import Completion, Message, SamplingParams, VersionSpan
+
+ASK: list[Message] = [{"role": "user", "content": "hello"}]
+PARAMS = SamplingParams(max_tokens=8)
+
+
+def good(text: str = "hi", *, prompt: int = 5, completion: int = 3, finish: str = "stop") -> Any:
+    return {
+        "choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish}],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": completion},
+    }
+
+
+class Scripted:
+    """Answers requests with the given replies in turn, the last one for ever: an object as JSON,
+    ``(status, body)``, ``(status, body, headers)``, text as it stands, ``"hang up"``,
+    ``"hang"``, or what a function makes of the request's body.
+    """
+
+    def __init__(self, *replies: Any) -> None:
+        self.replies, self.bodies, self.keys = list(replies), [], []
+        self.at_once = self.most_at_once = 0
+
+    async def handle(self, request: web.Request) -> web.Response:
+        reply = self.replies[min(len(self.bodies), len(self.replies) - 1)]
+        body = await request.json()
+        self.bodies.append(body)
+        self.keys.append(request.headers.get("Authorization"))
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await asyncio.sleep(0.02)
+            if callable(reply):
+                reply = reply(body)
+            if reply == "hang":
+                await asyncio.sleep(0.5)
+            if reply == "hang up":
+                assert request.transport is not None
+                request.transport.close()
+                return web.Response()
+            if isinstance(reply, str):
+                return web.Response(text=reply, content_type="application/json")
+            if isinstance(reply, tuple):
+                status, content, *headers = reply
+                text = content if isinstance(content, str) else json.dumps(content)
+                return web.Response(status=status, text=text, headers=dict(*headers))
+            return web.json_response(reply)
+        finally:
+            self.at_once -= 1
+
+
+@asynccontextmanager
+async def serving(script: Scripted, **options: Any) -> AsyncIterator[OpenAIChat]:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", script.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    chat = OpenAIChat(url, "tiny", **{"backoff": 0.01, **options})
+    try:
+        yield chat
+    finally:
+        await chat.close()
+        await runner.cleanup()
+
+
+def talk(
+    script: Scripted, use: Callable[[OpenAIChat], Awaitable[Any]], **options: Any
+) -> tuple[Any, OpenAIChat]:
+    async def run() -> tuple[Any, OpenAIChat]:
+        async with serving(script, **options) as chat:
+            return await use(chat), chat
+
+    return asyncio.run(run())
+
+
+def ask(script: Scripted, params: SamplingParams = PARAMS, count: int = 1, **options: Any) -> Any:
+    return talk(script, lambda chat: chat.complete([ASK] * count, params), **options)
+
+
+def test_an_answer_with_its_tokens() -> None:
+    script = Scripted(good("hi\n", finish="length"))
+    answers, chat = ask(script, api_key="sesame")
+    assert [[(a.text, a.finish_reason) for a in group] for group in answers] == [
+        [("hi\n", "length")]
+    ]
+    assert (answers[0][0].prompt_tokens, answers[0][0].completion_tokens) == (5, 3)
+    assert (chat.counters.prompt_tokens, chat.counters.completion_tokens) == (5, 3)
+    assert script.bodies == [
+        {"model": "tiny", "messages": ASK, "max_tokens": 8, "temperature": 1.0}
+    ]
+    assert script.keys == ["Bearer sesame"]
+
+
+def test_every_answer_is_a_request_with_a_seed_of_its_own() -> None:
+    script = Scripted(lambda body: good(body["messages"][0]["content"]))
+    params = SamplingParams(max_tokens=8, n=2, seed=7, top_p=0.9, top_k=5)
+    asked = [[{"role": "user", "content": name}] for name in ("a", "b")]
+    answers, _ = talk(script, lambda chat: chat.complete(asked, params))
+    assert [[a.text for a in group] for group in answers] == [["a", "a"], ["b", "b"]]
+    seeds = {body["seed"] for body in script.bodies}
+    assert len(seeds) == 4 and script.bodies[0]["top_p"] == 0.9 and script.bodies[0]["top_k"] == 5
+    part = Scripted(good())
+    second = SamplingParams(max_tokens=8, n=2, seed=7, first_row=1)
+    talk(part, lambda chat: chat.complete(asked[1:], second))
+    of_b = {b["seed"] for b in script.bodies if b["messages"][0]["content"] == "b"}
+    assert {body["seed"] for body in part.bodies} == of_b
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        (429, {"error": {"message": "slow down", "code": "rate_limit_exceeded"}}),
+        (500, "a traceback"),
+        (503, {"detail": "starting"}),
+        "hang up",
+        "hang",
+        "{no json",
+        {"choices": []},
+        {"choices": [{"message": {"content": 5}}]},
+        {**good(), "usage": {"prompt_tokens": -1, "completion_tokens": 2}},
+    ],
+    ids=str,
+)
+def test_a_fault_of_the_server_is_tried_again(fault: Any) -> None:
+    script = Scripted(fault, fault, good())
+    answers, chat = ask(script, timeout=0.3)
+    assert answers[0][0].text == "hi"
+    assert (len(script.bodies), chat.counters.retries, chat.counters.requests) == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ((500, {"error": "out of memory"}), "answered 500: out of memory"),
+        ("{no json", "malformed answer"),
+        ("hang", "TimeoutError"),
+        ("hang up", "failed: "),
+    ],
+    ids=str,
+)
+def test_the_last_fault_is_raised_with_the_url(fault: Any, said: str) -> None:
+    with pytest.raises(ChatError, match=r"/v1/chat/completions .*gave up after 2") as caught:
+        ask(Scripted(fault), attempts=2, timeout=0.2)
+    assert said in str(caught.value)
+
+
+def test_retry_after_is_kept() -> None:
+    script = Scripted((429, "busy", {"Retry-After": "0.4"}), good())
+
+    async def timed(chat: OpenAIChat) -> float:
+        start = asyncio.get_running_loop().time()
+        await chat.complete([ASK], PARAMS)
+        return asyncio.get_running_loop().time() - start
+
+    assert talk(script, timed)[0] >= 0.4
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ((401, {"error": {"message": "bad key"}}), "bad key; set OPENAI_API_KEY"),
+        ((404, {"error": {"message": "no such model"}}), "ends in /v1"),
+        (
+            (400, {"error": {"message": "top_k is unknown"}}),
+            "top_k is unknown; the model is 'tiny'",
+        ),
+        ((429, {"error": {"message": "pay", "code": "insufficient_quota"}}), "no credit left"),
+    ],
+    ids=str,
+)
+def test_what_the_server_refuses_is_the_users(reply: Any, said: str) -> None:
+    script = Scripted(reply)
+    with pytest.raises(UserError) as caught:
+        ask(script)
+    assert said in str(caught.value) and len(script.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (400, {"error": {"message": "too many", "code": "context_length_exceeded"}}),
+        (400, {"message": "This model's maximum context length is 8 tokens."}),
+    ],
+    ids=str,
+)
+def test_a_conversation_that_does_not_fit_has_no_answers(reply: Any) -> None:
+    long = [{"role": "user", "content": "long"}]
+    script = Scripted(lambda body: reply if body["messages"] == long else good())
+    answers, _ = talk(script, lambda chat: chat.complete([ASK, long, ASK], PARAMS))
+    assert [[a.text for a in group] for group in answers] == [["hi"], [], ["hi"]]
+
+
+def test_so_many_requests_at_once_and_no_more() -> None:
+    script = Scripted(good())
+    answers, _ = ask(script, count=12, max_concurrency=3)
+    assert len(answers) == 12 and script.most_at_once == 3
+
+
+def test_a_waiting_retry_holds_no_place() -> None:
+    script = Scripted((429, "busy", {"Retry-After": "1"}), good())
+    order = []
+
+    async def use(chat: OpenAIChat) -> None:
+        async def one(name: str) -> None:
+            await chat.complete([ASK], PARAMS)
+            order.append(name)
+
+        await asyncio.gather(one("first"), one("second"))
+
+    talk(script, use, max_concurrency=1)
+    assert order == ["second", "first"]
+
+
+def test_the_budget_is_never_exceeded_by_answers() -> None:
+    """Each answer takes 8 tokens and reserves 8: of 30 there are three, then the budget is used."""
+    script = Scripted(good(prompt=0, completion=8))
+    budget = TokenBudget(30)
+    with pytest.raises(BudgetSpent, match="budget of 30 tokens is used up: 24 are spent"):
+        ask(script, count=12, budget=budget)
+    assert (budget.spent, len(script.bodies)) == (24, 3)
+
+
+def test_the_budget_waits_for_what_is_under_way() -> None:
+    """Reserved tokens that an answer did not take are there for others."""
+    script = Scripted(good(prompt=1, completion=1))
+    budget = TokenBudget(20)
+    answers, _ = ask(script, count=7, budget=budget)
+    assert len(answers) == 7 and budget.spent == 14
+
+
+def test_usage_that_is_not_told_is_unknown_and_no_zero() -> None:
+    reply = good()
+    del reply["usage"]
+    answers, chat = ask(Scripted(reply))
+    assert answers[0][0].completion_tokens is None and chat.counters.uncounted == 1
+    with pytest.raises(UserError, match="leave the budget out"):
+        ask(Scripted(reply), budget=TokenBudget(100))
+
+
+def test_an_answer_without_content_is_empty() -> None:
+    reply = good()
+    reply["choices"][0] = {"message": {"content": None}, "finish_reason": "length"}
+    answers, _ = ask(Scripted(reply))
+    assert (answers[0][0].text, answers[0][0].finish_reason) == ("", "length")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("localhost:80", "m"), "no http:// or https:// URL"),
+        (("http://localhost", ""), "name is empty"),
+    ],
+)
+def test_a_client_that_cannot_work_is_refused(arguments: tuple[str, str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        OpenAIChat(*arguments)
+
+
+class _Words:
+    """A codec of one number per character; 0 ends an answer."""
+
+    eos_token_ids = (0,)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        return [ord(c) for message in messages for c in message["content"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(i) for i in ids if i)
+
+
+class _Echo:
+    """An engine that answers with the prompt and its row."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, SamplingParams]] = []
+
+    async def generate(
+        self, prompts: list[list[int]], params: SamplingParams
+    ) -> list[list[Completion]]:
+        self.asked.append((len(prompts), params))
+        return [
+            [
+                Completion(
+                    token_ids=(*prompt, ord(str(row)), 0),
+                    log_probs=(),
+                    finish_reason="stop",
+                    spans=(VersionSpan("0", 0, len(prompt) + 2),),
+                )
+            ]
+            * params.n
+            for row, prompt in enumerate(prompts, params.first_row)
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+def test_an_engine_is_asked_with_rows_that_keep_their_numbers() -> None:
+    engine = _Echo()
+    chat: Chat = EngineChat(
+        cast(Any, engine), cast(TextCodec, cast(object, _Words())), max_model_len=12
+    )
+    asked = [[{"role": "user", "content": text}] for text in ("ab", "c" * 5, "d", "ef")]
+    params = SamplingParams(max_tokens=8, n=2, seed=3, first_row=2)
+    answers = asyncio.run(chat.complete(asked, params))
+    assert [[a.text for a in group] for group in answers] == [
+        ["ab2"] * 2,
+        [],
+        ["d4"] * 2,
+        ["ef5"] * 2,
+    ]
+    assert Counter(a.prompt_tokens for group in answers for a in group) == {2: 4, 1: 2}
+    assert answers[0][0].completion_tokens == 4
+    assert [(n, p.first_row) for n, p in engine.asked] == [(1, 2), (2, 4)]
+    assert all(p.stop_token_ids == (0,) and not p.log_probs for _, p in engine.asked)

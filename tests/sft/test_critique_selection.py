@@ -1,0 +1,194 @@
+"""Hints tell what execution said; critiques that give it away, disagree or repeat are dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.prompts import fenced
+from ctrl_megatron.sft.hints import execution_hint
+from ctrl_megatron.sft.journal import StageJournal
+from ctrl_megatron.sft.leaks import leak_of
+from ctrl_megatron.sft.selection import (
+    CritiqueDraft,
+    Shares,
+    choose_examples,
+    distinct_attempts,
+)
+from ctrl_megatron.types import Attempt, Problem, Verdict
+
+FUNCTION = Problem(
+    id="t/total",
+    statement="Return the sum of the values, 1000 at most.",
+    prompter_type="mbppplus",
+    selected_uts=("assert total([20, 21]) == 4711", "assert total([]) == 0"),
+    entry_point="total",
+    reference="def total(values):\n    return min(sum(values), 1000)\n",
+)
+PROGRAM = replace(
+    FUNCTION,
+    id="t/program",
+    prompter_type="code_contests",
+    entry_point="",
+    selected_uts=json.dumps([{"input": {"stdin": "20 21"}, "output": {"stdout": "4711\n"}}]),
+)
+
+
+def attempt(code: str = "def total(values):\n    return 0", **fields: Any) -> Attempt:
+    return Attempt(**{"id": "t/total/0", "problem": FUNCTION, "solution": fenced(code), **fields})
+
+
+def verdict(*details: str) -> Verdict:
+    return Verdict(passed=tuple(not text for text in details), total=len(details), detail=details)
+
+
+@pytest.mark.parametrize(
+    ("judged", "kind", "said"),
+    [
+        (verdict("", ""), "accepted", "correct"),
+        (verdict("AssertionError", ""), "wrong answer", "total([20, 21]) == 4711"),
+        (verdict("", "AssertionError: total([]) returned 7"), "wrong answer", "returned 7"),
+        (verdict("", "KeyError: 'a'"), "exception", "`KeyError: 'a'`"),
+        (verdict("TimeLimitExceeded", ""), "time limit", "in time"),
+        (verdict("NameError: x", "NameError: x"), "all failed", "all 2 tests"),
+        (verdict("AssertionError", "KeyError: 1"), "wrong answer", "2 of 2"),
+    ],
+)
+def test_the_hint_says_what_execution_said(judged: Verdict, kind: str, said: str) -> None:
+    hint = execution_hint(attempt(), judged)
+    assert hint.kind == kind and said in hint.text
+
+
+def test_the_hint_of_a_program_shows_its_case_in_short() -> None:
+    hint = execution_hint(attempt(problem=PROGRAM), verdict("line 1 differs: '0'" + "x" * 999))
+    assert "20 21" in hint.text and "4711" in hint.text and "line 1 differs" in hint.text
+    assert len(hint.text) < 1000
+    with pytest.raises(ValueError, match="t/total/0"):
+        execution_hint(attempt(), Verdict(passed=(), total=2))
+
+
+@pytest.mark.parametrize(
+    ("critique", "leak"),
+    [
+        ("It returns zero for every list, but the sum is asked.", ""),
+        ("It must not exceed 1000.", ""),
+        ("As the hint says, the result is wrong.", "speaks of the hint or of tests"),
+        ("It fails a hidden test.", "speaks of the hint or of tests"),
+        ("Write\n```python\nx\n```", "writes out code"),
+        ("Write\n    def total(values):\n", "writes out code"),
+        ("`total([20,21]) == 4711` fails.", "quotes a test"),
+        ("For these values 4711 is expected.", "quotes an expected value"),
+        ("Use `return min(sum(values), 1000)`.", "quotes the solution"),
+    ],
+)
+def test_what_a_critique_gives_away(critique: str, leak: str) -> None:
+    assert leak_of(critique, attempt()) == leak
+
+
+def test_what_the_attempt_says_itself_is_no_leak() -> None:
+    own = attempt("def total(values):\n    return min(sum(values), 1000) + 4711")
+    assert leak_of("It adds 4711 to `return min(sum(values), 1000)`.", own) == ""
+    assert leak_of("It prints 4711.", attempt(problem=PROGRAM)) == "quotes an expected value"
+
+
+def draft(
+    number: int, *, right: bool, text: str = "", code: str = "", **more: Any
+) -> CritiqueDraft:
+    words = "Correct" if right else "Incorrect"
+    tried = attempt(code or f"def total(values):\n    return {number}", id=f"t/total/{number}")
+    said = text or f"Analysis: look at number {number} again.\nOverall judgment: {words}"
+    return CritiqueDraft(attempt=tried, right=right, text=said, **more)
+
+
+def test_every_reason_is_counted() -> None:
+    examples, dropped = choose_examples(
+        [
+            draft(0, right=True),
+            draft(1, right=False, text="Analysis: wrong."),
+            draft(2, right=False, text="Analysis: fine.\nOverall judgment: Correct"),
+            draft(3, right=False, text="Overall judgment: Incorrect\nAnd more."),
+            draft(4, right=False, text="It gives 4711.\nOverall judgment: Incorrect"),
+            draft(5, right=False, revised_right=False),
+            draft(6, right=False, revised_right=True),
+            replace(
+                draft(6, right=False), attempt=attempt("def total(values):\n    return 6", id="t/7")
+            ),
+            draft(8, right=False),
+        ],
+        balance=False,
+        seed=1,
+    )
+    assert [e.id for e in examples] == ["t/total/0", "t/total/6", "t/total/8"]
+    assert dropped.counts() == {
+        "no judgment": 1,
+        "judgment against the sandbox": 1,
+        "goes on behind its judgment": 1,
+        "quotes an expected value": 1,
+        "its revision fails": 1,
+        "nearly another example of its problem": 1,
+    }
+    for example in examples:
+        assert "<hint>" not in example.prompt[0]["content"]
+
+
+def test_right_and_wrong_are_balanced_on_demand() -> None:
+    drafts = [draft(n, right=n < 3) for n in range(12)]
+    examples, dropped = choose_examples(drafts, balance=True, seed=1)
+    right = [e for e in examples if e.response.endswith(" Correct")]
+    assert (len(examples), len(right)) == (6, 3)
+    assert dropped.counts() == {"right and wrong balanced": 6}
+    assert examples == choose_examples(drafts, balance=True, seed=1)[0]
+    assert {e.id for e in examples} != {
+        e.id for e in choose_examples(drafts, balance=True, seed=2)[0]
+    }
+
+
+def test_a_program_counts_once_per_problem() -> None:
+    tried = [
+        attempt("def total(v):\n    x = 1\n    return x", id="a"),
+        attempt("def total(v):\n    y = 1  # the same\n    return y", id="b"),
+        attempt("def total(v):\n    return 2", id="c"),
+    ]
+    kept, dropped = distinct_attempts([*tried, replace(tried[0], problem=PROGRAM, id="d")])
+    assert [a.id for a in kept] == ["a", "c", "d"]
+    assert dropped.reasons == {"the same program again": ["b"]}
+
+
+def test_problems_fall_into_three_parts_by_their_names() -> None:
+    names = [f"set/{n}" for n in range(4000)]
+    shares = Shares(val=0.2, sft=0.5)
+    parts = [shares.part_of(name) for name in names]
+    assert all(abs(parts.count(p) / 4000 - s) < 0.03 for p, s in (("val", 0.2), ("sft", 0.4)))
+    # What is held out stays so, whatever the other share is.
+    other = [Shares(val=0.2, sft=0.1).part_of(name) for name in names]
+    assert [p == "val" for p in parts] == [p == "val" for p in other]
+    assert {Shares(val=0, sft=0).part_of(name) for name in names} == {"rl"}
+    assert {Shares(val=0, sft=1).part_of(name) for name in names} == {"sft"}
+
+
+def test_a_journal_goes_on_behind_its_last_whole_line(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    async def work(part: int) -> list[dict[str, Any]]:
+        calls.append(part)
+        if part == 2 and len(calls) == 3:
+            raise RuntimeError
+        return [{"part": part}]
+
+    with pytest.raises(RuntimeError):
+        asyncio.run(StageJournal(tmp_path, {"--seed": 1}).run("draw", [0, 1, 2, 3], work))
+    file = tmp_path / "draw.jsonl"
+    file.write_bytes(file.read_bytes()[:-3])
+    told: list[int] = []
+    again = StageJournal(tmp_path, {"--seed": 1})
+    found = asyncio.run(again.run("draw", [0, 1, 2, 3], work, told.append))
+    assert found == [[{"part": n}] for n in range(4)]
+    assert calls == [0, 1, 2, 1, 2, 3] and told == [1, 2, 3, 4]
+    with pytest.raises(UserError, match=r"other --n, --seed|other --seed, --n"):
+        StageJournal(tmp_path, {"--seed": 2, "--n": 1})
