@@ -19,11 +19,8 @@ __all__ = [
     "JUDGED_CORRECT",
     "JUDGED_INCORRECT",
     "REVISION_SENTENCE",
-<<<<<<< HEAD
-    "choice_messages",
-=======
     "SettledAnswer",
->>>>>>> synth
+    "choice_messages",
     "critique_messages",
     "desanitize",
     "extract_code",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A critic for your own problems: first solutions, training files, fine-tuning, reinforcement,
+# A critic for your own problems: training files, fine-tuning, reinforcement,
 # evaluation. With your files in place of these, from the root of the checkout:
 #   MODEL=DIR PROBLEMS=FILE OUT=DIR examples/journeys/own_problems.sh
 set -euo pipefail
@@ -10,10 +10,7 @@ PROBLEMS=${PROBLEMS:-examples/problems}
 OUT=${OUT:-runs/own_problems}
 RANKS=${RANKS:-2} ENGINE=${ENGINE:-vllm}
 
-python tools/generate_solutions.py --model "$MODEL" --problems "$PROBLEMS" \
-  --out "$OUT/solutions.jsonl" --n 2 --engine "$ENGINE"
-
-python tools/prepare_data.py --problems "$PROBLEMS" --solutions "$OUT/solutions.jsonl" \
+python tools/synthesize.py --problems "$PROBLEMS" --solver "$MODEL" --engine "$ENGINE" \
   --out "$OUT/data"
 
 ctrl-train-sft --nproc-per-node "$RANKS" --config "$CONFIG" \
