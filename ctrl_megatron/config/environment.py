@@ -105,6 +105,11 @@ def read_provider_keys(
     return found | {key: environ[name] for key, name in optional.items() if name in environ}
 
 
+def read_openai_key(environ: Mapping[str, str] = os.environ) -> str | None:
+    """``OPENAI_API_KEY``, for servers of OpenAI's protocol; None where it is not set."""
+    return environ.get("OPENAI_API_KEY") or None
+
+
 def child_environment(
     environ: Mapping[str, str] = os.environ, *, devices: Sequence[int] = ()
 ) -> dict[str, str]:

@@ -9,6 +9,7 @@ from ctrl_megatron.prompts.messages import (
     generation_messages,
     hint_messages,
     parse_judgment,
+    revision_messages,
     revision_request,
 )
 
@@ -23,6 +24,7 @@ __all__ = [
     "generation_messages",
     "hint_messages",
     "parse_judgment",
+    "revision_messages",
     "revision_request",
     "sanitize",
 ]

@@ -1,0 +1,90 @@
+"""From what a user names, a model directory or a server and a model's name, to a ``Chat``: checked
+before anything starts, engines launched once per model and ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ctrl_megatron.config.environment import read_openai_key
+from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.errors import users_input
+from ctrl_megatron.generation.chat import EngineChat
+from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.rollout.client import RemoteEngine
+from ctrl_megatron.rollout.engine import EngineSpec, default_engine, require_engine
+from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSource:
+    """Where one role's answers come from."""
+
+    model: str
+    """An HF directory or, with a URL, the name that the server knows the model by."""
+    url: str = ""
+    """The server's, usually ending in ``/v1``; empty for an engine of our own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How engines of our own are started, and what clients of servers are held to."""
+
+    engine: str | None = None
+    max_model_len: int = 2048
+    threads: int | None = None
+    max_concurrency: int = 32
+    token_budget: int | None = None
+
+
+def check_source(flag: str, source: ChatSource, options: EngineOptions) -> None:
+    """UserError naming ``flag`` for a source that no chat can be opened on."""
+    with users_input(flag):
+        if source.url:
+            OpenAIChat(source.url, source.model)
+            return
+        require_engine(options.engine or default_engine())
+        _ = TextCodec(source.model).eos_token_ids
+        SafetensorsDirectory(source.model).check(read_model_shape(source.model))
+
+
+@contextmanager
+def open_chats(
+    sources: Mapping[str, ChatSource], options: EngineOptions
+) -> Iterator[dict[str, EngineChat | OpenAIChat]]:
+    """A chat per role; roles with one source share it. Engines run until the block ends. Raises
+    ``EngineDied`` for one that does not start. To be used in one event loop.
+    """
+    budget = None if options.token_budget is None else TokenBudget(options.token_budget)
+    chats: dict[ChatSource, EngineChat | OpenAIChat] = {}
+    launched: list[EngineProcess] = []
+    try:
+        for source in dict.fromkeys(sources.values()):
+            if source.url:
+                chats[source] = OpenAIChat(
+                    source.url,
+                    source.model,
+                    api_key=read_openai_key(),
+                    max_concurrency=options.max_concurrency,
+                    budget=budget,
+                )
+                continue
+            spec = EngineSpec(
+                name=options.engine or default_engine(),
+                model_path=source.model,
+                max_model_len=options.max_model_len,
+                kv_cache_gib=1.0,
+                threads=options.threads,
+            )
+            launched.append(launch_engine(spec))
+            engine: RemoteEngine = launched[-1].connect()
+            codec = TextCodec(source.model)
+            chats[source] = EngineChat(engine, codec, max_model_len=options.max_model_len)
+        yield {role: chats[source] for role, source in sources.items()}
+    finally:
+        for process in launched:
+            process.stop()
