@@ -336,7 +336,7 @@ class Checks:
         settings = (
             *(f"actor_rollout_ref.model.path={self.model}", "sft.train_batch_size=4"),
             *(f"actor_rollout_ref.model.dtype={self.dtype}", f"sft.train_files={rows}"),
-            *("sft.val_files=[]", "sft.max_length=512", "sft.max_token_len_per_gpu=2048"),
+            *("sft.val_files=[]", "sft.max_length=512"),
             *(
                 f"sft.total_training_steps={steps}",
                 "sft.lr=1e-4",

@@ -127,8 +127,8 @@ class Actor:
     """Prompts per optimizer step, over all ranks."""
     ppo_epochs: int = key(1, AT_LEAST_1)
     """Passes over the batch of one training step."""
-    ppo_max_token_len_per_gpu: int = key(16384, AT_LEAST_1)
-    """Token budget of a packed micro-batch in the update."""
+    ppo_max_token_len_per_gpu: int = key(16384, AT_LEAST_1, stage="both")
+    """Token budget of a packed micro-batch in the update; fine-tuning's too."""
     clip_ratio: float = key(0.2, AT_LEAST_0, read=(_CLIPPED, _ONE_SIDE))
     """PPO clip range of the sides whose key below is None."""
     clip_ratio_low: float | None = key(None, AT_LEAST_0, read=_CLIPPED)

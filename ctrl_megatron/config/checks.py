@@ -32,8 +32,9 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         *_ranges(config, written),
         *_unread(config, purpose, written),
         *_required(config, purpose),
+        *_sizes(config, purpose),
     ]
-    for relation in (_names, _sizes, _parallelism, _objective, _groups, _reward):
+    for relation in (_names, _parallelism, _objective, _groups, _reward):
         problems += relation(config)
     if problems:
         raise UserError("\n".join(problems))
@@ -175,7 +176,7 @@ def _names(config: Config) -> Iterator[str]:
             yield f"{key} {error}; {own}"
 
 
-def _sizes(config: Config) -> Iterator[str]:
+def _sizes(config: Config, purpose: Purpose) -> Iterator[str]:
     data, model, trainer = config.data, config.actor_rollout_ref, config.trainer
     batch, mini = data.train_batch_size, model.actor.ppo_mini_batch_size
     if mini >= 1 and batch % mini:
@@ -191,12 +192,12 @@ def _sizes(config: Config) -> Iterator[str]:
             f"{_R}max_model_len={given} is smaller than data.max_prompt_length + "
             f"data.max_response_length{revision} = {needed}; raise it or leave it unset"
         )
-    longest = ("data.max_prompt_length + data.max_response_length=", config.sequence_tokens)
-    for key, (keys, tokens) in (
-        (_A + "ppo_max_token_len_per_gpu", longest),
-        (_R + "log_prob_max_token_len_per_gpu", longest),
-        ("sft.max_token_len_per_gpu", ("sft.max_length=", config.sft.max_length)),
-    ):
+    budgets = [_A + "ppo_max_token_len_per_gpu", _R + "log_prob_max_token_len_per_gpu"]
+    keys, tokens = "data.max_prompt_length + data.max_response_length=", config.sequence_tokens
+    if purpose == "sft":
+        del budgets[1:]
+        keys, tokens = "sft.max_length=", config.sft.max_length
+    for key in budgets:
         budget = value_of(config, key)
         if budget is not None and budget < tokens:
             yield f"{key}={budget} cannot hold a sequence of {keys}{tokens}; raise it to that"

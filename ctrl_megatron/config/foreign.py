@@ -17,6 +17,7 @@ RENAMED: Mapping[str, str] = {
     _OPTIM + "warmup_ratio": _OPTIM + "lr_warmup_steps_ratio",
     _OPTIM + "lr_warmup_steps": _OPTIM + "lr_warmup_steps_ratio",
     "data.seed": "trainer.seed",
+    "sft.max_token_len_per_gpu": _TOKENS,
     _ACTOR + "megatron.seed": "trainer.seed",
     _ACTOR + "use_dynamic_bsz": _TOKENS,
     _ACTOR + "ppo_micro_batch_size": _TOKENS,

@@ -149,8 +149,6 @@ class Sft:
     """Warm-up as a share of all optimizer steps."""
     lr_scheduler_type: Schedule = "cosine"
     """Shape of the schedule after the warm-up."""
-    max_token_len_per_gpu: int = key(16384, AT_LEAST_1)
-    """Token budget of a packed micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -348,11 +348,10 @@ class _Stage:
 
     def _backward(self, name: str) -> PassShape:
         config, actor = self.config, self.family.actor
+        budget = actor.ppo_max_token_len_per_gpu
         if self.purpose == "sft":
             rows = config.sft.train_batch_size // self.layout.data
-            budget = config.sft.max_token_len_per_gpu
             return self._pass(name, budget, groups=rows, size=1, own=config.sft.max_length)
-        budget = actor.ppo_max_token_len_per_gpu
         return self._rl_pass(name, budget, actor.ppo_mini_batch_size)
 
     def _forward(self, name: str) -> PassShape:

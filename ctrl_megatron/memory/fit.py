@@ -96,9 +96,8 @@ def _changes(config: Config, purpose: Purpose) -> Iterator[Change]:
                 yield _MEGATRON + name, True
         if not rollout.free_cache_engine:
             yield _ROLLOUT + "free_cache_engine", True
-    budget, longest = _ACTOR + "ppo_max_token_len_per_gpu", config.sequence_tokens
-    if purpose == "sft":
-        budget, longest = "sft.max_token_len_per_gpu", config.sft.max_length
+    budget = _ACTOR + "ppo_max_token_len_per_gpu"
+    longest = config.sft.max_length if purpose == "sft" else config.sequence_tokens
     tokens = value_of(config, budget)
     while (tokens := tokens // 2) >= longest:
         yield budget, tokens

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from ctrl_megatron.checkpoint.run_directory import check_run_directory
 from ctrl_megatron.checkpoint.store import CheckpointStore, read_state
 from ctrl_megatron.config import Config, Purpose
@@ -20,8 +22,11 @@ from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
 from ctrl_megatron.data.rows import read_rows, rows_by_id
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, all_of, users_input
+from ctrl_megatron.memory.fit import require_fit
+from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.models.families import check_tensor_size
 from ctrl_megatron.models.hf_config import ModelShape, read_model_shape
+from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.rewards.build import check_columns
@@ -78,6 +83,25 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
         except UserError as error:
             problems.append(error)
     all_of(problems)
+
+
+def check_memory(config: Config, purpose: Purpose) -> None:
+    """ValueError with phase, largest items and remedy where this rank's GPU cannot hold the run.
+
+    Nothing is checked where there is no CUDA device: the host's memory is everybody's.
+    """
+    gpu_memory = total_memory()
+    if gpu_memory is not None:
+        kernels = "te" if has_transformer_engine() else "torch"
+        shapes = model_shapes(config, purpose)
+        require_fit(config, shapes, gpu_memory=gpu_memory, purpose=purpose, kernels=kernels)
+
+
+def total_memory() -> int | None:
+    """Bytes of this rank's CUDA device; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(read_launch().local_rank).total_memory
 
 
 def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:

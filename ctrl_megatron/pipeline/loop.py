@@ -13,9 +13,9 @@ from ctrl_megatron.checkpoint.store import CheckpointStore, SaveReport
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
 from ctrl_megatron.models.parallel_model import ParallelModel
-from ctrl_megatron.pipeline.device_memory import DeviceMemory
 from ctrl_megatron.pipeline.executor import Executor, Rank, StopRequested
 from ctrl_megatron.pipeline.graph import TaskGraph
+from ctrl_megatron.pipeline.performance import DeviceMemory
 from ctrl_megatron.pipeline.recorder import Recorder
 
 

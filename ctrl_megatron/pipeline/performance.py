@@ -1,4 +1,4 @@
-"""How fast a step was, compared with what the devices could do."""
+"""How fast a step was, compared with what the devices could do, and what memory it took."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.worker import DAGWorker
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.rollout.pool import EnginePool
+
+_GIB = 2**30
 
 
 def tokens_of(batch: TensorDict, groups: ProcessGroups) -> int:
@@ -76,3 +78,44 @@ def peak_flops_per_device(config: Config, groups: ProcessGroups) -> float:
                 file=sys.stderr,
             )
     return sum(groups.from_all(peak)) / groups.layout.world_size
+
+
+class DeviceMemory:
+    """Measures the phases of a rank's main thread, of which one may lie in another."""
+
+    def __init__(self) -> None:
+        self._open: list[int] = []
+        self._found: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """A phase begins."""
+        self._fold_peak()
+        self._open.append(0)
+
+    def end(self, name: str) -> None:
+        """The phase that began last ends."""
+        self._fold_peak()
+        free, total = torch.cuda.mem_get_info()
+        for kind, size in (("peak", self._open.pop()), ("device", total - free)):
+            key = f"memory/{name}_{kind}_gib"
+            self._found[key] = max(self._found.get(key, 0.0), size / _GIB)
+
+    def _fold_peak(self) -> None:
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self._open = [max(known, peak) for known in self._open]
+
+    def take(self, groups: ProcessGroups) -> dict[str, float]:
+        """Per phase since the last call, of the rank that has most: ``memory/NAME_peak_gib``, the
+        most that PyTorch's tensors took, and ``memory/NAME_device_gib``, what all processes on the
+        device, the engine's too, held at its end. Collective.
+        """
+        found, self._found = self._found, {}
+        every = groups.from_all(found)
+        names = dict.fromkeys(name for one in every for name in one)
+        return {name: max(one.get(name, 0.0) for one in every) for name in names}
+
+
+def device_memory(groups: ProcessGroups) -> DeviceMemory | None:
+    """A new one where there is a GPU."""
+    return DeviceMemory() if groups.device.type == "cuda" else None

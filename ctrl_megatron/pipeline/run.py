@@ -19,11 +19,11 @@ from ctrl_megatron.pipeline.build import (
 )
 from ctrl_megatron.pipeline.critique_revision import validate
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
-from ctrl_megatron.pipeline.device_memory import check_memory, device_memory
 from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
 from ctrl_megatron.pipeline.inputs import (
     check_checkpoint,
     check_loggers,
+    check_memory,
     check_models,
     check_place,
     check_together,
@@ -31,6 +31,7 @@ from ctrl_megatron.pipeline.inputs import (
     read_inputs,
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
+from ctrl_megatron.pipeline.performance import device_memory
 from ctrl_megatron.pipeline.recorder import Recorder
 from ctrl_megatron.pipeline.session import Services, Session, session
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker

@@ -14,10 +14,10 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.pipeline.build import build_policy, optimizer_options
-from ctrl_megatron.pipeline.device_memory import check_memory, device_memory
 from ctrl_megatron.pipeline.inputs import (
     check_checkpoint,
     check_loggers,
+    check_memory,
     check_models,
     check_place,
     check_together,
@@ -25,7 +25,7 @@ from ctrl_megatron.pipeline.inputs import (
     is_finished,
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
-from ctrl_megatron.pipeline.performance import peak_flops_per_device
+from ctrl_megatron.pipeline.performance import device_memory, peak_flops_per_device
 from ctrl_megatron.pipeline.recorder import Recorder
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.sft.examples import SftExample, read_examples
@@ -60,7 +60,7 @@ def train_sft(config: Config) -> bool:
                 schedule=config.sft.lr_scheduler_type,
                 min_lr_ratio=0.0,
             ),
-            budget=config.sft.max_token_len_per_gpu,
+            budget=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
         )
         run.check_stop()
         recorder = Recorder(config, active=groups.is_first, total_steps=steps)

@@ -61,7 +61,7 @@ def test_wrong_input_is_named(
 def test_a_run_that_its_gpu_cannot_hold_does_not_start(
     purpose: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from ctrl_megatron.pipeline import device_memory, run
+    from ctrl_megatron.pipeline import inputs, run
     from ctrl_megatron.sft import run as sft_run
 
     shape = json.loads((EXAMPLES / "shapes/qwen2.5-7b.json").read_text())
@@ -77,7 +77,7 @@ def test_a_run_that_its_gpu_cannot_hold_does_not_start(
     for module in (run, sft_run):
         monkeypatch.setattr(module, "session", lambda *_: started.append(1))
         monkeypatch.setattr(module, "check_models", lambda *_: None)  # there are no weights
-    monkeypatch.setattr(device_memory, "total_memory", lambda: 24 * 2**30)
+    monkeypatch.setattr(inputs, "total_memory", lambda: 24 * 2**30)
     train = run.train if purpose == "rl" else sft_run.train_sft
     with pytest.raises(ValueError, match=r"needs .* GiB on rank 0 .*largest: "):
         train(config)

@@ -89,7 +89,6 @@ MEGATRON = ACTOR + "megatron."
         ((ROLLOUT + "max_model_len=3000",), ["max_model_len=3000", "3328", "leave it unset"]),
         ((ACTOR + "ppo_max_token_len_per_gpu=2000",), ["2304", "raise it"]),
         ((ROLLOUT + "log_prob_max_token_len_per_gpu=9",), ["2304", "raise it"]),
-        (("sft.max_token_len_per_gpu=100",), ["sft.max_length=1024"]),
         (("algorithm.kl_ctrl.type=adaptive",), ["adaptive", "use_kl_in_reward=true"]),
         ((ACTOR + "optim.betas=[0.9, 1]",), ["betas", "[0, 1)"]),
         (("sandbox.endpoint=localhost:80",), ["sandbox.endpoint", "http://"]),
@@ -166,6 +165,14 @@ def test_required_keys_depend_on_the_purpose(purpose: str, missing: list[str]) -
     lines = str(caught.value).splitlines()
     assert [line.split()[0] for line in lines] == missing
     assert all("not set" in line for line in lines)
+
+
+def test_fine_tuning_shares_the_token_budget_but_not_the_longest_sequence() -> None:
+    paths = ["actor_rollout_ref.model.path=m", "sft.train_files=f"]
+    budget = ACTOR + "ppo_max_token_len_per_gpu="
+    load_config(None, [*paths, budget + "1024"], "sft")
+    with pytest.raises(ValueError, match=r"=1023 cannot hold .* sft\.max_length=1024; raise"):
+        load_config(None, [*paths, budget + "1023"], "sft")
 
 
 UNBOUNDED = {

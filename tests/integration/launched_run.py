@@ -57,7 +57,11 @@ class Job:
         family = "actor_rollout_ref"
         return [
             *(f"{family}.model.path={self.actor}", f"{family}.model.dtype=float32"),
-            *("sft.train_batch_size=4", "sft.max_length=256", "sft.max_token_len_per_gpu=512"),
+            *(
+                "sft.train_batch_size=4",
+                "sft.max_length=256",
+                f"{family}.actor.ppo_max_token_len_per_gpu=512",
+            ),
             *(f"sft.total_training_steps={steps}", "sft.lr=1e-3", "sft.val_files=[]"),
             *(f"trainer.default_local_dir={self.folder}", f"trainer.experiment_name={name}"),
         ]

@@ -383,7 +383,7 @@ CASES = [
     Case(
         "long examples",
         "train_sft",
-        "sft.max_length=1 sft.max_token_len_per_gpu=8",
+        "sft.max_length=1 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8",
         "sft.max_length",
         only_alone=True,
     ),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.pipeline.device_memory import DeviceMemory
+from ctrl_megatron.pipeline.performance import DeviceMemory
 
 GIB = 2**30
 
