@@ -21,9 +21,9 @@ from ctrl_megatron.pipeline.sampling import (
     reward_fields,
 )
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
-from ctrl_megatron.prompts import generation_messages, parse_judgment, revision_request, sanitize
+from ctrl_megatron.prompts import parse_judgment, revision_messages
 from ctrl_megatron.rewards import RewardItem, RewardOutcome, Scores
-from ctrl_megatron.types import Completion, Message
+from ctrl_megatron.types import Completion
 
 
 def draw_critiques(
@@ -39,12 +39,6 @@ def read_critique(worker: RolloutWorker, completion: Completion) -> Fields:
     critique = worker.codec.decode(completion.token_ids)
     judgment = parse_judgment(critique)
     return {"critique": critique, "valid": judgment is not None, "judged_correct": bool(judgment)}
-
-
-def revision_messages(row: Row, critique: str) -> list[Message]:
-    """The dialogue that asks for a revision: problem, the first solution's code, critique."""
-    answer: Message = {"role": "assistant", "content": sanitize(row.solution)}
-    return [*generation_messages(row.attempt().problem), answer, revision_request(critique)]
 
 
 def judgment_of(fields: Fields) -> bool | None:
@@ -69,7 +63,10 @@ def revise(
     limit = worker.config.actor_rollout_ref.rollout.revision_max_tokens
     prompts = [
         tuple(
-            worker.codec.encode_chat(revision_messages(row, critique), add_generation_prompt=True)
+            worker.codec.encode_chat(
+                revision_messages(row.attempt().problem, row.solution, critique),
+                add_generation_prompt=True,
+            )
         )
         for row, critique in zip(rows, critiques, strict=True)
     ]

@@ -11,6 +11,7 @@ from ctrl_megatron.prompts.messages import (
     hint_messages,
     parse_choice,
     parse_judgment,
+    revision_messages,
     revision_request,
 )
 from ctrl_megatron.prompts.settled_answer import SettledAnswer, settle_answer
@@ -29,6 +30,7 @@ __all__ = [
     "hint_messages",
     "parse_choice",
     "parse_judgment",
+    "revision_messages",
     "revision_request",
     "sanitize",
     "settle_answer",

@@ -94,6 +94,12 @@ def parse_choice(text: str) -> str | None:
     return named[-1].lower() if named else None
 
 
+def revision_messages(problem: Problem, solution: str, critique: str) -> list[Message]:
+    """The dialogue that asks for a revision: problem, the code of ``solution``, ``critique``."""
+    answer: Message = {"role": "assistant", "content": sanitize(solution)}
+    return [*generation_messages(problem), answer, revision_request(critique)]
+
+
 def parse_judgment(critique: str) -> bool | None:
     """What a critique says about the answer: True correct, False incorrect, None where it does not
     say.

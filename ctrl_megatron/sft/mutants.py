@@ -18,8 +18,13 @@ from ctrl_megatron.data.mutations import MutationKind, mutations
 from ctrl_megatron.data.problems import read_json_lines
 from ctrl_megatron.data.rows import Row, row_of
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.pipeline.critique_revision import revision_messages
-from ctrl_megatron.prompts import JUDGED_CORRECT, JUDGED_INCORRECT, critique_messages, fenced
+from ctrl_megatron.prompts import (
+    JUDGED_CORRECT,
+    JUDGED_INCORRECT,
+    critique_messages,
+    fenced,
+    revision_messages,
+)
 from ctrl_megatron.sft.examples import SftExample
 from ctrl_megatron.types import Attempt, Problem
 
@@ -184,7 +189,7 @@ def _spoiled(code: str, repaired: str, rng: Random) -> tuple[str, str] | None:
 def _example(name: str, row: Row, critique: str, code: str) -> SftExample:
     return SftExample(
         id=name,
-        prompt=tuple(revision_messages(row, critique)),
+        prompt=tuple(revision_messages(row.attempt().problem, row.solution, critique)),
         response=fenced(code.strip()),
     )
 

@@ -53,7 +53,7 @@ OWNERS = {
     "wandb": ("metrics/sinks.py",),
     "mlflow": ("metrics/sinks.py",),
     "omegaconf": ("config/",),
-    "pyarrow": ("data/", "rewards/samples.py", "sft/examples.py"),
+    "pyarrow": ("data/", "rewards/samples.py", "sft/examples.py", "generation/nodes.py"),
 }
 """Where a library may be imported at all: paths inside the package, by their beginnings."""
 

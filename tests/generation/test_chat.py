@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import pytest
-from aiohttp import web
+from scripted_server import Scripted, good, serving
 
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
@@ -20,68 +18,6 @@ from ctrl_megatron.types import Completion, Message, SamplingParams, VersionSpan
 
 ASK: list[Message] = [{"role": "user", "content": "hello"}]
 PARAMS = SamplingParams(max_tokens=8)
-
-
-def good(text: str = "hi", *, prompt: int = 5, completion: int = 3, finish: str = "stop") -> Any:
-    return {
-        "choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish}],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": completion},
-    }
-
-
-class Scripted:
-    """Answers requests with the given replies in turn, the last one for ever: an object as JSON,
-    ``(status, body)``, ``(status, body, headers)``, text as it stands, ``"hang up"``,
-    ``"hang"``, or what a function makes of the request's body.
-    """
-
-    def __init__(self, *replies: Any) -> None:
-        self.replies, self.bodies, self.keys = list(replies), [], []
-        self.at_once = self.most_at_once = 0
-
-    async def handle(self, request: web.Request) -> web.Response:
-        reply = self.replies[min(len(self.bodies), len(self.replies) - 1)]
-        body = await request.json()
-        self.bodies.append(body)
-        self.keys.append(request.headers.get("Authorization"))
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        try:
-            await asyncio.sleep(0.02)
-            if callable(reply):
-                reply = reply(body)
-            if reply == "hang":
-                await asyncio.sleep(0.5)
-            if reply == "hang up":
-                assert request.transport is not None
-                request.transport.close()
-                return web.Response()
-            if isinstance(reply, str):
-                return web.Response(text=reply, content_type="application/json")
-            if isinstance(reply, tuple):
-                status, content, *headers = reply
-                text = content if isinstance(content, str) else json.dumps(content)
-                return web.Response(status=status, text=text, headers=dict(*headers))
-            return web.json_response(reply)
-        finally:
-            self.at_once -= 1
-
-
-@asynccontextmanager
-async def serving(script: Scripted, **options: Any) -> AsyncIterator[OpenAIChat]:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", script.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.0)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    chat = OpenAIChat(url, "tiny", **{"backoff": 0.01, **options})
-    try:
-        yield chat
-    finally:
-        await chat.close()
-        await runner.cleanup()
 
 
 def talk(

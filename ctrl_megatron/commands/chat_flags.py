@@ -1,0 +1,87 @@
+"""The flags of commands that ask models: which ones, and how engines and clients are run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ctrl_megatron.commands.start import CommandParser
+from ctrl_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from ctrl_megatron.generation.sources import ChatSource, EngineOptions
+    from ctrl_megatron.rewards.grading import Judge
+
+_AT_LEAST_ONE = ("max_model_len", "threads", "max_concurrency", "token_budget")
+
+
+def add_chat_flags(parser: CommandParser, *, required: str) -> None:
+    """``--generator`` and ``--critic``, of which ``required`` must be given, and the rest."""
+    for role, does in (("generator", "writes solutions and revisions"), ("critic", "criticises")):
+        other = "" if role == required else "; the other one by default"
+        parser.add_argument(
+            f"--{role}", required=role == required, metavar="MODEL", help=does + other
+        )
+        parser.add_argument(
+            f"--{role}-url", default="", metavar="URL", help="where MODEL is served"
+        )
+    parser.add_argument("--engine", choices=["vllm", "sglang", "hf"], help="for model directories")
+    parser.add_argument(
+        "--max-model-len", type=int, default=2048, help="prompt plus answer, tokens"
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads of an engine")
+    parser.add_argument("--max-concurrency", type=int, default=32, help="requests at a server")
+    parser.add_argument("--token-budget", type=int, help="tokens that servers may use in all")
+    parser.add_argument("--sandbox", default="", metavar="URL|none", help="its own by default")
+
+
+def chat_sources(
+    options: argparse.Namespace, *, required: str
+) -> tuple[dict[str, ChatSource], EngineOptions]:
+    """The source of each role and how to open them. UserError for what cannot be opened."""
+    from ctrl_megatron.generation.sources import ChatSource, EngineOptions, check_source
+
+    require_positive(options, *_AT_LEAST_ONE)
+    engines = EngineOptions(
+        engine=options.engine,
+        max_model_len=options.max_model_len,
+        threads=options.threads,
+        max_concurrency=options.max_concurrency,
+        token_budget=options.token_budget,
+    )
+    given = ChatSource(getattr(options, required), getattr(options, f"{required}_url"))
+    sources = {}
+    for role in ("generator", "critic"):
+        model, url = getattr(options, role), getattr(options, f"{role}_url")
+        if url and not model:
+            raise UserError(f"--{role}-url needs --{role}, the model's name there")
+        sources[role] = ChatSource(model, url) if model else given
+        check_source(f"--{role}", sources[role], engines)
+    return sources, engines
+
+
+def require_positive(options: argparse.Namespace, *names: str) -> None:
+    """UserError for a number below 1."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1")
+
+
+@contextmanager
+def sandbox_of(flag: str) -> Iterator[Judge | None]:
+    """The sandbox that ``--sandbox`` means: None for ``none``, one started here for nothing."""
+    from ctrl_megatron.errors import users_input
+    from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
+
+    if flag == "none":
+        yield None
+    elif flag:
+        with users_input("--sandbox"):
+            client = SandboxClient(flag)
+        yield client
+    else:
+        with EmbeddedSandbox.start() as service:
+            yield SandboxClient(service.endpoint)

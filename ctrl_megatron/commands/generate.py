@@ -1,0 +1,267 @@
+"""Draw first solutions of problems and revise them turn by turn with a critic.
+
+``ctrl-generate --problems FILE --out DIR --generator MODEL --critic MODEL --widths 1 5 1 1``
+
+A model is an HF directory or, with --generator-url or --critic-url, the name that a server of
+OpenAI's protocol knows it by (OPENAI_API_KEY is its key). --out keeps every part that is finished:
+given again, the command goes on. There are nodes.parquet, best.parquet and summary.json at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.commands.chat_flags import (
+    add_chat_flags,
+    chat_sources,
+    require_positive,
+    sandbox_of,
+)
+from ctrl_megatron.commands.start import STOPPED, CommandParser, command
+from ctrl_megatron.data.problems import read_problems
+from ctrl_megatron.data.rows import read_rows, require_columns
+from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.types import Problem, SamplingParams
+
+if TYPE_CHECKING:
+    from ctrl_megatron.generation.search_tree import SearchTree, TreeOptions
+    from ctrl_megatron.generation.sources import ChatSource, EngineOptions
+
+_SETTINGS, _LOCK = "settings.json", "generate.lock"
+_TEXTS = {"solution": (0.7, 1024), "critique": (0.7, 768), "revision": (0.0, 1024)}
+"""What is drawn -> temperature and most tokens; the paper's."""
+
+
+@command("generate")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, check, grow. Exit codes: 0 done, 2 wrong input or a service failed, 130 stopped."""
+    options = _parser().parse_args(arguments)
+    require_positive(options, "limit", *(f"{name}_max_tokens" for name in _TEXTS))
+    with users_input("--problems"):
+        problems = _read(options.problems)[: options.limit]
+    tree = _tree_options(options)
+    sources, engines = chat_sources(options, required="generator")
+    settings = _settings(options, problems)
+    with _directory(options.out, settings):
+        try:
+            _grow(options, problems, tree, sources, engines)
+        except KeyboardInterrupt:
+            print(f"generate: stopped; {options.out} keeps what is finished", file=sys.stderr)
+            return STOPPED
+    return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(__doc__)
+    parser.add_argument(
+        "--problems", required=True, type=Path, help=".jsonl, a folder of it, or rows (.parquet)"
+    )
+    parser.add_argument("--limit", type=int, help="only the first so many problems")
+    parser.add_argument("--out", required=True, type=Path, help="directory of the tree")
+    add_chat_flags(parser, required="generator")
+    parser.add_argument(
+        "--widths",
+        type=int,
+        nargs="+",
+        default=[1, 5, 1, 1],
+        metavar="W",
+        help="1, first solutions per problem, then revisions per solution for every turn",
+    )
+    parser.add_argument("--critiques", type=int, default=1, help="per solution; the majority holds")
+    parser.add_argument("--stop-when-correct", action="store_true", help="keep what is judged so")
+    parser.add_argument("--best-of-n", action="store_true", help="let the critic choose at the end")
+    for name, (temperature, max_tokens) in _TEXTS.items():
+        flag = "--" if name == "solution" else f"--{name}-"
+        about = {"dest": f"{name}_temperature", "type": float, "default": temperature}
+        parser.add_argument(flag + "temperature", **about, help=f"of a {name}")
+        about = {"dest": f"{name}_max_tokens", "type": int, "default": max_tokens}
+        parser.add_argument(flag + "max-tokens", **about, help=f"of a {name}")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _read(path: Path) -> list[Problem]:
+    """Problems of our own files, or of rows, each once."""
+    if path.suffix != ".parquet":
+        return read_problems(path)
+    problems: dict[str, Problem] = {}
+    for row in read_rows(path, prompt_key=None):
+        require_columns([row], ("problem", "prompter_type", "selected_uts"), "a tree")
+        problems.setdefault(row.problem_id, row.attempt().problem)
+    return list(problems.values())
+
+
+def _tree_options(options: argparse.Namespace) -> TreeOptions:
+    from ctrl_megatron.generation.search_tree import TreeOptions
+
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p={options.top_p} must lie in (0, 1]")
+    drawn = {}
+    for name in _TEXTS:
+        temperature = getattr(options, f"{name}_temperature")
+        if temperature < 0:
+            raise UserError(f"the temperature of a {name} is {temperature}; it must be at least 0")
+        limit = getattr(options, f"{name}_max_tokens")
+        if limit >= options.max_model_len:
+            raise UserError(
+                f"{limit} tokens of a {name} leave no room for its prompt in --max-model-len="
+                f"{options.max_model_len}"
+            )
+        drawn[name] = SamplingParams(max_tokens=limit, temperature=temperature, top_p=options.top_p)
+    return TreeOptions(
+        widths=tuple(options.widths),
+        critiques=options.critiques,
+        stop_when_correct=options.stop_when_correct,
+        seed=options.seed,
+        **drawn,
+    )
+
+
+def _settings(options: argparse.Namespace, problems: Sequence[Problem]) -> dict[str, Any]:
+    """What the saved parts depend on; the widths are in the parts' names."""
+    from ctrl_megatron.generation.search_tree import problem_fingerprint
+
+    names = ("generator", "generator_url", "critic", "critic_url", "critiques", "top_p", "seed")
+    names += ("stop_when_correct", "max_model_len")
+    names += tuple(f"{name}_{what}" for name in _TEXTS for what in ("temperature", "max_tokens"))
+    judged = {"judged": options.sandbox != "none", "problems": problem_fingerprint(problems)}
+    return {name: getattr(options, name) for name in names} | judged
+
+
+@contextmanager
+def _directory(out: Path, settings: Mapping[str, Any]) -> Iterator[None]:
+    """``out`` for this process alone. UserError where it is in use or holds something else."""
+    file = out / _SETTINGS
+    if os.path.lexists(out) and not out.is_dir():
+        raise UserError(f"--out: {out} is there and is no directory")
+    if not file.exists() and out.is_dir() and any(p.name != _LOCK for p in out.iterdir()):
+        raise UserError(f"--out: {out} is not empty", remedy="name a new or empty directory")
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"--out: {out} is in use by another ctrl-generate") from error
+        if file.exists():
+            before = json.loads(file.read_text())
+            names = dict.fromkeys((*before, *settings))
+            different = [
+                f"{name}: {before.get(name)}, now {settings.get(name)}"
+                for name in names
+                if before.get(name) != settings.get(name)
+            ]
+            if different:
+                raise UserError(
+                    f"--out: {out} holds a tree that was made with other settings "
+                    f"({'; '.join(different)})",
+                    remedy="name another directory",
+                )
+        else:
+            write_whole(file, json.dumps(settings, indent=1) + "\n")
+        yield
+
+
+def _grow(
+    options: argparse.Namespace,
+    problems: Sequence[Problem],
+    tree_options: TreeOptions,
+    sources: Mapping[str, ChatSource],
+    engines: EngineOptions,
+) -> None:
+    from ctrl_megatron.generation.chat import ChatError
+    from ctrl_megatron.generation.search_tree import SearchTree
+    from ctrl_megatron.generation.sources import open_chats
+    from ctrl_megatron.sandbox import SandboxClient, SandboxError
+
+    columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn())
+    bars = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+
+    with sandbox_of(options.sandbox) as judge, open_chats(sources, engines) as chats, bars:
+
+        async def run() -> None:
+            tree = SearchTree(
+                options.out, problems, tree_options, **chats, judge=judge, progress=bars
+            )
+            try:
+                await _finish(options, tree)
+            finally:
+                for chat in chats.values():
+                    await chat.close()
+                if isinstance(judge, SandboxClient):
+                    await judge.close()
+
+        try:
+            asyncio.run(run())
+        except (ChatError, SandboxError) as error:
+            raise UserError(
+                str(error), remedy=f"{options.out} keeps what is finished: run it again"
+            ) from error
+
+
+async def _finish(options: argparse.Namespace, tree: SearchTree) -> None:
+    """Grow, choose, write and print."""
+    from ctrl_megatron.generation.nodes import (
+        SearchNode,
+        best_leaves,
+        leaves_of,
+        total,
+        turn_table,
+        write_records,
+    )
+
+    nodes = await tree.grow()
+    write_records(options.out / "nodes.parquet", nodes, SearchNode)
+    summary: dict[str, Any] = {
+        "problems": sum(node.node_type == "root" for node in nodes),
+        "nodes": len(nodes),
+        "turns": turn_table(nodes, options.widths),
+    }
+    if options.best_of_n:
+        leaves = leaves_of(nodes)
+        scores = await tree.score(leaves)
+        chosen = best_leaves(leaves, scores)
+        write_records(options.out / "best.parquet", chosen, SearchNode)
+        known = [leaf.success for leaf in chosen if leaf.success is not None]
+        summary["best_of_n"] = {
+            "solved": sum(known) / len(chosen) if len(known) == len(chosen) else None,
+            "completion_tokens": total(s.completion_tokens for s in scores.values()),
+            "prompt_tokens": total(s.prompt_tokens for s in scores.values()),
+        }
+    summary["sandbox_seconds"] = tree.sandbox_seconds
+    write_whole(options.out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    _show(summary["turns"], summary.get("best_of_n", {}))
+    print(f"{options.out}/nodes.parquet: {len(nodes)} nodes of {summary['problems']} problems")
+
+
+def _show(turns: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> None:
+    names = [name for name in turns[0] if name != "layer"]
+    table = Table()
+    table.add_column(no_wrap=True)
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in (*turns, *([{"layer": "best of n", **best}] if best else [])):
+        values = (row.get(name) for name in names)
+        shown = (
+            "" if v is None else f"{v:.4f}" if isinstance(v, float) else str(v) for v in values
+        )
+        table.add_row(row["layer"], *shown)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

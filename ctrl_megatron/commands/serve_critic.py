@@ -1,0 +1,68 @@
+"""Serve a critic: problem and solution in, critique, judgment and a tested revision out.
+
+``ctrl-serve-critic --critic DIR --port 8090``
+
+POST /v1/critiques takes {"problem", "solution", "tests", "revise"}; POST /v1/chat/completions is
+OpenAI's, on the critic. Only this machine is answered unless --host says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+
+from ctrl_megatron.commands.chat_flags import (
+    add_chat_flags,
+    chat_sources,
+    require_positive,
+    sandbox_of,
+)
+from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.errors import UserError, users_input
+
+
+@command("serve_critic")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, check, serve until a signal. Exit codes: 2 wrong input, 130 stopped."""
+    parser = CommandParser(__doc__)
+    add_chat_flags(parser, required="critic")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8090, help="0 takes a free one")
+    parser.add_argument("--max-tokens", type=int, default=768, help="of an answer")
+    parser.add_argument("--token-file", help="its first line is what clients must send")
+    parser.add_argument("--allow-open", action="store_true", help="serve anybody without a token")
+    options = parser.parse_args(arguments)
+    require_positive(options, "max_tokens")
+    from ctrl_megatron.sandbox.access import read_token, require_safe_address
+
+    with users_input("--token-file"):
+        token = read_token(options.token_file) if options.token_file else None
+    with users_input("--host"):
+        require_safe_address(options.host, token, allow_open=options.allow_open)
+    if not 0 <= options.port < 65536:
+        raise UserError(f"--port={options.port} must be from 0 to 65535")
+    _serve(options, token)
+    return 0
+
+
+def _serve(options: argparse.Namespace, token: str | None) -> None:
+    sources, engines = chat_sources(options, required="critic")
+    from ctrl_megatron.generation.critic_service import CriticService, serve_forever
+    from ctrl_megatron.generation.sources import open_chats
+
+    with sandbox_of(options.sandbox) as judge, open_chats(sources, engines) as chats:
+        service = CriticService(
+            chats["critic"],
+            chats["generator"],
+            judge,
+            model=options.critic,
+            max_tokens=options.max_tokens,
+            loopback=not options.allow_open and token is None,
+            token=token,
+        )
+        asyncio.run(serve_forever(service, options.host, options.port))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

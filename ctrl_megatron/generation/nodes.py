@@ -1,0 +1,204 @@
+"""The nodes of a search tree and their parquet files; the vote over several critiques."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from math import fsum, prod
+from os import PathLike
+from typing import Any, Literal, TypeVar, cast
+
+from ctrl_megatron.data.rows import read_parquet, write_parquet
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.prompts import parse_judgment
+
+NodeType = Literal["root", "generation", "critique_revision"]
+Record = TypeVar("Record")
+_SECONDS = "sandbox_seconds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchNode:
+    """A problem (``root``), a first solution of it (``generation``), or a critique of the parent's
+    solution and the revision that follows (``critique_revision``).
+    """
+
+    task_id: str
+    """The problem's id."""
+    hash: str
+    """Names the node by its place in the tree: equal in every run."""
+    node_type: NodeType
+    prev_hash: str = ""
+    """The parent's ``hash``; empty for a root."""
+    depth: int = 0
+    solution: str = ""
+    """The raw answer; the parent's where the critique stopped the chain or nothing was answered."""
+    sanitized_solution: str = ""
+    """Its code block."""
+    critique: str = ""
+    """The one that the revision follows."""
+    judgment: bool | None = None
+    """What the majority of the critiques says of the parent's solution; None for no judgment."""
+    votes: int = 0
+    """Critiques with a judgment."""
+    votes_correct: int = 0
+    """Those that call the parent's solution correct."""
+    stopped: bool = False
+    """The chain ends here: the parent's solution was judged correct and is kept."""
+    truncated: bool = False
+    """The solution was cut at the limit of tokens."""
+    error: str = ""
+    """Why there is no answer; nothing follows such a node."""
+    success: bool | None = None
+    """Whether the solution passes every test; None where no sandbox was asked."""
+    pass_rate: float | None = None
+    """Share of tests that it passes."""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    """Of all answers that made the node; None where a server does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticScore:
+    """What the critic says of the solution at the end of a chain."""
+
+    hash: str
+    """The node's."""
+    votes: int
+    votes_correct: int
+    prompt_tokens: int | None
+    completion_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CritiqueVote:
+    """The outcome of one or several critiques of the same solution."""
+
+    judgment: bool | None
+    votes: int
+    votes_correct: int
+    critique: str
+    """The first critique with that judgment."""
+
+
+def vote(critiques: Sequence[str]) -> CritiqueVote:
+    """The majority of the judgments. A tie says incorrect: a doubted solution is revised.
+
+    Critiques without a judgment do not vote; where there is no other, there is none. The critiques
+    are independent draws, so the first of the majority is as good as a random one. ValueError for
+    no critique.
+    """
+    if not critiques:
+        raise ValueError("no critique to vote")
+    judgments = [parse_judgment(critique) for critique in critiques]
+    votes = sum(judgment is not None for judgment in judgments)
+    correct = sum(judgment is True for judgment in judgments)
+    majority = None if votes == 0 else 2 * correct > votes
+    return CritiqueVote(majority, votes, correct, critiques[judgments.index(majority)])
+
+
+def node_hash(prev_hash: str, name: str) -> str:
+    """The hash of the child ``name`` of the node ``prev_hash``; of a root, of its problem's id."""
+    return hashlib.blake2b(f"{prev_hash}\n{name}".encode(), digest_size=8).hexdigest()
+
+
+def follows(node: SearchNode) -> bool:
+    """Whether anything may follow the node."""
+    return not node.stopped and not node.error
+
+
+def leaves_of(nodes: Sequence[SearchNode]) -> list[SearchNode]:
+    """The ends of all chains, in order."""
+    parents = {node.prev_hash for node in nodes}
+    return [node for node in nodes if node.hash not in parents]
+
+
+def turn_table(nodes: Sequence[SearchNode], widths: Sequence[int]) -> list[dict[str, Any]]:
+    """Per layer from the first solutions on: ``nodes``, ``stopped``, ``errors``, ``judged_correct``
+    (share of the judgments), ``solved`` and ``pass_rate`` (means over problems of their chains,
+    where a chain that has ended stays as it is), tokens; None for what is not known.
+    """
+    tasks = {node.task_id for node in nodes}
+    table, ended = [], list[SearchNode]()
+    for depth in range(1, len(widths)):
+        layer = [node for node in nodes if node.depth == depth]
+        judged = [node.judgment for node in layer if node.judgment is not None]
+        row: dict[str, Any] = {
+            "layer": "first solutions" if depth == 1 else f"turn {depth - 1}",
+            "nodes": len(layer),
+            "stopped": sum(node.stopped for node in layer),
+            "errors": sum(bool(node.error) for node in layer),
+            "judged_correct": sum(judged) / len(judged) if judged else None,
+        }
+        for name, field in (("solved", "success"), ("pass_rate", "pass_rate")):
+            # A node stands for its share of the chains of its problem.
+            shares = [
+                (getattr(node, field), 1 / prod(widths[: node.depth + 1]))
+                for node in (*layer, *ended)
+            ]
+            known = all(value is not None for value, _ in shares)
+            row[name] = fsum(v * share for v, share in shares) / len(tasks) if known else None
+        for name in ("prompt_tokens", "completion_tokens"):
+            row[name] = total(getattr(node, name) for node in layer)
+        table.append(row)
+        ended += [node for node in layer if not follows(node)]
+    return table
+
+
+def best_leaves(
+    leaves: Sequence[SearchNode], scores: Mapping[str, CriticScore]
+) -> list[SearchNode]:
+    """Best of n: of each problem the leaf that the largest share of its critiques calls correct,
+    the first of equal ones. Critiques without a judgment are left out of the share; a leaf without
+    any, or without an answer, comes last.
+    """
+
+    def share(leaf: SearchNode) -> float:
+        score = scores[leaf.hash]
+        unanswered = leaf.error and leaf.node_type == "generation"
+        return score.votes_correct / score.votes if score.votes and not unanswered else -1.0
+
+    best: dict[str, SearchNode] = {}
+    for leaf in leaves:
+        other = best.setdefault(leaf.task_id, leaf)
+        if share(leaf) > share(other):
+            best[leaf.task_id] = leaf
+    return list(best.values())
+
+
+def write_records(
+    path: str | PathLike[str],
+    records: Sequence[Any],
+    record: type[Any],
+    *,
+    sandbox_seconds: float | None = None,
+) -> None:
+    """Write dataclass instances to a parquet file that appears whole or not at all."""
+    import pyarrow as pa
+
+    types = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
+    names = [(f.name, str(f.type).removesuffix(" | None")) for f in fields(record)]
+    about = {} if sandbox_seconds is None else {_SECONDS: repr(sandbox_seconds)}
+    schema = pa.schema([(name, types.get(type_, pa.string())) for name, type_ in names], about)
+    write_parquet(path, pa.Table.from_pylist([asdict(r) for r in records], schema=schema))
+
+
+def read_records(
+    path: str | PathLike[str], record: type[Record]
+) -> tuple[list[Record], float | None]:
+    """What ``write_records`` wrote. Raises ``UserError`` for a file of something else."""
+    table = read_parquet(path)
+    wanted = [f.name for f in fields(cast(Any, record))]
+    if table.column_names != wanted:
+        raise UserError(
+            f"its columns are not those of {record.__name__}", file=path, remedy="remove it"
+        )
+    seconds = (table.schema.metadata or {}).get(_SECONDS.encode())
+    return [record(**row) for row in table.to_pylist()], None if seconds is None else float(seconds)
+
+
+def total(counts: Iterable[int | None]) -> int | None:
+    """Their sum; None where one of them is not known."""
+    known = list(counts)
+    return None if any(count is None for count in known) else sum(c for c in known if c is not None)
