@@ -51,6 +51,9 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         chosen |= _VLLM
     if spec.name == "sglang":
         chosen |= _SGLANG
+        # On a CPU SGLang wants cores named for each tensor rank, which only its own kernels, that
+        # are not there, would be bound to.
+        chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * spec.tensor_parallel_size)
     if spec.threads:
         chosen["OMP_NUM_THREADS"] = str(spec.threads)
     return {**kept, **chosen}

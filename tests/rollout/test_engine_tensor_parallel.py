@@ -1,4 +1,4 @@
-"""A vLLM engine of two tensor ranks takes our weights, sleeps, and gives the weights back whole."""
+"""An engine of two tensor ranks takes our weights, sleeps, and gives the weights back whole."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from ctrl_megatron.types import SamplingParams
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10]]
 
 
-@pytest.mark.skipif("vllm" not in available_engines(), reason="the optional vllm is not installed")
-def test_two_tensor_ranks_hold_what_was_sent(tmp_path: Path) -> None:
+# A busy machine may be several times slower than an idle one.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_two_tensor_ranks_hold_what_was_sent(name: str, tmp_path: Path) -> None:
+    if name not in available_engines():
+        pytest.skip(f"the optional engine {name} is not installed")
     torch.set_num_threads(1)
     spec = EngineSpec(
-        name="vllm",
+        name=name,
         model_path=str(save(tiny_llama(0), tmp_path / "model")),
         dtype="float32",
         max_model_len=256,
@@ -32,7 +36,7 @@ def test_two_tensor_ranks_hold_what_was_sent(tmp_path: Path) -> None:
         threads=1,
         may_sleep=True,
         log_path=str(tmp_path / "engine.log"),
-        startup_timeout=240.0,
+        startup_timeout=600.0,
     )
     sent = tiny_llama(1)
 
