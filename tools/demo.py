@@ -25,7 +25,7 @@ from ctrl_megatron.rollout.engine import available_engines, default_engine
 
 CONFIG = "examples/ctrl_smollm2_cpu.yaml"
 MODEL, DATA = "runs/models/smollm2", "runs/data"
-SFT_RUN, RL_RUN = "demo_sft", "demo"
+SFT_RUN, RL_RUN, EVALUATION = "demo_sft", "demo", "demo_evaluation"
 CRITIC = f"runs/{SFT_RUN}/hf"
 PYTHON, RANKS = sys.executable, "2"
 ON_RANKS = ("--nproc-per-node", RANKS)
@@ -64,7 +64,7 @@ def stages(dtype: str, engine: str) -> list[tuple[str, list[str], str]]:
                 *configured,
                 f"before SFT={MODEL}",
                 f"after SFT={CRITIC}",
-                *("--set", typed, drawn),
+                *("--out", f"runs/{EVALUATION}", "--overwrite", "--set", typed, drawn),
             ],
             "",
         ),
@@ -99,7 +99,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.fresh:
         remove_own_files(ROOT / DATA, "prepare_data")
-        for folder in (f"runs/{SFT_RUN}", f"runs/{RL_RUN}"):
+        for folder in (f"runs/{SFT_RUN}", f"runs/{RL_RUN}", f"runs/{EVALUATION}"):
             shutil.rmtree(ROOT / folder, ignore_errors=True)
     console, begin, took = Console(), time.monotonic(), {}
     todo = stages(faster_dtype(console), arguments.engine)
@@ -120,7 +120,8 @@ def main() -> int:
 
 def _summary(console: Console, took: dict[str, float], total: float) -> None:
     path = ROOT / "runs" / RL_RUN / "summary.json"
-    rows = json.loads(path.read_text())["table"]
+    evaluated = ROOT / "runs" / EVALUATION / "summary.json"
+    rows = [row for file in (evaluated, path) for row in json.loads(file.read_text())["table"]]
     table = Table(title=f"{int(rows[0]['rounds'])} held-out attempts, greedy critiques")
     for column in (
         "stage",

@@ -86,17 +86,17 @@ class RunLock:
                 return  # somebody removed it
 
 
-def check_run_directory(directory: Path) -> None:
+def check_run_directory(directory: Path, key: str = "trainer.default_local_dir") -> None:
     """UserError if a run cannot write ``directory``: another one does, files of others lie there,
-    or the system refuses. Writes nothing.
+    or the system refuses. ``key`` is what named it. Writes nothing.
     """
     there = nearest_existing(directory)
     if not there.is_dir():
-        raise UserError(f"{there} is no directory", key="trainer.default_local_dir")
+        raise UserError(f"{there} is no directory", key=key)
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(
             f"{there} cannot be written by the user with uid {os.geteuid()}",
-            key="trainer.default_local_dir",
+            key=key,
             remedy="name a directory of yours",
         )
     if not directory.is_dir():

@@ -1,16 +1,22 @@
-"""Score critics on the validation rows.
+"""Score critics on the validation rows, in a directory of its own.
 
 ``ctrl-evaluate --config FILE "before SFT=DIR" "after SFT=DIR" [--set key=value]``
 
-Each row is added to the final table of the run (``runs/NAME/summary.json``).
+Every critique, revision and verdict is kept. The same command goes on where it was stopped, another
+one adds critics or seeds. ``ctrl-report DIR`` makes the report anew, ``ctrl-report DIR DIR`` one of
+several.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctrl_megatron.commands.start import CommandParser, checked_config, command
+from ctrl_megatron.commands.start import STOPPED, CommandParser, checked_config, command
+from ctrl_megatron.config import Config
+from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.errors import UserError
 
 
@@ -21,19 +27,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
     parser.add_argument("critics", nargs="+", metavar="STAGE=DIR", help="a name and an HF model")
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="overrides")
+    parser.add_argument("--out", type=Path, help="directory; RUN_evaluation beside the run's")
+    parser.add_argument("--overwrite", action="store_true", help="replace the evaluation in --out")
+    parser.add_argument("--samples", type=int, default=1, help="critiques per first solution")
+    parser.add_argument("--turns", type=int, default=1, help="critiques and revisions in a row")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of critiques; 0 is greedy")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the draws")
+    parser.add_argument("--pairs", type=Path, help="responses to compare, in JudgeBench's format")
     options = parser.parse_args(arguments)
     critics = dict(text.split("=", 1) for text in options.critics if "=" in text)
-    if len(critics) != len(options.critics):
+    if len(critics) != len(options.critics) or not all(critics):
         raise UserError("every critic must be given as STAGE=DIR, each stage once")
-    config = checked_config(options.config, options.overrides, "rl")
-    from ctrl_megatron.pipeline.recorder import add_stage
-    from ctrl_megatron.pipeline.run import evaluate
+    _check_draws(options)
+    config = _in(options.out, checked_config(options.config, options.overrides, "rl"))
+    from ctrl_megatron.eval.transcripts import ChainPlan
+    from ctrl_megatron.pipeline.evaluation import EvaluationJob, evaluate
 
-    table = evaluate(config, critics)
-    for stage, results in table.items():
-        add_stage(Path(config.trainer.run_dir), stage, results)
-        print(stage, {name: round(value, 4) for name, value in results.items()})
+    plan = ChainPlan(samples=options.samples, turns=options.turns, temperature=options.temperature)
+    job = EvaluationJob(
+        critics=critics,
+        plan=plan,
+        seeds=tuple(options.seeds),
+        pairs=options.pairs,
+        overwrite=options.overwrite,
+    )
+    if not evaluate(config, job):
+        return STOPPED
+    if read_launch().rank == 0:
+        _report(Path(config.trainer.run_dir), options.samples)
     return 0
+
+
+def _check_draws(options: argparse.Namespace) -> None:
+    for name in ("samples", "turns"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name}={getattr(options, name)} must be at least 1")
+    if not 0 <= options.temperature < float("inf"):
+        raise UserError(f"--temperature={options.temperature} must be at least 0")
+    if len(set(options.seeds)) < len(options.seeds):
+        raise UserError(f"--seeds: {options.seeds} names a seed twice")
+    if options.temperature == 0 and (options.samples > 1 or len(options.seeds) > 1):
+        raise UserError(
+            "--samples and --seeds ask for several draws, and greedy ones are all the same",
+            remedy="give a --temperature, the paper's is 0.7",
+        )
+
+
+def _in(out: Path | None, config: Config) -> Config:
+    """The configuration of a run whose directory is the evaluation's."""
+    if out is None:
+        out = config.trainer.run_dir.with_name(f"{config.trainer.run_dir.name}_evaluation")
+    place = {"default_local_dir": str(out.parent), "experiment_name": out.name}
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **place))
+
+
+def _report(folder: Path, samples: int) -> None:
+    from ctrl_megatron.eval.report import write_evaluation_report
+
+    ks = sorted({1, samples})
+    for result in write_evaluation_report(folder, ks=ks):
+        told = {name: round(rate.value, 4) for name, rate in result.last.items()}
+        print(result.critic, told)
+    print(f"wrote {folder / 'report.html'}")
 
 
 if __name__ == "__main__":

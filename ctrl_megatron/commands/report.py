@@ -1,7 +1,8 @@
-"""Write the report of a run anew, or one on which several runs stand side by side.
+"""Write the report of a run or an evaluation anew, or one on which several stand side by side.
 
 ``ctrl-report runs/NAME`` writes ``runs/NAME/report.html``; ``ctrl-report runs/A runs/B`` writes
-``comparison.html``, or ``--out FILE``.
+``comparison.html``, or ``--out FILE``. All directories are runs, or all are evaluations, of which
+the same is written as Markdown and JSON too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.eval.transcripts import is_evaluation
 from ctrl_megatron.metrics.report import write_comparison, write_report
 
 _TITLE = b"<!doctype html>"
@@ -20,20 +22,52 @@ _TITLE = b"<!doctype html>"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 written, 2 wrong input."""
     parser = CommandParser(__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
-    parser.add_argument("--out", type=Path, help="page of several runs; comparison.html without it")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="of a run or evaluation")
+    parser.add_argument("--out", type=Path, help="page of several; comparison.html without it")
+    parser.add_argument(
+        "--pass-at", type=int, nargs="+", default=[1], metavar="K", help="of evaluations: pass@K"
+    )
     options = parser.parse_intermixed_args(arguments)
+    evaluations = [folder for folder in options.runs if is_evaluation(folder)]
+    if evaluations and len(evaluations) < len(options.runs):
+        run = next(folder for folder in options.runs if folder not in evaluations)
+        raise UserError(f"{evaluations[0]} is an evaluation and {run} is none; compare alike")
+    if min(options.pass_at) < 1:
+        raise UserError(f"--pass-at: {min(options.pass_at)} must be at least 1")
+    ks = sorted({1, *options.pass_at})
     if len(options.runs) == 1:
+        (folder,) = options.runs
         if options.out is not None:
             raise UserError("--out is for several runs; the page of one stands in its directory")
-        print(f"wrote {write_report(options.runs[0])}")
+        if evaluations:
+            from ctrl_megatron.eval.report import write_evaluation_report
+
+            write_evaluation_report(folder, ks=ks)
+            print(f"wrote {folder / 'report.html'}")
+        else:
+            print(f"wrote {write_report(folder)}")
         return 0
     out = options.out or Path("comparison.html")
     if out.exists() and (out.is_dir() or not out.read_bytes().startswith(_TITLE)):
         raise UserError(f"--out: {out} is there and is no page of this tool")
-    write_comparison(options.runs, out)
+    if evaluations:
+        from ctrl_megatron.eval.report import write_evaluations_report
+
+        _check_beside(out)
+        write_evaluations_report(options.runs, out, ks=ks)
+    else:
+        write_comparison(options.runs, out)
     print(f"wrote {out}")
     return 0
+
+
+def _check_beside(out: Path) -> None:
+    """UserError unless the files that go with the page ``out`` are new, or were written with it."""
+    if out.suffix != ".html":
+        raise UserError(f"--out: {out} must end in .html; .md and .json are written beside it")
+    for beside in (out.with_suffix(".md"), out.with_suffix(".json")):
+        if beside.exists() and not out.exists():
+            raise UserError(f"--out: {beside} is there and would be replaced", remedy="move it")
 
 
 if __name__ == "__main__":

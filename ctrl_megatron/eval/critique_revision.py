@@ -1,26 +1,13 @@
-"""Scores of critiques by the revisions that follow them: pure arithmetic on verdicts."""
+"""The rates of a validation: one critique and one revision of every row."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ctrl_megatron.types import Verdict
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CritiqueResult:
-    """One held-out attempt, its critique and its revision."""
-
-    judgment: bool | None
-    """What the critique says about the first solution; None without a judgment."""
-    before: Verdict | None
-    """On the first solution; None where the judge failed."""
-    after: Verdict | None
-    """On the revision; None where the judge failed."""
+from ctrl_megatron.eval.transcripts import Turn
 
 
-def summarise(results: Sequence[CritiqueResult]) -> dict[str, float]:
+def summarise(results: Sequence[Turn]) -> dict[str, float]:
     """Rates over the results whose two verdicts are known; none where no result is.
 
     ``to_right`` and ``to_wrong`` are the shares of all results that turned from failing to passing

@@ -9,7 +9,6 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.eval.critique_revision import CritiqueResult, summarise
 from ctrl_megatron.pipeline.sampling import (
     Fields,
     Sample,
@@ -19,7 +18,6 @@ from ctrl_megatron.pipeline.sampling import (
     greedy_params,
     length_metrics,
     reward_fields,
-    validation_batches,
 )
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.prompts import generation_messages, parse_judgment, revision_request, sanitize
@@ -161,48 +159,3 @@ def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     if "revision_length" in fields:
         measured["revision/length"] = fields["revision_length"]
     return measured
-
-
-def validate(worker: RolloutWorker) -> dict[str, float]:
-    """One greedy critique and one greedy revision for every validation row; rates over all rows.
-
-    Unlike in training, the revision of an invalid critique is written and judged too: the table
-    compares what revisions are worth, not how often a format was kept. Rows that the sandbox failed
-    to judge are counted as ``unjudged`` and left out of the rates. Collective.
-    """
-    table = worker.validation
-    assert table is not None
-    batches = validation_batches(worker)
-    critiques: list[Fields] = []
-    revisions: list[Completion] = []
-    with worker.timeline.phase("validate_critiques"):
-        params = greedy_params(worker, worker.config.data.max_response_length)
-        for batch in batches:
-            drawn = generate(worker, "actor", [table.prompts[row] for row in batch], params)
-            critiques += [read_critique(worker, answers[0]) for answers in drawn]
-    waiting = iter(critiques)
-    with worker.timeline.phase("validate_revisions"):
-        for batch in batches:
-            written = [str(next(waiting)["critique"]) for _ in batch]
-            revisions += revise(worker, [table.rows[row] for row in batch], written)
-    with worker.timeline.phase("validate_sandbox"):
-        rows = [table.rows[row] for batch in batches for row in batch]
-        answers = [worker.codec.decode(r.token_ids) for r in revisions]
-        mine = worker.ask(lambda: _judge(worker, rows, critiques, answers))
-    return summarise([r for part in worker.groups.from_data_ranks(mine) for r in part])
-
-
-async def _judge(
-    worker: RolloutWorker,
-    rows: Sequence[Row],
-    critiques: Sequence[Fields],
-    revisions: Sequence[str],
-) -> list[CritiqueResult]:
-    assert worker.rewards is not None and worker.rewards.critic is not None
-    programs = [*(row.solution for row in rows), *revisions]
-    outcomes = await worker.rewards.critic.judge_solutions(programs, [*rows, *rows])
-    before, after = outcomes[: len(rows)], outcomes[len(rows) :]
-    return [
-        CritiqueResult(judgment=judgment_of(critique), before=b.verdict, after=a.verdict)
-        for critique, b, a in zip(critiques, before, after, strict=True)
-    ]

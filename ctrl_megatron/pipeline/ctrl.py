@@ -32,6 +32,7 @@ from ctrl_megatron.pipeline.actor_loss import (
     mini_batches,
     select_tokens,
 )
+from ctrl_megatron.pipeline.conversation import validate
 from ctrl_megatron.pipeline.critique_revision import (
     draw_and_judge,
     draw_critiques,
@@ -40,7 +41,6 @@ from ctrl_megatron.pipeline.critique_revision import (
     revise_valid,
     reward_items,
     score_fields,
-    validate,
 )
 from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
 from ctrl_megatron.pipeline.executor import NodeOutput

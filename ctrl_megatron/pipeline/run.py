@@ -1,9 +1,8 @@
-"""Training and evaluating, from a checked configuration to the end of the run."""
+"""Training, from a checked configuration to the end of the run."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from pathlib import Path
 
 from ctrl_megatron.algorithms import get_adv_estimator, get_policy_loss_terms
@@ -13,11 +12,8 @@ from ctrl_megatron.errors import UserError, users_code
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.pipeline.build import (
     build_worker,
-    critic_weights,
-    rollout_worker,
     total_steps,
 )
-from ctrl_megatron.pipeline.critique_revision import validate
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
 from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
 from ctrl_megatron.pipeline.inputs import (
@@ -121,25 +117,6 @@ def train(config: Config) -> bool:
     return finished
 
 
-def evaluate(config: Config, critics: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Validation rates per stage; ``critics`` maps a stage's name to its critic's HF directory.
-
-    Revisions come from the configured proxy. All critics must have the actor's architecture.
-    """
-    check_evaluation(config, critics)
-    inputs = read_inputs(config, ("critic",), trains=False)
-    results: dict[str, dict[str, float]] = {}
-    with session(config) as run:
-        services = run.start_services()
-        worker = rollout_worker(run, services, next(iter(critics.values())), inputs)
-        for stage, directory in critics.items():
-            worker.weights = critic_weights(run, services, directory)
-            results[stage] = validate(worker)
-        run.watch.quiet()
-        worker.close()
-    return results
-
-
 def banner(run: Session, worker: DAGWorker, steps: int, services: Services) -> list[str]:
     """What the run is about to do, for the terminal."""
     config, layout, train = run.config, run.groups.layout, worker.train
@@ -156,18 +133,6 @@ def banner(run: Session, worker: DAGWorker, steps: int, services: Services) -> l
         f"{layout.pipeline} x data {layout.data} ranks; {len(engines)} {family.rollout.name} "
         f"engine{'s' if len(engines) > 1 else ''}",
     ]
-
-
-def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
-    """UserError, with a line per problem, for what an evaluation is given and cannot be used."""
-    if not config.data.val_files:
-        raise UserError("data.val_files is empty; there is nothing to evaluate on")
-    others = {f"{stage}={path}": path for stage, path in critics.items()}
-    check_together(
-        lambda: check_models(config, "rl", others),
-        lambda: check_reward_functions(config),
-        lambda: check_place(config),
-    )
 
 
 def pipeline_of(config: Config) -> TaskGraph:

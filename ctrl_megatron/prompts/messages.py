@@ -8,6 +8,7 @@ judgment.
 
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 from ctrl_megatron.prompts.code_block import sanitize
@@ -30,6 +31,11 @@ Improvement suggestions: what to change
 Overall judgment: (one word, Correct or Incorrect)
 </format>"""
 _FORMAT_OPEN, _FORMAT_CLOSE = "<format>", "</format>"
+_CHOICE_TASK = (
+    "Two answers to a question follow. Compare them, then name the better one: end with the line "
+    '"Better answer:" and one word, first or second.'
+)
+_CHOICE = re.compile(r"Better answer:\W*(first|second)\b", re.IGNORECASE)
 _LCB_HEADINGS = ("### Question:", "### Format:")
 
 
@@ -72,6 +78,18 @@ def revision_request(critique: str) -> Message:
     if opening >= 0 and closing >= 0:
         critique = critique[opening + len(_FORMAT_OPEN) : closing]
     return _user(f"{critique.strip()}\n\n{REVISION_SENTENCE}")
+
+
+def choice_messages(question: str, first: str, second: str) -> list[Message]:
+    """Ask which of two answers to ``question`` is better."""
+    parts = (("question", question), ("first_answer", first), ("second_answer", second))
+    return [_user("\n".join((_CHOICE_TASK, *(_tagged(tag, text) for tag, text in parts))))]
+
+
+def parse_choice(text: str) -> str | None:
+    """``first`` or ``second``, which ``text`` names last as the better answer; None for neither."""
+    named = _CHOICE.findall(text)
+    return named[-1].lower() if named else None
 
 
 def parse_judgment(critique: str) -> bool | None:

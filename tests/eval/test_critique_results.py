@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from evaluated import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.eval.critique_revision import CritiqueResult, summarise
-from ctrl_megatron.types import Verdict
+from ctrl_megatron.eval.critique_revision import summarise
+from ctrl_megatron.eval.transcripts import Turn
+
+programs = st.integers(0, 4)
+results = st.builds(lambda *given: one(*given), st.sampled_from("CI-"), programs, programs)
 
 
-def verdict(quarters: int) -> Verdict:
-    return Verdict(passed=tuple(n < quarters for n in range(4)), total=4)
-
-
-verdicts = st.integers(0, 4).map(verdict)
-judgments = st.sampled_from([None, True, False])
-results = st.builds(CritiqueResult, judgment=judgments, before=verdicts, after=verdicts)
-
-
-def one(judgment: bool | None, before: int, after: int) -> CritiqueResult:
-    return CritiqueResult(judgment=judgment, before=verdict(before), after=verdict(after))
+def one(said: str, before: int, after: int) -> Turn:
+    return chain("p", said, (before, after))[0]
 
 
 def test_a_table_worked_out_by_hand() -> None:
-    found = summarise([one(False, 2, 4), one(True, 4, 0), one(None, 0, 0)])
+    found = summarise([one("I", 2, 4), one("C", 4, 0), one("-", 0, 0)])
     third = pytest.approx(1 / 3)
     assert found["valid_critique_rate"] == pytest.approx(2 / 3)
     assert found["judgment_accuracy"] == pytest.approx(2 / 3)  # no judgment counts as wrong
@@ -36,7 +33,7 @@ def test_a_table_worked_out_by_hand() -> None:
 
 
 @given(st.lists(results, min_size=1))
-def test_turns_explain_the_difference_of_solved_problems(played: list[CritiqueResult]) -> None:
+def test_turns_explain_the_difference_of_solved_problems(played: list[Turn]) -> None:
     found = summarise(played)
     turned = found["to_right"] - found["to_wrong"]
     assert found["solved_after"] - found["solved_before"] == pytest.approx(turned)
@@ -45,11 +42,8 @@ def test_turns_explain_the_difference_of_solved_problems(played: list[CritiqueRe
 
 
 def test_what_could_not_be_judged_is_left_out_and_counted() -> None:
-    known = [one(False, 2, 4), one(True, 4, 0)]
-    lost = [
-        CritiqueResult(judgment=True, before=None, after=verdict(4)),
-        CritiqueResult(judgment=True, before=verdict(4), after=None),
-    ]
+    known = [one("I", 2, 4), one("C", 4, 0)]
+    lost = [replace(one("C", 0, 4), before=None), replace(one("C", 4, 0), after=None)]
     assert summarise([*known, *lost]) == {**summarise(known), "unjudged": 2.0}
     assert "unjudged" not in summarise(known)
     assert summarise(lost) == {"rounds": 0.0, "unjudged": 2.0}

@@ -246,3 +246,14 @@ def _gaps(
     log_probs, _ = policy.log_probs(tensors_of(batch), 1.0)
     theirs = torch.tensor([value for c in sampled for value in c.log_probs])
     return (log_probs[batch["response_mask"]].exp() - theirs.exp()).abs()
+
+
+def run_command(name: str, arguments: list[str]) -> dict[str, Any]:
+    """Exit code and output of a command of the package."""
+    import os
+    from importlib import import_module
+    from pathlib import Path
+
+    code = import_module(f"ctrl_megatron.commands.{name}").main(arguments)
+    log = Path(os.readlink("/proc/self/fd/1"))
+    return {"code": code, "output": log.read_text(errors="replace")}

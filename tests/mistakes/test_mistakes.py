@@ -33,8 +33,11 @@ from mistaken_world import (
 )
 
 from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, Holder
+from ctrl_megatron.config import load_config
+from ctrl_megatron.eval.transcripts import ChainPlan, begin_evaluation
 from ctrl_megatron.models.families import hf_names
 from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.pipeline.evaluation import EvaluationJob, settings_of
 
 TRAINING = ("train_rl", "train_sft")
 _A = "actor_rollout_ref."
@@ -90,6 +93,23 @@ def _metrics(text: str) -> Spoil:
     return _all(lambda f: (f / "made").mkdir(), _text("made/metrics.jsonl", text))
 
 
+def _settings(text: str) -> Spoil:
+    """A directory whose evaluation.json says ``text``."""
+    return _all(lambda f: (f / "made").mkdir(), _text("made/evaluation.json", text))
+
+
+def _evaluation(**changes: object) -> Spoil:
+    """An evaluation of the same rows, models and draws but for ``changes``."""
+
+    def write(folder: Path) -> None:
+        overrides = ["data.val_files=train.parquet"]
+        job = EvaluationJob(critics={"a": "model"}, plan=ChainPlan(), seeds=(0,))
+        settings = settings_of(load_config("run.yaml", overrides, "rl"), job) | changes
+        begin_evaluation(folder / "made", settings, {}, anew=[], overwrite=False)
+
+    return write
+
+
 def _index(folder: Path) -> None:
     """All tensors in a file that is not there."""
     names = hf_names(read_model_shape(folder / "model"))
@@ -133,6 +153,8 @@ solutions, sandbox = partial(tool, "generate_solutions"), partial(tool, "serve_s
 _DATA = "--problems problems.jsonl --solutions solutions.jsonl --out data"
 _SOLVE = "--problems problems.jsonl --model model --out solved.jsonl"
 _FUNCS = "reward.reward_funcs="
+_PAIR = '{"pair_id": "1", "question": "?", "response_A": "a", "response_B": "b"}\n'
+_LONG_PAIR = json.dumps({**json.loads(_PAIR), "response_A": "w " * 5000, "label": "A>B"}) + "\n"
 _PIPELINE = "dag.custom_pipeline_fn="
 
 CASES = [
@@ -517,6 +539,32 @@ CASES = [
     sandbox("no port", "--port 99999", "--port"),
     sandbox("no workers", "--workers 0", "--workers"),
     sandbox("no token", "--token-file none", "none"),
+    *(
+        evaluation(name, f"a=model {flags} --set data.val_files=train.parquet", named, spoil)
+        for name, flags, named, spoil in (
+            ("no critiques", "--samples 0", "--samples=0", lambda f: None),
+            ("no turn", "--turns 0", "--turns=0", lambda f: None),
+            ("cold", "--temperature -1", "--temperature=-1.0", lambda f: None),
+            ("greedy draws", "--samples 4", "--temperature", lambda f: None),
+            ("a seed twice", "--temperature 1 --seeds 3 3", "names a seed twice", lambda f: None),
+            ("onto others' files", "--out model", "model is there and holds no", lambda f: None),
+            ("onto a run", "--out made", "made is there and holds no", _metrics("")),
+            ("other settings", "--out made", "turns: 2 -> 1", _evaluation(turns=2)),
+            ("no settings", "--out made", "not that of an evaluation", _settings("{}")),
+            ("no pairs", "--pairs none.jsonl", "none.jsonl", lambda f: None),
+            ("pair without label", "--pairs p.jsonl", "'label'", _text("p.jsonl", _PAIR)),
+            ("long pair", "--pairs p.jsonl", "the pair 1 makes", _text("p.jsonl", _LONG_PAIR)),
+            ("own words", "--turns 2", "--turns: ", _cell("prompt", "Is it right?")),
+        )
+    ),
+    evaluation(
+        "names alike",
+        "a.b=model a.b.=model --set data.val_files=train.parquet",
+        "differ in signs only",
+    ),
+    tool("report", "evaluation and run", "made runs", "is none", _settings("{}")),
+    tool("report", "no transcript", "made", "no transcript yet", _evaluation()),
+    tool("report", "pass at nothing", "made --pass-at 0", "--pass-at"),
     sandbox("weak token", "--token-file run.yaml", "run.yaml", _text("run.yaml", "1234\n")),
     sandbox("limits are no JSON", "--limits {", "--limits"),
     sandbox("unknown limit", '--limits {"memory":1}', "memory_mb"),
@@ -575,6 +623,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for place in (
         *("ctrl_megatron.pipeline.run.session", "ctrl_megatron.sft.run.session"),
+        "ctrl_megatron.pipeline.evaluation.session",
         *("ctrl_megatron.commands.start._start_ranks", "tools.generate_solutions.generate"),
         *("tools.prepare_data.judge", "tools.prepare_smollm2.convert", "tools.make_env.run"),
         "ctrl_megatron.sandbox.__main__.serve",

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from ctrl_megatron.config import load_config
+from ctrl_megatron.data.rows import Row
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.pipeline import critique_revision
+from ctrl_megatron.pipeline import conversation
 from ctrl_megatron.types import Completion, Verdict
 
 JUDGMENT = "Overall judgment: Incorrect"
@@ -32,7 +33,7 @@ class Rank:
         self.calls: list[Any] = []
         self.judged: list[int] = []
         self.timeline = Timeline()
-        positions = [SimpleNamespace(id=str(i), solution=f"first {i}") for i in range(rows)]
+        positions = [Row(id=str(i), solution=f"first {i}") for i in range(rows)]
         self.validation = SimpleNamespace(rows=positions, prompts=[[i] for i in range(rows)])
         self.groups = SimpleNamespace(
             place=SimpleNamespace(dp=rank),
@@ -69,8 +70,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.calls.append(("proxy", len(rows)))
         return [completion(int(row.id)) for row in rows]
 
-    monkeypatch.setattr(critique_revision, "generate", generate)
-    monkeypatch.setattr(critique_revision, "revise", revise)
+    monkeypatch.setattr(conversation, "generate", generate)
+    monkeypatch.setattr(conversation, "revise", revise)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_every_row_is_asked_for_once_in_batches(
     for rank, sizes in enumerate(batches):
         worker = Rank(rows, size, rank, ranks, lost=None)
         if sum(sizes):
-            critique_revision.validate(worker)  # type: ignore[arg-type]
+            conversation.validate(worker)  # type: ignore[arg-type]
             asked = [(role, size) for role in ("actor", "proxy") for size in sizes]
             assert worker.calls == asked
         judged += worker.judged
@@ -97,8 +98,8 @@ def test_every_row_is_asked_for_once_in_batches(
 
 
 def test_a_row_that_the_sandbox_lost_is_counted_and_left_out() -> None:
-    rates = critique_revision.validate(Rank(4, 4, 0, 1, lost=2))  # type: ignore[arg-type]
+    rates = conversation.validate(Rank(4, 4, 0, 1, lost=2))  # type: ignore[arg-type]
     assert (rates["rounds"], rates["unjudged"], rates["solved_after"]) == (3.0, 1.0, 1.0)
     assert rates["judgment_accuracy"] == 1.0
-    nothing = critique_revision.validate(Rank(1, 4, 0, 1, lost=0))  # type: ignore[arg-type]
+    nothing = conversation.validate(Rank(1, 4, 0, 1, lost=0))  # type: ignore[arg-type]
     assert nothing == {"rounds": 0.0, "unjudged": 1.0}

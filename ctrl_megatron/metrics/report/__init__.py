@@ -21,7 +21,7 @@ def write_report(run_dir: Path) -> Path:
     from ctrl_megatron.metrics.report.page import render  # imports matplotlib
 
     target = run_dir / "report.html"
-    _write(target, render(read_run_files(run_dir)))
+    write_page(target, render(read_run_files(run_dir)))
     return target
 
 
@@ -37,10 +37,11 @@ def write_comparison(run_dirs: Sequence[Path], target: Path) -> None:
     runs = [read_run_files(directory) for directory in run_dirs]
     if len({run.name for run in runs}) < len(runs):
         raise UserError("two of the runs have one name: name each directory once")
-    _write(target, render_comparison(runs))
+    write_page(target, render_comparison(runs))
 
 
-def _write(target: Path, html: str) -> None:
+def write_page(target: Path, html: str) -> None:
+    """Write a page in one step: a reader of an older one never sees half of the new one."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         partial.write_text(html, encoding="utf-8", errors="backslashreplace")
@@ -49,4 +50,4 @@ def _write(target: Path, html: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-__all__ = ["write_comparison", "write_report"]
+__all__ = ["write_comparison", "write_page", "write_report"]

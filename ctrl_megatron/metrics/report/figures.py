@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ctrl_megatron.metrics.display import format_number
@@ -16,37 +18,95 @@ from ctrl_megatron.metrics.timeline import Kind, Phase, intersection, union
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e6eaee"
 BLUE, ORANGE, GREY, GREEN, SHADE = "#2563c9", "#e0701a", "#9aa5b1", "#17734f", "#fde3cf"
-CURVE_COLOURS = (BLUE, ORANGE, GREEN, GREY)
+CURVE_COLOURS = (BLUE, ORANGE, GREEN, GREY, "#7d4fc4", "#b8344c", "#0f8b9d", "#8a6d3b")
 KIND_COLOURS: dict[Kind, str] = {"main": BLUE, "host": ORANGE, "wait": GREY}
 Points = Sequence[tuple[int, float]]
 """(step, value) by step."""
-_POINTS_WITH_MARKERS, _POINTS_SMOOTHED, _WINDOW = 40, 60, 15
+Interval = tuple[float, float]
+"""Its ends."""
+_POINTS_WITH_MARKERS, _POINTS_SMOOTHED, _WINDOW, _ENDS_LABELLED = 40, 60, 15, 4
 
 
-def curve_svg(curves: Mapping[str, Points], *, percent: bool = False) -> str:
-    """Up to four curves by label; the last value of each stands at its end.
+def curve_svg(
+    curves: Mapping[str, Points],
+    *,
+    percent: bool = False,
+    bands: Mapping[str, Sequence[Interval | None]] | None = None,
+    x_label: str = "step",
+) -> str:
+    """Curves by label; the last value of each stands at its end, of up to four.
 
-    Long curves are drawn pale, under their mean over the last 15 steps.
+    Long curves are drawn pale, under their mean over the last 15 steps. ``bands`` are shaded: an
+    interval per point, None for none.
     """
     figure, axes = _canvas(3.9, 2.3)
-    for (label, points), colour in zip(curves.items(), CURVE_COLOURS, strict=False):
+    for (label, points), colour in zip(curves.items(), cycle(CURVE_COLOURS), strict=False):
         steps, values = zip(*points, strict=True)
+        known = [
+            (step, *band)
+            for step, band in zip(steps, (bands or {}).get(label, ()), strict=False)
+            if band is not None
+        ]
+        if known:
+            axes.fill_between(*zip(*known, strict=True), color=colour, alpha=0.12, lw=0)
         many = len(steps) > _POINTS_SMOOTHED
         if many:
             axes.plot(steps, values, color=colour, lw=0.9, alpha=0.35)
         marker = "o" if len(steps) <= _POINTS_WITH_MARKERS else ""
         drawn = trailing_mean(values, _WINDOW) if many else values
         axes.plot(steps, drawn, color=colour, lw=1.8, marker=marker, ms=3.5, label=label)
-    _label_ends(axes, [points[-1] for points in curves.values()], percent)
+    if len(curves) <= _ENDS_LABELLED:
+        _label_ends(axes, [points[-1] for points in curves.values()], percent)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    axes.set_xlabel("step", color=MUTED, fontsize=9)
+    axes.set_xlabel(x_label, color=MUTED, fontsize=9)
     if percent:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
-        axes.set_ylim(-0.03, 1.03)
+        if bands is None:
+            axes.set_ylim(-0.03, 1.03)
     if len(curves) > 1:
         axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
     axes.grid(axis="y", color=GRID, lw=0.8)
+    return _svg(figure)
+
+
+def interval_svg(
+    groups: Mapping[str, Mapping[str, tuple[float, Interval | None]]], *, percent: bool = True
+) -> str:
+    """A row per label, with a point and its interval for each of a label's named values."""
+    names = list(dict.fromkeys(name for values in groups.values() for name in values))
+    height = 0.75 + len(groups) * (0.16 + 0.23 * len(names))
+    figure, axes = _canvas(3.9, max(1.5, height))
+    colour_of = dict(zip(names, cycle(CURVE_COLOURS), strict=False))
+    step = 0.7 / max(1, len(names))
+    for row, values in enumerate(groups.values()):
+        for name, (value, interval) in values.items():
+            place = -row + (len(names) - 1) * step / 2 - names.index(name) * step
+            colour = colour_of[name]
+            if interval is not None:
+                axes.plot(interval, (place, place), color=colour, lw=2.4, alpha=0.45)
+            axes.plot([value], [place], marker="o", ms=5, lw=0, color=colour)
+            axes.annotate(
+                format_number(value, percent=percent),
+                (value, place),
+                xytext=(0, 4),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color=colour,
+            )
+    axes.set_yticks([-row for row in range(len(groups))], list(groups))
+    axes.set_ylim(-len(groups) + 0.4, 0.6)
+    axes.margins(x=0.12)
+    if percent:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.grid(axis="x", color=GRID, lw=0.8)
+    if len(names) > 1:
+        marks = [Line2D([], [], color=colour_of[n], marker="o", lw=0, ms=5, label=n) for n in names]
+        figure.legend(
+            handles=marks, loc="outside lower center", ncols=len(names), frameon=False, fontsize=8
+        )
     return _svg(figure)
 
 

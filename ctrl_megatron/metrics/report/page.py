@@ -20,7 +20,7 @@ _EXAMPLES, _CHIP_LENGTH = 6, 40
 
 def render(run: RunFiles) -> str:
     """The whole page."""
-    return _page(run.name, _body(run))
+    return whole_page(run.name, _body(run))
 
 
 def render_comparison(runs: Sequence[RunFiles]) -> str:
@@ -34,7 +34,7 @@ def render_comparison(runs: Sequence[RunFiles]) -> str:
         curves = {run: one[name] for run, one in series.items() if name in one}
         if len(curves) > 1 and not name.startswith("time/"):
             percent = all(is_share(name, series[run]) for run in curves)
-            drawing = _image(curve_svg(curves, percent=percent), f"{name} by step")
+            drawing = image(curve_svg(curves, percent=percent), f"{name} by step")
             title = f"<h3>{escape(title_of(name))}</h3>"
             cards.append(f'<div class="card">{title}<p class="note">{name}</p>{drawing}</div>')
     stages = [{"run": run.name, **row} for run in runs for row in run.summary or ()]
@@ -44,8 +44,8 @@ def render_comparison(runs: Sequence[RunFiles]) -> str:
             steps = {r["step"] for r in run.warnings or () if r["warning"] == name}
             counts.append([run.name, _words(name), str(len(steps))])
     title = " and ".join(run.name for run in runs)
-    warned = f'<div class="card scroll">{_table(("run", "warning", "steps"), counts)}</div>'
-    return _page(
+    warned = f'<div class="card scroll">{html_table(("run", "warning", "steps"), counts)}</div>'
+    return whole_page(
         title,
         [
             f"<h1>{escape(title)}</h1>",
@@ -72,7 +72,8 @@ def _body(run: RunFiles) -> list[str]:
     ]
 
 
-def _page(title: str, body: Sequence[str]) -> str:
+def whole_page(title: str, body: Sequence[str]) -> str:
+    """An HTML document of its own with the report's style; ``body`` is HTML."""
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{CSS}</style>"
@@ -87,7 +88,8 @@ def _section(title: str, file: str, content: T | None, draw: Callable[[T], str])
     return [f"<h2>{title}</h2>", draw(content) if content else missing]
 
 
-def _image(svg: str, text: str) -> str:
+def image(svg: str, text: str) -> str:
+    """A drawing as part of the page, with its description."""
     data = base64.b64encode(svg.encode()).decode()
     return f'<img alt="{escape(text)}" src="data:image/svg+xml;base64,{data}">'
 
@@ -115,17 +117,20 @@ def _warnings(warnings: list[dict[str, Any]]) -> str:
     last = {record["warning"]: record for record in warnings}
     steps = {name: {r["step"] for r in warnings if r["warning"] == name} for name in last}
     rows = [[_words(n), str(len(steps[n])), str(r["step"]), r["text"]] for n, r in last.items()]
-    table = _table(("warning", "steps", "last", "what to try"), rows)
+    table = html_table(("warning", "steps", "last", "what to try"), rows)
     return f'<h2>Warnings</h2><div class="card scroll">{table}</div>'
 
 
 def _summary_table(summary: list[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(key for row in summary for key in row))
     rows = [[_cell(column, row.get(column)) for column in columns] for row in summary]
-    return f'<div class="card scroll">{_table([_words(column) for column in columns], rows)}</div>'
+    return (
+        f'<div class="card scroll">{html_table([_words(column) for column in columns], rows)}</div>'
+    )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are texts."""
     lines = ["".join(f"<th>{escape(word)}</th>" for word in head)]
     lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"
@@ -141,7 +146,7 @@ def _charts(series: Series) -> str:
     cards = []
     for chart in charts(series):
         curves = {name.partition("/")[2] or name: series[name] for name in chart.metrics}
-        drawing = _image(curve_svg(curves, percent=chart.percent), f"{chart.title} by step")
+        drawing = image(curve_svg(curves, percent=chart.percent), f"{chart.title} by step")
         cards.append(
             f'<div class="card"><h3>{escape(chart.title)}</h3>'
             f'<p class="note">{escape(chart.note)}</p>{drawing}</div>'
@@ -151,7 +156,7 @@ def _charts(series: Series) -> str:
         values = [value for _, value in points]
         numbers = (values[0], values[-1], min(values), max(values))
         rows.append([name, *map(format_number, numbers)])
-    table = _table(("metric", "first", "last", "least", "most"), rows)
+    table = html_table(("metric", "first", "last", "least", "most"), rows)
     return (
         '<p class="note">Numbers are last values; long curves are drawn pale under their mean '
         f'over the last 15 steps.</p><div class="charts">{"".join(cards)}</div>'
@@ -183,7 +188,7 @@ def _timeline(timelines: Timelines) -> str:
     return (
         f'<div class="card"><h3>Step {step}, rank {rank}</h3>'
         f'<p class="note">{escape(note)}<br>{keys}</p>'
-        f"{_image(gantt_svg(phases), 'Phases of one step')}</div>"
+        f"{image(gantt_svg(phases), 'Phases of one step')}</div>"
     )
 
 

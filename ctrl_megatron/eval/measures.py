@@ -1,0 +1,94 @@
+"""What one problem, one program or one judgment counts: formulas without any model or file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctrl_megatron.prompts import extract_code
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that among ``k`` of ``n`` samples, drawn without replacement, one is right when
+    ``c`` are: the unbiased estimator (HumanEval, arXiv 2107.03374, section 2.1).
+
+    Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@{k} of {c} right among {n} samples does not exist")
+    # Whole numbers: exact however many samples there are.
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def similarity(draft: str, revision: str) -> float:
+    """How much of two answers' programs is the same, in [0, 1]; 1 for equal ones.
+
+    Twice the matching words and signs over all of both (Ratcliff and Obershelp); white space does
+    not count.
+    """
+    both = [_WORD.findall(extract_code(text)) for text in (draft, revision)]
+    return SequenceMatcher(None, *both, autojunk=False).ratio()
+
+
+def wilson_interval(right: int, n: int, level: float = 0.9) -> tuple[float, float]:
+    """Interval of a share of ``right`` among ``n`` independent draws (E. B. Wilson, 1927).
+
+    Raises ValueError for no draw.
+    """
+    if n < 1:
+        raise ValueError("a share of nothing has no interval")
+    z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
+    share = right / n
+    middle = share + z2 / (2 * n)
+    half = math.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n)))
+    low, high = ((middle + sign * half) / (1 + z2 / n) for sign in (-1, 1))
+    # What rounding leaves of an exact end.
+    return (0.0 if right == 0 else low, 1.0 if right == n else high)
+
+
+def judgment_counts(judged: Iterable[tuple[bool | None, bool]]) -> NDArray[np.float64]:
+    """(6,) how often a critic said what, from (what it says of a program, whether that passes).
+
+    Three columns of right programs, then three of wrong ones: called correct, called incorrect,
+    no judgment. Sums over programs add up.
+    """
+    counts = np.zeros(6)
+    for said, right in judged:
+        counts[(0 if right else 3) + (2 if said is None else int(not said))] += 1
+    return counts
+
+
+def discrimination(counts: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    """Precision, recall and F1 of "the program is right" (``correct``) and of "it is wrong"
+    (``incorrect``), and their mean F1 (``f1_macro``), as CTRL's table of discrimination has them.
+
+    ``counts`` are (..., 6) ``judgment_counts``; every rate is (...). A missing judgment finds
+    neither class: it lowers the recall of the program's own. What has no value is nan: a precision
+    where the class is never named, a recall where no program belongs to it, an F1 where both hold,
+    ``f1_macro`` unless both classes have an F1.
+    """
+    found = {}
+    for name, (hits, false_alarms, mistaken, unsaid) in {
+        "correct": (0, 3, 1, 2),
+        "incorrect": (4, 1, 3, 5),
+    }.items():
+        hit, named = counts[..., hits], counts[..., hits] + counts[..., false_alarms]
+        there = hit + counts[..., mistaken] + counts[..., unsaid]
+        found[f"precision_{name}"] = share_of(hit, named)
+        found[f"recall_{name}"] = share_of(hit, there)
+        found[f"f1_{name}"] = share_of(2 * hit, named + there)
+    found["f1_macro"] = (found["f1_correct"] + found["f1_incorrect"]) / 2
+    return found
+
+
+def share_of(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Element by element; nan where ``whole`` is 0."""
+    return np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=whole > 0)

@@ -1,0 +1,128 @@
+"""Which of two responses a critic prefers: pairs in JudgeBench's format (arXiv 2410.12784).
+
+A pair is judged in two ways. *Choice*: the critic is shown both responses and names the better one,
+twice, with the responses in either order; two answers for the same response decide, so does one
+beside a missing one, and contradicting answers are a tie, which counts as wrong (JudgeBench's own
+rule). *Critiques*: each response is criticised by itself, and the one that is more often judged
+correct wins (CTRL's way; a tie counts as wrong).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.metrics.json_lines import read_json_lines
+
+Label = Literal["A>B", "B>A"]
+_LABELS: tuple[Label, Label] = ("A>B", "B>A")
+_TEXTS = ("pair_id", "question", "response_A", "response_B")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsePair:
+    """Two responses to one question, of which one is right."""
+
+    pair_id: str
+    source: str
+    """The data set that the question is from; empty where the file does not say."""
+    question: str
+    response_a: str
+    response_b: str
+    label: Label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedPair:
+    """What a critic said of a pair."""
+
+    critic: str
+    seed: int
+    pair_id: str
+    source: str
+    label: Label
+    choices: tuple[str | None, str | None]
+    """``first`` or ``second``, as asked with A before B and with B before A; None: no answer."""
+    answers: tuple[str, str]
+    """The texts that the choices were read from."""
+    judgments_a: tuple[bool | None, ...]
+    """What critiques of response A say of it."""
+    judgments_b: tuple[bool | None, ...]
+    critiques_a: tuple[str, ...]
+    critiques_b: tuple[str, ...]
+
+    @staticmethod
+    def read(record: Mapping[str, Any], place: str) -> JudgedPair:
+        """A line of a file of judged pairs. UserError naming ``place`` for another."""
+        names = {f.name for f in fields(JudgedPair)}
+        if record.keys() != names:
+            wrong = ", ".join(sorted(names ^ record.keys()))
+            raise UserError(f"{place}: not the fields of a judged pair: {wrong}")
+        lists = {k: tuple(v) for k, v in record.items() if isinstance(v, list)}
+        return JudgedPair(**{**record, **lists})
+
+    @property
+    def decision(self) -> str | None:
+        """``A>B``, ``B>A``, or None for a tie or no answer."""
+        straight = {"first": 1, "second": -1, None: 0}[self.choices[0]]
+        swapped = {"first": -1, "second": 1, None: 0}[self.choices[1]]
+        return _sign(straight + swapped)
+
+    @property
+    def consistent(self) -> bool:
+        """Both orders name the same response."""
+        return {*self.choices} == {"first", "second"}
+
+    @property
+    def critique_decision(self) -> str | None:
+        """``A>B``, ``B>A``, or None for a tie."""
+        a, b = self.judgments_a.count(True), self.judgments_b.count(True)
+        return _sign(a * len(self.judgments_b) - b * len(self.judgments_a))
+
+
+def read_pairs(path: Path) -> list[ResponsePair]:
+    """The pairs of a file of JSON lines with JudgeBench's keys. UserError naming file and line."""
+    pairs: dict[str, ResponsePair] = {}
+    for number, record in enumerate(read_json_lines(path), start=1):
+        place = f"{path} line {number}"
+        for key in _TEXTS:
+            if not isinstance(record.get(key), str) or not record[key]:
+                raise UserError(f"{place}: {key!r} must be a text; it is {record.get(key)!r}")
+        label = record.get("label")
+        if label not in _LABELS:
+            raise UserError(f"{place}: 'label' must be A>B or B>A; it is {label!r}")
+        if record["pair_id"] in pairs:
+            raise UserError(f"{place}: 'pair_id' repeats {record['pair_id']!r}")
+        pairs[record["pair_id"]] = ResponsePair(
+            pair_id=record["pair_id"],
+            source=str(record.get("source") or ""),
+            question=record["question"],
+            response_a=record["response_A"],
+            response_b=record["response_B"],
+            label=label,
+        )
+    if not pairs:
+        raise UserError(f"{path} holds no pair")
+    return list(pairs.values())
+
+
+def pair_columns(pair: JudgedPair) -> Mapping[str, float]:
+    """0 or 1 by name of the rate that it is averaged into."""
+    return {
+        "choice_accuracy": float(pair.decision == pair.label),
+        "choice_consistency": float(pair.consistent),
+        "choice_first_rate": _first_rate(pair.choices),
+        "critique_accuracy": float(pair.critique_decision == pair.label),
+    }
+
+
+def _first_rate(choices: Sequence[str | None]) -> float:
+    """Share of the two questions that were answered with what stood first; 0.5 has no bias."""
+    return choices.count("first") / len(choices)
+
+
+def _sign(number: int) -> str | None:
+    return None if number == 0 else _LABELS[number < 0]

@@ -1,0 +1,101 @@
+"""Bootstrap intervals over problems, and over seeds where there are several.
+
+Problems are what varies between test sets, and everything that is known of one problem (its first
+solutions, its samples) stays together; seeds are what varies between runs. Both are drawn anew with
+replacement, independently of each other (the crossed bootstrap; A. B. Owen, 2007, The pigeonhole
+bootstrap), and an interval holds the middle ``level`` of the statistic's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctrl_megatron.eval.measures import share_of
+
+Cells = NDArray[np.float64]
+"""(seeds, problems, columns): what a statistic is made of, added up within a problem."""
+Statistic = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""From sums (..., columns) to values (...); nan where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number, and the interval that resampling gives it."""
+
+    value: float
+    low: float | None
+    """None where a single problem leaves nothing to resample."""
+    high: float | None
+
+
+class Resampling:
+    """``draws`` resamples of ``problems`` and ``seeds`` (counts), the same for every statistic, so
+    that differences are paired. Raises ValueError for no problem or no seed.
+    """
+
+    def __init__(
+        self, problems: int, seeds: int = 1, *, draws: int = 2000, level: float = 0.9, seed: int = 0
+    ) -> None:
+        if problems < 1 or seeds < 1:
+            raise ValueError(f"{problems} problems and {seeds} seeds cannot be resampled")
+        generator = np.random.default_rng(seed)
+        self.level = level
+        self.problem_counts = _counts(generator, problems, draws)
+        """(draws, problems): how often each draw has each problem."""
+        self.seed_counts = _counts(generator, seeds, draws)
+        """(draws, seeds)."""
+
+    def estimate(self, cells: Cells, statistic: Statistic) -> Estimate | None:
+        """The statistic of all cells with its interval; None where it has no value."""
+        value = float(statistic(cells.sum(axis=(0, 1))))
+        return self._around(value, statistic(self.sums(cells)))
+
+    def difference(self, cells: Cells, base: Cells, statistic: Statistic) -> Estimate | None:
+        """How much more the statistic of ``cells`` is than that of ``base``, paired by problem."""
+        values = [float(statistic(part.sum(axis=(0, 1)))) for part in (cells, base)]
+        drawn = [statistic(self.sums(part)) for part in (cells, base)]
+        return self._around(values[0] - values[1], drawn[0] - drawn[1])
+
+    def sums(self, cells: Cells) -> NDArray[np.float64]:
+        """(draws, columns): the cells added up over every draw."""
+        seeds, problems, _ = cells.shape
+        expected = (self.seed_counts.shape[1], self.problem_counts.shape[1])
+        if (seeds, problems) != expected:
+            raise ValueError(f"cells of {seeds} seeds and {problems} problems, not of {expected}")
+        # One seed after the other: (draws, seeds, problems) would not fit for large sets.
+        parts = (
+            self.seed_counts[:, s, None] * (self.problem_counts @ cells[s]) for s in range(seeds)
+        )
+        return np.asarray(sum(parts))
+
+    def _around(self, value: float, drawn: NDArray[np.float64]) -> Estimate | None:
+        if np.isnan(value):
+            return None
+        known = drawn[~np.isnan(drawn)]
+        if self.problem_counts.shape[1] < 2 or not len(known):
+            return Estimate(value, None, None)
+        tail = (1 - self.level) / 2
+        low, high = np.quantile(known, (tail, 1 - tail))
+        return Estimate(value, float(low), float(high))
+
+
+def ratio(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """First column over the second; nan where that is 0."""
+    return share_of(sums[..., 0], sums[..., 1])
+
+
+def cells_of(parts: Sequence[tuple[int, int, Sequence[float]]], seeds: int, problems: int) -> Cells:
+    """Cells from (seed, problem, columns), by number; parts of one cell add up, others are 0."""
+    width = len(parts[0][2]) if parts else 0
+    cells = np.zeros((seeds, problems, width))
+    for seed, problem, columns in parts:
+        cells[seed, problem] += columns
+    return cells
+
+
+def _counts(generator: np.random.Generator, n: int, draws: int) -> NDArray[np.float64]:
+    return generator.multinomial(n, np.full(n, 1 / n), size=draws).astype(np.float64)

@@ -1,0 +1,420 @@
+"""The numbers of an evaluation, from its transcripts alone: rates with intervals per critic, curves
+over turns, by difficulty, gains over the first critic, and one record per problem.
+
+A rate is averaged over the chains of a problem first and over problems then, so that every problem
+counts the same; counts of judgments add up over all chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.eval.measures import (
+    discrimination,
+    judgment_counts,
+    pass_at_k,
+    similarity,
+    wilson_interval,
+)
+from ctrl_megatron.eval.pairwise import JudgedPair, pair_columns
+from ctrl_megatron.eval.resampling import Cells, Estimate, Resampling, Statistic, cells_of, ratio
+from ctrl_megatron.eval.transcripts import ProgramResult, Turn
+
+RATES = {
+    "pass@1": "solved: every test passes",
+    "pass@K": "one of K samples of a problem solves it (unbiased estimator)",
+    "pass_rate": "share of a problem's tests that pass",
+    "delta_up": "share of all solutions that were wrong at first and are right now",
+    "delta_down": "share of all solutions that were right at first and are wrong now",
+    "stopped_pass@1": "solved where revising stops at the first critique that says correct",
+    "time_limit_rate": "share of programs that ran into a time limit",
+    "similarity": "how much of the draft a revision keeps, 1 for all",
+    "valid_critique_rate": "share of critiques with a judgment",
+    "judgment_accuracy": "share of critiques whose judgment is true; a missing one is not",
+    "judged_correct_rate": "share of critiques that say correct",
+    "precision_correct": "right programs among those called correct",
+    "recall_correct": "right programs that are called correct",
+    "f1_correct": "harmonic mean of the two",
+    "precision_incorrect": "wrong programs among those called incorrect",
+    "recall_incorrect": "wrong programs that are called incorrect",
+    "f1_incorrect": "harmonic mean of the two",
+    "f1_macro": "mean of both F1",
+    "critique_tokens": "tokens of a critique",
+    "revision_tokens": "tokens of a revision",
+}
+"""What every number says; K stands for a number."""
+PAIR_RATES = {
+    "choice_accuracy": "better response named, asked in both orders; a tie is wrong",
+    "choice_consistency": "the same response named in both orders",
+    "choice_first_rate": "answers that name what stands first; 0.5 is no bias",
+    "critique_accuracy": "better response judged correct more often; a tie is wrong",
+}
+JUDGED = tuple(name for name in RATES if name.startswith(("precision", "recall", "f1")))
+_AT_FIRST = ("pass@1", "pass_rate", "time_limit_rate")
+"""What is known of first solutions."""
+_COMPARED = ("pass@1", "pass_rate", "delta_up", "delta_down", "f1_macro", "judgment_accuracy")
+_TURN_OF_JUDGMENTS = 1
+"""There all critics judge the same programs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemResult:
+    """One problem under one critic, after the last turn."""
+
+    critic: str
+    problem_id: str
+    difficulty: int
+    chains: int
+    """First solutions, times samples, times seeds."""
+    solved_before: int
+    """Of ``chains``."""
+    solved: int
+    interval: tuple[float, float]
+    """Of the share solved, as if chains were independent."""
+    pass_rate_before: float
+    pass_rate: float
+    judgment_accuracy: float
+    """Of the first turn's critiques."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelResult:
+    """The problems of one difficulty."""
+
+    problems: int
+    before: Estimate | None
+    """pass@1 of first solutions."""
+    after: Estimate | None
+    """pass@1 after the last turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticResult:
+    """What one critic's transcripts say."""
+
+    critic: str
+    problems: int
+    attempts: int
+    chains: int
+    seeds: tuple[int, ...]
+    unjudged: int
+    """Chains that are left out because the judge failed on one of their programs."""
+    overlong: int
+    """Turns without a critique, because the request would have been too long."""
+    curves: tuple[dict[str, Estimate], ...]
+    """By turn, 0 being the first solutions; a rate without a value is left out."""
+    by_difficulty: dict[int, LevelResult]
+    gains: dict[str, Estimate]
+    """Over the first critic, paired by problem; empty for the first, and where the two have not
+    been given the same attempts and seeds."""
+    pairs: dict[str, dict[str, Estimate]]
+    """Rates of ``PAIR_RATES`` by source of the questions, ``all`` first; empty without pairs."""
+    per_problem: tuple[ProblemResult, ...]
+
+    @property
+    def last(self) -> dict[str, Estimate]:
+        """The rates after the last turn; those of ``JUDGED`` are of the first turn's critiques."""
+        judged = ("judgment_accuracy", "valid_critique_rate", "judged_correct_rate", *JUDGED)
+        first = self.curves[_TURN_OF_JUDGMENTS]
+        rest = {name: value for name, value in self.curves[-1].items() if name not in judged}
+        return {**rest, **{name: first[name] for name in judged if name in first}}
+
+
+Chain = tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Played:
+    """A critic's chains that could be judged, and the cells of every rate."""
+
+    chains: Mapping[tuple[int, str], list[Chain]]
+    """By seed and problem."""
+    seeds: tuple[int, ...]
+    problems: tuple[str, ...]
+    unjudged: int
+    cells: dict[tuple[int, str], Cells] = field(default_factory=dict)
+    """By turn and rate; all rates of ``JUDGED`` share theirs."""
+
+    @property
+    def attempts(self) -> set[tuple[str, str, int]]:
+        """What two critics must share to be compared in pairs."""
+        every = (chain[0] for chains in self.chains.values() for chain in chains)
+        return {(first.problem_id, first.attempt, first.seed) for first in every}
+
+
+def evaluate_turns(
+    turns: Iterable[Turn],
+    pairs: Iterable[JudgedPair] = (),
+    *,
+    ks: Sequence[int] = (1,),
+    level: float = 0.9,
+    draws: int = 2000,
+) -> list[CriticResult]:
+    """Results of every critic, in the order in which they come.
+
+    ``ks`` are those of pass@k; one that some problem has too few chains for is left out. Intervals
+    hold ``level`` of ``draws`` bootstrap values. UserError for chains that are not whole, and for a
+    critic of which nothing could be judged.
+    """
+
+    @cache
+    def plan(problems: int, seeds: int) -> Resampling:
+        # Equal sizes get equal draws, which pairs critics.
+        return Resampling(problems, seeds, draws=draws, level=level)
+
+    judged: dict[str, list[JudgedPair]] = {}
+    for pair in pairs:
+        judged.setdefault(pair.critic, []).append(pair)
+    played = {critic: _played(critic, chains) for critic, chains in _chains(turns).items()}
+    base: _Played | None = None
+    results = []
+    for critic, mine in played.items():
+        _measure(mine, ks)
+        results.append(_result(critic, mine, base, judged.get(critic, []), plan))
+        base = base or mine
+    return results
+
+
+def _chains(turns: Iterable[Turn]) -> dict[str, list[Chain]]:
+    found: dict[str, dict[tuple[int, str, str, int], dict[int, Turn]]] = {}
+    for turn in turns:
+        chain = (turn.seed, turn.problem_id, turn.attempt, turn.sample)
+        parts = found.setdefault(turn.critic, {}).setdefault(chain, {})
+        if turn.turn in parts:
+            raise UserError(f"two transcripts of {turn.critic}, {chain}, turn {turn.turn}")
+        parts[turn.turn] = turn
+    chains: dict[str, list[Chain]] = {}
+    for critic, parts_of in found.items():
+        last = max(max(parts) for parts in parts_of.values())
+        for name, parts in parts_of.items():
+            if sorted(parts) != list(range(1, last + 1)):
+                raise UserError(
+                    f"the chain {name} of {critic} has turns {sorted(parts)}, others {last}",
+                    remedy="evaluate this critic again",
+                )
+        chains[critic] = [tuple(parts[t] for t in sorted(parts)) for parts in parts_of.values()]
+    return chains
+
+
+def _played(critic: str, chains: list[Chain]) -> _Played:
+    known = [c for c in chains if all(t.before is not None and t.after is not None for t in c)]
+    if not known:
+        raise UserError(f"the sandbox judged no chain of {critic} to its end: nothing to report")
+    by_place: dict[tuple[int, str], list[Chain]] = {}
+    for chain in known:
+        by_place.setdefault((chain[0].seed, chain[0].problem_id), []).append(chain)
+    return _Played(
+        chains=by_place,
+        seeds=tuple(sorted({seed for seed, _ in by_place})),
+        problems=tuple(sorted({problem for _, problem in by_place})),
+        unjudged=len(chains) - len(known),
+    )
+
+
+# Cells: what a rate is made of, by seed and problem
+
+
+def _measure(played: _Played, ks: Sequence[int]) -> None:
+    """Fill in ``played.cells``."""
+    parts: dict[tuple[int, str], list[tuple[int, int, Sequence[float]]]] = {}
+    fewest = min(map(len, played.chains.values()))
+    for (seed, problem), chains in played.chains.items():
+        place = played.seeds.index(seed), played.problems.index(problem)
+        for turn in range(len(chains[0]) + 1):
+            for name, values in _of_problem(chains, turn, [k for k in ks if k <= fewest]).items():
+                parts.setdefault((turn, name), []).append((*place, values))
+    sizes = len(played.seeds), len(played.problems)
+    played.cells.update({key: cells_of(found, *sizes) for key, found in parts.items()})
+
+
+def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[str, list[float]]:
+    """Columns of every rate after ``turn``: (mean, 1), or the counts of judgments."""
+    first = [_known(chain[0].before) for chain in chains]
+    now = first if turn == 0 else [_known(chain[turn - 1].after) for chain in chains]
+    means = {
+        "pass@1": [program.accepted for program in now],
+        "pass_rate": [program.pass_rate for program in now],
+        "time_limit_rate": [program.timed_out for program in now],
+    }
+    found: dict[str, list[float]] = {}
+    if turn:
+        at = [chain[turn - 1] for chain in chains]
+        both = list(zip(first, now, strict=True))
+        judged = [(t.judgment, _known(t.before).accepted) for t in at if t.critique is not None]
+        means |= {
+            "delta_up": [n.accepted and not f.accepted for f, n in both],
+            "delta_down": [f.accepted and not n.accepted for f, n in both],
+            "stopped_pass@1": [_stopped(chain[:turn]).accepted for chain in chains],
+            "similarity": [_similarity(t.solution, t.revision) for t in at],
+            "valid_critique_rate": [said is not None for said, _ in judged],
+            "judgment_accuracy": [said is true for said, true in judged],
+            "judged_correct_rate": [said is True for said, _ in judged],
+            "critique_tokens": [t.critique_tokens for t in at if t.critique is not None],
+            "revision_tokens": [t.revision_tokens for t in at if t.critique is not None],
+        }
+        right = sum(program.accepted for program in now)
+        found |= {f"pass@{k}": [pass_at_k(len(now), right, k), 1.0] for k in ks if k > 1}
+        found["judgments"] = judgment_counts(judged).tolist()
+    found |= {name: [sum(v) / len(v), 1.0] for name, v in means.items() if v}
+    return found
+
+
+def _known(program: ProgramResult | None) -> ProgramResult:
+    assert program is not None  # others are left out
+    return program
+
+
+def _stopped(chain: Sequence[Turn]) -> ProgramResult:
+    """Of the answer that stands once a critique has called it correct."""
+    for turn in chain:
+        if turn.judgment:
+            return _known(turn.before)
+    return _known(chain[-1].after)
+
+
+@cache
+def _similarity(draft: str, revision: str) -> float:
+    return 1.0 if draft == revision else similarity(draft, revision)
+
+
+def _judged(name: str, counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    return discrimination(counts)[name]
+
+
+def _statistics(played: _Played, turn: int) -> dict[str, tuple[Cells, Statistic]]:
+    """Every rate of a turn in the order of ``RATES``: its cells, and what makes a value of them."""
+    found: dict[str, tuple[Cells, Statistic]] = {}
+    for name in RATES:
+        key = "judgments" if name in JUDGED else name
+        if name == "pass@K":
+            numbers = (n for t, n in played.cells if t == turn and n.startswith("pass@"))
+            for more in sorted(set(numbers) - {"pass@1"}, key=lambda n: int(n.partition("@")[2])):
+                found[more] = played.cells[turn, more], ratio
+        elif (turn, key) in played.cells:
+            statistic = partial(_judged, name) if name in JUDGED else ratio
+            found[name] = played.cells[turn, key], statistic
+    return found
+
+
+# Results
+
+
+def _result(
+    critic: str,
+    mine: _Played,
+    base: _Played | None,
+    pairs: Sequence[JudgedPair],
+    plan: Callable[[int, int], Resampling],
+) -> CriticResult:
+    every = [chain for chains in mine.chains.values() for chain in chains]
+    last, size = len(every[0]), (len(mine.problems), len(mine.seeds))
+    curves = [
+        {
+            name: value
+            for name, given in _statistics(mine, turn).items()
+            if (value := plan(*size).estimate(*given)) is not None
+        }
+        for turn in range(last + 1)
+    ]
+    gains: dict[str, Estimate] = {}
+    if base is not None and base.attempts == mine.attempts:
+        for name in _COMPARED:
+            # Judgments are compared where both critics judge the same programs.
+            turns = (1, 1) if name in (*JUDGED, "judgment_accuracy") else (last, _turns(base))
+            given = _statistics(mine, turns[0]).get(name)
+            against = _statistics(base, turns[1]).get(name)
+            if given and against:
+                gain = plan(*size).difference(given[0], against[0], given[1])
+                gains |= {} if gain is None else {name: gain}
+    return CriticResult(
+        critic=critic,
+        problems=len(mine.problems),
+        attempts=len({chain[0].attempt for chain in every}),
+        chains=len(every),
+        seeds=mine.seeds,
+        unjudged=mine.unjudged,
+        overlong=sum(turn.critique is None for chain in every for turn in chain),
+        curves=tuple(curves),
+        by_difficulty=_by_difficulty(mine, last, plan),
+        gains=gains,
+        pairs=_by_source(pairs, plan),
+        per_problem=tuple(_per_problem(critic, mine)),
+    )
+
+
+def _turns(played: _Played) -> int:
+    return max(turn for turn, _ in played.cells)
+
+
+def _by_difficulty(
+    mine: _Played, last: int, plan: Callable[[int, int], Resampling]
+) -> dict[int, LevelResult]:
+    level_of = {p: chains[0][0].difficulty for (_, p), chains in mine.chains.items()}
+    levels: dict[int, LevelResult] = {}
+    for level in sorted(set(level_of.values())):
+        at = [place for place, problem in enumerate(mine.problems) if level_of[problem] == level]
+        resampling = plan(len(at), len(mine.seeds))
+        before, after = (
+            resampling.estimate(mine.cells[turn, "pass@1"][:, at], ratio) for turn in (0, last)
+        )
+        levels[level] = LevelResult(problems=len(at), before=before, after=after)
+    return levels
+
+
+def _by_source(
+    pairs: Sequence[JudgedPair], plan: Callable[[int, int], Resampling]
+) -> dict[str, dict[str, Estimate]]:
+    if not pairs:
+        return {}
+    parts: dict[str, list[JudgedPair]] = {}
+    for pair in sorted(pairs, key=lambda p: p.source):
+        # JudgeBench's categories: its questions of knowledge name one of fourteen fields too.
+        category = "mmlu-pro" if pair.source.startswith("mmlu-pro-") else pair.source
+        parts.setdefault(category, []).append(pair)
+    parts = {"all": list(pairs), **(parts if len(parts) > 1 else {})}
+    return {source: _pair_rates(part, plan) for source, part in parts.items()}
+
+
+def _pair_rates(
+    pairs: Sequence[JudgedPair], plan: Callable[[int, int], Resampling]
+) -> dict[str, Estimate]:
+    seeds = sorted({pair.seed for pair in pairs})
+    names = sorted({pair.pair_id for pair in pairs})
+    found: dict[str, Estimate] = {}
+    for name in PAIR_RATES:
+        parts = [
+            (seeds.index(p.seed), names.index(p.pair_id), (pair_columns(p)[name], 1.0))
+            for p in pairs
+        ]
+        value = plan(len(names), len(seeds)).estimate(
+            cells_of(parts, len(seeds), len(names)), ratio
+        )
+        found |= {} if value is None else {name: value}
+    return found
+
+
+def _per_problem(critic: str, mine: _Played) -> Iterable[ProblemResult]:
+    for problem in mine.problems:
+        chains = [c for (_, name), part in mine.chains.items() if name == problem for c in part]
+        before = [_known(chain[0].before) for chain in chains]
+        after = [_known(chain[-1].after) for chain in chains]
+        solved, total = sum(program.accepted for program in after), len(chains)
+        true = (c[0].judgment is b.accepted for c, b in zip(chains, before, strict=True))
+        yield ProblemResult(
+            critic=critic,
+            problem_id=problem,
+            difficulty=chains[0][0].difficulty,
+            chains=total,
+            solved_before=sum(program.accepted for program in before),
+            solved=solved,
+            interval=wilson_interval(solved, total),
+            pass_rate_before=sum(program.pass_rate for program in before) / total,
+            pass_rate=sum(program.pass_rate for program in after) / total,
+            judgment_accuracy=sum(true) / total,
+        )

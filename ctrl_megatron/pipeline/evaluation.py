@@ -1,0 +1,188 @@
+"""Evaluating critics: from a checked configuration to a directory of transcripts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ctrl_megatron.checkpoint.run_directory import check_run_directory
+from ctrl_megatron.config import Config
+from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.eval.pairwise import ResponsePair, read_pairs
+from ctrl_megatron.eval.transcripts import (
+    PAIRS_FOLDER,
+    TURNS_FOLDER,
+    ChainPlan,
+    begin_evaluation,
+    open_evaluation,
+    part_file,
+    write_part,
+)
+from ctrl_megatron.pipeline.build import critic_weights, rollout_worker
+from ctrl_megatron.pipeline.conversation import converse, judge_pairs, pair_prompts
+from ctrl_megatron.pipeline.inputs import (
+    RunInputs,
+    check_models,
+    check_together,
+    read_inputs,
+)
+from ctrl_megatron.pipeline.session import session
+from ctrl_megatron.prompts import critique_messages
+from ctrl_megatron.rewards.build import check_reward_functions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationJob:
+    """What is evaluated, and how."""
+
+    critics: Mapping[str, str]
+    """Name -> HF directory. All have the actor's architecture."""
+    plan: ChainPlan
+    seeds: tuple[int, ...]
+    pairs: Path | None = None
+    """A file in JudgeBench's format; None judges no pairs."""
+    overwrite: bool = False
+    """Replace an evaluation with other settings."""
+
+
+def evaluate(config: Config, job: EvaluationJob) -> bool:
+    """Write the transcripts of every critic and seed that ``config.trainer.run_dir`` does not hold
+    yet; False if stopped by a signal. Revisions come from the configured proxy.
+
+    Raises UserError before anything starts for whatever is given that cannot be used.
+    """
+    out, settings, critics = Path(config.trainer.run_dir), dict[str, Any](), dict[str, Any]()
+    anew: list[str] = []
+
+    def open_directory() -> None:
+        settings.update(settings_of(config, job))
+        critics.update({name: _weights(path) for name, path in job.critics.items()})
+        anew.extend(open_evaluation(out, settings, critics, overwrite=job.overwrite))
+        with users_input("--out"):
+            check_run_directory(out, "--out")
+
+    check_evaluation(config, job.critics)
+    check_together(open_directory)
+    inputs, pairs = read_inputs(config, ("critic",), trains=False), []
+    if job.pairs is not None:
+        pairs = _read_pairs(job.pairs, config, inputs)
+    _check_turns(job.plan, inputs)
+    todo = list(_missing(out, job, anew))
+    if not todo:
+        return True
+    finished = False
+    with session(config) as run:
+        first = run.groups.is_first
+        if first:
+            for name in anew:
+                print(f"{name}: its weights have changed, so it is drawn anew", flush=True)
+            begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
+        services = run.start_services()
+        worker = rollout_worker(run, services, job.critics[todo[0][0]], inputs)
+        loaded = todo[0][0]
+        for critic, seed, kind in todo:
+            if critic != loaded:
+                worker.weights = critic_weights(run, services, job.critics[critic])
+                loaded = critic
+            if first:
+                print(f"{critic}: {kind}, seed {seed}", flush=True)
+            draw: Callable[..., Sequence[Any]] = converse
+            if kind == PAIRS_FOLDER:
+                draw = partial(judge_pairs, pairs=pairs)
+            records = draw(worker, plan=job.plan, critic=critic, seed=seed)
+            if first:
+                write_part(part_file(out, critic, seed, kind), records)
+        run.watch.quiet()
+        worker.close()
+        finished = True
+    return finished
+
+
+def _missing(out: Path, job: EvaluationJob, anew: Sequence[str]) -> Iterable[tuple[str, int, str]]:
+    """(critic, seed, folder of the transcript), a critic's together."""
+    for critic in job.critics:
+        for kind in (TURNS_FOLDER, *((PAIRS_FOLDER,) if job.pairs else ())):
+            for seed in job.seeds:
+                there = part_file(out, critic, seed, kind).is_file()
+                if job.overwrite or critic in anew or not there:
+                    yield critic, seed, kind
+
+
+def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
+    """UserError, with a line per problem, for what an evaluation is given and cannot be used."""
+    if not config.data.val_files:
+        raise UserError("data.val_files is empty; there is nothing to evaluate on")
+    others = {f"{stage}={path}": path for stage, path in critics.items()}
+    check_together(
+        lambda: check_models(config, "rl", others),
+        lambda: check_reward_functions(config),
+    )
+
+
+def settings_of(config: Config, job: EvaluationJob) -> dict[str, Any]:
+    """What all transcripts of one directory must share, so that critics can be compared."""
+    family, plan = config.actor_rollout_ref, job.plan
+    drawn = {"top_p": family.rollout.top_p, "top_k": family.rollout.top_k}
+    return {
+        "rows": {path: _digest(Path(path)) for path in config.data.val_files},
+        "pairs": None if job.pairs is None else {str(job.pairs): _digest(job.pairs)},
+        "proxy": _weights(family.proxy.model.path or family.model.path),
+        "samples": plan.samples,
+        "turns": plan.turns,
+        "temperature": plan.temperature,
+        **(drawn if plan.temperature else {}),
+        "engine": family.rollout.name,
+        "dtype": family.rollout_dtype,
+        "max_prompt_length": config.data.max_prompt_length,
+        "max_response_length": config.data.max_response_length,
+        "revision_max_tokens": family.rollout.revision_max_tokens,
+    }
+
+
+def _digest(path: Path) -> str:
+    with users_input():
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _weights(directory: str) -> dict[str, str]:
+    """The model's path, and what changes when its files are written again."""
+    files = sorted(Path(directory).glob("*.safetensors"))
+    stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    written = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
+    return {"path": directory, "weights": written}
+
+
+def _read_pairs(path: Path, config: Config, inputs: RunInputs) -> list[ResponsePair]:
+    with users_input("--pairs"):
+        pairs, longest = read_pairs(path), config.data.max_prompt_length
+        for pair in pairs:
+            tokens = max(
+                len(inputs.codec.encode_chat(messages, add_generation_prompt=True))
+                for messages in pair_prompts(pair)
+            )
+            if tokens > longest:
+                raise UserError(
+                    f"{path}: the pair {pair.pair_id} makes a prompt of {tokens} tokens, more than "
+                    f"data.max_prompt_length={longest}",
+                    remedy="raise it, or leave the pair out",
+                )
+    return pairs
+
+
+def _check_turns(plan: ChainPlan, inputs: RunInputs) -> None:
+    """UserError where later turns would be asked for in other words than the first."""
+    assert inputs.validation is not None
+    if plan.turns == 1:
+        return
+    for row in inputs.validation.rows:
+        if list(row.prompt) != critique_messages(row.attempt().problem, row.solution):
+            raise UserError(
+                f"{row.place}: its prompt is not the built-in request for a critique, in which "
+                "later turns are asked for",
+                key="--turns",
+                remedy="leave --turns out for prompts of your own",
+            )

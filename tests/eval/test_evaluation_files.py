@@ -1,0 +1,155 @@
+"""The directory of an evaluation: what goes in comes out, others' files stay, pages are whole."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from evaluated import TWO_TURNS, chain, pair
+
+from ctrl_megatron.commands.report import main as report
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.eval.report import write_evaluation_report
+from ctrl_megatron.eval.results import RATES
+from ctrl_megatron.eval.transcripts import (
+    begin_evaluation,
+    open_evaluation,
+    part_file,
+    read_evaluation,
+    write_part,
+)
+
+SETTINGS = {"samples": 2}
+HOSTILE = "</pre><script>alert('x')</script>\n| & <b>"
+
+
+class Tags(HTMLParser):
+    """The tags of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.append(tag)
+
+
+def made(folder: Path, *, critics: tuple[str, ...] = ("ours",)) -> Path:
+    begin_evaluation(folder, SETTINGS, _weights(*critics), anew=[], overwrite=False)
+    for critic in critics:
+        turns = [dataclasses.replace(turn, critic=critic) for turn in TWO_TURNS]
+        write_part(part_file(folder, critic, 0), turns)
+    return folder
+
+
+def _weights(*critics: str, written: str = "1") -> dict[str, dict[str, str]]:
+    return {critic: {"path": critic, "weights": written} for critic in critics}
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    turns = [*TWO_TURNS, *chain("p5", "-", (1, 4), critique=HOSTILE, after=None)]
+    lost = dataclasses.replace(turns[-1], critique=None)
+    begin_evaluation(tmp_path / "e", SETTINGS, _weights("ours"), anew=[], overwrite=False)
+    write_part(part_file(tmp_path / "e", "ours", 0), [*turns[:-1], lost])
+    pairs = [pair("A>B", ("first", None), "C-", "II")]
+    write_part(part_file(tmp_path / "e", "ours", 0, "pairs"), pairs)
+    found = read_evaluation(tmp_path / "e")
+    assert found.turns == [*turns[:-1], lost] and found.pairs == pairs
+    assert found.settings["settings"] == SETTINGS
+
+
+def test_a_line_that_is_no_turn_is_named(tmp_path: Path) -> None:
+    folder = made(tmp_path / "e")
+    file = part_file(folder, "ours", 0)
+    line = json.loads(file.read_text().splitlines()[0])
+    for record, message in (
+        ({**line, "extra": 1}, "line 1: not the fields of a transcript: extra"),
+        ({**line, "before": {"pass_rate": 1.0}}, "line 1: field 'before'"),
+    ):
+        file.write_text(json.dumps(record) + "\n")
+        with pytest.raises(UserError, match=message):
+            read_evaluation(folder)
+
+
+def test_a_directory_is_continued_only_with_its_settings(tmp_path: Path) -> None:
+    folder = made(tmp_path / "e", critics=("a", "b"))
+    assert open_evaluation(folder, SETTINGS, _weights("a", "c"), overwrite=False) == []
+    changed = _weights("a", written="2")
+    assert open_evaluation(folder, SETTINGS, changed, overwrite=False) == ["a"]
+    with pytest.raises(UserError, match="samples: 2 -> 3"):
+        open_evaluation(folder, {"samples": 3}, _weights("a"), overwrite=False)
+    assert open_evaluation(folder, {"samples": 3}, _weights("a"), overwrite=True) == []
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/mine.md").touch()
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="holds no evaluation"):
+            open_evaluation(tmp_path / "notes", SETTINGS, _weights("a"), overwrite=overwrite)
+    with pytest.raises(UserError, match="differ in signs only"):
+        open_evaluation(tmp_path / "new", SETTINGS, _weights("x y", "x-y!", "x y!"), overwrite=True)
+
+
+def test_only_what_is_drawn_anew_is_removed(tmp_path: Path) -> None:
+    folder = made(tmp_path / "e", critics=("a", "a.seed", "b"))
+    (folder / "transcripts/a.seedless.jsonl").touch()
+    (folder / "notes.md").touch()
+    begin_evaluation(folder, SETTINGS, _weights("a", written="2"), anew=["a"], overwrite=False)
+    names = {path.name for path in (folder / "transcripts").iterdir()}
+    assert names == {"a.seed.seed0.jsonl", "b.seed0.jsonl", "a.seedless.jsonl"}
+    settings = json.loads((folder / "evaluation.json").read_text())
+    assert list(settings["critics"]) == ["a", "a.seed", "b"]
+    begin_evaluation(folder, {"samples": 5}, _weights("c"), anew=[], overwrite=True)
+    assert {path.name for path in (folder / "transcripts").iterdir()} == {"a.seedless.jsonl"}
+    assert (folder / "notes.md").exists()
+    assert json.loads((folder / "evaluation.json").read_text())["critics"] == _weights("c")
+
+
+def test_the_page_shows_every_number_and_runs_nothing(tmp_path: Path) -> None:
+    folder = made(tmp_path / "e")
+    turns = [dataclasses.replace(t, critic=HOSTILE, critique=HOSTILE) for t in TWO_TURNS]
+    write_part(part_file(folder, "hostile", 0), turns)
+    write_evaluation_report(folder, ks=(1, 2))
+    html, text = (folder / "report.html").read_text(), (folder / "report.md").read_text()
+    assert not {"script", "b", "link", "iframe"} & set(Tags(html).seen)
+    images = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
+    assert len(images) >= 6
+    for image in images:
+        svg = base64.b64decode(image).decode()
+        assert ElementTree.fromstring(svg).tag.endswith("svg")
+        assert not re.search(r'href="(?!#)', svg)
+    for name in RATES:
+        words = name.replace("_", " ")
+        assert words in html and f"- {words}: " in text, name
+    solved = "| ours | 33.3% [0.0%, 66.7%] | 50.0% [16.7%, 83.3%] | 66.7% [33.3%, 100.0%] |"
+    assert solved in text
+    found = json.loads((folder / "results.json").read_text())
+    last = found["critics"][0]["last"]["pass@1"]
+    assert last == pytest.approx({"value": 1 / 2, "low": 1 / 6, "high": 5 / 6})
+
+
+def test_evaluations_stand_side_by_side_beside_nobody_elses_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = made(tmp_path / "a"), made(tmp_path / "b")
+    for folder in (a, b):
+        one_turn = [turn for turn in TWO_TURNS if turn.turn == 1]
+        write_part(part_file(folder, "ours", 0), one_turn)
+    page = tmp_path / "both.html"
+    (tmp_path / "both.json").write_text("mine")
+    assert report([str(a), str(b), "--out", str(page)]) == 2
+    assert "both.json is there" in capsys.readouterr().err
+    (tmp_path / "both.json").unlink()
+    for _ in range(2):  # its own it replaces
+        assert report([str(a), str(b), "--out", str(page)]) == 0
+    text = page.with_suffix(".md").read_text()
+    assert "| a: ours |" in text and "| b: ours |" in text
+    assert "+0.0% [0.0%, 0.0%]" in text  # the same transcripts
+    critics = json.loads(page.with_suffix(".json").read_text())["critics"]
+    assert [critic["critic"] for critic in critics] == ["a: ours", "b: ours"]

@@ -1,0 +1,89 @@
+"""The commands of docs/evaluation.md: a tiny critic, a real engine, a real sandbox."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import in_process
+from launched_run import Job
+from tiny_run import REPOSITORY
+
+from ctrl_megatron.commands.report import main as report
+from ctrl_megatron.eval.transcripts import read_evaluation
+
+pytestmark = pytest.mark.timeout(600)
+
+PAGE = (REPOSITORY / "docs/evaluation.md").read_text()
+DRAWN = ("--temperature", "1.0", "--samples", "2", "--turns", "2", "--seeds", "1")
+PAIRS = ("--pairs", "examples/pairs/own.jsonl")
+
+
+def commands(places: dict[str, str]) -> list[list[str]]:
+    """Those of the page as words, with other paths."""
+    blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    text = "".join(blocks).replace("\\\n", " ")
+    for path, instead in places.items():
+        assert path in text
+        text = text.replace(path, instead)
+    return [shlex.split(line) for line in text.splitlines()]
+
+
+def evaluate(job: Job, words: list[str]) -> dict[str, Any]:
+    overrides = [o for o in job.overrides("training", 1) if not o.startswith("data.val_files")]
+    overrides.append(f"data.val_files={job.data}")
+    arguments = [*words, *DRAWN, *PAIRS, "--set", *overrides]
+    return in_process("run_command", name="evaluate", arguments=arguments)
+
+
+def test_an_evaluation_is_kept_continued_and_reported(job: Job, tmp_path: Path) -> None:
+    out, page = tmp_path / "sampled", tmp_path / "comparison.html"
+    places = {"runs/models/smollm2": job.proxy, "runs/mine_sft/hf": job.actor}
+    places |= {"runs/mine_evaluation": out, "runs/other_evaluation": tmp_path / "other"}
+    places |= {"runs/mine_pairs": out, "comparison.html": page}
+    two, alone, both, one = commands({path: str(there) for path, there in places.items()})
+    assert [words[0] for words in (one, two)] == ["ctrl-evaluate"] * 2
+    first = evaluate(job, one[1:])
+    assert first["code"] == 0, first["output"]
+    evaluation = read_evaluation(out)
+    turns, pairs = evaluation.turns, evaluation.pairs
+    # Eight rows, two chains, two turns; the proxy always prints 7.
+    assert len(turns) == 32 and len({turn.critique for turn in turns}) > 1
+    assert {turn.judgment for turn in turns} == {None, True, False}
+    assert all(turn.revision == "print(7)" for turn in turns)
+    for turn in turns:
+        assert turn.before is not None and turn.after is not None
+        assert turn.before.accepted == (turn.turn == 2 and turn.problem_id != "tiny/7")
+        assert turn.after.accepted == (turn.problem_id != "tiny/7")
+    assert len(pairs) == 8 and all(len(pair.judgments_a) == 2 for pair in pairs)
+    (critic,) = json.loads((out / "results.json").read_text())["critics"]
+    solved = critic["last"]["pass@1"]
+    assert solved["value"] == critic["last"]["delta_up"]["value"] == 7 / 8
+    assert solved["low"] < 7 / 8 <= solved["high"]
+    (row,) = json.loads((out / "summary.json").read_text())["table"]
+    assert row["stage"] == "after SFT" and row["solved_after"] == 7 / 8
+    assert len((out / "problems.jsonl").read_text().splitlines()) == 8
+    assert not (job.folder / "training").exists()
+
+    # What is missing is drawn as it was; another critic comes beside it.
+    transcript = out / "transcripts/after_SFT.seed1.jsonl"
+    kept = transcript.read_bytes()
+    transcript.unlink()
+    second = evaluate(job, two[1:])
+    assert second["code"] == 0, second["output"]
+    assert [line for line in second["output"].splitlines() if line.endswith(", seed 1")] == [
+        *("zero-shot: transcripts, seed 1", "zero-shot: pairs, seed 1"),
+        "after SFT: transcripts, seed 1",
+    ]
+    assert transcript.read_bytes() == kept
+
+    # Without a model.
+    shutil.copytree(out, tmp_path / "other")
+    assert report(alone[1:]) == 0 and report(both[1:]) == 0
+    for text in ((out / "report.md").read_text(), page.with_suffix(".md").read_text()):
+        assert all(words in text for words in ("zero-shot |", "after SFT |", "## Pairs", "pass@1"))
