@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ctrl_megatron.data.rows import Row
@@ -38,13 +38,22 @@ def validate(worker: RolloutWorker) -> dict[str, float]:
     return summarise(converse(worker, ChainPlan(), critic="", seed=0))
 
 
-def converse(worker: RolloutWorker, plan: ChainPlan, *, critic: str, seed: int) -> list[Turn]:
+def converse(
+    worker: RolloutWorker,
+    plan: ChainPlan,
+    *,
+    critic: str,
+    seed: int,
+    written: Mapping[str, str] | None = None,
+) -> list[Turn]:
     """The chains of ``plan`` for every validation row, in the order of the rows. Collective.
 
     Each turn's critique sees the problem and the latest solution alone, so that requests do not
     grow; a solution that makes the request longer than ``data.max_prompt_length`` stays as it is.
     Unlike in training, critiques without a judgment are revised and judged too: the table compares
     what revisions are worth, not how often a format was kept.
+
+    With ``written``, critiques by the rows' ids, the engine is asked for revisions only.
     """
     table = worker.validation
     assert table is not None
@@ -62,6 +71,9 @@ def converse(worker: RolloutWorker, plan: ChainPlan, *, critic: str, seed: int) 
         drawn: list[list[Completion | None]] = []
         with worker.timeline.phase("validate_critiques"):
             for number, batch in enumerate(batches):
+                if written is not None:
+                    drawn.append([_as_drawn(worker, written[chain.row.id]) for chain in batch])
+                    continue
                 params = _params(worker, plan, seed, turn, number)
                 drawn.append(_criticise(worker, batch, params))
         revised: list[list[Completion | None]] = []
@@ -115,6 +127,11 @@ def _criticise(
     answers = [one for group in generate(worker, "actor", prompts, params) for one in group]
     found = {id(chain): answer for chain, answer in zip(asked, answers, strict=True)}
     return [found.get(id(chain)) for chain in batch]
+
+
+def _as_drawn(worker: RolloutWorker, text: str) -> Completion:
+    tokens = tuple(worker.codec.encode(text))
+    return Completion(token_ids=tokens, log_probs=(), finish_reason="stop", spans=())
 
 
 def _revise(

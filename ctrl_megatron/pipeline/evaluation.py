@@ -22,6 +22,7 @@ from ctrl_megatron.eval.transcripts import (
     part_file,
     write_part,
 )
+from ctrl_megatron.eval.written import is_written, read_critiques
 from ctrl_megatron.pipeline.build import critic_weights, rollout_worker
 from ctrl_megatron.pipeline.conversation import converse, judge_pairs, pair_prompts
 from ctrl_megatron.pipeline.inputs import (
@@ -40,7 +41,7 @@ class EvaluationJob:
     """What is evaluated, and how."""
 
     critics: Mapping[str, str]
-    """Name -> HF directory. All have the actor's architecture."""
+    """Name -> HF directory, all of the actor's architecture, or a ``.jsonl`` file of critiques."""
     plan: ChainPlan
     seeds: tuple[int, ...]
     pairs: Path | None = None
@@ -71,6 +72,16 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
     if job.pairs is not None:
         pairs = _read_pairs(job.pairs, config, inputs)
     _check_turns(job.plan, inputs)
+    written = {
+        name: _read_written(path, job, inputs)
+        for name, path in job.critics.items()
+        if is_written(path)
+    }
+    # Written critiques need no weights but the proxy's.
+    weights = {
+        name: config.actor_rollout_ref.model.path if name in written else path
+        for name, path in job.critics.items()
+    }
     todo = list(_missing(out, job, anew))
     if not todo:
         return True
@@ -82,15 +93,15 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
                 print(f"{name}: its weights have changed, so it is drawn anew", flush=True)
             begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
         services = run.start_services()
-        worker = rollout_worker(run, services, job.critics[todo[0][0]], inputs)
-        loaded = todo[0][0]
+        loaded = weights[todo[0][0]]
+        worker = rollout_worker(run, services, loaded, inputs)
         for critic, seed, kind in todo:
-            if critic != loaded:
-                worker.weights = critic_weights(run, services, job.critics[critic])
-                loaded = critic
+            if weights[critic] != loaded and critic not in written:
+                loaded = weights[critic]
+                worker.weights = critic_weights(run, services, loaded)
             if first:
                 print(f"{critic}: {kind}, seed {seed}", flush=True)
-            draw: Callable[..., Sequence[Any]] = converse
+            draw: Callable[..., Sequence[Any]] = partial(converse, written=written.get(critic))
             if kind == PAIRS_FOLDER:
                 draw = partial(judge_pairs, pairs=pairs)
             records = draw(worker, plan=job.plan, critic=critic, seed=seed)
@@ -116,7 +127,7 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
     """UserError, with a line per problem, for what an evaluation is given and cannot be used."""
     if not config.data.val_files:
         raise UserError("data.val_files is empty; there is nothing to evaluate on")
-    others = {f"{stage}={path}": path for stage, path in critics.items()}
+    others = {f"{stage}={path}": path for stage, path in critics.items() if not is_written(path)}
     check_together(
         lambda: check_models(config, "rl", others),
         lambda: check_reward_functions(config),
@@ -149,11 +160,39 @@ def _digest(path: Path) -> str:
 
 
 def _weights(directory: str) -> dict[str, str]:
-    """The model's path, and what changes when its files are written again."""
+    """The critic's path, and what changes when its files are written again."""
+    if is_written(directory):
+        return {"path": directory, "weights": _digest(Path(directory))}
     files = sorted(Path(directory).glob("*.safetensors"))
     stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     written = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
     return {"path": directory, "weights": written}
+
+
+def _read_written(path: str, job: EvaluationJob, inputs: RunInputs) -> dict[str, str]:
+    """The critiques of a file. UserError where they do not do for the job."""
+    assert inputs.validation is not None
+    for flag, asked in (("--turns", job.plan.turns > 1), ("--pairs", job.pairs is not None)):
+        if asked:
+            raise UserError(
+                f"{path} holds critiques of the first solutions only",
+                key=flag,
+                remedy="leave it out, or name a model",
+            )
+    critiques = read_critiques(Path(path))
+    for row in inputs.validation.rows:
+        if row.id not in critiques:
+            raise UserError(
+                f"{path} has no critique of {row.id} ({row.place})",
+                remedy="write one for every validation row",
+            )
+        text = critiques[row.id]
+        if inputs.codec.decode(inputs.codec.encode(text)) != text:
+            raise UserError(
+                f"{path}: the critique of {row.id} has signs that the tokenizer does not keep",
+                remedy="leave special tokens and what is no text out",
+            )
+    return critiques
 
 
 def _read_pairs(path: Path, config: Config, inputs: RunInputs) -> list[ResponsePair]:
