@@ -2,9 +2,10 @@
 
 ``ctrl-evaluate --config FILE "before SFT=DIR" "after SFT=DIR" [--set key=value]``
 
-Every critique, revision and verdict is kept. The same command goes on where it was stopped, another
-one adds critics or seeds. ``ctrl-report DIR`` makes the report anew, ``ctrl-report DIR DIR`` one of
-several.
+A critic is an HF model's directory, or a file of critiques, one ``{"id", "critique"}`` a line
+(``oracle=FILE.jsonl``). Every critique, revision and verdict is kept. The same command goes on
+where it was stopped, another one adds critics or seeds. ``ctrl-report DIR`` makes the report anew,
+``ctrl-report DIR DIR`` one of several.
 """
 
 from __future__ import annotations
@@ -19,18 +20,15 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.errors import UserError
 
+_CRITIC = "a name and an HF model, or a .jsonl file of critiques by the rows' ids"
+
 
 @command("evaluate")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, run. Exit codes: 0 done, 2 wrong input, 13 a process failed, 130 stopped."""
     parser = CommandParser(__doc__)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
-    parser.add_argument(
-        "critics",
-        nargs="+",
-        metavar="STAGE=DIR",
-        help="a name and an HF model, or critiques by attempt (.jsonl)",
-    )
+    parser.add_argument("critics", nargs="+", metavar="STAGE=DIR", help=_CRITIC)
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="overrides")
     parser.add_argument("--out", type=Path, help="directory; RUN_evaluation beside the run's")
     parser.add_argument("--overwrite", action="store_true", help="replace the evaluation in --out")

@@ -50,12 +50,12 @@ def converse(
 ) -> list[Turn]:
     """The chains of ``plan`` for every validation row, in the order of the rows. Collective.
 
-    The actor writes the critiques, unless ``written`` has them by row.
-
     Each turn's critique sees the problem and the latest solution alone, so that requests do not
     grow; a solution that makes the request longer than ``data.max_prompt_length`` stays as it is.
     Unlike in training, critiques without a judgment are revised and judged too: the table compares
     what revisions are worth, not how often a format was kept.
+
+    With ``written``, critiques by the rows' ids, the engine is asked for revisions only.
     """
     table = worker.validation
     assert table is not None
@@ -74,7 +74,7 @@ def converse(
         with worker.timeline.phase("validate_critiques"):
             for number, batch in enumerate(batches):
                 if written is not None:
-                    drawn.append([_as_drawn(worker, written[c.row.id]) for c in batch])
+                    drawn.append([_as_drawn(worker, written[chain.row.id]) for chain in batch])
                     continue
                 params = _params(worker, plan, seed, turn, number)
                 drawn.append(_criticise(worker, batch, params))
@@ -131,10 +131,9 @@ def _criticise(
     return [found.get(id(chain)) for chain in batch]
 
 
-def _as_drawn(worker: RolloutWorker, critique: str) -> Completion:
-    """What somebody wrote, as if an engine had."""
-    ids = tuple(worker.codec.encode(critique))
-    return Completion(token_ids=ids, log_probs=(), finish_reason="stop", spans=())
+def _as_drawn(worker: RolloutWorker, text: str) -> Completion:
+    tokens = tuple(worker.codec.encode(text))
+    return Completion(token_ids=tokens, log_probs=(), finish_reason="stop", spans=())
 
 
 def _revise(

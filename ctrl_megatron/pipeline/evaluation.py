@@ -22,7 +22,7 @@ from ctrl_megatron.eval.transcripts import (
     part_file,
     write_part,
 )
-from ctrl_megatron.metrics.json_lines import read_json_lines
+from ctrl_megatron.eval.written import is_written, read_critiques
 from ctrl_megatron.pipeline.build import critic_weights, rollout_worker
 from ctrl_megatron.pipeline.conversation import converse, judge_pairs, pair_prompts
 from ctrl_megatron.pipeline.inputs import (
@@ -41,7 +41,7 @@ class EvaluationJob:
     """What is evaluated, and how."""
 
     critics: Mapping[str, str]
-    """Name -> HF directory of the actor's architecture, or a ``.jsonl`` file of critiques."""
+    """Name -> HF directory, all of the actor's architecture, or a ``.jsonl`` file of critiques."""
     plan: ChainPlan
     seeds: tuple[int, ...]
     pairs: Path | None = None
@@ -66,17 +66,21 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
         with users_input("--out"):
             check_run_directory(out, "--out")
 
-    models = {name: path for name, path in job.critics.items() if not _is_file(path)}
-    check_evaluation(config, models)
+    check_evaluation(config, job.critics)
     check_together(open_directory)
     inputs, pairs = read_inputs(config, ("critic",), trains=False), []
     if job.pairs is not None:
         pairs = _read_pairs(job.pairs, config, inputs)
     _check_turns(job.plan, inputs)
     written = {
-        name: _read_critiques(Path(path), inputs, job)
+        name: _read_written(path, job, inputs)
         for name, path in job.critics.items()
-        if _is_file(path)
+        if is_written(path)
+    }
+    # Written critiques need no weights but the proxy's.
+    weights = {
+        name: config.actor_rollout_ref.model.path if name in written else path
+        for name, path in job.critics.items()
     }
     todo = list(_missing(out, job, anew))
     if not todo:
@@ -89,13 +93,12 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
                 print(f"{name}: its weights have changed, so it is drawn anew", flush=True)
             begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
         services = run.start_services()
-        loaded = next((name for name, *_ in todo if name in models), "")
-        first_model = models.get(loaded, config.actor_rollout_ref.model.path)
-        worker = rollout_worker(run, services, first_model, inputs)
+        loaded = weights[todo[0][0]]
+        worker = rollout_worker(run, services, loaded, inputs)
         for critic, seed, kind in todo:
-            if critic in models and critic != loaded:
-                worker.weights = critic_weights(run, services, job.critics[critic])
-                loaded = critic
+            if weights[critic] != loaded and critic not in written:
+                loaded = weights[critic]
+                worker.weights = critic_weights(run, services, loaded)
             if first:
                 print(f"{critic}: {kind}, seed {seed}", flush=True)
             draw: Callable[..., Sequence[Any]] = partial(converse, written=written.get(critic))
@@ -124,7 +127,7 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
     """UserError, with a line per problem, for what an evaluation is given and cannot be used."""
     if not config.data.val_files:
         raise UserError("data.val_files is empty; there is nothing to evaluate on")
-    others = {f"{stage}={path}": path for stage, path in critics.items()}
+    others = {f"{stage}={path}": path for stage, path in critics.items() if not is_written(path)}
     check_together(
         lambda: check_models(config, "rl", others),
         lambda: check_reward_functions(config),
@@ -156,37 +159,40 @@ def _digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _is_file(critic: str) -> bool:
-    """Whether a critic is a file of critiques."""
-    return critic.endswith(".jsonl")
-
-
-def _read_critiques(path: Path, inputs: RunInputs, job: EvaluationJob) -> dict[str, str]:
-    """Critique by attempt of a file with ``id`` and ``critique`` per line. UserError where a
-    validation row has none, or where later turns or pairs would need a model's.
-    """
-    assert inputs.validation is not None
-    found: dict[str, str] = {}
-    for number, record in enumerate(read_json_lines(path), start=1):
-        if not all(isinstance(record.get(key), str) for key in ("id", "critique")):
-            raise UserError(f"{path} line {number}: keys 'id' and 'critique' must be texts")
-        found[record["id"]] = record["critique"]
-    missing = [row.id for row in inputs.validation.rows if row.id not in found]
-    if missing:
-        raise UserError(f"{path}: no critique of {missing[0]!r} ({len(missing)} are missing)")
-    if job.plan.turns > 1 or job.pairs is not None:
-        raise UserError(f"{path}: a file of critiques has one turn, and judges no pairs")
-    return found
-
-
 def _weights(directory: str) -> dict[str, str]:
-    """The model's path, and what changes when its files are written again."""
-    if _is_file(directory):
+    """The critic's path, and what changes when its files are written again."""
+    if is_written(directory):
         return {"path": directory, "weights": _digest(Path(directory))}
     files = sorted(Path(directory).glob("*.safetensors"))
     stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     written = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
     return {"path": directory, "weights": written}
+
+
+def _read_written(path: str, job: EvaluationJob, inputs: RunInputs) -> dict[str, str]:
+    """The critiques of a file. UserError where they do not do for the job."""
+    assert inputs.validation is not None
+    for flag, asked in (("--turns", job.plan.turns > 1), ("--pairs", job.pairs is not None)):
+        if asked:
+            raise UserError(
+                f"{path} holds critiques of the first solutions only",
+                key=flag,
+                remedy="leave it out, or name a model",
+            )
+    critiques = read_critiques(Path(path))
+    for row in inputs.validation.rows:
+        if row.id not in critiques:
+            raise UserError(
+                f"{path} has no critique of {row.id} ({row.place})",
+                remedy="write one for every validation row",
+            )
+        text = critiques[row.id]
+        if inputs.codec.decode(inputs.codec.encode(text)) != text:
+            raise UserError(
+                f"{path}: the critique of {row.id} has signs that the tokenizer does not keep",
+                remedy="leave special tokens and what is no text out",
+            )
+    return critiques
 
 
 def _read_pairs(path: Path, config: Config, inputs: RunInputs) -> list[ResponsePair]:

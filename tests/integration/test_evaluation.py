@@ -34,10 +34,10 @@ def commands(places: dict[str, str]) -> list[list[str]]:
     return [shlex.split(line) for line in text.splitlines()]
 
 
-def evaluate(job: Job, words: list[str]) -> dict[str, Any]:
+def evaluate(job: Job, words: list[str], flags: tuple[str, ...]) -> dict[str, Any]:
     overrides = [o for o in job.overrides("training", 1) if not o.startswith("data.val_files")]
     overrides.append(f"data.val_files={job.data}")
-    arguments = [*words, *DRAWN, *PAIRS, "--set", *overrides]
+    arguments = [*words, *flags, "--set", *overrides]
     return in_process("run_command", name="evaluate", arguments=arguments)
 
 
@@ -48,7 +48,7 @@ def test_an_evaluation_is_kept_continued_and_reported(job: Job, tmp_path: Path) 
     places |= {"runs/mine_pairs": out, "comparison.html": page}
     two, alone, both, one = commands({path: str(there) for path, there in places.items()})
     assert [words[0] for words in (one, two)] == ["ctrl-evaluate"] * 2
-    first = evaluate(job, one[1:])
+    first = evaluate(job, one[1:], (*DRAWN, *PAIRS))
     assert first["code"] == 0, first["output"]
     evaluation = read_evaluation(out)
     turns, pairs = evaluation.turns, evaluation.pairs
@@ -74,7 +74,7 @@ def test_an_evaluation_is_kept_continued_and_reported(job: Job, tmp_path: Path) 
     transcript = out / "transcripts/after_SFT.seed1.jsonl"
     kept = transcript.read_bytes()
     transcript.unlink()
-    second = evaluate(job, two[1:])
+    second = evaluate(job, two[1:], (*DRAWN, *PAIRS))
     assert second["code"] == 0, second["output"]
     assert [line for line in second["output"].splitlines() if line.endswith(", seed 1")] == [
         *("zero-shot: transcripts, seed 1", "zero-shot: pairs, seed 1"),
@@ -87,3 +87,17 @@ def test_an_evaluation_is_kept_continued_and_reported(job: Job, tmp_path: Path) 
     assert report(alone[1:]) == 0 and report(both[1:]) == 0
     for text in ((out / "report.md").read_text(), page.with_suffix(".md").read_text()):
         assert all(words in text for words in ("zero-shot |", "after SFT |", "## Pairs", "pass@1"))
+
+
+def test_written_critiques_are_revised_and_judged(job: Job, tmp_path: Path) -> None:
+    file, out = tmp_path / "said.jsonl", tmp_path / "written"
+    said = {f"tiny/{n}/0": f"Line {n}.\nOverall judgment: Incorrect" for n in range(9)}
+    lines = [json.dumps({"id": name, "critique": text}) for name, text in said.items()]
+    file.write_text("\n".join(lines))
+    words = [*commands({})[0][1:3], f"rule={file}", "--out", str(out)]
+    made = evaluate(job, words, ())
+    assert made["code"] == 0, made["output"]
+    turns = read_evaluation(out).turns
+    assert len(turns) == 8 and all(turn.critique == said[turn.attempt] for turn in turns)
+    assert all(turn.judgment is False and turn.revision == "print(7)" for turn in turns)
+    assert all(turn.after is not None for turn in turns)

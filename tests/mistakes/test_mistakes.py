@@ -157,6 +157,7 @@ _SOLVE = "--problems problems.jsonl --solver model --out data --val-share 0 --sf
 _READ = "--format ctrl --input problems.jsonl --out read.jsonl"
 _FUNCS = "reward.reward_funcs="
 _PAIR = '{"pair_id": "1", "question": "?", "response_A": "a", "response_B": "b"}\n'
+_SAID = '{"id": "x", "critique": "Overall judgment: Correct"}\n'
 _LONG_PAIR = json.dumps({**json.loads(_PAIR), "response_A": "w " * 5000, "label": "A>B"}) + "\n"
 _PIPELINE = "dag.custom_pipeline_fn="
 
@@ -591,6 +592,16 @@ CASES = [
         "names alike",
         "a.b=model a.b.=model --set data.val_files=train.parquet",
         "differ in signs only",
+    ),
+    *(
+        evaluation(name, f"a=said.jsonl {flags} --set data.val_files=train.parquet", named, spoil)
+        for name, flags, named, spoil in (
+            ("no critiques there", "", "said.jsonl", lambda f: None),
+            ("no critique of a row", "", "has no critique of", _text("said.jsonl", _SAID)),
+            ("critique without text", "", "'critique'", _text("said.jsonl", '{"id": "x"}\n')),
+            ("said twice", "", "x has a critique already", _text("said.jsonl", 2 * _SAID)),
+            ("said once, two turns", "--turns 2", "--turns", _text("said.jsonl", _SAID)),
+        )
     ),
     tool("report", "evaluation and run", "made runs", "is none", _settings("{}")),
     tool("report", "no transcript", "made", "no transcript yet", _evaluation()),
