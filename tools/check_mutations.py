@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, RunCodeRequest, SandboxClient, SubmitRequest
 from ctrl_megatron.sandbox.wire import TestConfig
-from tools.check_sandbox_data import mbpp
+from tools.check_sandbox_data import SETS
 
 LARGE = 8
 """Calls whose results make one output of several lines."""
@@ -76,7 +76,7 @@ class Accepted:
 
 def functions(data: Path) -> Iterator[Accepted]:
     """MBPP's references whose tests are calls of one function; what it returns is changed."""
-    for known in mbpp(data):
+    for known in SETS["mbpp"][0](data):
         name = _function(known.data["test_list"])
         if name is None:
             continue
@@ -95,7 +95,7 @@ def functions(data: Path) -> Iterator[Accepted]:
 async def printed(client: SandboxClient, data: Path) -> list[Accepted]:
     """The same references as programs that print the results of their tests' calls, one a line."""
     found = []
-    for known in mbpp(data):
+    for known in SETS["mbpp"][0](data):
         name, calls = _function(known.data["test_list"]), _calls(known.data["test_list"])
         if name is None or not calls:
             continue

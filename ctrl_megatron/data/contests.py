@@ -115,7 +115,7 @@ def _problem(
     difficulty: int = 0,
     seconds: float | None = None,
 ) -> Problem:
-    limit = {} if seconds is None else {"time_limit": seconds}
+    limit: dict[str, Any] = {} if seconds is None else {"time_limit": seconds}
     if isinstance(graded, StdioProblem):
         cases = [
             {"input": {"stdin": c.input}, "output": {"stdout": c.output}} for c in graded.cases

@@ -128,7 +128,7 @@ def unrolled_tests(text: str, entry: str) -> tuple[tuple[str, ...], str] | None:
     tests = [
         _WORD.sub(lambda m, row=row: row.get(m[0], m[0]), body_text)
         for row in (
-            dict(zip(("inp", "exp"), (_text_of(v, source) for v in row), strict=False))
+            dict[str, str](zip(("inp", "exp"), (_text_of(v, source) for v in row), strict=False))
             for row in zip(*values, strict=True)
         )
     ]

@@ -1,0 +1,97 @@
+"""Turn programs with one known fault into training and test files.
+
+``python tools/prepare_mutants.py --out runs/mutants`` writes ``proxy_sft.parquet`` (doing what a
+critique says), ``critic_sft.parquet`` (naming the fault), ``rl.parquet`` (attempts to criticise,
+a fifth of them right) and the tests ``unseen_mutants.parquet`` and ``unseen_problems.parquet``; of
+these also what somebody says who knows the fault (``oracle.jsonl``) and who knows nothing
+(``bland.jsonl``).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ctrl_megatron.checkpoint.files import new_files, require_own_files
+from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.data.problems import read_problems
+from ctrl_megatron.data.rows import write_rows
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.sft.examples import write_examples
+from ctrl_megatron.sft.mutants import (
+    BLAND,
+    attempt_row,
+    critic_examples,
+    oracle_critique,
+    proxy_examples,
+    read_mutants,
+    rl_rows,
+)
+
+_TOOL = "prepare_mutants"
+_TESTS = ("unseen_mutants", "unseen_problems")
+_FILES = [
+    *(f"{name}.parquet" for name in ("proxy_sft", "critic_sft", "rl", *_TESTS)),
+    *("oracle.jsonl", "bland.jsonl"),
+]
+
+
+@command("prepare_mutants")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read, split, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
+    parser = CommandParser(__doc__)
+    parser.add_argument("--mutants", type=Path, default=Path("examples/mutants/builtin.jsonl"))
+    parser.add_argument("--problems", type=Path, default=Path("examples/problems"))
+    parser.add_argument("--out", type=Path, default=Path("runs/mutants"))
+    parser.add_argument("--overwrite", action="store_true", help="replace this tool's own files")
+    parser.add_argument("--test-size", type=int, default=100, help="attempts of either test")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if options.test_size < 1:
+        raise UserError(f"--test-size={options.test_size} must be at least 1")
+    require_own_files(options.out, _FILES, _TOOL, overwrite=options.overwrite)
+    problems = {problem.id: problem for problem in read_problems(options.problems)}
+    mutants = read_mutants(options.mutants, problems)
+    splits = {name: [m for m in mutants if m.split == name] for name in ("train", *_TESTS)}
+    for name, members in splits.items():
+        if not members:
+            raise UserError(f"--mutants: {options.mutants} has none of split {name!r}")
+    train, rng = splits["train"], Random(options.seed)
+    with new_files(options.out, _FILES, _TOOL, overwrite=options.overwrite) as folder:
+        write_examples(folder / "proxy_sft.parquet", proxy_examples(train, problems, options.seed))
+        write_examples(
+            folder / "critic_sft.parquet", critic_examples(train, problems, options.seed)
+        )
+        write_rows(folder / "rl.parquet", rl_rows(train, problems, options.seed))
+        tested = []
+        for name in _TESTS:
+            members = splits[name]
+            kept = rng.sample(members, min(options.test_size, len(members)))
+            write_rows(
+                folder / f"{name}.parquet", [attempt_row(m, problems[m.problem_id]) for m in kept]
+            )
+            tested += kept
+        for name, said in (
+            ("oracle", [oracle_critique(m.wrong, m.right) for m in tested]),
+            ("bland", [BLAND] * len(tested)),
+        ):
+            lines = [
+                json.dumps({"id": mutant.id, "critique": critique}) + "\n"
+                for mutant, critique in zip(tested, said, strict=True)
+            ]
+            (folder / f"{name}.jsonl").write_text("".join(lines))
+    print(
+        f"{options.out}: {len(train)} mutants to train on, {len(tested)} of "
+        + ", ".join(f"{len(splits[name])} {name}" for name in _TESTS)
+        + " to test on"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
