@@ -201,10 +201,15 @@ def _named_expression(
             right = source.code[first:last]
             wrong = source.code[first:start] + text + source.code[end:last]
             whole = first <= start and end <= last and "\n" not in right
-            if whole and len(wrong) >= _SHORTEST and mutant.count(wrong) == 1:
+            if whole and len(wrong) >= _SHORTEST and occurrences(mutant, wrong) == 1:
                 return wrong, right
         around = parents.get(around)
     return None
+
+
+def occurrences(code: str, expression: str) -> int:
+    """How often ``expression`` stands in ``code``, those that overlap included."""
+    return sum(code.startswith(expression, at) for at in range(len(code)))
 
 
 def _nests(tree: ast.Module) -> bool:

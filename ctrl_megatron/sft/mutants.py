@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from ctrl_megatron.data.mutations import MutationKind, mutations
+from ctrl_megatron.data.mutations import Mutation, MutationKind, mutations, occurrences
 from ctrl_megatron.data.problems import read_json_lines
 from ctrl_megatron.data.rows import Row, row_of
 from ctrl_megatron.errors import UserError
@@ -62,12 +62,31 @@ def read_mutants(path: Path, problems: dict[str, Problem]) -> list[Mutant]:
             mutant = Mutant(**record)
         except TypeError as error:
             raise UserError(f"{place}: {error}") from None
-        if mutant.problem_id not in problems:
-            raise UserError(f"{place}: problem {mutant.problem_id!r} is not among the problems")
-        if mutant.code.count(mutant.wrong) != 1:
-            raise UserError(f"{place}: key 'wrong' must occur once in 'code'")
+        _check(mutant, problems, place)
         found.append(mutant)
     return found
+
+
+def _check(mutant: Mutant, problems: dict[str, Problem], place: str) -> None:
+    for name in ("id", "problem_id", "split", "kind", "code", "wrong", "right"):
+        if not isinstance(getattr(mutant, name), str):
+            raise UserError(f"{place}: key {name!r} must be a text")
+    for name, known in (("split", get_args(Split)), ("kind", get_args(MutationKind))):
+        if getattr(mutant, name) not in known:
+            raise UserError(f"{place}: key {name!r} must be one of {', '.join(known)}")
+    rate = mutant.pass_rate
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
+        raise UserError(f"{place}: key 'pass_rate' must be a number from 0, below 1")
+    if mutant.problem_id not in problems:
+        raise UserError(f"{place}: problem {mutant.problem_id!r} is not among the problems")
+    if occurrences(mutant.code, mutant.wrong) != 1:
+        raise UserError(f"{place}: key 'wrong' must occur once in 'code'")
+    repaired = mutant.code.replace(mutant.wrong, mutant.right)
+    if repaired != problems[mutant.problem_id].reference.strip():
+        raise UserError(
+            f"{place}: with 'right' in place of 'wrong', 'code' is not the problem's reference",
+            remedy="make the file anew from these problems, or name those that it was made from",
+        )
 
 
 def oracle_critique(wrong: str, right: str, wording: int = 0) -> str:
@@ -161,7 +180,7 @@ def _lessons(
         repaired = mutant.code.replace(mutant.wrong, mutant.right)
         if number % 6 == 4:
             yield f"{mutant.id}/bland", row, BLAND, mutant.code
-        elif number % 6 == 5 and (spoil := _spoiled(mutant.code, repaired, rng)):
+        elif number % 6 == 5 and (spoil := _spoiled(mutant.code, _second_faults(mutant), rng)):
             yield f"{mutant.id}/spoil", row, spoil[0], spoil[1]
         else:
             critique = oracle_critique(mutant.wrong, mutant.right, number)
@@ -170,19 +189,29 @@ def _lessons(
     rng.shuffle(known)
     for number, name in enumerate(known):
         row, code = right_row(problems[name]), problems[name].reference.strip()
-        spoil = _spoiled(code, code, rng) if number % 3 == 2 else None
+        faults = [m for m in chosen if m.problem_id == name]
+        spoil = _spoiled(code, faults, rng) if number % 3 == 2 else None
         if spoil:
             yield f"{name}/spoil", row, spoil[0], spoil[1]
         else:
             yield f"{name}/right", row, BLAND, code
 
 
-def _spoiled(code: str, repaired: str, rng: Random) -> tuple[str, str] | None:
-    """(a critique that asks for a fault, the program with it)."""
-    faults = [m for m in mutations(code) if m.code != repaired and code.count(m.right) == 1]
-    if not faults:
+def _second_faults(mutant: Mutant) -> list[Mutation]:
+    """Further faults that make of a mutant no other mutant of the same reference, which may be one
+    to test on.
+    """
+    reference = mutant.code.replace(mutant.wrong, mutant.right)
+    taken = {reference, *(m.code for m in mutations(reference))}
+    return [m for m in mutations(mutant.code) if m.code not in taken]
+
+
+def _spoiled(code: str, faults: Sequence[Mutation | Mutant], rng: Random) -> tuple[str, str] | None:
+    """(a critique that asks for one of ``faults``, the program with it)."""
+    fits = [m for m in faults if occurrences(code, m.right) == 1]
+    if not fits:
         return None
-    fault = rng.choice(faults)
+    fault = rng.choice(fits)
     return oracle_critique(fault.right, fault.wrong, rng.randrange(len(_REQUESTS))), fault.code
 
 

@@ -1,0 +1,157 @@
+"""What critic and proxy learn from programs with one fault."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ctrl_megatron.data.problems import read_problems
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.prompts import fenced, parse_judgment, sanitize
+from ctrl_megatron.sft.examples import SftExample
+from ctrl_megatron.sft.mutants import (
+    BLAND,
+    Mutant,
+    critic_examples,
+    oracle_critique,
+    proxy_examples,
+    read_mutants,
+    rl_rows,
+)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROBLEMS = {p.id: p for p in read_problems(EXAMPLES / "problems")}
+FILE = EXAMPLES / "mutants/builtin.jsonl"
+MUTANTS = read_mutants(FILE, PROBLEMS)
+TRAIN = [m for m in MUTANTS if m.split == "train"]
+_REQUEST = re.compile(
+    r"^Analysis: `(?P<named>.+)` is wrong\.\nImprovement suggestions: "
+    r"(?:Replace `(?P<w1>.+)` with `(?P<r1>.+)`|Change `(?P<w2>.+)` to `(?P<r2>.+)`"
+    r"|Use `(?P<r3>.+)` instead of `(?P<w3>.+)`)\.\nOverall judgment: Incorrect$"
+)
+
+
+def asked(critique: str) -> tuple[str, str]:
+    """(wrong, right) of a critique that asks for an edit."""
+    match = _REQUEST.match(critique)
+    assert match, critique
+    found = match.groupdict()
+    wrong = found["w1"] or found["w2"] or found["w3"]
+    assert wrong == found["named"]
+    return wrong, found["r1"] or found["r2"] or found["r3"]
+
+
+def test_the_shipped_splits_have_nothing_in_common() -> None:
+    by_split = {s: [m for m in MUTANTS if m.split == s] for s in {m.split for m in MUTANTS}}
+    assert by_split.keys() == {"train", "unseen_mutants", "unseen_problems"}
+    trained = {m.problem_id for m in TRAIN}
+    assert not trained & {m.problem_id for m in by_split["unseen_problems"]}
+    assert len({(m.problem_id, m.code) for m in MUTANTS}) == len({m.id for m in MUTANTS})
+    for mutant in MUTANTS:
+        assert 0 <= mutant.pass_rate < 1
+        reference = PROBLEMS[mutant.problem_id].reference.strip()
+        assert mutant.code.replace(mutant.wrong, mutant.right) == reference
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_nothing_that_is_tested_on_is_learned(seed: int) -> None:
+    unseen = [m for m in MUTANTS if m.split != "train"]
+    learned = [*critic_examples(TRAIN, PROBLEMS, seed), *proxy_examples(TRAIN, PROBLEMS, seed)]
+    shown = {text.strip() for e in learned for text in shown_programs(e)}
+    shown |= {code_of(row.solution) for row in rl_rows(TRAIN, PROBLEMS, seed)}
+    for mutant in unseen:
+        if mutant.split == "unseen_problems":
+            statement = PROBLEMS[mutant.problem_id].statement
+            assert not any(statement in m["content"] for e in learned for m in e.prompt)
+        assert mutant.code.strip() not in shown, mutant.id
+
+
+def code_of(answer: str) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", sanitize(answer), re.DOTALL)
+    return code.strip()
+
+
+def shown_programs(example: SftExample) -> list[str]:
+    """Programs that stand in a fence anywhere in an example."""
+    texts = [*(m["content"] for m in example.prompt), example.response]
+    return [code for text in texts for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_proxy_learns_to_do_exactly_what_is_asked(seed: int) -> None:
+    kinds: dict[str, int] = {}
+    for example in proxy_examples(TRAIN, PROBLEMS, seed):
+        answer, request = example.prompt[-2]["content"], example.prompt[-1]["content"]
+        (shown,) = re.findall(r"```python\n(.*?)\n?```", answer, re.DOTALL)
+        kind = example.id.rsplit("/", 1)[1]
+        kinds[kind] = kinds.get(kind, 0) + 1
+        if BLAND in request:
+            assert kind in ("bland", "right") and example.response == fenced(shown)
+            continue
+        wrong, right = asked(request[request.index("Analysis: ") : request.index("Incorrect") + 9])
+        assert kind in ("repair", "spoil") and shown.count(wrong) == 1
+        assert example.response == fenced(shown.replace(wrong, right))
+        ast.parse(shown.replace(wrong, right))
+    assert kinds.keys() == {"repair", "bland", "spoil", "right"}
+    assert kinds["repair"] > sum(kinds.values()) / 3
+
+
+def test_the_critic_learns_the_fault_or_that_there_is_none() -> None:
+    by_id = {m.id: m for m in TRAIN}
+    examples = critic_examples(TRAIN, PROBLEMS, 1, right=7)
+    for example in examples:
+        if example.id in by_id:
+            mutant = by_id[example.id]
+            assert asked(example.response) == (mutant.wrong, mutant.right)
+            assert parse_judgment(example.response) is False
+        else:
+            assert example.response == BLAND and parse_judgment(BLAND) is True
+    assert len(examples) == len(TRAIN) + 7
+    assert examples == critic_examples(TRAIN, PROBLEMS, 1, right=7)
+    assert examples != critic_examples(TRAIN, PROBLEMS, 2, right=7)
+
+
+@pytest.mark.parametrize("wording", [0, 1, 2, 3])
+def test_every_wording_says_what_to_do(wording: int) -> None:
+    assert asked(oracle_critique("n + 2", "n * 2", wording)) == ("n + 2", "n * 2")
+
+
+def test_attempts_hold_right_programs_too() -> None:
+    few = [m for n, m in enumerate(TRAIN) if n % 5 == 0]
+    rows = rl_rows(few, PROBLEMS, 1, right_share=0.2)
+    right = [row for row in rows if row.pass_rate == 1]
+    expected = min(round(len(few) / 4), len({m.problem_id for m in few}))
+    assert len(right) == expected and len(rows) == len(few) + expected
+    for row in rows:
+        assert (row.pass_rate == 1) == (row["wrong"] == "")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"problem_id": "none"}, "'none' is not among the problems"),
+        ({"right": "n * 3"}, "is not the problem's reference"),
+        ({"wrong": "nothing"}, "key 'wrong' must occur once"),
+        ({"split": "test"}, "key 'split'"),
+        ({"kind": "word"}, "key 'kind'"),
+        ({"pass_rate": 1.0}, "key 'pass_rate'"),
+        ({"pass_rate": "much"}, "key 'pass_rate'"),
+        ({"code": None}, "key 'code'"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_a_mutant_that_does_not_fit_is_named(
+    tmp_path: Path, change: dict[str, object], named: str
+) -> None:
+    record = json.loads(FILE.read_text().split("\n")[0])
+    (tmp_path / "m.jsonl").write_text(json.dumps({**record, **change}) + "\n")
+    with pytest.raises(UserError, match="line 1.*" + re.escape(named)):
+        read_mutants(tmp_path / "m.jsonl", PROBLEMS)
+
+
+def test_records_are_read_as_they_were_written() -> None:
+    assert all(isinstance(m, Mutant) for m in MUTANTS) and len(MUTANTS) > 500
