@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From MBPP's own file to an evaluated critic. From the root of the checkout:
-#   MBPP=mbpp.jsonl MODEL=DIR OUT=DIR examples/journeys/mbpp_to_critic.sh
+#   MBPP=mbpp.jsonl MODEL=DIR OUT=DIR bash examples/journeys/mbpp_to_critic.sh
 # Every stage may be killed: the same command goes on from what is finished and ends in the same
 # files. SELECT and SYNTHESIZE hold further flags of the first two tools.
 set -euo pipefail

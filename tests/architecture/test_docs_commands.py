@@ -24,7 +24,9 @@ NOT_HERE = {
     "tools/check_gpu.py": "a GPU",
     "tools/serve_sandbox_ray.py": "a Ray cluster; tests/sandbox/test_ray_cluster.py",
     "tools/check_env.py": "what it finds depends on the machine; tests/commands/test_check_env.py",
-    "curl": "the sandbox that the block before starts; tests/sandbox/test_sandbox_operations.py",
+    "curl": "the service that the block before starts; tests/sandbox/test_sandbox_operations.py, "
+    "tests/generation/test_critic_service.py",
+    "examples/journeys/mbpp_to_critic.sh": "MBPP's own file, and an hour",
 }
 """Commands that nobody runs here, with what they need."""
 SHELL = {"export", "mv", "ln", "mkdir", "source"}
@@ -101,7 +103,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise RuntimeError("the arguments are right")
 
     for place in (
-        *("tools.generate_solutions.generate", "tools.prepare_data.judge"),
+        *("tools.synthesize._run", "tools.prepare_data.write_whole"),
         *("tools.prepare_smollm2.convert", "ctrl_megatron.sandbox.__main__.serve"),
     ):
         monkeypatch.setattr(place, starts)
