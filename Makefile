@@ -1,5 +1,7 @@
 # make demo   a small model learns to criticise code, on a CPU, with a report at the end;
 #             ENGINE=sglang or ENGINE=hf generates with another engine than vLLM
+# make study  what a small model learns, with controls and three seeds: hours on a CPU, in pieces that
+#             are not repeated (docs/study.md)
 # make test   style, types and all tests
 # make env    only the environment (.venv) with this package in it, editable; reused while
 #             requirements/cpu.txt and pyproject.toml are unchanged
@@ -17,7 +19,7 @@ TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-cuda test types tests test-slurm demo clean
+.PHONY: help env env-cuda test types tests test-slurm demo study clean
 
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +47,9 @@ test-slurm: env
 
 demo: env
 	$(BIN)/python tools/demo.py $(if $(ENGINE),--engine $(ENGINE))
+
+study: env
+	$(BIN)/python tools/study.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

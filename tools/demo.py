@@ -166,7 +166,7 @@ def _summary(console: Console, run: str) -> None:
     gain = results["after RL"].gains["pass_rate"]
     console.print(f"RL over SFT, the same {TESTED} programs in pairs: {_told(gain, sign='+')}")
     metrics = [m["metrics"] for m in read_json_lines(ROOT / f"runs/{run}/metrics.jsonl")]
-    flat = [m["reward/zero_variance_share"] for m in metrics if "reward/zero_variance_share" in m]
+    flat = [m["advantage/zero_std_rate"] for m in metrics]
     console.print(f"groups of {SAMPLES} with different rewards: {1 - sum(flat) / len(flat):.0%}")
 
 

@@ -57,6 +57,7 @@ from ctrl_megatron.pipeline.greedy_baseline import (
     judge_greedy_revisions,
     revise_greedy_critiques,
 )
+from ctrl_megatron.pipeline.learning_signal import critique_signal, reward_signal
 from ctrl_megatron.pipeline.node_keys import (
     ADVANTAGES,
     CORRECTION,
@@ -421,15 +422,19 @@ def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
-    """Speed, pass rates of first solutions and of revisions, and how verdicts came about.
-    Collective.
+    """Speed, pass rates of first solutions and of revisions, how verdicts came about, and whether
+    there was anything to learn. Collective.
     """
-    before = [worker.train.row(row).pass_rate for row in texts(batch["problem_id"])]
+    rows = [worker.train.row(row) for row in texts(batch["problem_id"])]
+    before = [row.pass_rate for row in rows]
+    uids, revisions = texts(batch["uid"]), texts(batch["revision"])
     rates = worker.means(
         {
             "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
             "pass_rate/after": batch["pass_rate"][batch["judged"] & batch["valid"]],
             "reward/cached_rate": batch["cached"].float(),
+            **reward_signal(batch["score"], uids, rows, revisions, batch["valid"]),
+            **critique_signal(texts(batch["critique"]), judgments(batch), rows),
         }
     )
     return {**performance(worker, batch), **rates}

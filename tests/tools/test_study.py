@@ -1,0 +1,88 @@
+"""The study's pieces hang together, and its tables follow from its transcripts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from ctrl_megatron.config import load_config
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.eval.transcripts import ProgramResult, Turn
+from tools import study
+
+
+def write(folder: Path, arm: str, seed: int, passed: float) -> None:
+    program = {
+        rate: ProgramResult(pass_rate=rate, accepted=rate == 1, timed_out=False)
+        for rate in (0.25, passed)
+    }
+    turns = [
+        Turn(
+            critic=arm,
+            seed=seed,
+            problem_id=f"p{n}",
+            attempt=f"p{n}/mutant0",
+            difficulty=0,
+            sample=0,
+            turn=1,
+            solution="a",
+            critique="Overall judgment: Incorrect",
+            judgment=False,
+            revision="b",
+            before=program[0.25],
+            after=program[passed],
+        )
+        for n in range(4)
+    ]
+    text = "".join(json.dumps(asdict(turn)) + "\n" for turn in turns)
+    path = folder / f"unseen_mutants.{arm.replace(' ', '')}.seed{seed}.jsonl.gz"
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def test_tables_and_plots_come_from_transcripts_alone(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no transcript yet"):
+        study.write_tables(tmp_path, tmp_path)
+    write(tmp_path, "oracle", 1, 1.0)
+    for seed in (1, 2):
+        write(tmp_path, "SFT", seed, 0.5)
+        write(tmp_path, "SFT + GRPO", seed, 0.75)
+    study.write_tables(tmp_path, tmp_path)
+    files = [tmp_path / "tables.md", tmp_path / "unseen_mutants.svg"]
+    before = [file.read_bytes() for file in files]
+    told = files[0].read_text()
+    rows = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in told.splitlines() if line}
+    assert rows["first solutions"][1] == "0.250 [0.250, 0.250]"
+    assert "| oracle | 1 | 1.000 [1.000, 1.000]" in told
+    assert "| SFT | 1, 2 | 0.500 [0.500, 0.500]" in told
+    assert "| SFT + GRPO | 1, 2 | 0.750 [0.750, 0.750]" in told
+    # The last table: a gain for each seed that both have; what was not run is open.
+    assert rows["SFT + GRPO"] == ["0.250 [0.250, 0.250]", "0.250 [0.250, 0.250]", "open |"]
+    assert rows["SFT + PPO"] == ["open", "open", "open |"]
+    study.write_tables(tmp_path, tmp_path)
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_every_piece_follows_what_it_needs() -> None:
+    known = study.pieces()
+    assert len({piece.product for piece in known.values()}) == len(known)
+    made: set[str] = set()
+    for name, piece in known.items():
+        assert set(piece.needs) <= made
+        made.add(name)
+    measured = [name for name in known if name.startswith("measure.")]
+    assert len(measured) == 2 * (5 + 4 * 3)
+    order = [piece.name for piece in study.in_order("measure.unseen_mutants.SFT_PPO.seed2", known)]
+    assert order.index("sft.seed2") < order.index("ppo.seed2") < len(order) - 1
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_commands_name_keys_that_there_are(estimator: str) -> None:
+    words = study._rl("x", Path("m"), 1, estimator)
+    config = load_config(str(study.CONFIG), [w for w in words if "=" in w], "rl")
+    assert config.trainer.save_hf_freq == config.trainer.total_training_steps
+    words = study._sft("x", Path("m"), 1, "critic_sft", 3)
+    assert load_config(str(study.CONFIG), [w for w in words if "=" in w], "sft").sft.lr == 2e-4

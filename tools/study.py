@@ -1,0 +1,328 @@
+"""What a critic of 135M parameters learns: nine arms on two test sets, in pieces.
+
+``python tools/study.py`` makes every piece that is not there yet, ``--piece grpo.seed1`` one and
+what it needs, ``--list`` says which are there, ``--tables`` only builds tables and plots anew from
+the transcripts beside the configuration. A piece that was killed goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.data.problems import read_json_lines
+from ctrl_megatron.data.rows import read_rows
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.eval.resampling import Estimate
+from ctrl_megatron.eval.results import CriticResult, evaluate_turns
+from ctrl_megatron.eval.transcripts import Turn, part_file, turn_from
+
+HOME = Path("examples/study_smollm2")
+CONFIG, KEPT = HOME / "study.yaml", HOME / "transcripts"
+RUNS, DATA, MODEL = Path("runs/study"), Path("runs/study/data"), Path("runs/models/smollm2")
+SEEDS, TESTS = (1, 2, 3), ("unseen_mutants", "unseen_problems")
+STEPS = 30
+"""Of RL, and of the fine-tuning that goes on instead (the control)."""
+SAMPLES = 8
+_PYTHON = sys.executable
+_RATES = ("pass_rate", "pass@1", f"pass@{SAMPLES}", "f1_macro", "valid_critique_rate")
+Work = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One thing to make."""
+
+    name: str
+    product: Path
+    """Its file, which appears when the piece is whole."""
+    needs: tuple[str, ...]
+    work: Work
+
+
+def pieces() -> dict[str, Piece]:
+    """All pieces by name, each after what it needs."""
+    found: dict[str, Piece] = {}
+
+    def add(name: str, product: Path, work: Work, *needs: str) -> None:
+        found[name] = Piece(name=name, product=product, needs=needs, work=work)
+
+    data = [_PYTHON, "tools/prepare_mutants.py", "--out", str(DATA), "--overwrite"]
+    add("data", DATA / "bland.jsonl", lambda: _run(data))
+    for test in TESTS:
+        product = DATA / f"{test}.feedback.jsonl"
+        add(f"feedback.{test}", product, lambda t=test, p=product: _feedback(t, p), "data")
+    proxy = _model("proxy")
+    add("proxy", proxy / _WEIGHTS, lambda: _run(_sft("proxy", MODEL, 1, "proxy_sft", 12)), "data")
+    for seed in SEEDS:
+        sft, more = f"sft.seed{seed}", f"more_sft.seed{seed}"
+        start = _model(sft)
+        first, then = (
+            _sft(sft, MODEL, seed, "critic_sft", 12),
+            _sft(more, start, seed + 100, "critic_sft", STEPS),
+        )
+        add(sft, start / _WEIGHTS, lambda c=first: _run(c), "data")
+        add(more, _model(more) / _WEIGHTS, lambda c=then: _run(c), sft)
+        for arm, estimator in (("grpo", "grpo"), ("ppo", "gae")):
+            name = f"{arm}.seed{seed}"
+            train = _rl(name, start, seed, estimator)
+            add(name, _model(name) / _WEIGHTS, lambda c=train: _run(c), sft, "proxy")
+    for test in TESTS:
+        lines = {
+            "bland": DATA / "bland.jsonl",
+            "zero-shot": MODEL,
+            "self-critique": proxy,
+            "execution feedback": DATA / f"{test}.feedback.jsonl",
+            "oracle": DATA / "oracle.jsonl",
+        }
+        for arm, critic in lines.items():
+            need = {"self-critique": ("proxy",), "execution feedback": (f"feedback.{test}",)}
+            _add_measure(add, test, arm, critic, SEEDS[0], "data", "proxy", *need.get(arm, ()))
+        for seed in SEEDS:
+            for arm, name in ARMS.items():
+                run = f"{name}.seed{seed}"
+                _add_measure(add, test, arm, _model(run), seed, run, "data", "proxy")
+    return found
+
+
+_WEIGHTS = "model.safetensors"
+ARMS = {"SFT": "sft", "SFT, more steps": "more_sft", "SFT + GRPO": "grpo", "SFT + PPO": "ppo"}
+"""Trained arms, and the beginning of their runs' names."""
+
+
+def _add_measure(
+    add: Callable[..., None], test: str, arm: str, critic: Path, seed: int, *needs: str
+) -> None:
+    plain = part_file(Path(), arm, seed).name.removesuffix(f".seed{seed}.jsonl")
+    product = KEPT / f"{test}.{plain}.seed{seed}.jsonl.gz"
+    name = f"measure.{test}.{plain}.seed{seed}"
+    work = lambda: _measure(test, arm, critic, seed, product)  # noqa: E731
+    add(name, product, work, *dict.fromkeys(needs))
+
+
+def _model(run: str) -> Path:
+    """The weights that a run leaves."""
+    last = f"hf_exports/global_step_{STEPS}"
+    return RUNS / run / (last if run.startswith(("grpo", "ppo")) else "hf")
+
+
+def _common(run: str, model: Path, seed: int) -> list[str]:
+    return [
+        f"trainer.default_local_dir={RUNS}",
+        f"trainer.experiment_name={run}",
+        f"trainer.seed={seed}",
+        f"actor_rollout_ref.model.path={model}",
+        f"actor_rollout_ref.model.tokenizer_path={MODEL}",
+    ]
+
+
+def _sft(run: str, model: Path, seed: int, data: str, steps: int) -> list[str]:
+    return [
+        *(_PYTHON, "tools/train_sft.py", "--nproc-per-node", "2", "--config", str(CONFIG)),
+        *_common(run, model, seed),
+        f"sft.train_files={DATA / data}.parquet",
+        f"sft.total_training_steps={steps}",
+    ]
+
+
+def _rl(run: str, model: Path, seed: int, estimator: str) -> list[str]:
+    return [
+        *(_PYTHON, "tools/train_rl.py", "--nproc-per-node", "2", "--config", str(CONFIG)),
+        *_common(run, model, seed),
+        f"actor_rollout_ref.proxy.model.path={_model('proxy')}",
+        f"actor_rollout_ref.rollout.seed={seed}",
+        f"algorithm.adv_estimator={estimator}",
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.save_hf_freq={STEPS}",
+    ]
+
+
+def _run(words: Sequence[str]) -> None:
+    code = subprocess.run(words, cwd=ROOT, check=False).returncode
+    if code:
+        raise UserError(
+            f"{' '.join(words[1:])} ended with exit code {code}",
+            remedy="see above; the same command goes on",
+        )
+
+
+def _feedback(test: str, product: Path) -> None:
+    """What the tests say of every attempt, as the templates tell it."""
+    from ctrl_megatron.generation.solutions import judge_attempts
+    from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
+    from ctrl_megatron.sft.synthesis import synthesise_critique
+
+    attempts = [row.attempt() for row in read_rows([str(DATA / f"{test}.parquet")])]
+
+    async def judge(endpoint: str) -> list[str]:
+        async with SandboxClient(endpoint) as client:
+            judged = await judge_attempts(client, attempts)
+        said = [(a.id, synthesise_critique(a, verdict, n)) for n, (a, verdict) in enumerate(judged)]
+        return [json.dumps({"id": name, "critique": text}) + "\n" for name, text in said]
+
+    with EmbeddedSandbox.start() as sandbox:
+        write_whole(product, "".join(asyncio.run(judge(sandbox.endpoint))))
+
+
+def _measure(test: str, arm: str, critic: Path, seed: int, product: Path) -> None:
+    """Evaluate one arm, and keep the transcript, packed the same way every time."""
+    written = critic.suffix == ".jsonl"
+    out = RUNS / f"{product.name.removesuffix('.jsonl.gz')}"
+    _run(
+        [
+            *(_PYTHON, "tools/evaluate.py", "--config", str(CONFIG), f"{arm}={critic}"),
+            *("--out", str(out), "--seeds", str(seed)),
+            *([] if written else ["--samples", str(SAMPLES), "--temperature", "1.0"]),
+            "--set",
+            f"data.val_files={DATA / test}.parquet",
+            f"actor_rollout_ref.model.path={MODEL}",
+            f"actor_rollout_ref.proxy.model.path={_model('proxy')}",
+        ]
+    )
+    product.parent.mkdir(parents=True, exist_ok=True)
+    part = product.with_name(product.name + ".part")
+    part.write_bytes(gzip.compress(part_file(out, arm, seed).read_bytes(), mtime=0))
+    part.rename(product)
+
+
+# Tables
+
+
+def kept_turns(folder: Path, test: str) -> list[Turn]:
+    """All transcripts of a test set, the lines first, then SFT and what it is compared with."""
+    turns = []
+    for path in sorted(folder.glob(f"{test}.*.jsonl.gz")):
+        turns += [turn_from(record, place) for place, record in read_json_lines(path)]
+    return turns
+
+
+def results_of(turns: Sequence[Turn]) -> list[CriticResult]:
+    """Lines and arms; gains of trained arms are over SFT, over seeds that both have."""
+    trained = [t for t in turns if t.critic in ARMS]
+    order = {arm: place for place, arm in enumerate(ARMS)}
+    trained.sort(key=lambda t: order[t.critic])
+    lines = [t for t in turns if t.critic not in ARMS]
+    found: list[CriticResult] = []
+    for name in dict.fromkeys(t.critic for t in lines):
+        found += evaluate_turns([t for t in lines if t.critic == name], ks=(1, SAMPLES))
+    return found + (evaluate_turns(trained, ks=(1, SAMPLES)) if trained else [])
+
+
+def markdown(test: str, turns: Sequence[Turn]) -> str:
+    """The tables of a test set."""
+    results = results_of(turns)
+    heads = ("arm", "seeds", *_RATES, "pass_rate over SFT")
+    lines = [f"## {test.replace('_', ' ').capitalize()}", "", _row(heads)]
+    lines.append(_row(["---"] * len(heads)))
+    (first,) = {_told(r.curves[0]["pass_rate"]) for r in results[:1]}
+    lines.append(_row(["first solutions", "", first, *[""] * len(_RATES)]))
+    for r in results:
+        rates = [_told(r.last.get(name)) for name in _RATES]
+        seeds = ", ".join(map(str, r.seeds))
+        lines.append(_row([r.critic, seeds, *rates, _told(r.gains.get("pass_rate"))]))
+    lines += ["", "Gains by seed:", "", _row(("arm", *(f"seed {s}" for s in SEEDS)))]
+    lines.append(_row(["---"] * (1 + len(SEEDS))))
+    for arm in [arm for arm in ARMS if arm != "SFT"]:
+        lines.append(_row([arm, *(_told(_gain(turns, arm, seed)) for seed in SEEDS)]))
+    return "\n".join(lines) + "\n"
+
+
+def _gain(turns: Sequence[Turn], arm: str, seed: int) -> Estimate | None:
+    both = [t for name in ("SFT", arm) for t in turns if (t.critic, t.seed) == (name, seed)]
+    found = {r.critic: r for r in evaluate_turns(both)} if both else {}
+    return found[arm].gains.get("pass_rate") if len(found) == 2 else None
+
+
+def _told(rate: Estimate | None) -> str:
+    if rate is None:
+        return "open"
+    around = "" if rate.low is None else f" [{rate.low:.3f}, {rate.high:.3f}]"
+    return f"{rate.value:.3f}{around}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def plot(test: str, results: Sequence[CriticResult], path: Path) -> None:
+    """Tests that revisions pass, by arm, with intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = test
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 0.45 * len(results) + 1))
+    for place, result in enumerate(reversed(results)):
+        rate = result.last["pass_rate"]
+        low, high = rate.low or rate.value, rate.high or rate.value
+        axes.plot([low, high], [place, place], color="#999999")
+        axes.plot([rate.value], [place], "o", color="#1f5fa8")
+    axes.axvline(results[0].curves[0]["pass_rate"].value, color="#bbbbbb", linestyle=":")
+    axes.set_yticks(range(len(results)), [r.critic for r in reversed(results)])
+    axes.set_xlabel(f"tests passed, {test.replace('_', ' ')}; dotted: first solutions")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def write_tables(folder: Path, out: Path) -> None:
+    """``tables.md`` and a plot of each test set in ``out``. UserError without any transcript."""
+    parts = []
+    for test in TESTS:
+        turns = kept_turns(folder, test)
+        if turns:
+            parts.append(markdown(test, turns))
+            plot(test, results_of(turns), out / f"{test}.svg")
+    if not parts:
+        raise UserError(f"{folder} holds no transcript yet", remedy="run tools/study.py first")
+    write_whole(out / "tables.md", "# Tables of the study\n\n" + "\n".join(parts))
+
+
+def in_order(wanted: str, known: dict[str, Piece]) -> Iterator[Piece]:
+    """A piece after all that it needs; those may come twice."""
+    for need in known[wanted].needs:
+        yield from in_order(need, known)
+    yield known[wanted]
+
+
+@command("study")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make what is missing. Exit codes: 0 done, 2 wrong input or a piece that failed, 130."""
+    parser = CommandParser(__doc__)
+    parser.add_argument("--piece", help="make this one and what it needs")
+    parser.add_argument("--list", action="store_true", help="say which pieces are there")
+    parser.add_argument("--tables", action="store_true", help="only tables and plots, of what is")
+    options = parser.parse_args(arguments)
+    known = pieces()
+    if options.piece is not None and options.piece not in known:
+        raise UserError(f"--piece: there is no {options.piece!r}", remedy="see --list")
+    if options.list:
+        for piece in known.values():
+            print(f"{'there' if piece.product.exists() else 'open':<6} {piece.name}")
+        return 0
+    if not options.tables:
+        for wanted in [options.piece] if options.piece else known:
+            for piece in in_order(wanted, known):
+                if not piece.product.exists():
+                    print(f"study: {piece.name}", flush=True)
+                    piece.work()
+    if options.piece is None:
+        write_tables(KEPT, HOME)
+        print(f"wrote {HOME / 'tables.md'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
