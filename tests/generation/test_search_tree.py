@@ -68,9 +68,10 @@ class ScriptedChat:
         self, conversations: Sequence[Sequence[Message]], params: SamplingParams
     ) -> list[list[ChatAnswer]]:
         self.calls += 1
+        number = self.calls
         # Later calls of other parts overtake this one.
-        await asyncio.sleep(0.001 * (self.calls % 3))
-        if self.calls == self.fails_at:
+        await asyncio.sleep(0.001 * (number % 3))
+        if number == self.fails_at:
             if self.killed:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ChatError("the server is gone")
