@@ -26,6 +26,7 @@ NOT_HERE = {
     "tools/check_env.py": "what it finds depends on the machine; tests/commands/test_check_env.py",
     "curl": "the service that the block before starts; tests/sandbox/test_sandbox_operations.py, "
     "tests/generation/test_critic_service.py",
+    "tools/study.py": "hours; tests/tools/test_study.py",
     "examples/journeys/mbpp_to_critic.sh": "MBPP's own file, and an hour",
 }
 """Commands that nobody runs here, with what they need."""
