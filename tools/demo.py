@@ -29,7 +29,7 @@ from ctrl_megatron.metrics import measure_peak_flops
 from ctrl_megatron.metrics.json_lines import read_json_lines
 from ctrl_megatron.rollout.engine import available_engines, default_engine
 
-CONFIG = "examples/smollm2_mutants.yaml"
+CONFIG = "examples/study_smollm2/mutants.yaml"
 MODEL, DATA = "runs/models/smollm2", "runs/demo_data"
 PROXY_RUN, SFT_RUN, RL_RUN = "demo_proxy", "demo_sft", "demo"
 PROXY, CRITIC = f"runs/{PROXY_RUN}/hf", f"runs/{SFT_RUN}/hf"
@@ -82,7 +82,7 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
                 *(PYTHON, "tools/train_rl.py", *trained, *drawn),
                 *(f"trainer.experiment_name={run}", f"trainer.total_training_steps={STEPS}"),
                 *(f"trainer.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"),
-                f"trainer.save_hf_freq={STEPS}",
+                *(f"trainer.save_hf_freq={STEPS}", "data.val_files=[]"),
             ],
             f"runs/{run}/hf_exports/global_step_{STEPS}/{WEIGHTS}",
         ),

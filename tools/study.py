@@ -29,7 +29,7 @@ from ctrl_megatron.eval.results import CriticResult, evaluate_turns
 from ctrl_megatron.eval.transcripts import Turn, part_file, turn_from
 
 HOME = Path("examples/study_smollm2")
-CONFIG, KEPT = HOME / "study.yaml", HOME / "transcripts"
+CONFIG, KEPT = HOME / "mutants.yaml", HOME / "transcripts"
 RUNS, DATA, MODEL = Path("runs/study"), Path("runs/study/data"), Path("runs/models/smollm2")
 SEEDS, TESTS = (1, 2, 3), ("unseen_mutants", "unseen_problems")
 STEPS = 30
@@ -143,6 +143,7 @@ def _rl(run: str, model: Path, seed: int, estimator: str) -> list[str]:
         f"actor_rollout_ref.proxy.model.path={_model('proxy')}",
         f"actor_rollout_ref.rollout.seed={seed}",
         f"algorithm.adv_estimator={estimator}",
+        *(f"data.train_files={DATA / 'rl'}.parquet", "data.val_files=[]"),
         f"trainer.total_training_steps={STEPS}",
         f"trainer.save_hf_freq={STEPS}",
     ]
@@ -185,7 +186,7 @@ def _measure(test: str, arm: str, critic: Path, seed: int, product: Path) -> Non
             *("--out", str(out), "--seeds", str(seed)),
             *([] if written else ["--samples", str(SAMPLES), "--temperature", "1.0"]),
             "--set",
-            f"data.val_files={DATA / test}.parquet",
+            *(f"data.train_files={DATA / 'rl'}.parquet", f"data.val_files={DATA / test}.parquet"),
             f"actor_rollout_ref.model.path={MODEL}",
             f"actor_rollout_ref.proxy.model.path={_model('proxy')}",
         ]
