@@ -76,16 +76,23 @@ def test_own_problems(shell: Shell, actor_path: Path) -> None:
             "tests": [{"input": {"stdin": ""}, "output": {"stdout": "7\n"}}],
             "reference": "print(7)",
         }
-        for number in range(8)
+        for number in range(24)
     ]
-    lines = "".join(json.dumps(problem) + "\n" for problem in problems)
-    (shell.folder / "mine.jsonl").write_text(lines)
-    out = journey(shell, "own_problems", MODEL=actor_path, PROBLEMS="mine.jsonl")
+    # A model of these tests writes nothing that could be read as a program.
+    solutions = [
+        {"id": f"{p['id']}/{n}", "problem_id": p["id"], "solution": f"```python\nprint({n})\n```"}
+        for p in problems
+        for n in (7, 8)
+    ]
+    for name, records in (("mine.jsonl", problems), ("solved.jsonl", solutions)):
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (shell.folder / name).write_text(lines)
+    solved = {"SOLVE": "--solutions solved.jsonl"}
+    out = journey(shell, "own_problems", MODEL=actor_path, PROBLEMS="mine.jsonl", **solved)
     said = (out / "said").read_text()
     for begins in ("run own_problems/sft: 1 steps", "run own_problems/critic: 2 steps"):
         assert f"{begins} of 4" in said
     assert said.count(" to train") == 2 and "1 hf engine; sandbox isolation: " in said
-    assert len(read_json_lines(out / "solutions.jsonl")) == 16
     assert parquet.read_table(out / "data/train.parquet").num_rows > 4
     assert steps(out / "sft")[0]["sft/loss"] > 0
     trained = steps(out / "critic")

@@ -10,20 +10,19 @@ from sandbox_talk import BackgroundLoop
 
 from ctrl_megatron.sandbox import SandboxClient
 from tools.check_sandbox_data import (
+    KNOWN_BAD,
+    SETS,
     Known,
     Outcome,
     check,
-    human_eval,
     human_eval_pack,
     human_eval_pack_buggy,
     main,
-    mbpp,
     samples,
     solutions,
 )
 
-# It passes types as arguments: values that cannot cross to another process.
-LOST_MBPP = {"mbpp/533"}
+mbpp, human_eval = SETS["mbpp"][0], SETS["humaneval"][0]
 # They pass objects of the program, or measure values.
 OBJECTS_MBPP = {f"mbpp/{number}" for number in (367, 596, 601, 927)}
 MBPP_SAMPLE = 100
@@ -42,10 +41,10 @@ def agreement(client: SandboxClient, on_loop: BackgroundLoop) -> Check:
 def test_mbpp_references_pass(agreement: Check, shared_data: Path) -> None:
     everything = list(mbpp(shared_data))
     assert len(everything) == 974
-    others = LOST_MBPP | OBJECTS_MBPP
+    others = KNOWN_BAD["mbpp"] | OBJECTS_MBPP
     chosen = everything[:MBPP_SAMPLE] + [known for known in everything if known.name in others]
-    outcome = agreement(chosen)
-    assert {line.split(":")[0] for line in outcome.differences} == LOST_MBPP
+    assert {known.name for known in chosen if known.verdicts is False} == KNOWN_BAD["mbpp"]
+    assert agreement(chosen).differences == ()
 
 
 @pytest.mark.parametrize("read", [human_eval, human_eval_pack])
@@ -99,7 +98,8 @@ def test_the_command_ends_with_one_when_a_set_misses_its_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mbpp").mkdir()
-    row = '{"task_id": 1, "code": "def f(): return 1", "test_setup_code": "", "test_list": %s}\n'
+    row = '{"task_id": 1, "text": "f", "code": "def f(): return 1", "test_setup_code": "", '
+    row += '"test_list": %s}\n'
     file = tmp_path / "mbpp" / "mbpp.jsonl"
     arguments = ["check", "--data", str(tmp_path), "--sets", "mbpp", "--workers", "1"]
     monkeypatch.setattr("sys.argv", arguments)
