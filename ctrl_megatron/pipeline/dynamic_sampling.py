@@ -96,7 +96,6 @@ def _batch_of(worker: DAGWorker, groups: Sequence[Group]) -> TensorDict:
     mine = share_rows(
         rows,
         worker.groups,
-        balance=worker.config.trainer.balance_batch,
         shared_prefix=worker.config.actor_rollout_ref.model.shared_prefix,
     )
     return make_batch(mine, pad_token_id=worker.codec.pad_token_id)
