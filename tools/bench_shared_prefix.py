@@ -58,7 +58,7 @@ def main() -> None:
     from ctrl_megatron.models.policy import Policy
     from ctrl_megatron.parallel.groups import initialize, shutdown
     from ctrl_megatron.parallel.layout import Layout
-    from ctrl_megatron.pipeline.actor_loss import ActorLoss
+    from ctrl_megatron.pipeline.losses import ActorLoss
 
     groups = initialize(Layout(), seed=1, timeout_seconds=600)
     shape = read_model_shape(options.model)

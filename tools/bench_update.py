@@ -88,7 +88,7 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
     from ctrl_megatron.models.policy import Policy
     from ctrl_megatron.parallel.groups import initialize, shutdown
     from ctrl_megatron.parallel.layout import Layout
-    from ctrl_megatron.pipeline.actor_loss import ActorLoss
+    from ctrl_megatron.pipeline.losses import ActorLoss
 
     def answer(**figures: float) -> None:
         print(json.dumps(figures), file=answer_to, flush=True)

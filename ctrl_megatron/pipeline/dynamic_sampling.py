@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.algorithms import groups_with_signal
-from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.pipeline.sampling import Sample, make_batch, share_rows
 from ctrl_megatron.types import Completion, VersionSpan
 

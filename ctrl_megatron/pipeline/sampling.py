@@ -16,7 +16,7 @@ from tensordict import NonTensorStack, TensorDict
 from ctrl_megatron.algorithms import groups_with_signal
 from ctrl_megatron.data.balance import partition_groups
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.rewards import Scores, weighted_sum
 from ctrl_megatron.types import Completion, SamplingParams
 
