@@ -15,5 +15,4 @@ import ctrl_megatron.models.value
 import ctrl_megatron.pipeline.ctrl
 import ctrl_megatron.pipeline.dynamic_sampling
 import ctrl_megatron.pipeline.run
-import ctrl_megatron.pipeline.value_model
 import ctrl_megatron.rollout.hf_engine

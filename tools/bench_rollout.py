@@ -27,11 +27,11 @@ import aiohttp
 from aiohttp import web
 
 from ctrl_megatron.parallel.hosts import host_identity
+from ctrl_megatron.parallel.parent_watch import end_group, end_with_parent
 from ctrl_megatron.rollout import wire
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import Engine, EngineAddress, EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import engine_environment
-from ctrl_megatron.rollout.parent_watch import end_group, end_with_parent
 from ctrl_megatron.rollout.server import application, build_engine
 from ctrl_megatron.types import SamplingParams
 

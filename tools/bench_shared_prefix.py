@@ -48,35 +48,15 @@ def main() -> None:
     options = parser.parse_args()
 
     import torch
+    from bench_update import learner
 
-    from ctrl_megatron.checkpoint.hf import load_hf
-    from ctrl_megatron.config import load_config
-    from ctrl_megatron.models.build import BuildOptions
-    from ctrl_megatron.models.hf_config import read_model_shape
-    from ctrl_megatron.models.optimizer import OptimizerOptions
-    from ctrl_megatron.models.parallel_model import ModelOptions
-    from ctrl_megatron.models.policy import Policy
     from ctrl_megatron.parallel.groups import initialize, shutdown
     from ctrl_megatron.parallel.layout import Layout
-    from ctrl_megatron.pipeline.actor_loss import ActorLoss
 
     groups = initialize(Layout(), seed=1, timeout_seconds=600)
-    shape = read_model_shape(options.model)
-    policy = Policy(
-        shape,
-        groups,
-        ModelOptions(
-            build=BuildOptions(dtype=options.dtype),
-            token_budget=options.budget,
-            optimizer=OptimizerOptions(lr=0.0, total_steps=1000),
-        ),
-    )
-    load_hf(policy, options.model)
-    policy.start_optimizer()
-    actor = load_config(None, ["actor_rollout_ref.actor.use_kl_loss=true"], purpose="none")
-    loss = ActorLoss(actor.actor_rollout_ref.actor, response_limit=options.response)
+    policy, loss = learner(options, groups, chunk=1024, lr=0.0)
     rows, width = options.groups * options.group, options.prompt + options.response
-    ids = torch.randint(100, shape.vocab_size, (rows, width))
+    ids = torch.randint(100, policy.shape.vocab_size, (rows, width))
     ids[:, : options.prompt] = ids[: options.groups, : options.prompt].repeat(options.group, 1)
     batch = {
         "input_ids": ids,

@@ -18,8 +18,15 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ctrl_megatron.models.policy import Policy
+    from ctrl_megatron.parallel.groups import ProcessGroups
+    from ctrl_megatron.pipeline.losses import ActorLoss
 
 HERE = Path(__file__).resolve().parents[1]
 
@@ -72,47 +79,57 @@ class Trainer:
             rank.wait()
 
 
+def learner(
+    options: argparse.Namespace, groups: ProcessGroups, *, chunk: int, lr: float
+) -> tuple[Policy, ActorLoss]:
+    """The actor of ``options.model`` with its optimizer, and GRPO's loss with its KL."""
+    from ctrl_megatron.checkpoint.hf import load_hf
+    from ctrl_megatron.config import load_config
+    from ctrl_megatron.models.build import BuildOptions
+    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.optimizer import OptimizerOptions
+    from ctrl_megatron.models.parallel_model import ModelOptions
+    from ctrl_megatron.models.policy import Policy
+
+    # Checkouts from before both losses stood in one file have the actor's in its own.
+    home = "losses" if find_spec("ctrl_megatron.pipeline.losses") else "actor_loss"
+    losses = import_module(f"ctrl_megatron.pipeline.{home}")
+    policy = Policy(
+        read_model_shape(options.model),
+        groups,
+        ModelOptions(
+            build=BuildOptions(dtype=options.dtype),
+            token_budget=options.budget,
+            logprob_chunk=chunk,
+            optimizer=OptimizerOptions(lr=lr, total_steps=1000),
+        ),
+    )
+    load_hf(policy, options.model)
+    policy.start_optimizer()
+    config = load_config(None, ["actor_rollout_ref.actor.use_kl_loss=true"], purpose="none")
+    actor = config.actor_rollout_ref.actor
+    return policy, losses.ActorLoss(actor, response_limit=options.response)
+
+
 def rank_of(root: Path, options: argparse.Namespace) -> None:
     """Take steps with the package of ``root`` until standard input ends."""
     sys.path.insert(0, str(root))
     answer_to, sys.stdout = sys.stdout, sys.stderr
     import torch
 
-    from ctrl_megatron.checkpoint.hf import load_hf
-    from ctrl_megatron.config import load_config
     from ctrl_megatron.metrics import measure_peak_flops
-    from ctrl_megatron.models.build import BuildOptions
-    from ctrl_megatron.models.hf_config import read_model_shape
-    from ctrl_megatron.models.optimizer import OptimizerOptions
-    from ctrl_megatron.models.parallel_model import ModelOptions
-    from ctrl_megatron.models.policy import Policy
     from ctrl_megatron.parallel.groups import initialize, shutdown
     from ctrl_megatron.parallel.layout import Layout
-    from ctrl_megatron.pipeline.actor_loss import ActorLoss
 
     def answer(**figures: float) -> None:
         print(json.dumps(figures), file=answer_to, flush=True)
 
     ranks = options.nproc_per_node
     groups = initialize(Layout(data=ranks), seed=1, timeout_seconds=600)
-    shape = read_model_shape(options.model)
-    policy = Policy(
-        shape,
-        groups,
-        ModelOptions(
-            build=BuildOptions(dtype=options.dtype),
-            token_budget=options.budget,
-            logprob_chunk=options.chunk,
-            optimizer=OptimizerOptions(lr=1e-6, total_steps=1000),
-        ),
-    )
-    load_hf(policy, options.model)
-    policy.start_optimizer()
-    config = load_config(None, ["actor_rollout_ref.actor.use_kl_loss=true"], purpose="none")
-    loss = ActorLoss(config.actor_rollout_ref.actor, response_limit=options.response)
+    policy, loss = learner(options, groups, chunk=options.chunk, lr=1e-6)
     generator = torch.Generator().manual_seed(groups.rank)
     rows, width = options.rows // ranks, options.prompt + options.response
-    ids = torch.randint(100, shape.vocab_size, (rows, width), generator=generator)
+    ids = torch.randint(100, policy.shape.vocab_size, (rows, width), generator=generator)
     batch = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),

@@ -43,6 +43,7 @@ from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import initialize
 from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.parallel.parent_watch import end_group
 from ctrl_megatron.resharding.buckets import BucketMemory
 from ctrl_megatron.resharding.engine_weights import EngineLink, push
 from ctrl_megatron.resharding.plan import EngineLayout
@@ -50,7 +51,6 @@ from ctrl_megatron.resharding.sources import MegatronSource
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import EngineAddress, EngineSpec
 from ctrl_megatron.rollout.launch import engine_environment
-from ctrl_megatron.rollout.parent_watch import end_group
 from ctrl_megatron.rollout.server import application
 from ctrl_megatron.rollout.weight_chunks import SharedSegment, remove_segment, segment_names
 from ctrl_megatron.types import SamplingParams

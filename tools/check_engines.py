@@ -33,6 +33,7 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.parallel.parent_watch import group_members
 from ctrl_megatron.resharding.buckets import BucketMemory
 from ctrl_megatron.resharding.engine_weights import EngineLink, push
 from ctrl_megatron.resharding.plan import EngineLayout
@@ -40,7 +41,6 @@ from ctrl_megatron.resharding.sources import DirectorySource
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import launch_engine
-from ctrl_megatron.rollout.parent_watch import group_members
 from ctrl_megatron.types import Completion, SamplingParams
 
 FEW = 32

@@ -62,7 +62,10 @@ def command(
                     # A signal in the middle of an import comes out as what the import made of it.
                     fault = None if received else user_fault(error)
                     if not received and fault is None:
-                        _let_rank_0_speak()
+                        try:
+                            _let_rank_0_speak()
+                        except KeyboardInterrupt:
+                            return STOPPED  # the launcher's signal: rank 0 has spoken
                         raise
             return _stopped(name, stopped) if fault is None else refuse(name, fault)
 

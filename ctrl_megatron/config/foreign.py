@@ -72,6 +72,7 @@ ABSENT: Mapping[str, str] = {
     "reward.num_examine": "runs/NAME/examples.jsonl and report.html have critiques of every step",
     "sandbox.attempts": "a request is tried five times",
     "sandbox.startup_timeout": "an embedded service has a minute to start",
+    "trainer.balance_batch": "data-parallel ranks always get about equally many tokens",
     "trainer.examples_in_report": "the report keeps six critiques of every step",
     "dag.enable_perf": "runs/NAME/timeline.jsonl has every node's wall time",
     "dag.backend_threshold": "groups use NCCL on GPUs and Gloo on CPUs, whatever their size",

@@ -105,8 +105,6 @@ class Trainer:
     """Machines of the run, compared with what was started."""
     n_gpus_per_node: int = key(1, AT_LEAST_1)
     """Processes per machine; nnodes times this must be what was started."""
-    balance_batch: bool = key(True, stage="rl")
-    """Level the token counts of the data-parallel ranks."""
     peak_tflops_per_device: float | None = key(None, ABOVE_0)
     """Peak of one device in the model's type, for MFU; None looks the device up."""
     failure_timeout: float = key(20.0, ABOVE_0)

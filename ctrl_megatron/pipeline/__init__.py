@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctrl_megatron.pipeline.graph import (
     Node,
+    NodeOutput,
     NodePlace,
     NodeRole,
     NodeStatus,
@@ -20,7 +21,6 @@ from ctrl_megatron.pipeline.graph import (
 
 if TYPE_CHECKING:
     from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
-    from ctrl_megatron.pipeline.executor import NodeOutput
     from ctrl_megatron.pipeline.grpo import grpo_pipeline
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-_LATER = {"NodeOutput": "executor", "ctrl_pipeline": "ctrl", "grpo_pipeline": "grpo"}
+_LATER = {"ctrl_pipeline": "ctrl", "grpo_pipeline": "grpo"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,16 +14,16 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape, value_shape
 from ctrl_megatron.models.optimizer import OptimizerOptions
-from ctrl_megatron.models.parallel_model import ModelOptions
+from ctrl_megatron.models.parallel_model import ModelOptions, Part
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.pipeline.device import DeviceOwner, leaving_parts
 from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.session import Services, Session
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.resharding.engine_weights import EngineLink, EngineWeights
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
@@ -197,6 +197,17 @@ def build_value_model(
     model.start_optimizer()
     device.adopt(model)
     return model
+
+
+def leaving_parts(config: Config) -> tuple[Part, ...]:
+    """What the configuration sends to host memory while the engine generates."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    flags: dict[Part, bool] = {
+        "weights": megatron.param_offload,
+        "gradients": megatron.grad_offload,
+        "optimizer": megatron.optimizer_offload,
+    }
+    return tuple(part for part, leaves in flags.items() if leaves)
 
 
 def actor_optimizer(config: Config, steps: int) -> OptimizerOptions:

@@ -1,24 +1,31 @@
-"""From critiques to judged revisions: what the nodes of CTRL's step and its validation share."""
+"""From critiques to judged revisions: what the nodes of CTRL's step and its validation share, and
+what is reported of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
+from ctrl_megatron.pipeline.performance import performance
 from ctrl_megatron.pipeline.sampling import (
+    EXAMPLES_PER_STEP,
     Fields,
     Sample,
     columns,
     draw_samples,
     generate,
     greedy_params,
+    known,
     length_metrics,
     reward_fields,
+    texts,
 )
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.prompts import parse_judgment, revision_messages
@@ -158,3 +165,108 @@ def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     if "revision_length" in fields:
         measured["revision/length"] = fields["revision_length"]
     return measured
+
+
+# What is reported of a finished step
+
+
+def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
+    """Speed, pass rates of first solutions and of revisions, how verdicts came about, and whether
+    there was anything to learn. Collective.
+    """
+    rows = [worker.train.row(row) for row in texts(batch["problem_id"])]
+    before = [row.pass_rate for row in rows]
+    uids, revisions = texts(batch["uid"]), texts(batch["revision"])
+    rates = worker.means(
+        {
+            "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
+            "pass_rate/after": batch["pass_rate"][batch["judged"] & batch["valid"]],
+            "reward/cached_rate": batch["cached"].float(),
+            **reward_signal(batch["score"], uids, rows, revisions, batch["valid"]),
+            **critique_signal(texts(batch["critique"]), judgments(batch), rows),
+        }
+    )
+    return {**performance(worker, batch), **rates}
+
+
+def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
+    """The first critique of each group with what came of it, those with a revision first."""
+    uids, valid = texts(batch["uid"]), batch["valid"].tolist()
+    written = {name: texts(batch[name]) for name in ("problem_id", "critique", "revision")}
+    written |= {name: texts(batch[name]) for name in ("detail", "version")}
+    examples: dict[str, dict[str, Any]] = {}
+    for i in sorted(range(len(uids)), key=lambda i: not valid[i]):
+        if uids[i] in examples:
+            continue
+        row = worker.train.row(written["problem_id"][i])
+        examples[uids[i]] = {
+            "id": row.id,
+            "problem": row.problem,
+            "solution": row.solution,
+            "critique": written["critique"][i],
+            "judgment": "valid" if valid[i] else "none",
+            "revision": written["revision"][i],
+            "reward": known(batch["reward/critic"][i]),
+            "passed_before": row.pass_rate,
+            "passed_after": known(batch["pass_rate"][i]),
+            "detail": written["detail"][i],
+            "versions": f"critique by {written['version'][i]}, revision by proxy",
+        }
+    return list(examples.values())[:EXAMPLES_PER_STEP]
+
+
+def reward_signal(
+    rewards: torch.Tensor,
+    uids: Sequence[str],
+    rows: Sequence[Row],
+    revisions: Sequence[str],
+    valid: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Vectors whose means are metrics; whole groups, named by ``uids``.
+
+    ``rewards`` (B,), NaN for samples that were not judged; ``valid`` (B,) bool: the critique has a
+    judgment, and so ``revisions`` a text. A group of one teaches nothing and has no share here.
+    """
+    groups: dict[str, list[int]] = {}
+    for place, uid in enumerate(uids):
+        groups.setdefault(uid, []).append(place)
+    distinct = []
+    for members in groups.values():
+        texts = [revisions[i] for i in members if valid[i]]
+        if len(texts) > 1:
+            distinct.append(len(set(texts)) / len(texts))
+    gains = [
+        float(reward) - row.pass_rate
+        for reward, row in zip(rewards, rows, strict=True)
+        if row.pass_rate is not None
+    ]
+    return {
+        "group/distinct_revision_rate": torch.tensor(distinct),
+        "group/reward_minus_first": torch.tensor(gains),
+    }
+
+
+def critique_signal(
+    critiques: Sequence[str],
+    judgments: Sequence[bool | None],
+    rows: Sequence[Row],
+) -> dict[str, torch.Tensor]:
+    """Vectors whose means are metrics: of critiques with a judgment, which it is; of critiques of
+    rows whose columns ``wrong`` and ``right`` know the fault, whether they quote it.
+
+    Quoted is what stands between backticks as a whole. Right programs have an empty ``wrong``.
+    """
+    named, exact = [], []
+    for critique, row in zip(critiques, rows, strict=True):
+        wrong, right = row.extra.get("wrong"), row.extra.get("right")
+        if isinstance(wrong, str) and isinstance(right, str) and wrong:
+            quotes = [f"`{text}`" in critique for text in (wrong, right)]
+            named.append(float(quotes[0]))
+            exact.append(float(all(quotes)))
+    return {
+        "judgment/correct_rate": torch.tensor(
+            [float(said) for said in judgments if said is not None]
+        ),
+        "fault/named_rate": torch.tensor(named),
+        "fault/exact_edit_rate": torch.tensor(exact),
+    }

@@ -19,6 +19,8 @@ from tensordict import NonTensorStack, TensorDict
 from ctrl_megatron.algorithms import (
     correct_rollout,
     estimate_advantages,
+    explained_variance,
+    explained_variance_sums,
     mismatch_metrics,
     mismatch_sums,
     penalise,
@@ -26,14 +28,11 @@ from ctrl_megatron.algorithms import (
 )
 from ctrl_megatron.algorithms.rollout_correction import MismatchSums
 from ctrl_megatron.config import Config
-from ctrl_megatron.pipeline.actor_loss import (
-    ActorLoss,
-    means_over_steps,
-    mini_batches,
-    select_tokens,
-)
+from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.pipeline.conversation import validate
 from ctrl_megatron.pipeline.critique_revision import (
+    critique_examples,
+    critique_metrics,
     draw_and_judge,
     draw_critiques,
     judgments,
@@ -43,8 +42,8 @@ from ctrl_megatron.pipeline.critique_revision import (
     score_fields,
 )
 from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
-from ctrl_megatron.pipeline.executor import NodeOutput
 from ctrl_megatron.pipeline.graph import (
+    NodeOutput,
     NodePlace,
     NodeRole,
     NodeType,
@@ -57,7 +56,13 @@ from ctrl_megatron.pipeline.greedy_baseline import (
     judge_greedy_revisions,
     revise_greedy_critiques,
 )
-from ctrl_megatron.pipeline.learning_signal import critique_signal, reward_signal
+from ctrl_megatron.pipeline.losses import (
+    ActorLoss,
+    ValueLoss,
+    means_over_steps,
+    mini_batches,
+    select_tokens,
+)
 from ctrl_megatron.pipeline.node_keys import (
     ADVANTAGES,
     CORRECTION,
@@ -65,19 +70,16 @@ from ctrl_megatron.pipeline.node_keys import (
     LOSS,
     REVISIONS,
     REWARDS,
+    VALUES,
     reads,
 )
-from ctrl_megatron.pipeline.performance import performance
 from ctrl_megatron.pipeline.sampling import (
-    EXAMPLES_PER_STEP,
     columns,
-    known,
     reward_spread,
     sampled,
     tensors_of,
     texts,
 )
-from ctrl_megatron.pipeline.value_model import compute_values, update_critic
 from ctrl_megatron.pipeline.worker import DAGWorker
 
 
@@ -220,7 +222,7 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields=columns(score_fields(scores, worker.reward_weights)))
 
 
-# Log-probs
+# Log-probs and values
 
 
 def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
@@ -242,6 +244,19 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     if worker.config.actor_rollout_ref.actor.megatron.param_offload:
         worker.reference.offload("weights")
     return NodeOutput(fields={"ref_log_prob": log_probs})
+
+
+@reads(*VALUES)
+def compute_values(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``values`` (B, R): what the value model expects before each response token."""
+    return NodeOutput(fields={"values": value_model(worker).values(tensors_of(batch))})
+
+
+def value_model(worker: DAGWorker) -> ValueModel:
+    """The worker's value model; RuntimeError where the run has none."""
+    if worker.value is None:
+        raise RuntimeError("this pipeline has nodes of a value model; set critic.enable=true")
+    return worker.value
 
 
 # Rewards and advantages
@@ -364,7 +379,35 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields={"advantages": estimates, "returns": returns}, metrics=metrics)
 
 
-# The update (the value model's part is in value_model.py)
+# The update
+
+
+@reads(*VALUES)
+def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``critic.ppo_epochs`` passes over the mini-batches; metrics are means over the steps.
+
+    ``critic/explained_variance`` speaks of the values before the update.
+    """
+    config, model = worker.config, value_model(worker)
+    steps = []
+    loss = ValueLoss(
+        config.critic.cliprange_value,
+        loss_agg_mode=config.actor_rollout_ref.actor.loss_agg_mode,
+        response_limit=config.data.max_response_length,
+    )
+    # Rows that leave the policy's loss for the engine's sake still have returns to learn.
+    learned = batch.exclude("loss_mask")
+    for rows in mini_batches(learned, epochs=config.value_epochs):
+        steps.append(model.step(rows, loss))
+    sums = worker.groups.sum_over_data(
+        explained_variance_sums(batch["values"], batch["returns"], batch["response_mask"])
+    )
+    metrics = means_over_steps(steps, "critic")
+    explained = explained_variance(sums)
+    if explained == explained:
+        # Returns that do not vary leave nothing to explain.
+        metrics["critic/explained_variance"] = explained
+    return NodeOutput(metrics=metrics)
 
 
 @reads(*LOSS)
@@ -416,51 +459,3 @@ def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         moved, seconds = sum(r.num_bytes for r in reports), sum(r.seconds for r in reports)
         metrics |= {"sync/gigabytes_per_second": moved / seconds / 1e9, "sync/seconds": seconds}
     return NodeOutput(metrics=metrics)
-
-
-# What is reported of a finished step
-
-
-def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
-    """Speed, pass rates of first solutions and of revisions, how verdicts came about, and whether
-    there was anything to learn. Collective.
-    """
-    rows = [worker.train.row(row) for row in texts(batch["problem_id"])]
-    before = [row.pass_rate for row in rows]
-    uids, revisions = texts(batch["uid"]), texts(batch["revision"])
-    rates = worker.means(
-        {
-            "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
-            "pass_rate/after": batch["pass_rate"][batch["judged"] & batch["valid"]],
-            "reward/cached_rate": batch["cached"].float(),
-            **reward_signal(batch["score"], uids, rows, revisions, batch["valid"]),
-            **critique_signal(texts(batch["critique"]), judgments(batch), rows),
-        }
-    )
-    return {**performance(worker, batch), **rates}
-
-
-def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
-    """The first critique of each group with what came of it, those with a revision first."""
-    uids, valid = texts(batch["uid"]), batch["valid"].tolist()
-    written = {name: texts(batch[name]) for name in ("problem_id", "critique", "revision")}
-    written |= {name: texts(batch[name]) for name in ("detail", "version")}
-    examples: dict[str, dict[str, Any]] = {}
-    for i in sorted(range(len(uids)), key=lambda i: not valid[i]):
-        if uids[i] in examples:
-            continue
-        row = worker.train.row(written["problem_id"][i])
-        examples[uids[i]] = {
-            "id": row.id,
-            "problem": row.problem,
-            "solution": row.solution,
-            "critique": written["critique"][i],
-            "judgment": "valid" if valid[i] else "none",
-            "revision": written["revision"][i],
-            "reward": known(batch["reward/critic"][i]),
-            "passed_before": row.pass_rate,
-            "passed_after": known(batch["pass_rate"][i]),
-            "detail": written["detail"][i],
-            "versions": f"critique by {written['version'][i]}, revision by proxy",
-        }
-    return list(examples.values())[:EXAMPLES_PER_STEP]

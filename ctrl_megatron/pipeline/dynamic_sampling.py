@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.algorithms import groups_with_signal
-from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.pipeline.sampling import Sample, make_batch, share_rows
 from ctrl_megatron.types import Completion, VersionSpan
 
@@ -96,7 +96,6 @@ def _batch_of(worker: DAGWorker, groups: Sequence[Group]) -> TensorDict:
     mine = share_rows(
         rows,
         worker.groups,
-        balance=worker.config.trainer.balance_batch,
         shared_prefix=worker.config.actor_rollout_ref.model.shared_prefix,
     )
     return make_batch(mine, pad_token_id=worker.codec.pad_token_id)

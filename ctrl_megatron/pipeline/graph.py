@@ -1,7 +1,7 @@
 """A pipeline as a graph of nodes: ``Pipeline(id).add_node(...).build()`` gives a ``TaskGraph``.
 
 Enum values, argument names and their order follow siiRL's guide (sections 4.1, 4.3, 4.4). What
-walks a graph is in ``executor.py``.
+walks a graph is in ``loop.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,15 @@ class NodePlace(Enum):
 
 class UnresolvedReference(ImportError, ValueError):
     """A reference to a function that cannot be imported: an import error that the user typed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOutput:
+    """What a node adds: fields of the batch (or a whole new batch) and scalars."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    batch: TensorDict | None = None
 
 
 Function = Callable[..., Any]

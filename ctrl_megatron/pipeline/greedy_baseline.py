@@ -15,7 +15,7 @@ from ctrl_megatron.pipeline.critique_revision import (
     revise_valid,
     reward_items,
 )
-from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.sampling import Fields, columns, generate, greedy_params, texts
 from ctrl_megatron.pipeline.worker import DAGWorker

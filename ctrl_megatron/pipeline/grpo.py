@@ -19,8 +19,8 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.pipeline.ctrl import add_update_nodes
 from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
-from ctrl_megatron.pipeline.executor import NodeOutput
 from ctrl_megatron.pipeline.graph import (
+    NodeOutput,
     NodePlace,
     NodeRole,
     NodeType,

@@ -16,7 +16,7 @@ from tensordict import NonTensorStack, TensorDict
 from ctrl_megatron.algorithms import groups_with_signal
 from ctrl_megatron.data.balance import partition_groups
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.pipeline.executor import NodeOutput
+from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.rewards import Scores, weighted_sum
 from ctrl_megatron.types import Completion, SamplingParams
 
@@ -133,12 +133,11 @@ def sampled(
     samples: list[Sample],
     measure: Callable[[Sequence[Sample]], dict[str, torch.Tensor]],
 ) -> NodeOutput:
-    """The samples as this rank's batch, levelled by ``trainer.balance_batch``, with the means of
+    """The samples as this rank's batch, levelled over the data-parallel ranks, with the means of
     ``measure``. Collective.
     """
-    if worker.config.trainer.balance_batch:
-        shared = worker.config.actor_rollout_ref.model.shared_prefix
-        samples = level_over_data_ranks(samples, worker.groups, shared_prefix=shared)
+    shared = worker.config.actor_rollout_ref.model.shared_prefix
+    samples = level_over_data_ranks(samples, worker.groups, shared_prefix=shared)
     batch = make_batch(samples, pad_token_id=worker.codec.pad_token_id)
     return NodeOutput(batch=batch, metrics=worker.means(measure(samples)))
 
@@ -308,14 +307,14 @@ def level_over_data_ranks(
     if groups.layout.data == 1:
         return rows
     everything = [row for part in groups.from_data_ranks(rows) for row in part]
-    return share_rows(everything, groups, balance=True, shared_prefix=shared_prefix)
+    return share_rows(everything, groups, shared_prefix=shared_prefix)
 
 
 def share_rows(
-    everything: Sequence[Sample], groups: ProcessGroups, *, balance: bool, shared_prefix: bool
+    everything: Sequence[Sample], groups: ProcessGroups, *, shared_prefix: bool
 ) -> list[Sample]:
-    """This rank's share of the global rows; ``balance`` gives ranks about equally many tokens, of
-    which a group's prompt is one row's where it is computed once (``shared_prefix``).
+    """This rank's share of the global rows: about as many tokens as every other rank's, of which a
+    group's prompt is one row's where it is computed once (``shared_prefix``).
 
     Groups stay whole and inside their mini-batch, and every rank gets equally many of them: group
     statistics stay local, and no optimizer step lacks rows on a rank.
@@ -323,8 +322,8 @@ def share_rows(
     mine: list[Sample] = []
     for step in sorted({row.mini_batch for row in everything}):
         inside = [row for row in everything if row.mini_batch == step]
-        costs = [row.num_tokens if balance else 1 for row in inside]
-        if balance and shared_prefix:
+        costs = [row.num_tokens for row in inside]
+        if shared_prefix:
             first = {row.uid: place for place, row in reversed([*enumerate(inside)])}
             for place, row in enumerate(inside):
                 costs[place] -= len(row.prompt) * (place != first[row.uid])

@@ -25,6 +25,7 @@ from ctrl_megatron.checkpoint.run_directory import RunLock
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.parallel.placement import (
@@ -34,9 +35,8 @@ from ctrl_megatron.parallel.placement import (
     place_engines,
     sandbox_workers,
 )
+from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import wait_together
-from ctrl_megatron.pipeline.executor import StopFlag, StopRequested
-from ctrl_megatron.pipeline.failure import FailureWatch
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import (
     Engine,

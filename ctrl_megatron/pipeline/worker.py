@@ -20,10 +20,10 @@ from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import wait_together
-from ctrl_megatron.pipeline.device import DeviceOwner
 from ctrl_megatron.pipeline.dynamic_sampling import LeftoverGroups
-from ctrl_megatron.pipeline.executor import StopFlag, StopRequested
+from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.resharding.engine_weights import EngineWeights
 from ctrl_megatron.rewards import RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.engine import Engine

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from ctrl_megatron.parallel.hosts import host_identity
+from ctrl_megatron.parallel.parent_watch import process_gone
 from ctrl_megatron.rollout import wire
 from ctrl_megatron.rollout.engine import (
     EngineAddress,
@@ -22,7 +23,6 @@ from ctrl_megatron.rollout.engine import (
     PauseMode,
     SleepLevel,
 )
-from ctrl_megatron.rollout.parent_watch import process_gone
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ctrl_megatron.config.environment import child_environment
 from ctrl_megatron.parallel.hosts import host_identity
+from ctrl_megatron.parallel.parent_watch import end_group
 from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, engine_died
 from ctrl_megatron.rollout.engine import EngineAddress, EngineSpec, require_engine
-from ctrl_megatron.rollout.parent_watch import end_group
 from ctrl_megatron.rollout.weight_update import read_manifest
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])

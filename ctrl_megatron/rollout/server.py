@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import WSMsgType, web
 
+from ctrl_megatron.parallel.parent_watch import end_with_parent
 from ctrl_megatron.rollout import wire
 from ctrl_megatron.rollout.engine import Engine, EngineBroken, EngineDied, EngineSpec
-from ctrl_megatron.rollout.parent_watch import end_with_parent
 
 if TYPE_CHECKING:
     from ctrl_megatron.rollout.weight_chunks import WeightChunk

@@ -30,6 +30,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.server_args import ServerArgs
 
+from ctrl_megatron.parallel.parent_watch import process_gone
 from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
     EngineDied,
@@ -38,7 +39,6 @@ from ctrl_megatron.rollout.engine import (
     PauseMode,
     SleepLevel,
 )
-from ctrl_megatron.rollout.parent_watch import process_gone
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.sglang_worker import SAMPLER, run_scheduler
 from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk

@@ -14,8 +14,15 @@ from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.pipeline.executor import NodeOutput, StopFlag
-from ctrl_megatron.pipeline.graph import NodeRole, NodeType, Pipeline, StepReport, TaskGraph
+from ctrl_megatron.parallel.stop import StopFlag
+from ctrl_megatron.pipeline.graph import (
+    NodeOutput,
+    NodeRole,
+    NodeType,
+    Pipeline,
+    StepReport,
+    TaskGraph,
+)
 from ctrl_megatron.pipeline.performance import tokens_of
 from ctrl_megatron.pipeline.sampling import pad_rows, tensors_of
 

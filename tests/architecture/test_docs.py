@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
-import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -17,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from preloaded import ForkedProgram
 
 from ctrl_megatron.config import KEYS, Config, parse_override
 from ctrl_megatron.config.foreign import ABSENT, RENAMED
@@ -117,14 +116,19 @@ def test_every_dotted_python_name_exists(page: str) -> None:
         assert not name or hasattr(importlib.import_module(module), name), text
 
 
+def said(*args: str) -> str:
+    """What ``python ARGS`` prints, as a fork of a process that has imported torch already."""
+    with tempfile.NamedTemporaryFile("r") as log:
+        code = ForkedProgram([*args], Path(log.name), below=()).wait(timeout=120)
+        text = log.read()
+    assert code == 0, text
+    return text
+
+
 @cache
 def help_of(script: str) -> str:
     """What ``--help`` of a script below tools/ prints; empty for a script of the shell."""
-    if not script.endswith(".py"):
-        return ""
-    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.decode()
+    return said(script, "--help") if script.endswith(".py") else ""
 
 
 @each_page
@@ -153,18 +157,13 @@ def test_every_command_can_be_given(page: str) -> None:
 
 
 @each_page
-def test_every_python_example_runs(page: str) -> None:
+def test_every_python_example_runs(page: str, tmp_path: Path) -> None:
     examples = blocks(page, "python")
     if examples:
         # A process of its own: the examples register names.
-        done = subprocess.run(
-            [sys.executable, "-c", "\n".join(examples)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+        file = tmp_path / "examples.py"
+        file.write_text("\n".join(examples))
+        said(str(file))
 
 
 def test_every_tool_is_described() -> None:

@@ -33,9 +33,10 @@ def on_signal(number, frame):
     asked.append(number)
 
 def train(config):
-    signal.signal(signal.SIGTERM, on_signal)
-    print(f"rank {{os.environ['RANK']}} of {{os.environ['WORLD_SIZE']}}", flush=True)
     how = config.trainer.experiment_name
+    if how == "waiting":
+        signal.signal(signal.SIGTERM, on_signal)
+    print(f"rank {{os.environ['RANK']}} of {{os.environ['WORLD_SIZE']}}", flush=True)
     if how == "killed":
         os.kill(os.getpid(), 9)
     if how == "failed":

@@ -336,7 +336,7 @@ def objectives(
 
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.config import Actor
-    from ctrl_megatron.pipeline.actor_loss import ActorLoss, select_tokens
+    from ctrl_megatron.pipeline.losses import ActorLoss, select_tokens
 
     groups, results = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -437,7 +437,7 @@ def value_steps(
 def value_learns(rank: int, layout: dict, directory: str, batch: dict, steps: int) -> list[float]:
     """The explained variance before every step of the trainer's own loss on the same returns."""
     from ctrl_megatron.algorithms import explained_variance, explained_variance_sums
-    from ctrl_megatron.pipeline.value_model import ValueLoss
+    from ctrl_megatron.pipeline.losses import ValueLoss
 
     groups, found = start(layout), []
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -466,8 +466,8 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     from ctrl_megatron.parallel.background import BackgroundLoop
     from ctrl_megatron.parallel.groups import initialize
     from ctrl_megatron.parallel.layout import Layout
+    from ctrl_megatron.parallel.stop import StopFlag, StopRequested
     from ctrl_megatron.parallel.waiting import wait_together
-    from ctrl_megatron.pipeline.executor import StopFlag, StopRequested
     from ctrl_megatron.pipeline.worker import RolloutWorker
     from ctrl_megatron.rollout.engine import EngineSpec
     from ctrl_megatron.rollout.launch import EngineProcess

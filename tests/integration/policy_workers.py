@@ -22,7 +22,7 @@ def judge_beside_log_probs(
     """
     from ctrl_megatron.config import load_config
     from ctrl_megatron.pipeline.ctrl import critique_metrics
-    from ctrl_megatron.pipeline.executor import Executor
+    from ctrl_megatron.pipeline.loop import Executor
     from ctrl_megatron.sandbox import EmbeddedSandbox
 
     config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides)
@@ -72,8 +72,8 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
     from ctrl_megatron.algorithms import FixedKLController
     from ctrl_megatron.data.tokens import TextCodec
     from ctrl_megatron.parallel.background import BackgroundLoop
+    from ctrl_megatron.parallel.stop import StopFlag
     from ctrl_megatron.pipeline.build import build_policy
-    from ctrl_megatron.pipeline.executor import StopFlag
     from ctrl_megatron.pipeline.inputs import prompt_tables
     from ctrl_megatron.pipeline.session import join
     from ctrl_megatron.pipeline.worker import DAGWorker

@@ -7,8 +7,8 @@ import json
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.pipeline.actor_loss import means_over_steps, mini_batches
 from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling, LeftoverGroups
+from ctrl_megatron.pipeline.losses import means_over_steps, mini_batches
 from ctrl_megatron.pipeline.sampling import Sample
 from ctrl_megatron.types import Completion, VersionSpan
 

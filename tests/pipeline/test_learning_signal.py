@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.pipeline.learning_signal import critique_signal, reward_signal
+from ctrl_megatron.pipeline.critique_revision import critique_signal, reward_signal
 
 NAN = float("nan")
 

@@ -169,23 +169,8 @@ def test_a_shared_prompt_weighs_once() -> None:
     rows += group("d", 20, 40, 40)
     ranks = ranks_of([None] * 2)
     for shared, wanted in ((True, [{"a", "c"}, {"b", "d"}]), (False, [{"a", "d"}, {"b", "c"}])):
-        dealt = [share_rows(rows, g, balance=True, shared_prefix=shared) for g in ranks]
+        dealt = [share_rows(rows, g, shared_prefix=shared) for g in ranks]
         assert [{r.uid for r in part} for part in dealt] == wanted
-
-
-def test_without_balancing_groups_are_shared_in_their_order() -> None:
-    rows = [row(uid, length) for uid, length in zip("abcd", (90, 80, 10, 1), strict=True)]
-    shared = [
-        share_rows(rows, groups, balance=False, shared_prefix=True)
-        for groups in ranks_of([None] * 2)
-    ]
-    assert all(len(part) == 2 for part in shared)
-    others = [row(uid, length) for uid, length in zip("abcd", (1, 10, 80, 90), strict=True)]
-    again = [
-        share_rows(others, groups, balance=False, shared_prefix=True)
-        for groups in ranks_of([None] * 2)
-    ]
-    assert [[r.uid for r in part] for part in shared] == [[r.uid for r in part] for part in again]
 
 
 def test_one_rank_keeps_its_rows_and_asks_nobody() -> None:

@@ -16,8 +16,7 @@ from ctrl_megatron.algorithms import (
 )
 from ctrl_megatron.config import Actor
 from ctrl_megatron.models.loss_scale import GlobalCounts
-from ctrl_megatron.pipeline.actor_loss import ActorLoss
-from ctrl_megatron.pipeline.value_model import ValueLoss
+from ctrl_megatron.pipeline.losses import ActorLoss, ValueLoss
 
 ROWS, WIDTH, LIMIT = 4, 5, 17
 # More than the rows here have: they are a piece of the mini-batch.

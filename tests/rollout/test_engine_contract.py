@@ -16,6 +16,7 @@ import torch
 from rollout_models import VOCAB, Sender, greedy, log_probs, save, tiny_llama, weights
 
 from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.parallel.parent_watch import group_members
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import (
     EngineBroken,
@@ -25,7 +26,6 @@ from ctrl_megatron.rollout.engine import (
     available_engines,
 )
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
-from ctrl_megatron.rollout.parent_watch import group_members
 from ctrl_megatron.rollout.weight_update import tensor_checksum
 from ctrl_megatron.types import Completion, SamplingParams
 

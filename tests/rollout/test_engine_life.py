@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from rollout_models import save, tiny_llama
 
+from ctrl_megatron.parallel.parent_watch import group_members
 from ctrl_megatron.rollout import engine as engine_module
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineDied, EngineSpec
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
-from ctrl_megatron.rollout.parent_watch import group_members
 from ctrl_megatron.types import SamplingParams
 
 

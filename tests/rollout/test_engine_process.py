@@ -17,15 +17,15 @@ from forked_ranks import fork_context
 from preloaded import reserve
 from rollout_models import save, tiny_llama
 
+from ctrl_megatron.parallel.parent_watch import group_members, process_gone
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineDied, EngineSpec
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
-from ctrl_megatron.rollout.parent_watch import group_members, process_gone
 from ctrl_megatron.types import SamplingParams
 
 STUBBORN = """
 import os, subprocess, sys, time
-from ctrl_megatron.rollout.parent_watch import end_with_parent
+from ctrl_megatron.parallel.parent_watch import end_with_parent
 end_with_parent()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from rollout_models import Sender, greedy, save, tiny_llama, weights
 
+from ctrl_megatron.parallel.parent_watch import group_members
 from ctrl_megatron.rollout.engine import EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import launch_engine
-from ctrl_megatron.rollout.parent_watch import group_members
 from ctrl_megatron.rollout.weight_update import tensor_checksum
 from ctrl_megatron.types import SamplingParams
 

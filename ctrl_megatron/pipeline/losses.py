@@ -1,4 +1,6 @@
-"""What the actor's optimizer steps minimise: policy loss, entropy bonus, KL term."""
+"""What the optimizer steps minimise, over mini-batches: the actor's policy loss, entropy bonus and
+KL term, and the value model's loss.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from ctrl_megatron.algorithms import (
     kl_penalty,
     over_tokens,
     token_selection,
+    value_loss_terms,
 )
 from ctrl_megatron.config import Actor
 from ctrl_megatron.models.loss_scale import GlobalCounts
@@ -82,6 +85,32 @@ class ActorLoss:
             kl = whole(gaps, mode)
             loss = loss + actor.kl_loss_coef * kl
             scalars["actor/kl_loss"] = kl
+        return loss, {name: value.detach() for name, value in scalars.items()}
+
+
+class ValueLoss:
+    """A ``models.value.ValueLossFn``: this micro-batch's share of the global loss, and scalars.
+
+    ``response_limit`` is the constant of ``seq-mean-token-sum-norm``.
+    """
+
+    def __init__(self, cliprange: float, *, loss_agg_mode: str, response_limit: int) -> None:
+        self._cliprange, self._loss_agg_mode = cliprange, loss_agg_mode
+        self._response_limit = response_limit
+
+    def __call__(
+        self, values: torch.Tensor, rows: dict[str, torch.Tensor], counts: GlobalCounts
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mask = rows["response_mask"]
+
+        whole = partial(aggregate, mask=mask, counts=counts, response_limit=self._response_limit)
+        terms = value_loss_terms(values, rows["returns"], rows["values"], mask, self._cliprange)
+        loss = whole(terms.loss, self._loss_agg_mode)
+        scalars = {
+            "critic/vf_loss": loss,
+            "critic/vf_clipfrac": whole(terms.clipped, "token-mean"),
+            "critic/value_mean": whole(values, "token-mean"),
+        }
         return loss, {name: value.detach() for name, value in scalars.items()}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.pipeline.device import DeviceOwner
+from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.resharding.engine_weights import EngineLink, EngineWeights
 from ctrl_megatron.resharding.plan import TensorPlace
 from ctrl_megatron.rollout.weight_chunks import WeightChunk

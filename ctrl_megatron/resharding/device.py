@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ctrl_megatron.config import Config
 from ctrl_megatron.models.parallel_model import ParallelModel, Part
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import result_of
@@ -128,14 +127,3 @@ class DeviceOwner:
         woken = self._link.loop.submit(self._link.engine.wake((memory,))) if self._link else None
         result_of(woken, self._groups)
         self._asleep.remove(memory)
-
-
-def leaving_parts(config: Config) -> tuple[Part, ...]:
-    """What the configuration sends to host memory while the engine generates."""
-    megatron = config.actor_rollout_ref.actor.megatron
-    flags: dict[Part, bool] = {
-        "weights": megatron.param_offload,
-        "gradients": megatron.grad_offload,
-        "optimizer": megatron.optimizer_offload,
-    }
-    return tuple(part for part, leaves in flags.items() if leaves)

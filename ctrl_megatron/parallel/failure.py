@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ctrl_megatron.errors import user_fault
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.rollout.parent_watch import process_gone
+from ctrl_megatron.parallel.parent_watch import process_gone
 
 _POLL_SECONDS = 0.5
 _BEAT_SECONDS = 2.0
