@@ -1,10 +1,10 @@
 """Turn programs with one known fault into training and test files.
 
 ``python tools/prepare_mutants.py --out runs/mutants`` writes ``proxy_sft.parquet`` (doing what a
-critique says), ``critic_sft.parquet`` (naming the fault), ``rl.parquet`` (attempts to criticise,
-such as pass few tests) and the tests ``unseen_mutants.parquet`` and ``unseen_problems.parquet``; of
+critique says), ``critic_sft.parquet`` (naming the fault), ``rl.parquet`` (attempts to criticise)
+and the tests ``unseen_mutants.parquet`` and ``unseen_problems.parquet``; of
 these also what somebody says who knows the fault (``oracle.jsonl``) and who knows nothing
-(``bland.jsonl``).
+(``bland.jsonl``). What is reinforced and tested on passes few of its own tests.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--highest-pass-rate",
         type=float,
         default=0.25,
-        help="share of tests that a mutant of rl.parquet passes at most",
+        help="share of its tests that an attempt to criticise passes at most",
     )
     parser.add_argument(
         "--right-share", type=float, default=0.0, help="of right programs in rl.parquet"
@@ -100,11 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--highest-pass-rate={options.highest_pass_rate}: no mutant passes so few tests"
             )
         write_rows(folder / "rl.parquet", rows)
-        kept = {
-            name: rng.sample(splits[name], min(options.test_size, len(splits[name])))
-            for name in _TESTS
-        }
+        kept = {}
+        for name in _TESTS:
+            fit = [m for m in splits[name] if m.pass_rate <= options.highest_pass_rate]
+            kept[name] = rng.sample(fit, min(options.test_size, len(fit)))
         for name, members in kept.items():
+            if not members:
+                raise UserError(f"--highest-pass-rate leaves nothing of split {name!r}")
             attempts = [attempt_row(m, problems[m.problem_id]) for m in members]
             write_rows(folder / f"{name}.parquet", attempts)
         tested = [mutant for members in kept.values() for mutant in members]

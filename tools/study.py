@@ -32,12 +32,12 @@ HOME = Path("examples/study_smollm2")
 CONFIG, KEPT = HOME / "mutants.yaml", HOME / "transcripts"
 RUNS, DATA, MODEL = Path("runs/study"), Path("runs/study/data"), Path("runs/models/smollm2")
 SEEDS, TESTS = (1, 2, 3), ("unseen_mutants", "unseen_problems")
-STEPS = 30
+STEPS = 20
 """Of RL, and of the fine-tuning that goes on instead (the control)."""
 SAMPLES = 4
 """Critiques of one attempt, each with its revision."""
 TESTED = 100
-"""Attempts of either test set."""
+"""Attempts of either test set, at most."""
 _PYTHON = sys.executable
 _RATES = ("pass_rate", "pass@1", f"pass@{SAMPLES}", "f1_macro", "valid_critique_rate")
 Work = Callable[[], None]
