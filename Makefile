@@ -8,6 +8,7 @@
 # make env-cuda    the same for NVIDIA GPUs, from requirements/cuda.txt; needs nvcc
 # make test-slurm  the scripts of slurm/ in a SLURM of their own (root; apt install slurmctld slurmd
 #                  slurm-client munge)
+# make test-page   the critic's web page in Chromium (apt install chromium); screenshots in build/page
 # make clean  remove what the tools and tests left; keeps .venv and runs
 
 PYTHON ?= python3.11
@@ -17,9 +18,11 @@ PIP_FLAGS ?=
 # Test files that run at the same time; the tests' own processes need two cores for two.
 TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
+# Drives the browser; stands beside the environment, because only the tests of one page need it.
+PLAYWRIGHT := 1.65.2
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-cuda test types tests test-slurm demo study clean
+.PHONY: help env env-cuda test types tests test-slurm test-page demo study clean
 
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +47,12 @@ tests:
 
 test-slurm: env
 	$(BIN)/python -m pytest -m slurm tests/integration/test_slurm_cluster.py
+
+test-page: env
+	@command -v chromium >/dev/null || { echo "chromium not found: apt install chromium" >&2; exit 1; }
+	@test -d build/playwright/playwright-$(PLAYWRIGHT).dist-info || $(BIN)/python -m pip install -q \
+	  $(PIP_FLAGS) --upgrade --target build/playwright playwright==$(PLAYWRIGHT)
+	$(BIN)/python -m pytest -m page tests/generation/test_page_in_chromium.py
 
 demo: env
 	$(BIN)/python tools/demo.py $(if $(ENGINE),--engine $(ENGINE))

@@ -138,27 +138,33 @@ def follow_updates(
 ) -> tuple[str, list[Completion]]:
     """Load both directories' weights in turn; what was seen, and the other model's answers.
 
-    RuntimeError where checksums differ, or where the model's own texts do not come back.
+    RuntimeError where checksums differ, or where the model's own texts do not come back: all of
+    them in float32, most of them in bfloat16, whose rounding depends on what is computed together.
     """
     layout = EngineLayout(dtype=dtype, bucket_bytes=128 << 20)
     sources = [DirectorySource(path, layout, groups, readers=(0,)) for path in directories]
     link, memory = EngineLink(engine=engine.engine, loop=engine.loop), BucketMemory(groups)
     own, other = engine.answers(prompts, tokens), list[Completion]()
-    held = [engine.megabytes()]
+    held, back = [engine.megabytes()], list[int]()
+    enough = len(prompts) if dtype == "float32" else len(prompts) // 2 + 1
     for number in range(1, updates + 1):
         push(sources[number % 2], link, memory, version=f"update-{number}", verify=True)
         if number <= 2 or number > updates - 2:
             said = engine.answers(prompts, tokens)
-            same = [a.token_ids for a in said] == [a.token_ids for a in own]
-            if same != (number % 2 == 0):
+            same = sum(a.token_ids == b.token_ids for a, b in zip(said, own, strict=True))
+            if (same >= enough) != (number % 2 == 0):
                 raise RuntimeError(
-                    f"update {number}: the texts are {'' if same else 'not '}as before"
+                    f"update {number}: {same} of {len(own)} texts are those from before"
                 )
-            other = other if same else said
+            if number % 2:
+                other = said
+            else:
+                back.append(same)
         held.append(engine.megabytes())
     shown = {0: "before", 1: "after 1", 2: "2", 10: "10", updates: str(updates)}
     sizes = ", ".join(f"{name} {held[n]:.0f}" for n, name in shown.items() if n <= updates)
-    return f"{updates} updates, checksums equal on both sides, texts follow; MB: {sizes}", other
+    came = f"own texts that come back: {', '.join(map(str, back))} of {len(own)}"
+    return f"{updates} updates, checksums equal on both sides; {came}; MB: {sizes}", other
 
 
 def write_changed(model: Any, source: str, folder: str) -> None:

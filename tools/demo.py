@@ -34,7 +34,7 @@ MODEL, DATA = "runs/models/smollm2", "runs/demo_data"
 PROXY_RUN, SFT_RUN, RL_RUN = "demo_proxy", "demo_sft", "demo"
 PROXY, CRITIC = f"runs/{PROXY_RUN}/hf", f"runs/{SFT_RUN}/hf"
 WEIGHTS = "model.safetensors"
-STEPS, TESTED, SAMPLES = 10, 40, 8
+PROXY_STEPS, STEPS, TESTED, SAMPLES = 8, 9, 60, 4
 PYTHON, RANKS = sys.executable, "2"
 
 
@@ -49,11 +49,12 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
     )
     trained = ("--nproc-per-node", RANKS, "--config", CONFIG)
 
-    def tuned(name: str, file: str) -> list[str]:
+    def tuned(name: str, file: str, *steps: str) -> list[str]:
         return [
             *(PYTHON, "tools/train_sft.py", *trained, typed),
             *(f"trainer.experiment_name={name}", f"actor_rollout_ref.model.path={MODEL}"),
             f"sft.train_files={DATA}/{file}",
+            *steps,
         ]
 
     return [
@@ -68,7 +69,7 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
         ),
         (
             "teach the proxy to do what a critique says (SFT)",
-            tuned(PROXY_RUN, "proxy_sft.parquet"),
+            tuned(PROXY_RUN, "proxy_sft.parquet", f"sft.total_training_steps={PROXY_STEPS}"),
             f"{PROXY}/{WEIGHTS}",
         ),
         (
@@ -83,6 +84,7 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
                 *(f"trainer.experiment_name={run}", f"trainer.total_training_steps={STEPS}"),
                 *(f"trainer.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"),
                 *(f"trainer.save_hf_freq={STEPS}", "data.val_files=[]"),
+                "algorithm.norm_adv_by_std_in_grpo=false",
             ],
             f"runs/{run}/hf_exports/global_step_{STEPS}/{WEIGHTS}",
         ),
@@ -167,7 +169,7 @@ def _summary(console: Console, run: str) -> None:
     console.print(f"RL over SFT, the same {TESTED} programs in pairs: {_told(gain, sign='+')}")
     metrics = [m["metrics"] for m in read_json_lines(ROOT / f"runs/{run}/metrics.jsonl")]
     flat = [m["advantage/zero_std_rate"] for m in metrics]
-    console.print(f"groups of {SAMPLES} with different rewards: {1 - sum(flat) / len(flat):.0%}")
+    console.print(f"groups with different rewards: {1 - sum(flat) / len(flat):.0%}")
 
 
 def _told(estimate: Estimate, sign: str = "") -> str:

@@ -1,10 +1,10 @@
 """Turn programs with one known fault into training and test files.
 
 ``python tools/prepare_mutants.py --out runs/mutants`` writes ``proxy_sft.parquet`` (doing what a
-critique says), ``critic_sft.parquet`` (naming the fault), ``rl.parquet`` (attempts to criticise,
-a fifth of them right) and the tests ``unseen_mutants.parquet`` and ``unseen_problems.parquet``; of
+critique says), ``critic_sft.parquet`` (naming the fault), ``rl.parquet`` (attempts to criticise)
+and the tests ``unseen_mutants.parquet`` and ``unseen_problems.parquet``; of
 these also what somebody says who knows the fault (``oracle.jsonl``) and who knows nothing
-(``bland.jsonl``).
+(``bland.jsonl``). What is reinforced and tested on passes few of its own tests.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -34,6 +35,8 @@ from ctrl_megatron.sft.mutants import (
 )
 
 _TOOL = "prepare_mutants"
+TIME_LIMIT = 2.0
+"""Seconds for a test: these programs take milliseconds, or go round for ever."""
 _TESTS = ("unseen_mutants", "unseen_problems")
 _FILES = [
     *(f"{name}.parquet" for name in ("proxy_sft", "critic_sft", "rl", *_TESTS)),
@@ -50,12 +53,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/mutants"))
     parser.add_argument("--overwrite", action="store_true", help="replace this tool's own files")
     parser.add_argument("--test-size", type=int, default=100, help="attempts of either test")
+    parser.add_argument(
+        "--highest-pass-rate",
+        type=float,
+        default=0.25,
+        help="share of its tests that an attempt to criticise passes at most",
+    )
+    parser.add_argument(
+        "--right-share", type=float, default=0.0, help="of right programs in rl.parquet"
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.test_size < 1:
         raise UserError(f"--test-size={options.test_size} must be at least 1")
+    for flag, share in (
+        ("--highest-pass-rate", options.highest_pass_rate),
+        ("--right-share", options.right_share),
+    ):
+        if not 0 <= share < 1:
+            raise UserError(f"{flag}={share} must be at least 0 and below 1")
     require_own_files(options.out, _FILES, _TOOL, overwrite=options.overwrite)
-    problems = {problem.id: problem for problem in read_problems(options.problems)}
+    problems = {
+        problem.id: replace(problem, time_limit=TIME_LIMIT)
+        for problem in read_problems(options.problems)
+    }
     mutants = read_mutants(options.mutants, problems)
     splits = {name: [m for m in mutants if m.split == name] for name in ("train", *_TESTS)}
     for name, members in splits.items():
@@ -67,15 +88,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_examples(
             folder / "critic_sft.parquet", critic_examples(train, problems, options.seed)
         )
-        write_rows(folder / "rl.parquet", rl_rows(train, problems, options.seed))
-        tested = []
-        for name in _TESTS:
-            members = splits[name]
-            kept = rng.sample(members, min(options.test_size, len(members)))
-            write_rows(
-                folder / f"{name}.parquet", [attempt_row(m, problems[m.problem_id]) for m in kept]
+        rows = rl_rows(
+            train,
+            problems,
+            options.seed,
+            highest_pass_rate=options.highest_pass_rate,
+            right_share=options.right_share,
+        )
+        if not rows:
+            raise UserError(
+                f"--highest-pass-rate={options.highest_pass_rate}: no mutant passes so few tests"
             )
-            tested += kept
+        write_rows(folder / "rl.parquet", rows)
+        kept = {}
+        for name in _TESTS:
+            fit = [m for m in splits[name] if m.pass_rate <= options.highest_pass_rate]
+            kept[name] = rng.sample(fit, min(options.test_size, len(fit)))
+        for name, members in kept.items():
+            if not members:
+                raise UserError(f"--highest-pass-rate leaves nothing of split {name!r}")
+            attempts = [attempt_row(m, problems[m.problem_id]) for m in members]
+            write_rows(folder / f"{name}.parquet", attempts)
+        tested = [mutant for members in kept.values() for mutant in members]
         for name, said in (
             ("oracle", [oracle_critique(m.wrong, m.right) for m in tested]),
             ("bland", [BLAND] * len(tested)),
@@ -86,9 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ]
             (folder / f"{name}.jsonl").write_text("".join(lines))
     print(
-        f"{options.out}: {len(train)} mutants to train on, {len(tested)} of "
-        + ", ".join(f"{len(splits[name])} {name}" for name in _TESTS)
-        + " to test on"
+        f"{options.out}: {len(train)} mutants to train on, {len(rows)} programs to be reinforced "
+        "on; to test on "
+        + " and ".join(f"{len(kept[name])} of {len(splits[name])} {name}" for name in _TESTS)
     )
     return 0
 

@@ -32,9 +32,12 @@ HOME = Path("examples/study_smollm2")
 CONFIG, KEPT = HOME / "mutants.yaml", HOME / "transcripts"
 RUNS, DATA, MODEL = Path("runs/study"), Path("runs/study/data"), Path("runs/models/smollm2")
 SEEDS, TESTS = (1, 2, 3), ("unseen_mutants", "unseen_problems")
-STEPS = 30
+STEPS = 20
 """Of RL, and of the fine-tuning that goes on instead (the control)."""
-SAMPLES = 8
+SAMPLES = 4
+"""Critiques of one attempt, each with its revision."""
+TESTED = 100
+"""Attempts of either test set, at most."""
 _PYTHON = sys.executable
 _RATES = ("pass_rate", "pass@1", f"pass@{SAMPLES}", "f1_macro", "valid_critique_rate")
 Work = Callable[[], None]
@@ -59,6 +62,7 @@ def pieces() -> dict[str, Piece]:
         found[name] = Piece(name=name, product=product, needs=needs, work=work)
 
     data = [_PYTHON, "tools/prepare_mutants.py", "--out", str(DATA), "--overwrite"]
+    data += ["--test-size", str(TESTED)]
     add("data", DATA / "bland.jsonl", lambda: _run(data))
     for test in TESTS:
         product = DATA / f"{test}.feedback.jsonl"
@@ -79,6 +83,10 @@ def pieces() -> dict[str, Piece]:
             train = _rl(name, start, seed, estimator)
             add(name, _model(name) / _WEIGHTS, lambda c=train: _run(c), sft, "proxy")
     for test in TESTS:
+        for arm, name in ARMS.items():
+            for seed in SEEDS:
+                run = f"{name}.seed{seed}"
+                _add_measure(add, test, arm, _model(run), seed, run, "data", "proxy")
         lines = {
             "bland": DATA / "bland.jsonl",
             "zero-shot": MODEL,
@@ -89,16 +97,12 @@ def pieces() -> dict[str, Piece]:
         for arm, critic in lines.items():
             need = {"self-critique": ("proxy",), "execution feedback": (f"feedback.{test}",)}
             _add_measure(add, test, arm, critic, SEEDS[0], "data", "proxy", *need.get(arm, ()))
-        for seed in SEEDS:
-            for arm, name in ARMS.items():
-                run = f"{name}.seed{seed}"
-                _add_measure(add, test, arm, _model(run), seed, run, "data", "proxy")
     return found
 
 
 _WEIGHTS = "model.safetensors"
-ARMS = {"SFT": "sft", "SFT, more steps": "more_sft", "SFT + GRPO": "grpo", "SFT + PPO": "ppo"}
-"""Trained arms, and the beginning of their runs' names."""
+ARMS = {"SFT": "sft", "SFT + GRPO": "grpo", "SFT, more steps": "more_sft", "SFT + PPO": "ppo"}
+"""Trained arms in the order of measuring, and the beginning of their runs' names."""
 
 
 def _add_measure(
@@ -137,12 +141,15 @@ def _sft(run: str, model: Path, seed: int, data: str, steps: int) -> list[str]:
 
 
 def _rl(run: str, model: Path, seed: int, estimator: str) -> list[str]:
+    # Differences within a group count as they are: that of a repair more than that of a mishap.
+    scale = ["algorithm.norm_adv_by_std_in_grpo=false"] if estimator == "grpo" else []
     return [
         *(_PYTHON, "tools/train_rl.py", "--nproc-per-node", "2", "--config", str(CONFIG)),
         *_common(run, model, seed),
         f"actor_rollout_ref.proxy.model.path={_model('proxy')}",
         f"actor_rollout_ref.rollout.seed={seed}",
         f"algorithm.adv_estimator={estimator}",
+        *scale,
         *(f"data.train_files={DATA / 'rl'}.parquet", "data.val_files=[]"),
         f"trainer.total_training_steps={STEPS}",
         f"trainer.save_hf_freq={STEPS}",

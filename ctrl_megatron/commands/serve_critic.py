@@ -2,8 +2,9 @@
 
 ``ctrl-serve-critic --critic DIR --port 8090``
 
-POST /v1/critiques takes {"problem", "solution", "tests", "revise"}; POST /v1/chat/completions is
-OpenAI's, on the critic. Only this machine is answered unless --host says otherwise.
+GET / is a web page; POST /v1/critiques takes {"problem", "solution", "tests", "revise", "stream"};
+POST /v1/chat/completions is OpenAI's, on the critic. Only this machine is answered unless --host
+says otherwise.
 """
 
 from __future__ import annotations

@@ -1,29 +1,39 @@
 """The critic over HTTP: from a problem and a solution to critique, judgment and, if asked for, a
-revision and what the tests say of both; the model itself by OpenAI's ``/chat/completions``.
+revision and what the tests say of both, whole or as they come; the model itself by OpenAI's
+``/chat/completions``; a web page for both.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from difflib import unified_diff
+from functools import partial
 from typing import Annotated, Any
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ctrl_megatron.data.rows import row_of
-from ctrl_megatron.generation.chat import Chat, ChatAnswer, ChatError
+from ctrl_megatron.generation.chat import Chat, ChatAnswer, ChatError, TextListener
+from ctrl_megatron.generation.critic_page import show_page
 from ctrl_megatron.generation.nodes import total, vote
 from ctrl_megatron.prompts import critique_messages, extract_code, revision_messages
 from ctrl_megatron.rewards.grading import Judge, check_tests, grade, grading_job
+from ctrl_megatron.rewards.reward_sum import gathered
+from ctrl_megatron.rollout.engine import EngineError
+from ctrl_megatron.rollout.told import told_by
 from ctrl_megatron.sandbox.access import is_allowed
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams
 
 _LARGEST_BODY = 1 << 20
+Tell = Callable[[dict[str, Any]], None]
 Text = Annotated[str, Field(min_length=1, max_length=100_000, pattern=r"\S")]
 
 
@@ -45,6 +55,7 @@ class CritiqueRequest(_Body):
     revise: bool = False
     temperature: float = Field(default=0.0, ge=0.0, le=2.0)
     seed: int | None = None
+    stream: bool = False
 
 
 class ChatTurn(_Body):
@@ -52,6 +63,12 @@ class ChatTurn(_Body):
 
     role: str = Field(pattern="^(system|user|assistant)$")
     content: Text
+
+
+class StreamOptions(BaseModel):
+    """What else a stream of ``POST /v1/chat/completions`` brings."""
+
+    include_usage: bool = False
 
 
 class CompletionRequest(BaseModel):
@@ -64,6 +81,11 @@ class CompletionRequest(BaseModel):
     n: int = Field(default=1, ge=1, le=16)
     seed: int | None = None
     stream: bool = False
+    stream_options: StreamOptions | None = None
+
+
+class _NoRoom(ValueError):
+    """What was asked leaves no room for an answer."""
 
 
 class CriticService:
@@ -90,6 +112,7 @@ class CriticService:
     def application(self) -> web.Application:
         """The routes."""
         app = web.Application(client_max_size=_LARGEST_BODY, middlewares=[self._guard])
+        app.router.add_get("/", show_page)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/critiques", self._critiques)
@@ -99,20 +122,18 @@ class CriticService:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if self._loopback and not _is_loopback_name(request.host):
-            return _error(403, f"the host {request.host!r} is not this machine's loopback")
-        if not is_allowed(request.headers.get("Authorization", ""), self._token):
-            return _error(401, "send the service's token as Authorization: Bearer TOKEN")
+            return _refusal(403, f"the host {request.host!r} is not this machine's loopback")
+        token = None if request.path == "/" else self._token
+        if not is_allowed(request.headers.get("Authorization", ""), token):
+            return _refusal(401, "send the service's token as Authorization: Bearer TOKEN")
         # A page of another site cannot send this type without asking first, which nobody grants.
         if request.method == "POST" and request.content_type != "application/json":
-            return _error(415, "send application/json")
+            return _refusal(415, "send application/json")
         try:
             return await handler(request)
-        except ValidationError as error:
-            return _error(422, "; ".join(_complaint(e) for e in error.errors()))
-        except (ChatError, SandboxError) as error:
-            return _error(502, str(error))
-        except ValueError as error:
-            return _error(400, str(error))
+        except _FAULTS as error:
+            status, said = _fault(error)
+            return web.json_response(said, status=status)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -121,7 +142,7 @@ class CriticService:
         data = [{"id": self._model, "object": "model", "owned_by": "ctrl_megatron"}]
         return web.json_response({"object": "list", "data": data})
 
-    async def _critiques(self, request: web.Request) -> web.Response:
+    async def _critiques(self, request: web.Request) -> web.StreamResponse:
         asked = CritiqueRequest.model_validate_json(await request.text())
         if asked.critiques > 1 and asked.temperature == 0:
             raise ValueError("critiques: they are equal at temperature 0")
@@ -135,42 +156,52 @@ class CriticService:
             entry_point=asked.entry_point,
         )
         if asked.tests:
-            check_tests([row_of(Attempt(id="solution", problem=problem, solution=asked.solution))])
+            check_tests([row_of(Attempt(id="tests", problem=problem, solution=asked.solution))])
+        if asked.stream:
+            return await _events(request, partial(self._criticise, asked, problem))
+        answer: dict[str, Any] = {"tests": None, "revision": None}
+        await self._criticise(asked, problem, answer.update)
+        return web.json_response(answer)
+
+    async def _criticise(self, asked: CritiqueRequest, problem: Problem, tell: Tell) -> None:
+        """Tells the fields of the answer as soon as they are known, those that are not null."""
+
+        async def test() -> list[ChatAnswer]:
+            if asked.tests:
+                tell({"tests": await self._tested(problem, asked.solution)})
+            return []
+
+        drawn = await gathered([partial(self._critique, asked, problem, tell), test])
+        tell({"usage": _usage([answer for answers in drawn for answer in answers])})
+
+    async def _critique(
+        self, asked: CritiqueRequest, problem: Problem, tell: Tell
+    ) -> list[ChatAnswer]:
         params = SamplingParams(
             max_tokens=self._max_tokens,
             temperature=asked.temperature,
             n=asked.critiques,
             seed=asked.seed,
         )
-        conversation = critique_messages(problem, asked.solution)
-        (drawn,), before = await asyncio.gather(
-            self._critic.complete([conversation], params), self._tested(problem, asked.solution)
-        )
-        if not drawn:
-            raise ValueError("problem and solution leave no room for a critique")
+        # Which of several critiques will stand is not known before they have voted.
+        heard = tell if asked.stream and asked.critiques == 1 else None
+        messages = critique_messages(problem, asked.solution)
+        drawn = await _drawn(self._critic, messages, params, "critique", heard)
         said = vote([answer.text for answer in drawn])
-        answer: dict[str, Any] = {
-            "critique": said.critique,
-            "judgment": _judgment(said.judgment),
-            "votes": said.votes,
-            "votes_correct": said.votes_correct,
-            "tests": before,
-            "revision": None,
-        }
-        spent = list(drawn)
-        if asked.revise:
-            messages = revision_messages(problem, asked.solution, said.critique)
-            greedy = SamplingParams(max_tokens=self._max_tokens, temperature=0.0)
-            ((*revised,),) = await self._generator.complete([messages], greedy)
-            if not revised:
-                raise ValueError("solution and critique leave no room for a revision")
-            spent += revised
-            answer["revision"] = {
-                "text": revised[0].text,
-                "code": extract_code(revised[0].text),
-                "tests": await self._tested(problem, revised[0].text),
-            }
-        return web.json_response(answer | {"usage": _usage(spent)})
+        counts = {"votes": said.votes, "votes_correct": said.votes_correct}
+        tell({"critique": said.critique, "judgment": _judgment(said.judgment), **counts})
+        if not asked.revise:
+            return drawn
+        greedy = SamplingParams(max_tokens=self._max_tokens, temperature=0.0)
+        messages = revision_messages(problem, asked.solution, said.critique)
+        heard = tell if asked.stream else None
+        (revised,) = await _drawn(self._generator, messages, greedy, "revision", heard)
+        code = extract_code(revised.text)
+        diff = _diff(extract_code(asked.solution), code)
+        revision: dict[str, Any] = {"text": revised.text, "code": code, "diff": diff}
+        tell({"revision": revision})
+        tell({"revision": revision | {"tests": await self._tested(problem, revised.text)}})
+        return [*drawn, revised]
 
     async def _tested(self, problem: Problem, solution: str) -> list[dict[str, Any]] | None:
         """Every test with ``passed`` and ``detail``; None where none was given."""
@@ -185,23 +216,17 @@ class CriticService:
             )
         ]
 
-    async def _completions(self, request: web.Request) -> web.Response:
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
         asked = CompletionRequest.model_validate_json(await request.text())
+        head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": self._model,
+        }
         if asked.stream:
-            raise ValueError("stream: answers come whole; leave it out")
-        messages: list[Message] = [turn.model_dump() for turn in asked.messages]
-        params = SamplingParams(
-            max_tokens=min(asked.max_tokens or self._max_tokens, self._max_tokens),
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            n=asked.n,
-            seed=asked.seed,
-        )
-        (answers,) = await self._critic.complete([messages], params)
-        if not answers:
-            return _error(
-                400, "the messages leave no room for an answer", "context_length_exceeded"
-            )
+            head["object"] = "chat.completion.chunk"
+            return await _events(request, partial(self._chunks, asked, head))
+        answers = await self._answers(asked, None)
         choices = [
             {
                 "index": index,
@@ -210,16 +235,77 @@ class CriticService:
             }
             for index, answer in enumerate(answers)
         ]
-        return web.json_response(
-            {
-                "id": f"chatcmpl-{uuid.uuid4().hex}",
-                "object": "chat.completion",
-                "created": int(time.time()),
-                "model": self._model,
-                "choices": choices,
-                "usage": _usage(answers),
-            }
+        whole = {"object": "chat.completion", "choices": choices, "usage": _usage(answers)}
+        return web.json_response(head | whole)
+
+    async def _answers(
+        self, asked: CompletionRequest, listener: TextListener | None
+    ) -> list[ChatAnswer]:
+        params = SamplingParams(
+            max_tokens=min(asked.max_tokens or self._max_tokens, self._max_tokens),
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            n=asked.n,
+            seed=asked.seed,
         )
+        messages: list[Message] = [turn.model_dump() for turn in asked.messages]
+        (answers,) = await self._critic.complete([messages], params, listener)
+        if not answers:
+            raise _NoRoom("the messages leave no room for an answer")
+        return answers
+
+    async def _chunks(self, asked: CompletionRequest, head: dict[str, Any], tell: Tell) -> None:
+        begun: set[int] = set()
+
+        def chunk(index: int, delta: dict[str, str], reason: str | None = None) -> None:
+            role = {} if index in begun else {"role": "assistant"}
+            begun.add(index)
+            choice = {"index": index, "delta": role | delta, "finish_reason": reason}
+            tell(head | {"choices": [choice]})
+
+        answers = await self._answers(asked, lambda index, text: chunk(index, {"content": text}))
+        for index, answer in enumerate(answers):
+            chunk(index, {}, answer.finish_reason)
+        if asked.stream_options is not None and asked.stream_options.include_usage:
+            tell(head | {"choices": [], "usage": _usage(answers)})
+
+
+async def _drawn(
+    chat: Chat, messages: Sequence[Message], params: SamplingParams, name: str, tell: Tell | None
+) -> list[ChatAnswer]:
+    """The answers; ``tell`` is told of the field ``name`` what it grows by."""
+    listener = tell and (lambda _, text: tell({"delta": {name: text}}))
+    (answers,) = await chat.complete([messages], params, listener)
+    if not answers:
+        raise _NoRoom(f"what was sent leaves no room for a {name}")
+    return answers
+
+
+async def _events(
+    request: web.Request, work: Callable[[Tell], Awaitable[None]]
+) -> web.StreamResponse:
+    """What ``work`` tells as server-sent events, ``[DONE]`` the last. A fault is raised before the
+    first event and is an event afterwards. A client that leaves ends the work.
+    """
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+    )
+
+    async def send(text: str) -> None:
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(f"data: {text}\n\n".encode())
+
+    async with aclosing(told_by(work)) as events:
+        try:
+            async for event in events:
+                await send(json.dumps(event))
+        except _FAULTS as error:
+            if not response.prepared:
+                raise
+            await send(json.dumps(_fault(error)[1]))
+    await send("[DONE]")
+    return response
 
 
 def _usage(answers: Sequence[ChatAnswer]) -> dict[str, int] | None:
@@ -245,18 +331,45 @@ def _is_loopback_name(host: str) -> bool:
         return False
 
 
+def _diff(before: str, after: str) -> str:
+    """A unified diff; empty for equal programs."""
+    lines = unified_diff(
+        before.splitlines(), after.splitlines(), "solution", "revision", lineterm=""
+    )
+    return "\n".join(lines)
+
+
+_FAULTS = (ValueError, ChatError, SandboxError, EngineError)
+
+
+def _fault(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body that say what went wrong."""
+    code = "context_length_exceeded" if isinstance(error, _NoRoom) else None
+    if isinstance(error, ValidationError):
+        return 422, _error("; ".join(_complaint(e) for e in error.errors()))
+    if isinstance(error, ValueError):
+        return 400, _error(str(error), code)
+    # An engine's last words end with its log, which stands here and concerns nobody else.
+    return 502, _error(str(error).partition("; the end of its log")[0])
+
+
 def _complaint(error: Any) -> str:
     place = ".".join(str(part) for part in error["loc"])
     return f"{place}: {error['msg']}" if place else str(error["msg"])
 
 
-def _error(status: int, message: str, code: str | None = None) -> web.Response:
-    return web.json_response({"error": {"message": message, "code": code}}, status=status)
+def _refusal(status: int, message: str) -> web.Response:
+    return web.json_response(_error(message), status=status)
+
+
+def _error(message: str, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "code": code}}
 
 
 async def serve_forever(service: CriticService, host: str, port: int) -> None:
     """Listen until cancelled; prints the address once it is reached."""
-    runner = web.AppRunner(service.application())
+    # A client that leaves cancels its request, so that nobody draws for it any more.
+    runner = web.AppRunner(service.application(), handler_cancellation=True)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -17,13 +17,13 @@ import aiohttp
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
-    retry_if_exception_type,
+    retry_if_exception,
     stop_after_attempt,
     wait_random_exponential,
 )
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.generation.chat import ChatAnswer, ChatError
+from ctrl_megatron.generation.chat import ChatAnswer, ChatError, TextListener
 from ctrl_megatron.rewards.reward_sum import gathered
 from ctrl_megatron.types import FinishReason, Message, SamplingParams
 
@@ -149,17 +149,21 @@ class OpenAIChat:
         self._session: aiohttp.ClientSession | None = None
 
     async def complete(
-        self, conversations: Sequence[Sequence[Message]], params: SamplingParams
+        self,
+        conversations: Sequence[Sequence[Message]],
+        params: SamplingParams,
+        listener: TextListener | None = None,
     ) -> list[list[ChatAnswer]]:
         """``params.n`` answers per conversation, in order; none where the server says that a
         conversation does not fit.
 
         The first fault cancels the rest. Raises ``ChatError`` after the last attempt, ``UserError``
-        for what the server refuses (key, model, parameters), ``BudgetSpent``.
+        for what the server refuses (key, model, parameters), ``BudgetSpent``. An answer of which
+        ``listener`` has heard a part is not tried again.
         """
         calls = [
-            partial(self._answers, messages, params, row)
-            for row, messages in enumerate(conversations, params.first_row)
+            partial(self._answers, messages, params, row, listener)
+            for row, messages in enumerate(conversations)
         ]
         return await gathered(calls)
 
@@ -170,10 +174,18 @@ class OpenAIChat:
             await session.close()
 
     async def _answers(
-        self, messages: Sequence[Message], params: SamplingParams, row: int
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        row: int,
+        listener: TextListener | None,
     ) -> list[ChatAnswer]:
         calls = [
-            partial(self._answer, self._body(messages, params, row, sample))
+            partial(
+                self._answer,
+                self._body(messages, params, params.first_row + row, sample),
+                listener and partial(listener, row * params.n + sample),
+            )
             for sample in range(params.n)
         ]
         try:
@@ -198,31 +210,44 @@ class OpenAIChat:
             body["seed"] = Random(f"{params.seed}/{row}/{sample}").getrandbits(31)
         return body | self._extra
 
-    async def _answer(self, body: dict[str, Any]) -> ChatAnswer:
+    async def _answer(self, body: dict[str, Any], tell: Callable[[str], None] | None) -> ChatAnswer:
+        if tell is not None:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
         self.counters.requests += 1
         reserved, used = body["max_tokens"], 0
         if self._budget is not None:
             await self._budget.reserve(reserved)
         try:
-            answer = await self._retried(body)
+            answer = await self._retried(body, tell)
             used = self._count(answer)
         finally:
             if self._budget is not None:
                 await self._budget.settle(reserved, used)
         return answer
 
-    async def _retried(self, body: dict[str, Any]) -> ChatAnswer:
+    async def _retried(
+        self, body: dict[str, Any], tell: Callable[[str], None] | None
+    ) -> ChatAnswer:
+        heard = False
+
+        def hear(text: str) -> None:
+            nonlocal heard
+            heard = True
+            if tell is not None:
+                tell(text)
+
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self._attempts),
             wait=self._wait,
-            retry=retry_if_exception_type(_ServerFault),
+            retry=retry_if_exception(lambda e: isinstance(e, _ServerFault) and not heard),
             before_sleep=self._count_retry,
             reraise=True,
         )
         try:
-            return await retrying(self._attempt, body)
+            return await retrying(self._attempt, body, hear)
         except _ServerFault as fault:
-            raise ChatError(f"{fault} (gave up after {self._attempts} attempts)") from fault
+            end = "in the middle of it" if heard else f"gave up after {self._attempts} attempts"
+            raise ChatError(f"{fault} ({end})") from fault
 
     def _wait(self, state: RetryCallState) -> float:
         assert state.outcome is not None
@@ -248,20 +273,30 @@ class OpenAIChat:
         self.counters.completion_tokens += completion
         return prompt + completion
 
-    async def _attempt(self, body: dict[str, Any]) -> ChatAnswer:
+    async def _attempt(self, body: dict[str, Any], hear: Callable[[str], None]) -> ChatAnswer:
         async with self._slots:
             try:
                 async with self._open().post(self._url, json=body, headers=self._headers) as reply:
-                    status, text = reply.status, await reply.text()
+                    status = reply.status
                     retry_after = _seconds(reply.headers.get("Retry-After", ""))
+                    if status == 200 and reply.content_type == "text/event-stream":
+                        return read_answer(await _joined_chunks(reply.content, hear))
+                    text = await reply.text()
             except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError) as error:
                 raise _ServerFault(f"{self._url} failed: {_described(error)}") from error
+            except ValueError as error:
+                raise self._malformed(error) from error
         if status != 200:
             raise self._refusal(status, text, retry_after)
         try:
-            return read_answer(json.loads(text))
+            answer = read_answer(json.loads(text))
         except ValueError as error:
-            raise _ServerFault(f"{self._url} sent a malformed answer: {error}") from error
+            raise self._malformed(error) from error
+        hear(answer.text)
+        return answer
+
+    def _malformed(self, error: ValueError) -> _ServerFault:
+        return _ServerFault(f"{self._url} sent a malformed answer: {error}")
 
     def _refusal(self, status: int, text: str, retry_after: float) -> Exception:
         code, detail = _error_of(text)
@@ -281,6 +316,33 @@ class OpenAIChat:
             connector = aiohttp.TCPConnector(limit=self._limit)
             self._session = aiohttp.ClientSession(timeout=self._timeout, connector=connector)
         return self._session
+
+
+async def _joined_chunks(lines: AsyncIterable[bytes], hear: Callable[[str], None]) -> Any:
+    """The ``chat.completion`` that a stream of ``chat.completion.chunk`` amounts to."""
+    texts, reason, usage = [], None, None
+    async for line in lines:
+        name, _, value = line.partition(b":")
+        if name != b"data":
+            continue
+        if value.strip() == b"[DONE]":
+            break
+        chunk = json.loads(value)
+        try:
+            if "error" in chunk:
+                raise ValueError(f"it breaks off: {_error_of(value.decode())[1]}")
+            for choice in chunk["choices"]:
+                if text := choice["delta"].get("content"):
+                    texts.append("" + text)
+                    hear(text)
+                reason = choice.get("finish_reason") or reason
+            usage = chunk.get("usage") or usage
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"no choices with a delta in {str(chunk)[:200]!r}") from error
+    if reason is None:
+        raise ValueError("it ends without a finish_reason")
+    choice = {"message": {"content": "".join(texts)}, "finish_reason": reason}
+    return {"choices": [choice], "usage": usage}
 
 
 def read_answer(data: Any) -> ChatAnswer:

@@ -93,7 +93,7 @@ def check_tests(rows: Iterable[Row]) -> None:
             try:
                 read_function_tests(_tests_of(row)[1])
             except ValueError as error:
-                raise UserError(f"{row.place}: {row.id!r}: {error}") from error
+                raise UserError(f"{row.id!r}: {error}", file=row.place) from error
 
 
 def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from ctrl_megatron.rollout.engine import (
     EngineMemory,
     PauseMode,
     SleepLevel,
+    TokenListener,
 )
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
 _EXIT_GRACE = 3.0
+_LONGEST_LINE = 2**26
 
 
 def log_tail(path: str) -> str:
@@ -67,10 +71,16 @@ class RemoteEngine:
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(
-        self, prompts: list[list[int]], params: SamplingParams
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        listener: TokenListener | None = None,
     ) -> list[list[Completion]]:
         body = {"prompts": prompts, "params": asdict(params)}
-        groups = await self._post("/generate", body)
+        if listener is None:
+            groups = await self._post("/generate", body)
+        else:
+            groups = await self._stream(body, listener)
         return [[wire.completion_from_json(c) for c in group] for group in groups]
 
     async def update(
@@ -133,19 +143,34 @@ class RemoteEngine:
         return self._session
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        async with self._asked(path, body) as response:
+            data = await response.json()
+        return _result(data)
+
+    async def _stream(self, body: dict[str, Any], listener: TokenListener) -> Any:
+        data: wire.Json = {}
+        async with self._asked("/stream", body) as response:
+            async for line in response.content:
+                data = json.loads(line)
+                if "tokens" in data:
+                    listener(*data["tokens"])
+        return _result(data)
+
+    @asynccontextmanager
+    async def _asked(
+        self, path: str, body: dict[str, Any]
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        url = self.address.endpoint + path
         try:
-            async with self._open().post(self.address.endpoint + path, json=body) as response:
+            async with self._open().post(url, json=body, read_bufsize=_LONGEST_LINE) as response:
                 if response.status not in (200, 500):
                     raise ValueError(
                         f"{self.address.name} refused {path} with status {response.status}; is the "
                         "address the one of this launch?"
                     )
-                data = await response.json()
+                yield response
         except (aiohttp.ClientError, OSError) as error:
             raise await self._died(error) from error
-        if "error" in data:
-            raise wire.error_from_json(data["error"])
-        return data["result"]
 
     async def _died(self, error: BaseException) -> EngineDied:
         """The error to raise when the connection failed, with all that can be known."""
@@ -164,6 +189,12 @@ class RemoteEngine:
         else:
             ending = f"still runs but does not answer ({what})"
         return engine_died(address, f"{ending} (seen from pid {os.getpid()})")
+
+
+def _result(data: wire.Json) -> Any:
+    if "error" in data:
+        raise wire.error_from_json(data["error"])
+    return data["result"]
 
 
 async def _receive(socket: aiohttp.ClientWebSocketResponse) -> wire.Json:

@@ -23,6 +23,8 @@ class DecodingRow:
 
     prompt: Sequence[int]
     stream: torch.Generator
+    show: Callable[[int], object] | None = None
+    """Called with every token that is drawn."""
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
@@ -34,6 +36,8 @@ class DecodingRow:
         if params.log_probs:
             self.log_probs.append(log_prob)
         self.versions.append(version)
+        if self.show is not None:
+            self.show(token)
         if token in params.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.tokens) == params.max_tokens:

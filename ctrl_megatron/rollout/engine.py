@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -23,6 +23,10 @@ EngineMemory = Literal["weights", "kv_cache"]
 ENGINE_MEMORY: tuple[EngineMemory, ...] = ("weights", "kv_cache")
 SleepLevel = Literal[1, 2]
 """1 keeps a copy of the weights in host memory; 2 forgets them: an update must follow."""
+
+TokenListener = Callable[[int, Sequence[int]], None]
+"""Hears the tokens of a call's completions as they are drawn: which completion, counted over all
+prompts, and its next tokens."""
 
 ENGINE_MODULES = {"hf": "transformers", "vllm": "vllm", "sglang": "sglang"}
 
@@ -158,6 +162,32 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Let go of the engine (an embedded one frees its model, a remote one its connections)."""
         ...
+
+
+class StreamingEngine(Engine, Protocol):
+    """An engine whose completions can be heard while they are drawn."""
+
+    async def generate(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        listener: TokenListener | None = None,
+    ) -> list[list[Completion]]:
+        """As ``Engine.generate``; ``listener`` has heard all tokens when it returns."""
+        ...
+
+
+def next_tokens(listener: TokenListener, place: int) -> Callable[[Sequence[int]], None]:
+    """For engines that show all tokens of a completion so far: passes on those that are new."""
+    heard = 0
+
+    def show(tokens: Sequence[int]) -> None:
+        nonlocal heard
+        if new := tuple(tokens[heard:]):
+            heard += len(new)
+            listener(place, new)
+
+    return show
 
 
 def available_engines() -> tuple[str, ...]:

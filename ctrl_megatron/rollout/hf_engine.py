@@ -11,7 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
-from ctrl_megatron.rollout.engine import EngineMemory, EngineSpec, PauseMode, SleepLevel
+from ctrl_megatron.rollout.engine import (
+    EngineMemory,
+    EngineSpec,
+    PauseMode,
+    SleepLevel,
+    TokenListener,
+)
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, read_chunk
 from ctrl_megatron.rollout.weight_update import (
@@ -59,13 +65,23 @@ class HfEngine:
         self._calls = 0
 
     async def generate(
-        self, prompts: list[list[int]], params: SamplingParams
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        listener: TokenListener | None = None,
     ) -> list[list[Completion]]:
         self._state.require_ready()
         check_request(
             prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
         )
         rows, token = self._rows(prompts, params), self._control.begin_work()
+        if listener is not None:
+            loop = asyncio.get_running_loop()
+            for place, row in enumerate(rows):
+                # Rows are decoded in a thread, listeners belong to the loop.
+                row.show = lambda drawn, place=place: loop.call_soon_threadsafe(
+                    listener, place, (drawn,)
+                )
         async with self._one_call:
             self._state.require_ready()
             await self._decode(rows, params, token)

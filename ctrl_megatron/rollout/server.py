@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,15 @@ from aiohttp import WSMsgType, web
 
 from ctrl_megatron.parallel.parent_watch import end_with_parent
 from ctrl_megatron.rollout import wire
-from ctrl_megatron.rollout.engine import Engine, EngineBroken, EngineDied, EngineSpec
+from ctrl_megatron.rollout.engine import (
+    Engine,
+    EngineBroken,
+    EngineDied,
+    EngineSpec,
+    StreamingEngine,
+    TokenListener,
+)
+from ctrl_megatron.rollout.told import told_by
 
 if TYPE_CHECKING:
     from ctrl_megatron.rollout.weight_chunks import WeightChunk
@@ -33,7 +42,7 @@ _HEALTH_SECONDS = 1.0
 _MAX_REQUEST_BYTES = 2**30
 
 
-async def build_engine(spec: EngineSpec) -> Engine:
+async def build_engine(spec: EngineSpec) -> StreamingEngine:
     """The embedded engine that ``spec`` names."""
     if spec.name == "vllm":
         from ctrl_megatron.rollout.vllm_engine import VllmEngine
@@ -54,7 +63,7 @@ def die(reason: str) -> None:
     os._exit(EXIT_ENGINE_DIED)
 
 
-def application(engine: Engine, token: str) -> web.Application:
+def application(engine: StreamingEngine, token: str) -> web.Application:
     """The HTTP application; every request needs ``Authorization: Bearer TOKEN``."""
     expected = f"Bearer {token}".encode()
 
@@ -65,12 +74,8 @@ def application(engine: Engine, token: str) -> web.Application:
             raise web.HTTPUnauthorized()
         return await handler(request)
 
-    async def generate(body: wire.Json) -> list[list[Any]]:
-        done = await engine.generate(body["prompts"], wire.params_from_json(body["params"]))
-        return [[wire.completion_to_json(c) for c in group] for group in done]
-
     calls: dict[str, Callable[[wire.Json], Awaitable[Any]]] = {
-        "/generate": generate,
+        "/generate": partial(generate, engine, None),
         "/pause": lambda body: engine.pause(body["mode"]),
         "/resume": lambda body: engine.resume(),
         "/sleep": lambda body: engine.sleep(body["level"]),
@@ -81,20 +86,54 @@ def application(engine: Engine, token: str) -> web.Application:
     app = web.Application(middlewares=[authorise], client_max_size=_MAX_REQUEST_BYTES)
     for path, call in calls.items():
         app.router.add_post(path, partial(answer, call))
+    app.router.add_post("/stream", partial(stream, engine))
     app.router.add_get("/update", partial(update, engine))
     return app
 
 
-async def answer(call: Callable[[wire.Json], Awaitable[Any]], request: web.Request) -> web.Response:
-    """The call's result as JSON, or its error."""
+async def generate(
+    engine: StreamingEngine, listener: TokenListener | None, body: wire.Json
+) -> list[list[Any]]:
+    """The completions that ``body`` asks for, as JSON."""
+    done = await engine.generate(body["prompts"], wire.params_from_json(body["params"]), listener)
+    return [[wire.completion_to_json(c) for c in group] for group in done]
+
+
+async def outcome(
+    call: Callable[[wire.Json], Awaitable[Any]], request: web.Request
+) -> dict[str, Any]:
+    """The call's ``result`` or its ``error``."""
     try:
-        return web.json_response({"result": await call(await request.json())})
+        return {"result": await call(await request.json())}
     except EngineDied as error:
         die(str(error))
         raise
     except Exception as error:
         traceback.print_exc()
-        return web.json_response({"error": wire.error_to_json(error)}, status=500)
+        return {"error": wire.error_to_json(error)}
+
+
+async def answer(call: Callable[[wire.Json], Awaitable[Any]], request: web.Request) -> web.Response:
+    """The call's outcome as JSON."""
+    data = await outcome(call, request)
+    return web.json_response(data, status=500 if "error" in data else 200)
+
+
+async def stream(engine: StreamingEngine, request: web.Request) -> web.StreamResponse:
+    """Lines of JSON: ``{"tokens": [completion, its next tokens]}`` as they are drawn, at last the
+    outcome of ``/generate``.
+    """
+
+    async def draw(tell: Callable[[wire.Json], None]) -> None:
+        call = partial(generate, engine, lambda place, new: tell({"tokens": [place, list(new)]}))
+        tell(await outcome(call, request))
+
+    response = web.StreamResponse()
+    await response.prepare(request)
+    async with aclosing(told_by(draw)) as lines:
+        async for line in lines:
+            await response.write(json.dumps(line).encode() + b"\n")
+    return response
 
 
 async def update(engine: Engine, request: web.Request) -> web.WebSocketResponse:

@@ -38,6 +38,8 @@ from ctrl_megatron.rollout.engine import (
     EngineSpec,
     PauseMode,
     SleepLevel,
+    TokenListener,
+    next_tokens,
 )
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.sglang_worker import SAMPLER, run_scheduler
@@ -175,7 +177,10 @@ class SglangEngine:
         return engine
 
     async def generate(
-        self, prompts: list[list[int]], params: SamplingParams
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        listener: TokenListener | None = None,
     ) -> list[list[Completion]]:
         self._state.require_ready()
         check_request(
@@ -193,7 +198,15 @@ class SglangEngine:
             input_ids=[prompt for prompt, _ in asked],
             sampling_params=[own for _, own in asked],
             return_logprob=params.log_probs,
+            stream=listener is not None,
         )
+        if listener is not None:
+            shows = [next_tokens(listener, place) for place in range(len(asked))]
+            latest: dict[int, dict[str, Any]] = {}
+            async for answer in answers:
+                latest[answer["index"]] = answer
+                shows[answer["index"]](answer["output_ids"])
+            answers = [latest[place] for place in range(len(asked))]
         self._state.require_whole()
         done = [completion_of(answer, log_probs=params.log_probs) for answer in answers]
         return [done[i : i + params.n] for i in range(0, len(done), params.n)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from vllm import SamplingParams as VllmSamplingParams
@@ -24,6 +24,8 @@ from ctrl_megatron.rollout.engine import (
     EngineSpec,
     PauseMode,
     SleepLevel,
+    TokenListener,
+    next_tokens,
 )
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, WeightChunk
@@ -75,7 +77,9 @@ def _in_core(spec: EngineSpec) -> bool:
     return current_platform.is_cpu() and spec.tensor_parallel_size == 1
 
 
-def vllm_params(params: SamplingParams, row: int, sample: int) -> VllmSamplingParams:
+def vllm_params(
+    params: SamplingParams, row: int, sample: int, *, heard: bool = False
+) -> VllmSamplingParams:
     """vLLM's parameters for one completion."""
     return VllmSamplingParams(
         n=1,
@@ -88,7 +92,7 @@ def vllm_params(params: SamplingParams, row: int, sample: int) -> VllmSamplingPa
         ignore_eos=True,
         logprobs=0 if params.log_probs else None,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE if heard else RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -127,15 +131,24 @@ class VllmEngine:
         return engine
 
     async def generate(
-        self, prompts: list[list[int]], params: SamplingParams
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        listener: TokenListener | None = None,
     ) -> list[list[Completion]]:
         self._state.require_ready()
         check_request(
             prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
         )
         tasks = [
-            asyncio.create_task(self._one(prompt, vllm_params(params, i, j)))
-            for i, prompt in enumerate(prompts, params.first_row)
+            asyncio.create_task(
+                self._one(
+                    prompt,
+                    vllm_params(params, params.first_row + i, j, heard=listener is not None),
+                    next_tokens(listener, i * params.n + j) if listener else None,
+                )
+            )
+            for i, prompt in enumerate(prompts)
             for j in range(params.n)
         ]
         try:
@@ -148,12 +161,21 @@ class VllmEngine:
         self._state.require_whole()
         return [done[i : i + params.n] for i in range(0, len(done), params.n)]
 
-    async def _one(self, prompt: list[int], params: VllmSamplingParams) -> Completion:
+    async def _one(
+        self,
+        prompt: list[int],
+        params: VllmSamplingParams,
+        show: Callable[[Sequence[int]], None] | None,
+    ) -> Completion:
         stream = self._llm.generate(
             {"prompt_token_ids": prompt}, params, request_id=uuid.uuid4().hex
         )
-        (final,) = [request async for request in stream]
-        output = final.outputs[0]
+        outputs = []
+        async for request in stream:
+            outputs = request.outputs
+            if show is not None:
+                show(outputs[0].token_ids)
+        (output,) = outputs
         tokens = tuple(output.token_ids)
         steps: Any = output.logprobs or []
         asked = params.logprobs is not None

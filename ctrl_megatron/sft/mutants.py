@@ -152,13 +152,22 @@ def critic_examples(
 
 
 def rl_rows(
-    mutants: Sequence[Mutant], problems: dict[str, Problem], seed: int, *, right_share: float = 0.2
+    mutants: Sequence[Mutant],
+    problems: dict[str, Problem],
+    seed: int,
+    *,
+    highest_pass_rate: float,
+    right_share: float,
 ) -> list[Row]:
-    """Attempts to criticise: all mutants, and right programs until they are ``right_share`` of all;
-    without them it would pay to call everything wrong.
+    """Attempts to criticise: mutants that pass at most ``highest_pass_rate`` of their tests, and
+    right programs until they are ``right_share`` of all, or all are there.
+
+    Where most tests pass already, a weak critic loses more by a wrong edit than it gains by a right
+    one: it learns to ask for nothing (docs/experiments.md, 2026-11-23).
     """
     rng = Random(seed)
-    rows = [attempt_row(m, problems[m.problem_id]) for m in mutants]
+    chosen = [m for m in mutants if m.pass_rate <= highest_pass_rate]
+    rows = [attempt_row(m, problems[m.problem_id]) for m in chosen]
     known = sorted({m.problem_id for m in mutants})
     count = round(len(rows) * right_share / (1 - right_share))
     rows += [right_row(problems[name]) for name in rng.sample(known, min(count, len(known)))]

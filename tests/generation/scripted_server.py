@@ -21,6 +21,17 @@ def good(text: str = "hi", *, prompt: int = 5, completion: int = 3, finish: str 
     }
 
 
+def streamed(*texts: str, finish: str | None = "stop", usage: Any = None, more: str = "") -> Any:
+    """The reply ``texts`` as a stream of chunks, ``more`` behind them."""
+    chunks: list[Any] = [{"choices": [{"index": 0, "delta": {"content": t}}]} for t in texts]
+    chunks.insert(0, {"choices": [{"index": 0, "delta": {"role": "assistant"}}], "usage": None})
+    if finish is not None:
+        chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    chunks.append({"choices": [], "usage": usage})
+    events = "".join(f": a comment\r\ndata: {json.dumps(chunk)}\r\n\r\n" for chunk in chunks)
+    return 200, events + (more or "data: [DONE]\n\n"), {"Content-Type": "text/event-stream"}
+
+
 class Scripted:
     """Answers requests with the given replies in turn, the last one for ever: an object as JSON,
     ``(status, body)``, ``(status, body, headers)``, text as it stands, ``"hang up"``,

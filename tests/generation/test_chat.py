@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import pytest
-from scripted_server import Scripted, good, serving
+from scripted_server import Scripted, good, serving, streamed
 
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import Chat, ChatError, EngineChat
 from ctrl_megatron.generation.openai_client import BudgetSpent, OpenAIChat, TokenBudget
+from ctrl_megatron.rollout.engine import TokenListener
 from ctrl_megatron.types import Completion, Message, SamplingParams, VersionSpan
 
 ASK: list[Message] = [{"role": "user", "content": "hello"}]
@@ -168,6 +169,50 @@ def test_a_waiting_retry_holds_no_place() -> None:
     assert order == ["second", "first"]
 
 
+def hear(script: Scripted, params: SamplingParams = PARAMS, **options: Any) -> tuple[Any, Any]:
+    """The answers to two conversations, and what was heard of each."""
+    heard: dict[int, list[str]] = defaultdict(list)
+    answers, _ = talk(
+        script,
+        lambda chat: chat.complete([ASK] * 2, params, lambda place, t: heard[place].append(t)),
+        **options,
+    )
+    return answers, dict(heard)
+
+
+def test_a_server_that_streams_is_heard_as_it_writes() -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": 3}
+    script = Scripted(streamed("h", "i\n", usage=usage, finish="length"))
+    answers, heard = hear(script, SamplingParams(max_tokens=8, n=2), budget=TokenBudget(100))
+    assert heard == {place: ["h", "i\n"] for place in range(4)}
+    told = {(a.text, a.finish_reason, a.completion_tokens) for group in answers for a in group}
+    assert told == {("hi\n", "length", 3)}
+    assert script.bodies[0]["stream"] and script.bodies[0]["stream_options"]["include_usage"]
+
+
+def test_a_server_that_does_not_stream_is_heard_in_one() -> None:
+    answers, heard = hear(Scripted((503, "starting"), good("hi")))
+    assert heard == {0: ["hi"], 1: ["hi"]} and answers[1][0].text == "hi"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (streamed("h", finish=None), "without a finish_reason"),
+        (streamed("h", more='data: {"error": {"message": "out of memory"}}\n'), "out of memory"),
+        (streamed("h", more="data: {no json\n"), "malformed"),
+        (streamed("h", more='data: {"choices": [{}]}\n'), "no choices with a delta"),
+        (streamed("h", more='data: {"choices": [{"delta": {"content": 5}}]}\n'), "delta"),
+    ],
+    ids=str,
+)
+def test_a_stream_that_breaks_off_is_not_begun_again(fault: Any, said: str) -> None:
+    script = Scripted(fault)
+    with pytest.raises(ChatError, match="in the middle of it") as caught:
+        hear(script, max_concurrency=1)
+    assert said in str(caught.value) and len(script.bodies) <= 2
+
+
 def test_the_budget_is_never_exceeded_by_answers() -> None:
     """Each answer takes 8 tokens and reserves 8: of 30 there are three, then the budget is used."""
     script = Scripted(good(prompt=0, completion=8))
@@ -214,15 +259,15 @@ def test_a_client_that_cannot_work_is_refused(arguments: tuple[str, str], said: 
 
 
 class _Words:
-    """A codec of one number per character; 0 ends an answer."""
+    """A codec of one number per byte; 0 ends an answer."""
 
     eos_token_ids = (0,)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        return [ord(c) for message in messages for c in message["content"]]
+        return list("".join(message["content"] for message in messages).encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(i) for i in ids if i)
+        return bytes(i for i in ids if i).decode(errors="replace")
 
 
 class _Echo:
@@ -230,15 +275,19 @@ class _Echo:
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, SamplingParams]] = []
+        self.cut: int | None = None
 
     async def generate(
-        self, prompts: list[list[int]], params: SamplingParams
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        listener: TokenListener | None = None,
     ) -> list[list[Completion]]:
         self.asked.append((len(prompts), params))
-        return [
+        done = [
             [
                 Completion(
-                    token_ids=(*prompt, ord(str(row)), 0),
+                    token_ids=(*prompt, ord(str(row)), 0)[: self.cut],
                     log_probs=(),
                     finish_reason="stop",
                     spans=(VersionSpan("0", 0, len(prompt) + 2),),
@@ -247,6 +296,10 @@ class _Echo:
             * params.n
             for row, prompt in enumerate(prompts, params.first_row)
         ]
+        for place, completion in enumerate(c for group in done for c in group):
+            for token in completion.token_ids if listener else ():
+                cast(TokenListener, listener)(place, (token,))
+        return done
 
     async def close(self) -> None:
         pass
@@ -270,3 +323,26 @@ def test_an_engine_is_asked_with_rows_that_keep_their_numbers() -> None:
     assert answers[0][0].completion_tokens == 4
     assert [(n, p.first_row) for n, p in engine.asked] == [(1, 2), (2, 4)]
     assert all(p.stop_token_ids == (0,) and not p.log_probs for _, p in engine.asked)
+
+
+def test_characters_of_an_engine_are_heard_whole() -> None:
+    chat = EngineChat(cast(Any, _Echo()), cast(TextCodec, cast(object, _Words())), max_model_len=16)
+    heard: dict[int, list[str]] = defaultdict(list)
+    asked = [[{"role": "user", "content": text}] for text in ("aé", "c" * 9, "€")]
+    params = SamplingParams(max_tokens=8, n=2)
+    answers = asyncio.run(chat.complete(asked, params, lambda i, t: heard[i].append(t)))
+    assert heard == {
+        **{place: ["a", "é", "0"] for place in (0, 1)},
+        **{place: ["€", "2"] for place in (4, 5)},
+    }
+    assert [[a.text for a in group] for group in answers] == [["aé0"] * 2, [], ["€2"] * 2]
+    # An answer that is cut inside of a character ends with the sign for it in both.
+    heard.clear()
+    cut = [[{"role": "user", "content": "é"}]]
+    engine = _Echo()
+    engine.cut = 1
+    chat = EngineChat(cast(Any, engine), cast(TextCodec, cast(object, _Words())), max_model_len=16)
+    ((answer,),) = asyncio.run(
+        chat.complete(cut, SamplingParams(max_tokens=8), lambda i, t: heard[i].append(t))
+    )
+    assert heard == {0: [answer.text]} and answer.text == "\ufffd"

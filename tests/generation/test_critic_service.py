@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from scripted_server import Scripted, good, serving
+from scripted_server import Scripted, good, serving, streamed
 
 from ctrl_megatron.commands.serve_critic import main
 from ctrl_megatron.generation.critic_service import CriticService
@@ -34,17 +38,31 @@ def sandbox() -> Iterator[str]:
         yield service.endpoint
 
 
+def events_of(text: str) -> list[Any]:
+    events = text.removesuffix("\n\n").split("\n\n")
+    assert all(event.startswith("data: ") for event in events) and events.pop() == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
 def post(
-    endpoint: str, path: str, body: Any, *, token: str | None = None, **request: Any
+    endpoint: str,
+    path: str,
+    body: Any,
+    *,
+    token: str | None = None,
+    says: Callable[[dict[str, Any]], Any] = reply,
+    **request: Any,
 ) -> tuple[int, Any]:
     async def run() -> tuple[int, Any]:
-        async with serving(Scripted(reply)) as chat, SandboxClient(endpoint) as judge:
+        async with serving(Scripted(says), attempts=1) as chat, SandboxClient(endpoint) as judge:
             service = CriticService(
                 chat, chat, judge, model="tiny", max_tokens=8, loopback=True, token=token
             )
             async with TestClient(TestServer(service.application())) as client:
                 given = {"json": body} if body is not None else {}
                 async with client.post(path, **given, **request) as answer:
+                    if answer.content_type == "text/event-stream":
+                        return answer.status, events_of(await answer.text())
                     return answer.status, await answer.json()
 
     return asyncio.run(run())
@@ -57,6 +75,11 @@ def test_a_wrong_solution_is_criticised_revised_and_tested(sandbox: str) -> None
     assert answer["tests"][0]["detail"] and answer["tests"][0]["test"] == TESTS[0]
     assert answer["revision"]["code"] == RIGHT
     assert [test["passed"] for test in answer["revision"]["tests"]] == [True, True]
+    assert answer["revision"]["diff"].splitlines()[3:] == [
+        " def add(a, b):",
+        "-    return a - b",
+        "+    return a + b",
+    ]
     assert answer["usage"] == {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
 
 
@@ -66,6 +89,53 @@ def test_a_right_solution_without_tests(sandbox: str) -> None:
     assert answer["tests"] is None and answer["revision"] is None
 
 
+def in_pieces(body: dict[str, Any]) -> Any:
+    text = reply(body)["choices"][0]["message"]["content"]
+    if not body.get("stream"):
+        return good(text)
+    usage = {"prompt_tokens": 5, "completion_tokens": 3}
+    return streamed(*(text[i : i + 9] for i in range(0, len(text), 9)), usage=usage)
+
+
+def test_the_parts_of_a_stream_are_the_whole_answer(sandbox: str) -> None:
+    asked = {**ASKED, "revise": True}
+    _, whole = post(sandbox, "/v1/critiques", asked, says=in_pieces)
+    status, parts = post(sandbox, "/v1/critiques", {**asked, "stream": True}, says=in_pieces)
+    joined, grown = {}, dict.fromkeys(("critique", "revision"), "")
+    for part in parts:
+        for name, text in part.pop("delta", {}).items():
+            assert name not in joined  # what grows comes before what is whole
+            grown[name] += text
+        joined |= part
+    assert (status, joined) == (200, whole)
+    assert grown == {"critique": whole["critique"], "revision": whole["revision"]["text"]}
+    assert len(parts) > 10
+
+
+def test_critiques_that_vote_come_once_they_have_voted(sandbox: str) -> None:
+    asked = {**ASKED, "stream": True, "critiques": 3, "temperature": 0.5}
+    _, parts = post(sandbox, "/v1/critiques", asked, says=in_pieces)
+    assert not any("delta" in part for part in parts)
+    assert {"votes": 3, "votes_correct": 0}.items() <= {
+        k: v for p in parts for k, v in p.items()
+    }.items()
+
+
+def test_a_stream_that_fails_says_so(sandbox: str) -> None:
+    """Before its first event with a status, later as an event."""
+    asked = {"problem": "Add.", "solution": WRONG, "stream": True}
+    status, answer = post(sandbox, "/v1/critiques", asked, says=lambda body: (500, "broken"))
+    assert status == 502 and "broken" in answer["error"]["message"]
+    cut = streamed("Looks", finish=None)
+    status, parts = post(sandbox, "/v1/critiques", asked, says=lambda body: cut)
+    assert status == 200 and {"delta": {"critique": "Looks"}} in parts
+    assert "without a finish_reason" in parts[-1]["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+    long = (400, {"error": {"message": "long", "code": "context_length_exceeded"}})
+    status, answer = post(sandbox, "/v1/chat/completions", chat, says=lambda body: long)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
@@ -73,7 +143,7 @@ def test_a_right_solution_without_tests(sandbox: str) -> None:
         ({"solution": "x"}, 422, "problem"),
         ({**ASKED, "more": 1}, 422, "more"),
         ({**ASKED, "critiques": 3}, 400, "equal at temperature 0"),
-        ({**ASKED, "tests": ["assert ("]}, 400, "solution"),
+        ({**ASKED, "tests": ["assert ("]}, 400, "'tests': "),
     ],
     ids=str,
 )
@@ -99,7 +169,11 @@ def test_our_own_client_talks_to_it() -> None:
             async with TestClient(TestServer(service.application())) as client:
                 own = OpenAIChat(str(client.make_url("/v1")), "tiny")
                 asked = [[{"role": "user", "content": "hello"}]]
-                answers = await own.complete(asked, SamplingParams(max_tokens=4, n=2))
+                params = SamplingParams(max_tokens=4, n=2)
+                answers = await own.complete(asked, params)
+                heard: dict[int, list[str]] = {0: [], 1: []}
+                assert answers == await own.complete(asked, params, lambda i, t: heard[i].append(t))
+                assert heard == {0: ["yes"], 1: ["yes"]}
                 await own.close()
                 async with client.get("/v1/models") as models:
                     return answers, await models.json()
@@ -108,6 +182,32 @@ def test_our_own_client_talks_to_it() -> None:
     assert [[a.text for a in group] for group in answers] == [["yes", "yes"]]
     assert answers[0][0].completion_tokens == 3
     assert models["data"][0]["id"] == "tiny"
+
+
+def test_the_page_is_shown_to_all_and_allows_only_itself() -> None:
+    async def run() -> tuple[str, str, list[int]]:
+        async with serving(Scripted(reply)) as chat:
+            service = CriticService(
+                chat, chat, None, model="tiny", max_tokens=8, loopback=True, token="a" * 16
+            )
+            async with TestClient(TestServer(service.application())) as client:
+                async with client.get("/") as answer:
+                    shown = await answer.text(), answer.headers["Content-Security-Policy"]
+                codes = []
+                for path, host in (("/", "evil.example"), ("/v1/models", "localhost")):
+                    async with client.get(path, headers={"Host": host}) as refused:
+                        codes.append(refused.status)
+                return *shown, codes
+
+    page, policy, codes = asyncio.run(run())
+    assert codes == [403, 401]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    for tag in ("script", "style"):
+        inline = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+        assert len(inline) > 1000 and rules[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert rules["default-src"] == rules["form-action"] == rules["frame-ancestors"] == "'none'"
+    assert not re.search(r"https?:|innerHTML|document\.write|insertAdjacent|\son\w+=|style=", page)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import math
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterator
+from collections import defaultdict
+from collections.abc import Coroutine, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,26 @@ def test_a_draw_depends_on_seed_row_and_sample_only(bench: Bench) -> None:
     assert bench.generate(PROMPTS, n=3, seed=12, **sampled) != all_four
     twins = bench.generate([PROMPTS[0]] * 2, n=2, seed=11, **sampled)
     assert len({c.token_ids for group in twins for c in group}) == 4
+
+
+def test_what_is_heard_while_it_is_drawn_is_what_comes_in_the_end(bench: Bench) -> None:
+    heard: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+
+    def hear(place: int, tokens: Sequence[int]) -> None:
+        heard[place].append(tuple(tokens))
+
+    for asked in ({"n": 2, "seed": 11}, {"temperature": 0.0, "log_probs": False}):
+        heard.clear()
+        params = SamplingParams(max_tokens=16, first_row=3, **asked)
+        answers = bench.run(bench.engine.generate(PROMPTS, params, hear))
+        unheard = bench.run(bench.engine.generate(PROMPTS, params))
+        drawn, same = ([c.token_ids for group in g for c in group] for g in (answers, unheard))
+        assert drawn == same
+        assert [tuple(chain(*heard[place])) for place in range(len(drawn))] == drawn
+        # Several prompts share the machine, so not every token needs to come alone.
+        assert all(len(pieces) > 4 for pieces in heard.values())
+    with pytest.raises(ValueError, match="1024"):
+        bench.run(bench.engine.generate([[1] * 1024], params, hear))
 
 
 def test_draws_without_a_seed_differ(bench: Bench) -> None:

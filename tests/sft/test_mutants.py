@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ctrl_megatron.data.problems import read_problems
+from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import fenced, parse_judgment, sanitize
 from ctrl_megatron.sft.examples import SftExample
@@ -45,6 +46,10 @@ def asked(critique: str) -> tuple[str, str]:
     return wrong, found["r1"] or found["r2"] or found["r3"]
 
 
+def every_row(seed: int) -> list[Row]:
+    return rl_rows(TRAIN, PROBLEMS, seed, highest_pass_rate=1.0, right_share=0.2)
+
+
 def test_the_shipped_splits_have_nothing_in_common() -> None:
     by_split = {s: [m for m in MUTANTS if m.split == s] for s in {m.split for m in MUTANTS}}
     assert by_split.keys() == {"train", "unseen_mutants", "unseen_problems"}
@@ -62,7 +67,7 @@ def test_nothing_that_is_tested_on_is_learned(seed: int) -> None:
     unseen = [m for m in MUTANTS if m.split != "train"]
     learned = [*critic_examples(TRAIN, PROBLEMS, seed), *proxy_examples(TRAIN, PROBLEMS, seed)]
     shown = {text.strip() for e in learned for text in shown_programs(e)}
-    shown |= {code_of(row.solution) for row in rl_rows(TRAIN, PROBLEMS, seed)}
+    shown |= {code_of(row.solution) for row in every_row(seed)}
     for mutant in unseen:
         if mutant.split == "unseen_problems":
             statement = PROBLEMS[mutant.problem_id].statement
@@ -120,12 +125,14 @@ def test_every_wording_says_what_to_do(wording: int) -> None:
     assert asked(oracle_critique("n + 2", "n * 2", wording)) == ("n + 2", "n * 2")
 
 
-def test_attempts_hold_right_programs_too() -> None:
+@pytest.mark.parametrize(("highest", "share"), [(1.0, 0.2), (0.25, 0.0), (0.5, 0.1)])
+def test_attempts_pass_few_tests_or_are_right(highest: float, share: float) -> None:
     few = [m for n, m in enumerate(TRAIN) if n % 5 == 0]
-    rows = rl_rows(few, PROBLEMS, 1, right_share=0.2)
-    right = [row for row in rows if row.pass_rate == 1]
-    expected = min(round(len(few) / 4), len({m.problem_id for m in few}))
-    assert len(right) == expected and len(rows) == len(few) + expected
+    rows = rl_rows(few, PROBLEMS, 1, highest_pass_rate=highest, right_share=share)
+    wrong = {row.id for row in rows if row.pass_rate < 1}
+    assert wrong == {m.id for m in few if m.pass_rate <= highest}
+    problems = len({m.problem_id for m in few})
+    assert len(rows) - len(wrong) == min(round(len(wrong) * share / (1 - share)), problems)
     for row in rows:
         assert (row.pass_rate == 1) == (row["wrong"] == "")
 
