@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from te_stand_ins import SPECS
-from tiny_models import FAMILIES, VOCAB, random_batch, save_tiny
+from tiny_models import VOCAB, layers_for, random_batch, save_tiny
 from world import run_world
 
 from ctrl_megatron.checkpoint.convert import megatron_to_hf
@@ -43,9 +43,14 @@ def ranks(layout: dict[str, Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
+    """By family and number of layers."""
     root = tmp_path_factory.mktemp("models")
-    return {family: save_tiny(family, root / family) for family in FAMILIES}
+    return {
+        (family, layers): save_tiny(family, root / f"{family}{layers}", num_hidden_layers=layers)
+        for family in ("qwen2", "qwen2_tied", "qwen3")
+        for layers in (2, 4)
+    }
 
 
 def contents(folder: Path) -> dict[str, torch.Tensor]:
@@ -79,21 +84,23 @@ def assert_same_contents(left: Path, right: Path) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_loaded_model_equals_the_saved_one_to_the_last_bit(
-    models: dict[str, Path], tmp_path: Path, name: str
+    models: dict[tuple[str, int], Path], tmp_path: Path, name: str
 ) -> None:
     """Layers and Adam of Transformer Engine or not; each reads what the other has saved."""
     # An odd vocabulary and tied embeddings: the ranks' shares of a padded buffer cross parameters.
     assert VOCAB % 2
-    tied, untied = str(models["qwen2_tied"]), str(models["qwen2"])
+    many = ranks(LAYOUTS[name]) > 2  # eight processes on two cores take the time of all others
+    layers = 2 if many else layers_for(LAYOUTS[name])
+    tied, untied = str(models["qwen2_tied", layers]), str(models["qwen2", layers])
     cases: dict[str, dict[str, Any]] = {
         "tied": {"directory": tied},
         "untied": {"directory": untied, "ddp": {"bucket_size": 20_000}},
         "bfloat16": {"directory": tied, "dtype": "bfloat16"},
         "plain_optimizer": {"directory": tied, "optimizer": {"distributed": False}},
         "before_the_first_step": {"directory": tied, "dtype": "bfloat16", "steps": 0},
-        "qk_norm": {"directory": str(models["qwen3"])},
+        "qk_norm": {"directory": str(models["qwen3", layers])},
     }
-    if ranks(LAYOUTS[name]) > 2:  # eight processes on two cores take the time of all others
+    if many:
         cases = {case: cases[case] for case in ("tied", "bfloat16", "plain_optimizer")}
     elif "pipeline" in LAYOUTS[name]:
         cases = {case: cases[case] for case in ("tied", "untied", "before_the_first_step")}
@@ -115,10 +122,10 @@ def test_a_loaded_model_equals_the_saved_one_to_the_last_bit(
 
 
 def test_layouts_and_layer_specs_read_each_others_checkpoints(
-    models: dict[str, Path], tmp_path: Path
+    models: dict[tuple[str, int], Path], tmp_path: Path
 ) -> None:
     """Local spec, TP x PP -> Transformer Engine, DP -> local spec, one rank; then equal steps."""
-    common = {"directory": str(models["qwen2_tied"]), "batch": random_batch(seed=5, rows=8)}
+    common = {"directory": str(models["qwen2_tied", 4]), "batch": random_batch(seed=5, rows=8)}
     layout: dict[str, Any] = {"tensor": 2, "pipeline": 2, "sequence_parallel": True}
     (local, *_) = run_world("saving:go_on", 4, layout=layout, out=f"{tmp_path}/a", **common)
     start = f"{tmp_path}/a/first"
@@ -144,10 +151,10 @@ def test_layouts_and_layer_specs_read_each_others_checkpoints(
 
 @pytest.mark.parametrize("name", ["one", "tp2_pp2"])
 def test_training_goes_on_while_a_checkpoint_is_written(
-    models: dict[str, Path], tmp_path: Path, name: str
+    models: dict[tuple[str, int], Path], tmp_path: Path, name: str
 ) -> None:
     layout = {"one": {}, "tp2_pp2": {"tensor": 2, "pipeline": 2}}[name]
-    model = models["qwen2_tied"]
+    model = models["qwen2_tied", layers_for(layout)]
     run_world(
         "with_each_spec",
         ranks(layout),

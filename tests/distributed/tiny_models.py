@@ -37,6 +37,13 @@ FAMILIES = {
 }
 
 
+def layers_for(layout: dict) -> int:
+    """What a layout needs: two layers on each of two stages, or one on each of their chunks; fewer
+    where nothing is cut between layers, since half of the layers take half of the time.
+    """
+    return 4 if "pipeline" in layout else 2
+
+
 def save_tiny(
     family: str, directory: Path, dtype: torch.dtype = torch.float32, **dims: int
 ) -> Path:

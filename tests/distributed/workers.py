@@ -82,7 +82,7 @@ def pass_on(rank: int, routes: list[tuple[int, ...]], size: int) -> list[list[in
     for bucket in fill_buckets(Source(), segments, groups):
         for place in bucket.places:
             part = bucket.segment.memory[place.offset : place.offset + size]
-            found.append(part.unique().tolist())
+            found.append(sorted({int(part.min()), int(part.max())}))
     return found
 
 
@@ -463,6 +463,8 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     import threading
     import time
 
+    from preloaded import reserve
+
     from ctrl_megatron.parallel.background import BackgroundLoop
     from ctrl_megatron.parallel.groups import initialize
     from ctrl_megatron.parallel.layout import Layout
@@ -473,6 +475,8 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     from ctrl_megatron.rollout.launch import EngineProcess
     from ctrl_megatron.types import SamplingParams
 
+    if rank == 0:
+        reserve(1)  # the engine's process
     groups = initialize(Layout(tensor=2), seed=1, timeout_seconds=limit)
     background, found = BackgroundLoop(), dict[str, Any]()
     unused: Any = None
