@@ -12,6 +12,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from zlib import crc32
 
@@ -22,50 +24,53 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.data.mutations import Mutation, mutations
-from ctrl_megatron.data.problems import problem_from, read_json_lines, read_problem_records
+from ctrl_megatron.data.problems import problem_from, read_problem_records
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.solutions import judge_attempts
+from ctrl_megatron.metrics import JsonlWriter, read_json_lines
 from ctrl_megatron.prompts import fenced
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
-from ctrl_megatron.sft.mutants import Mutant, Split, mutant_record
+from ctrl_megatron.sft.mutants import Mutant, Split
 from ctrl_megatron.types import Attempt, Problem
 
-_PART = 64
+_PART = 32
 _UNSEEN_PROBLEMS, _UNSEEN_MUTANTS = 0.2, 0.3
 """Shares of the problems, and of the mutants of the others, that are kept for tests."""
 
 
 async def judge(todo: Sequence[tuple[str, Problem, Mutation]], part: Path) -> None:
     """Append the pass rate of every mutant to ``part``, by name."""
-    sandbox = EmbeddedSandbox.start()
-    columns = (TextColumn("judging mutants"), BarColumn(), MofNCompleteColumn())
-    try:
-        with Progress(*columns, TimeRemainingColumn()) as progress, part.open("a") as file:
-            bar = progress.add_task("", total=len(todo))
-            async with SandboxClient(sandbox.endpoint) as client:
-                for start in range(0, len(todo), _PART):
-                    attempts = [
-                        Attempt(id=name, problem=problem, solution=fenced(mutation.code))
-                        for name, problem, mutation in todo[start : start + _PART]
-                    ]
-                    for attempt, _ in await judge_attempts(client, attempts):
-                        line = {"id": attempt.id, "pass_rate": attempt.pass_rate}
-                        file.write(json.dumps(line) + "\n")
-                    file.flush()
-                    progress.advance(bar, len(attempts))
-    finally:
-        sandbox.stop()
+    columns = TextColumn("judging mutants"), BarColumn(), MofNCompleteColumn()
+    with (
+        EmbeddedSandbox.start() as sandbox,
+        Progress(*columns, TimeRemainingColumn()) as progress,
+        closing(JsonlWriter(part)) as lines,
+    ):
+        bar = progress.add_task("", total=len(todo))
+        async with SandboxClient(sandbox.endpoint) as client:
+            for start in range(0, len(todo), _PART):
+                attempts = [
+                    Attempt(id=name, problem=problem, solution=fenced(mutation.code))
+                    for name, problem, mutation in todo[start : start + _PART]
+                ]
+                # One by one: mutants that never end take their problem's time limit in every test.
+                judged = await judge_attempts(
+                    client, attempts, advance=lambda: progress.advance(bar)
+                )
+                for attempt, _ in judged:
+                    lines.append({"id": attempt.id, "pass_rate": attempt.pass_rate})
 
 
 def judged_already(part: Path) -> dict[str, float]:
     """Pass rates by name; a line that was cut off counts as not written."""
-    if not part.exists():
-        return {}
-    text = part.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        write_whole(part, whole)
-    return {entry["id"]: entry["pass_rate"] for _, entry in read_json_lines(part)} if whole else {}
+    rates = {}
+    for number, entry in enumerate(read_json_lines(part) if part.exists() else (), start=1):
+        if entry.keys() != {"id", "pass_rate"}:
+            raise UserError(
+                f"{part} line {number} is no judged mutant", remedy="move it or name another --out"
+            )
+        rates[entry["id"]] = entry["pass_rate"]
+    return rates
 
 
 def split_of(problem_id: str, name: str) -> Split:
@@ -85,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out.exists():
         raise UserError(f"--out: {options.out} is there", remedy="name another file or move it")
-    todo, mutants = [], dict[str, tuple[Problem, Mutation]]()
+    mutants = dict[str, tuple[Problem, Mutation]]()
     for record in read_problem_records(options.problems):
         if record["difficulty"] <= options.max_difficulty and record["reference"].strip():
             problem = problem_from(record)
@@ -116,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, (problem, mutation) in mutants.items()
         if rates[name] < 1
     ]
-    write_whole(options.out, "".join(json.dumps(mutant_record(m)) + "\n" for m in found))
+    write_whole(options.out, "".join(json.dumps(asdict(m)) + "\n" for m in found))
     part.unlink()
     harmless = len(mutants) - len(found)
     print(

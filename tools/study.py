@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.data.problems import read_json_lines
+from ctrl_megatron.data.problems import read_placed_lines
 from ctrl_megatron.data.rows import read_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.resampling import Estimate
@@ -211,7 +211,7 @@ def kept_turns(folder: Path, test: str) -> list[Turn]:
     """All transcripts of a test set, the lines first, then SFT and what it is compared with."""
     turns = []
     for path in sorted(folder.glob(f"{test}.*.jsonl.gz")):
-        turns += [turn_from(record, place) for place, record in read_json_lines(path)]
+        turns += [turn_from(record, place) for place, record in read_placed_lines(path)]
     return turns
 
 

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import new_files, own_files_whole, require_own_files
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.data.problems import problem_from, read_json_lines, read_problem_records
+from ctrl_megatron.data.problems import problem_from, read_placed_lines, read_problem_records
 from ctrl_megatron.data.published import Dropped
 from ctrl_megatron.data.rows import row_of, write_rows
 from ctrl_megatron.errors import UserError, users_input
@@ -181,7 +181,7 @@ def _read_solutions(
     """Attempts at ``problems``; a solution of another one that is ``known`` is counted."""
     used, seen = {problem.id: problem for problem in problems}, dict[str, str]()
     attempts, dropped = [], Dropped()
-    for place, entry in read_json_lines(path):
+    for place, entry in read_placed_lines(path):
         for key in ("id", "problem_id", "solution"):
             if not isinstance(entry.get(key), str):
                 raise UserError(f"{place}: key {key!r} is missing or no text")

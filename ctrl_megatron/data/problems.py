@@ -56,7 +56,7 @@ def read_problem_records(path: str | PathLike[str]) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     seen: dict[str, str] = {}
     for file in files:
-        for place, given in read_json_lines(file):
+        for place, given in read_placed_lines(file):
             record = {**_DEFAULTS, **given}
             _check(record, place)
             if record["id"] in seen:
@@ -86,7 +86,7 @@ def problem_from(record: Mapping[str, Any]) -> Problem:
     )
 
 
-def read_json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
+def read_placed_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     """``(place, object)`` for every non-empty line; ``place`` is for error messages.
 
     A file that ends in ``.gz`` is unpacked. Raises ``ValueError`` for a file that cannot be read

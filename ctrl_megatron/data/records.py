@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.data.problems import read_json_lines
+from ctrl_megatron.data.problems import read_placed_lines
 from ctrl_megatron.data.rows import read_parquet
 from ctrl_megatron.errors import UserError
 
@@ -31,7 +31,7 @@ def read_records(path: Path) -> list[Record]:
         return _numbered(path, _read_arrow(path))
     if path.suffix == ".json":
         return _read_json_list(path)
-    return read_json_lines(path)
+    return read_placed_lines(path)
 
 
 def _numbered(path: Path, records: list[dict[str, Any]]) -> list[Record]:

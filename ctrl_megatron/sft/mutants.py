@@ -9,13 +9,13 @@ critiques that name the fault. Both are ordinary files for ``ctrl-train-sft``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ctrl_megatron.data.mutations import Mutation, MutationKind, mutations, occurrences
-from ctrl_megatron.data.problems import read_json_lines
+from ctrl_megatron.data.problems import read_placed_lines
 from ctrl_megatron.data.rows import Row, row_of
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import (
@@ -57,7 +57,7 @@ class Mutant:
 def read_mutants(path: Path, problems: dict[str, Problem]) -> list[Mutant]:
     """The mutants of a file. UserError naming line and key for what does not fit."""
     found = []
-    for place, record in read_json_lines(path):
+    for place, record in read_placed_lines(path):
         try:
             mutant = Mutant(**record)
         except TypeError as error:
@@ -230,8 +230,3 @@ def _example(name: str, row: Row, critique: str, code: str) -> SftExample:
         prompt=tuple(revision_messages(row.attempt().problem, row.solution, critique)),
         response=fenced(code.strip()),
     )
-
-
-def mutant_record(mutant: Mutant) -> dict[str, Any]:
-    """The JSON object of a line of the file."""
-    return asdict(mutant)

@@ -150,6 +150,27 @@ to_megatron, to_hf = (
 )
 plan, data = partial(tool, "plan"), partial(tool, "synthesize")
 problems, sandbox = partial(tool, "prepare_data"), partial(tool, "serve_sandbox")
+mutants, faults = partial(tool, "make_mutants"), partial(tool, "prepare_mutants")
+study, tree_of, service = (
+    partial(tool, "study"),
+    partial(tool, "generate"),
+    partial(tool, "serve_critic"),
+)
+_MUTATE = "--problems problems.jsonl --out new.jsonl"
+_FAULTS = "--problems problems.jsonl --mutants mutants.jsonl --out new"
+_MUTANT = {
+    **{"id": "seven/mutant0", "problem_id": "seven", "split": "train", "kind": "constant"},
+    **{"code": "print(8)", "wrong": "8", "right": "7", "pass_rate": 0.0},
+}
+_TREE = "--problems problems.jsonl --out new --generator model"
+_SERVE = "--critic model"
+
+
+def _mutant(**changes: object) -> Spoil:
+    """A file of one mutant."""
+    return _text("mutants.jsonl", json.dumps(_MUTANT | changes) + "\n")
+
+
 _DATA = (
     "--problems problems.jsonl --solutions solutions.jsonl --out data --val-share 0 --sft-share 0"
 )
@@ -566,6 +587,72 @@ CASES = [
         "model.safetensors",
         lambda f: cut(f / "model/model.safetensors"),
     ),
+    # Mutants.
+    mutants("no problems", _MUTATE.replace("problems.jsonl", "none.jsonl"), "none.jsonl"),
+    mutants("no out", "--problems problems.jsonl", "--out"),
+    mutants(
+        "problem is no JSON", _MUTATE, "problems.jsonl: line 1", _text("problems.jsonl", "{\n")
+    ),
+    mutants("nothing to change", _MUTATE + " --max-difficulty -1", "no reference"),
+    mutants("level as a word", _MUTATE + " --max-difficulty hard", "--max-difficulty"),
+    mutants("onto a file", _MUTATE.replace("new.jsonl", "run.yaml"), "run.yaml is there"),
+    mutants("part of others", _MUTATE, "new.jsonl.part", _text("new.jsonl.part", '{"x": 1}\n')),
+    mutants("part is no JSON", _MUTATE, "line 1", _text("new.jsonl.part", "hello\n")),
+    faults("no mutants", _FAULTS, "mutants.jsonl"),
+    faults("no problems", _FAULTS.replace("problems.jsonl", "none.jsonl"), "none.jsonl"),
+    faults("a key lacks", _FAULTS, "line 1", _text("mutants.jsonl", '{"id": "a"}\n')),
+    faults("unknown kind", _FAULTS, "'kind' must be one of", _mutant(kind="typo")),
+    faults("of another problem", _FAULTS, "problem 'six'", _mutant(problem_id="six")),
+    faults("of another reference", _FAULTS, "is not the problem's reference", _mutant(right="6")),
+    faults("passes every test", _FAULTS, "'pass_rate'", _mutant(pass_rate=1.0)),
+    faults("one split only", _FAULTS, "none of split", _mutant()),
+    faults("no attempts", _FAULTS + " --test-size 0", "--test-size=0"),
+    faults("seed as a word", _FAULTS + " --seed first", "--seed"),
+    faults("onto a file", _FAULTS.replace("--out new", "--out run.yaml"), "run.yaml is there"),
+    faults(
+        "onto others' files",
+        _FAULTS.replace("--out new", "--out ."),
+        "rl.parquet was not",
+        _text("rl.parquet", "mine"),
+    ),
+    study("no such piece", "--piece grpo.seed9", "grpo.seed9"),
+    study("no such flag", "--fast", "--fast"),
+    study("nothing to show", "--tables", "no transcript yet"),
+    # Trees and the service.
+    tree_of("no problems", _TREE.replace("problems.jsonl", "none.jsonl"), "none.jsonl"),
+    tree_of(
+        "unknown field",
+        _TREE,
+        "line 1: unknown key(s) colour",
+        _text("problems.jsonl", json.dumps(PROBLEM | {"colour": 1})),
+    ),
+    tree_of("rows without tests", _TREE.replace("problems.jsonl", "sft.parquet"), "sft.parquet"),
+    tree_of("no generator", "--problems problems.jsonl --out new", "--generator"),
+    tree_of("no model", _TREE.replace("generator model", "generator none"), "none"),
+    tree_of("no critic", _TREE + " --critic none", "--critic"),
+    tree_of("a server without a model", _TREE + " --critic-url http://x/v1", "--critic-url"),
+    tree_of("no width", _TREE + " --widths 1 0", "widths"),
+    tree_of("no problem", _TREE + " --limit 0", "--limit=0"),
+    tree_of("no room", _TREE + " --max-tokens 4096", "--max-model-len"),
+    tree_of("cold", _TREE + " --critique-temperature -1", "temperature of a critique"),
+    tree_of("top p of two", _TREE + " --top-p 2", "--top-p"),
+    tree_of("onto others' files", _TREE.replace("--out new", "--out model"), "model is not empty"),
+    tree_of("onto a file", _TREE.replace("--out new", "--out run.yaml"), "run.yaml is there"),
+    service("no critic", "--port 0", "--critic"),
+    service("no model", "--critic none", "none"),
+    service("no generator", _SERVE + " --generator none", "--generator"),
+    service(
+        "weights are cut off",
+        _SERVE,
+        "model.safetensors",
+        lambda f: cut(f / "model/model.safetensors"),
+    ),
+    service("no chat template", _SERVE, "chat template", _remove("model/chat_template.jinja")),
+    service("no port", _SERVE + " --port 99999", "--port=99999"),
+    service("no tokens", _SERVE + " --max-tokens 0", "--max-tokens=0"),
+    service("no token file", _SERVE + " --token-file none", "none"),
+    service("open to all", _SERVE + " --host 0.0.0.0", "0.0.0.0"),
+    service("no threads", _SERVE + " --threads 0", "--threads=0"),
     # The rest.
     sandbox("no port", "--port 99999", "--port"),
     sandbox("no workers", "--workers 0", "--workers"),
@@ -622,12 +709,13 @@ MODULES = {
     **{name: f"ctrl_megatron.commands.{name}" for name in ("train_rl", "train_sft", "evaluate")},
     **{
         name: f"ctrl_megatron.commands.{name}"
-        for name in ("plan", "check_env", "serve_sandbox", "report")
+        for name in ("plan", "check_env", "serve_sandbox", "report", "generate", "serve_critic")
     },
     "convert_hf_to_megatron": "ctrl_megatron.commands.convert_hf_to_megatron",
     "convert_megatron_to_hf": "ctrl_megatron.commands.convert_megatron_to_hf",
     **{name: f"tools.{name}" for name in ("prepare_data", "synthesize")},
     **{name: f"tools.{name}" for name in ("prepare_smollm2", "make_env")},
+    **{name: f"tools.{name}" for name in ("make_mutants", "prepare_mutants", "study")},
 }
 ROOT = Path(__file__).parents[2]
 
@@ -668,6 +756,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         *("ctrl_megatron.commands.start._start_ranks", "tools.synthesize._run"),
         *("tools.prepare_data.write_whole", "tools.prepare_smollm2.convert", "tools.make_env.run"),
         "ctrl_megatron.sandbox.__main__.serve",
+        *("tools.make_mutants.judge", "tools.prepare_mutants.new_files", "tools.study._run"),
+        *("ctrl_megatron.commands.generate._grow", "ctrl_megatron.generation.sources.open_chats"),
     ):
         monkeypatch.setattr(place, starts)
 
