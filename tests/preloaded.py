@@ -12,10 +12,14 @@ import fcntl
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import traceback
+from functools import reduce
+from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +141,11 @@ def wait_for_command(parent: socket.socket, below: tuple[int, ...]) -> None:
         os._exit(0)
     with parent, parent.makefile("rb") as file:
         told = json.load(file)
-    os.setsid()
+    if "group" in told:
+        os.setpgid(0, told["group"])
+        told["env"]["SCRIPT_GROUP"] = str(told["group"])
+    else:
+        os.setsid()
     above = [fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE_ALL) for fd in descriptors]
     os.closerange(3, _ABOVE_ALL)
     for fd, wanted in zip(above, [0, 1, 2, *told["pass_fds"]], strict=True):
@@ -166,6 +174,9 @@ def run_program(args: list[str], below: tuple[int, ...] = ()) -> int:
         title = f"{_PROGRAMS[name]} {os.environ.get('RANK', '')}".strip()
         Path("/proc/self/comm").write_text(title)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    program, *moment = os.environ.get("KILLED_AT", "?").split()
+    if program in name:
+        _die_at(*moment)
     if below and os.environ.get("LOCAL_RANK", "0") == "0":
         # Engines are started by the first rank of a host.
         reserve(*below)
@@ -181,6 +192,23 @@ def run_program(args: list[str], below: tuple[int, ...] = ()) -> int:
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def _die_at(place: str, nth: str) -> None:
+    """Let the ``nth`` call of ``module:name`` kill the script and this process's group."""
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    owner = reduce(getattr, owners, import_module(module))
+    function, calls = getattr(owner, name), count(1)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == int(nth):
+            if (script := int(os.environ["SCRIPT_GROUP"])) != os.getpgrp():
+                os.killpg(script, signal.SIGKILL)
+            os.killpg(0, signal.SIGKILL)
+        return function(*arguments, **options)
+
+    setattr(owner, name, called)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator
@@ -20,13 +22,15 @@ MARKER = ".ctrl_megatron.json"
 def whole_directory(target: str | Path, *, active: bool = True) -> Iterator[Path]:
     """A new directory beside ``target`` that takes its name when the block succeeds.
 
-    An existing ``target`` is replaced. ``active=False`` (ranks that do not write) yields the
-    target's path and does nothing.
+    An existing ``target`` is replaced, and what a killed process has half-written of it is removed.
+    ``active=False`` (ranks that do not write) yields the target's path and does nothing.
     """
     target = Path(target)
     if not active:
         yield target
         return
+    for draft in _left_behind(target, ""):
+        shutil.rmtree(draft)
     work = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     work.mkdir(parents=True)
     replaced = target.with_name(work.name + ".old")
@@ -40,7 +44,15 @@ def whole_directory(target: str | Path, *, active: bool = True) -> Iterator[Path
             replaced.rename(target)
         shutil.rmtree(work, ignore_errors=True)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    for old in _left_behind(target, ".old"):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _left_behind(target: Path, ending: str) -> list[Path]:
+    """Directories beside ``target`` with the names that ``whole_directory`` gives."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{re.escape(ending)}")
+    beside = target.parent.glob(f".{glob.escape(target.name)}.*")
+    return [path for path in beside if name.fullmatch(path.name) and path.is_dir()]
 
 
 @contextmanager
@@ -73,7 +85,7 @@ def new_files(
         marked = {"tool": tool, "files": _sizes(work)}
         (work / MARKER).write_text(json.dumps(marked, indent=1) + "\n")
         # The mark first: after a kill in between the tool knows the others for its own.
-        for path in sorted(work.iterdir(), key=lambda path: path.name != MARKER):
+        for path in sorted(work.iterdir(), key=lambda path: (path.name != MARKER, path.name)):
             os.replace(path, folder / path.name)
     finally:
         shutil.rmtree(work, ignore_errors=True)

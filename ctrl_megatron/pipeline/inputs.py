@@ -181,10 +181,12 @@ def check_checkpoint(config: Config, models: tuple[str, ...], parts: tuple[str, 
             read_state(checkpoint, models, parts)
 
 
-def is_finished(config: Config, steps: int, *, stage: str, files: tuple[str, ...] = ()) -> bool:
+def is_finished(
+    config: Config, steps: int, *, stage: str | None, files: tuple[str, ...] = ()
+) -> bool:
     """Whether the run has made its steps and left what it leaves at its end; then rank 0 says so.
 
-    ``stage`` is the row of the final table that comes last where there is one.
+    ``stage`` is the row of the final table that comes last; None for a run that validates nothing.
     """
     trainer, run_dir = config.trainer, Path(config.trainer.run_dir)
     checkpoint = CheckpointStore(run_dir / "checkpoints", keep=-1, side_files=run_dir).find(
@@ -194,8 +196,9 @@ def is_finished(config: Config, steps: int, *, stage: str, files: tuple[str, ...
         return False
     table = run_dir / "summary.json"
     rows = json.loads(table.read_text())["table"] if table.is_file() else []
-    told = {row["stage"] for row in rows}
-    if (rows and stage not in told) or not all((run_dir / name).exists() for name in files):
+    told = {None, *(row["stage"] for row in rows)}
+    left = ("report.html", *files)
+    if stage not in told or not all((run_dir / name).exists() for name in left):
         return False
     if read_launch().rank == 0:
         print(

@@ -71,7 +71,8 @@ def train(config: Config) -> bool:
     """
     graph, trainer, finished = check_run(config), config.trainer, False
     inputs = read_inputs(config, graph.measured, validates=graph.report.validate is not None)
-    if is_finished(config, total_steps(config, len(inputs.train.rows)), stage="after RL"):
+    steps = total_steps(config, len(inputs.train.rows))
+    if is_finished(config, steps, stage="after RL" if graph.report.validate else None):
         return True
     with session(config) as run:
         services = run.start_services(judges=runs_programs(config, graph.measured))

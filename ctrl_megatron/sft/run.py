@@ -45,7 +45,7 @@ def train_sft(config: Config) -> bool:
         steps = total_steps(config, len(examples))
     with users_input("sft.val_files"):
         held_out, _ = tokenise(codec, kept, config)
-    if is_finished(config, steps, stage="after SFT", files=("hf",)):
+    if is_finished(config, steps, stage="after SFT" if held_out else None, files=("hf",)):
         return True
     with session(config) as run:
         groups, path = run.groups, config.actor_rollout_ref.model.path

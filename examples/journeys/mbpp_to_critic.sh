@@ -33,4 +33,4 @@ if [ ! -e "$OUT/critic" ]; then
 fi
 
 ctrl-evaluate --config "$CONFIG" "before=$MODEL" "after SFT=$OUT/sft/hf" "after RL=$OUT/critic" \
-  --set "actor_rollout_ref.model.path=$OUT/sft/hf" "${rows[@]}" trainer.experiment_name=evaluation
+  --out "$OUT/evaluation" --set "actor_rollout_ref.model.path=$OUT/sft/hf" "${rows[@]}"

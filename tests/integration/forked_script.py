@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from forked_ranks import fork_context
@@ -25,6 +26,7 @@ name = os.path.basename(sys.argv[0])
 module = "ctrl_megatron.commands." + name.removeprefix("ctrl-").replace("-", "_")
 args = sys.argv[1:] if name == "python" else ["-m", module, *sys.argv[1:]]
 told = {{"args": args, "env": dict(os.environ), "cwd": os.getcwd(), "pass_fds": []}}
+told["group"] = os.getpgrp()
 server = socket.socket(socket.AF_UNIX)
 server.connect(os.environ["FORKED_COMMANDS"])
 socket.send_fds(server, [b"."], [0, 1, 2])
@@ -40,23 +42,40 @@ class Shell:
     def __init__(self, folder: Path, address: str) -> None:
         self.folder, self._address = folder, address
 
-    def run(self, script: Path, environment: Mapping[str, str]) -> str:
-        """What the script prints; it must end with 0."""
+    def run(
+        self, script: Path, environment: Mapping[str, str], killed_at: str | None = None
+    ) -> str:
+        """What the script prints; it must end with 0.
+
+        ``killed_at`` is ``PROGRAM MODULE:NAME NTH``: when that program of the script begins the nth
+        call of what is looked up there, SIGKILL takes the script's process group and, where it is
+        another one, that of the process that makes the call.
+        """
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         given = {**os.environ, "PATH": path, "FORKED_COMMANDS": self._address}
         given |= {"OMP_NUM_THREADS": "1", **environment}
-        done = subprocess.run(
-            ["bash", str(script)],
-            cwd=self.folder,
-            env=given,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stdout[-8000:]
-        return done.stdout
+        given |= {"KILLED_AT": killed_at} if killed_at else {}
+        # A file: orphans of a killed script may hold its output longer than it takes to go on.
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                ["bash", str(script)],
+                cwd=self.folder,
+                env=given,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+            try:
+                process.wait(280)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            output.seek(0)
+            said = output.read().decode(errors="replace")
+        assert process.returncode == (-signal.SIGKILL if killed_at else 0), said[-8000:]
+        return said
 
 
 @contextmanager
@@ -100,4 +119,5 @@ def _serve(address: str, ready: object) -> None:
                     # Ranks, or the engine of a command that starts none; each rank an engine.
                     wait_for_command(asked, (2, 1))
                 _, status = os.waitpid(pid, 0)
-                asked.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+                with suppress(BrokenPipeError):  # whoever waited was killed too
+                    asked.sendall(str(os.waitstatus_to_exitcode(status)).encode())

@@ -44,12 +44,14 @@ def solver(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return chain_model(folder, smollm2_path, ("It is 8.", "It is 9."), 0.8)
 
 
-def journey(shell: Shell, name: str, **given: object) -> Path:
+def journey(shell: Shell, name: str, killed_at: str | None = None, **given: object) -> Path:
     """Run the script; where its files are."""
     out = shell.folder / name
     settings = {"CONFIG": "tiny.yaml", "ENGINE": "hf", "RANKS": "1", "OUT": out.name, **given}
-    said = shell.run(JOURNEYS / f"{name}.sh", {k: str(v) for k, v in settings.items()})
-    (out / "said").write_text(said)
+    texts = {name: str(value) for name, value in settings.items()}
+    said = shell.run(JOURNEYS / f"{name}.sh", texts, killed_at)
+    if killed_at is None:
+        (out / "said").write_text(said)
     return out
 
 
