@@ -1,5 +1,5 @@
-"""From MBPP's own file to an evaluated critic with a tiny model: whole, and killed while it makes
-the training files."""
+"""From MBPP's own file to an evaluated critic with a tiny model: whole, and killed up to the end
+of fine-tuning."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ MOMENTS = (
     "synthesize ctrl_megatron.sft.stages:judge_attempts 2",
     "synthesize ctrl_megatron.sft.stages:synthesise_critique 5",
     f"synthesize {FILES} 3",  # some files have their places already
+    "train_sft ctrl_megatron.models.policy:Policy.step 2",
+    "train_sft ctrl_megatron.checkpoint.hf:HfFiles.finish 1",
 )
 """In order: when each comes, everything before it is finished."""
 UNFINISHED = {
     "prepare_data": "problems.jsonl",
     "synthesize": "data/train.parquet",
+    "train_sft": "sft/hf",
 }
 """What a stage has not written before its end."""
 
@@ -101,7 +104,9 @@ def test_every_stage_leaves_something_to_the_next(whole: Path) -> None:
     assert found["critic/model.safetensors"] != found["sft/hf/model.safetensors"]
 
 
-def test_kills_before_training_change_no_final_file(shell: Shell, model: Path, whole: Path) -> None:
+def test_kills_up_to_fine_tuning_change_no_final_file(
+    shell: Shell, model: Path, whole: Path
+) -> None:
     for moment in MOMENTS:
         out = from_mbpp(shell, model, moment)
         program = moment.split()[0]
