@@ -43,7 +43,7 @@ types:
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 tests:
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slurm: env
 	$(BIN)/python -m pytest -m slurm tests/integration/test_slurm_cluster.py

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 _LONGEST_FIRST = ("integration", "rollout", "distributed", "sandbox", "hostile", "checkpoint")
 _TOGETHER = {"test_rl_run.py": "whole_run", "test_resume.py": "whole_run"}
@@ -17,10 +19,24 @@ settings.load_profile("no_deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, so that no worker ends long before the other; files stay whole."""
+    """Long files first, so that no worker ends long before the other."""
     order = {name: number for number, name in enumerate(_LONGEST_FIRST)}
     root = Path(__file__).parent
     items.sort(key=lambda item: order.get(item.path.relative_to(root).parts[0], len(order)))
-    for item in items:
-        file = item.path.relative_to(root).as_posix()
-        item.add_marker(pytest.mark.xdist_group(_TOGETHER.get(item.path.name, file)))
+
+
+class FileScheduling(LoadFileScheduling):
+    """Files stay whole in one worker, which makes their fixtures once.
+
+    ``xdist_group`` would say so too, but xdist 3.8 writes groups into an attribute that pytest 9.2
+    no longer reads.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return _TOGETHER.get(Path(file).name, file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
+    return FileScheduling(config, log)
