@@ -82,6 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, members in splits.items():
         if not members:
             raise UserError(f"--mutants: {options.mutants} has none of split {name!r}")
+    few = {
+        name: [m for m in members if m.pass_rate <= options.highest_pass_rate]
+        for name, members in splits.items()
+    }
+    for name, members in few.items():
+        if not members:
+            raise UserError(
+                f"--highest-pass-rate={options.highest_pass_rate}: no mutant of split {name!r} "
+                "passes so few tests"
+            )
     train, rng = splits["train"], Random(options.seed)
     with new_files(options.out, _FILES, _TOOL, overwrite=options.overwrite) as folder:
         write_examples(folder / "proxy_sft.parquet", proxy_examples(train, problems, options.seed))
@@ -95,19 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             highest_pass_rate=options.highest_pass_rate,
             right_share=options.right_share,
         )
-        if not rows:
-            raise UserError(
-                f"--highest-pass-rate={options.highest_pass_rate}: no mutant passes so few tests"
-            )
         write_rows(folder / "rl.parquet", rows)
         kept = {}
         for name in _TESTS:
-            fit = [m for m in splits[name] if m.pass_rate <= options.highest_pass_rate]
-            kept[name] = rng.sample(fit, min(options.test_size, len(fit)))
-        for name, members in kept.items():
-            if not members:
-                raise UserError(f"--highest-pass-rate leaves nothing of split {name!r}")
-            attempts = [attempt_row(m, problems[m.problem_id]) for m in members]
+            kept[name] = rng.sample(few[name], min(options.test_size, len(few[name])))
+            attempts = [attempt_row(m, problems[m.problem_id]) for m in kept[name]]
             write_rows(folder / f"{name}.parquet", attempts)
         tested = [mutant for members in kept.values() for mutant in members]
         for name, said in (
