@@ -32,7 +32,7 @@ HOME = Path("examples/study_smollm2")
 CONFIG, KEPT = HOME / "mutants.yaml", HOME / "transcripts"
 RUNS, DATA, MODEL = Path("runs/study"), Path("runs/study/data"), Path("runs/models/smollm2")
 SEEDS, TESTS = (1, 2, 3), ("unseen_mutants", "unseen_problems")
-STEPS = 20
+STEPS = 10
 """Of RL, and of the fine-tuning that goes on instead (the control)."""
 SAMPLES = 4
 """Critiques of one attempt, each with its revision."""
@@ -55,7 +55,7 @@ class Piece:
 
 
 def pieces() -> dict[str, Piece]:
-    """All pieces by name, each after what it needs."""
+    """All pieces by name, each after what it needs; measurements in the order of making them."""
     found: dict[str, Piece] = {}
 
     def add(name: str, product: Path, work: Work, *needs: str) -> None:
@@ -82,21 +82,22 @@ def pieces() -> dict[str, Piece]:
             name = f"{arm}.seed{seed}"
             train = _rl(name, start, seed, estimator)
             add(name, _model(name) / _WEIGHTS, lambda c=train: _run(c), sft, "proxy")
+    lines = {
+        "bland": "bland.jsonl",
+        "oracle": "oracle.jsonl",
+        "execution feedback": "{}.feedback.jsonl",
+    }
     for test in TESTS:
-        for arm, name in ARMS.items():
-            for seed in SEEDS:
-                run = f"{name}.seed{seed}"
+        for arm, file in lines.items():
+            need = [f"feedback.{test}"] if "{}" in file else []
+            _add_measure(add, test, arm, DATA / file.format(test), 1, "data", "proxy", *need)
+        for arm, critic in {"zero-shot": MODEL, "self-critique": proxy}.items():
+            _add_measure(add, test, arm, critic, 1, "data", "proxy")
+    for arm, name in ARMS.items():
+        for seed in SEEDS:
+            run = f"{name}.seed{seed}"
+            for test in TESTS:
                 _add_measure(add, test, arm, _model(run), seed, run, "data", "proxy")
-        lines = {
-            "bland": DATA / "bland.jsonl",
-            "zero-shot": MODEL,
-            "self-critique": proxy,
-            "execution feedback": DATA / f"{test}.feedback.jsonl",
-            "oracle": DATA / "oracle.jsonl",
-        }
-        for arm, critic in lines.items():
-            need = {"self-critique": ("proxy",), "execution feedback": (f"feedback.{test}",)}
-            _add_measure(add, test, arm, critic, SEEDS[0], "data", "proxy", *need.get(arm, ()))
     return found
 
 
@@ -321,7 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{'there' if piece.product.exists() else 'open':<6} {piece.name}")
         return 0
     if not options.tables:
-        for wanted in [options.piece] if options.piece else known:
+        measured = [name for name in known if name.startswith("measure.")]
+        for wanted in [options.piece] if options.piece else measured:
             for piece in in_order(wanted, known):
                 if not piece.product.exists():
                     print(f"study: {piece.name}", flush=True)
