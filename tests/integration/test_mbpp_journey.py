@@ -1,5 +1,4 @@
-"""From MBPP's own file to an evaluated critic with a tiny model: whole, and killed up to the end
-of fine-tuning."""
+"""From MBPP's own file to an evaluated critic with a tiny model: whole, and killed everywhere."""
 
 from __future__ import annotations
 
@@ -32,12 +31,19 @@ MOMENTS = (
     f"synthesize {FILES} 3",  # some files have their places already
     "train_sft ctrl_megatron.models.policy:Policy.step 2",
     "train_sft ctrl_megatron.checkpoint.hf:HfFiles.finish 1",
+    "train_rl ctrl_megatron.models.policy:Policy.step_with_log_probs 2",
+    "train_rl ctrl_megatron.pipeline.loop:TrainingLoop._validate 1",  # after the last step
+    "convert_megatron_to_hf ctrl_megatron.checkpoint.convert:HfFiles.finish 1",
+    "evaluate ctrl_megatron.pipeline.evaluation:write_part 2",
 )
 """In order: when each comes, everything before it is finished."""
 UNFINISHED = {
     "prepare_data": "problems.jsonl",
     "synthesize": "data/train.parquet",
     "train_sft": "sft/hf",
+    "train_rl": "rl/report.html",
+    "convert_megatron_to_hf": "critic",
+    "evaluate": "evaluation/results.json",
 }
 """What a stage has not written before its end."""
 
@@ -104,9 +110,7 @@ def test_every_stage_leaves_something_to_the_next(whole: Path) -> None:
     assert found["critic/model.safetensors"] != found["sft/hf/model.safetensors"]
 
 
-def test_kills_up_to_fine_tuning_change_no_final_file(
-    shell: Shell, model: Path, whole: Path
-) -> None:
+def test_kills_in_every_stage_change_no_final_file(shell: Shell, model: Path, whole: Path) -> None:
     for moment in MOMENTS:
         out = from_mbpp(shell, model, moment)
         program = moment.split()[0]
