@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -250,14 +251,15 @@ async def _finish(options: argparse.Namespace, tree: SearchTree) -> None:
 
 def _show(turns: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> None:
     names = [name for name in turns[0] if name != "layer"]
-    table = Table()
+    # Narrow, so that no figure is cut at 80 columns.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column(no_wrap=True)
     for name in names:
         table.add_column(name.replace("_", " "), justify="right")
     for row in (*turns, *([{"layer": "best of n", **best}] if best else [])):
         values = (row.get(name) for name in names)
         shown = (
-            "" if v is None else f"{v:.4f}" if isinstance(v, float) else str(v) for v in values
+            "" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v) for v in values
         )
         table.add_row(row["layer"], *shown)
     Console().print(table)
