@@ -82,17 +82,13 @@ def pieces() -> dict[str, Piece]:
             name = f"{arm}.seed{seed}"
             train = _rl(name, start, seed, estimator)
             add(name, _model(name) / _WEIGHTS, lambda c=train: _run(c), sft, "proxy")
-    lines = {
-        "bland": "bland.jsonl",
-        "oracle": "oracle.jsonl",
-        "execution feedback": "{}.feedback.jsonl",
-    }
     for test in TESTS:
-        for arm, file in lines.items():
-            need = [f"feedback.{test}"] if "{}" in file else []
-            _add_measure(add, test, arm, DATA / file.format(test), 1, "data", "proxy", *need)
-        for arm, critic in {"zero-shot": MODEL, "self-critique": proxy}.items():
-            _add_measure(add, test, arm, critic, 1, "data", "proxy")
+        feedback = f"feedback.{test}"
+        told = found[feedback].product
+        critics = (DATA / "bland.jsonl", MODEL, proxy, told, DATA / "oracle.jsonl")
+        for arm, critic in zip(LINES, critics, strict=True):
+            need = [feedback] if critic == told else []
+            _add_measure(add, test, arm, critic, SEEDS[0], "data", "proxy", *need)
     for arm, name in ARMS.items():
         for seed in SEEDS:
             run = f"{name}.seed{seed}"
@@ -102,6 +98,8 @@ def pieces() -> dict[str, Piece]:
 
 
 _WEIGHTS = "model.safetensors"
+LINES = ("bland", "zero-shot", "self-critique", "execution feedback", "oracle")
+"""Arms that nothing trains, from the lower line to the upper one."""
 ARMS = {"SFT": "sft", "SFT + GRPO": "grpo", "SFT, more steps": "more_sft", "SFT + PPO": "ppo"}
 """Trained arms in the order of measuring, and the beginning of their runs' names."""
 
@@ -221,10 +219,10 @@ def results_of(turns: Sequence[Turn]) -> list[CriticResult]:
     trained = [t for t in turns if t.critic in ARMS]
     order = {arm: place for place, arm in enumerate(ARMS)}
     trained.sort(key=lambda t: order[t.critic])
-    lines = [t for t in turns if t.critic not in ARMS]
     found: list[CriticResult] = []
-    for name in dict.fromkeys(t.critic for t in lines):
-        found += evaluate_turns([t for t in lines if t.critic == name], ks=(1, SAMPLES))
+    for name in LINES:
+        line = [t for t in turns if t.critic == name]
+        found += evaluate_turns(line, ks=(1, SAMPLES)) if line else []
     return found + (evaluate_turns(trained, ks=(1, SAMPLES)) if trained else [])
 
 
@@ -243,7 +241,8 @@ def markdown(test: str, turns: Sequence[Turn]) -> str:
     lines += ["", "Gains by seed:", "", _row(("arm", *(f"seed {s}" for s in SEEDS)))]
     lines.append(_row(["---"] * (1 + len(SEEDS))))
     for arm in [arm for arm in ARMS if arm != "SFT"]:
-        lines.append(_row([arm, *(_told(_gain(turns, arm, seed)) for seed in SEEDS)]))
+        gains = [_gain(turns, arm, seed) for seed in SEEDS]
+        lines.append(_row([arm, *("open" if gain is None else _told(gain) for gain in gains)]))
     return "\n".join(lines) + "\n"
 
 
@@ -255,7 +254,7 @@ def _gain(turns: Sequence[Turn], arm: str, seed: int) -> Estimate | None:
 
 def _told(rate: Estimate | None) -> str:
     if rate is None:
-        return "open"
+        return ""
     around = "" if rate.low is None else f" [{rate.low:.3f}, {rate.high:.3f}]"
     return f"{rate.value:.3f}{around}"
 
