@@ -144,6 +144,18 @@ def _settings(options: argparse.Namespace, problems: Sequence[Problem]) -> dict[
     return {name: getattr(options, name) for name in names} | judged
 
 
+def _read_settings(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(
+            f"--out: {file} was not written by ctrl-generate", remedy="name another directory"
+        )
+    return found
+
+
 @contextmanager
 def _directory(out: Path, settings: Mapping[str, Any]) -> Iterator[None]:
     """``out`` for this process alone. UserError where it is in use or holds something else."""
@@ -159,7 +171,7 @@ def _directory(out: Path, settings: Mapping[str, Any]) -> Iterator[None]:
         except OSError as error:
             raise UserError(f"--out: {out} is in use by another ctrl-generate") from error
         if file.exists():
-            before = json.loads(file.read_text())
+            before = _read_settings(file)
             names = dict.fromkeys((*before, *settings))
             different = [
                 f"{name}: {before.get(name)}, now {settings.get(name)}"

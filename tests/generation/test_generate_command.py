@@ -120,3 +120,7 @@ def test_a_directory_with_another_tree_is_left_alone(
     (other / "mine.txt").write_text("mine")
     assert main([*given, "--out", str(other)]) == 2
     assert f"{other} is not empty" in capsys.readouterr().err
+    for foreign in ("[1]", "{", "\xff"):
+        (other / "settings.json").write_text(foreign, "latin-1")
+        assert main([*given, "--out", str(other)]) == 2
+        assert "settings.json was not written by ctrl-generate" in capsys.readouterr().err
