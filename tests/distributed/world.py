@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def run_world(
 ) -> list[Any]:
     """``workers.<function>(rank, **arguments)`` in ``world_size`` processes; their results by rank.
 
-    A failing process fails the call with its output, and no process outlives it.
+    A failing process fails the call with its output, and no process outlives it. Whoever has not
+    ended by then is killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         torch.save(arguments, f"{folder}/arguments.pt")
@@ -45,9 +47,13 @@ def run_world(
             process.start()
         try:
             deadline = time.monotonic() + timeout
-            for rank, process in enumerate(processes):
-                process.join(max(0.0, deadline - time.monotonic()))
-                assert process.exitcode == 0, _output(folder, rank)[-6000:]
+            # The first to end badly: the others may only have lost their peer.
+            while running := [process for process in processes if process.exitcode is None]:
+                if any(process.exitcode for process in processes) or time.monotonic() > deadline:
+                    break
+                wait([process.sentinel for process in running], deadline - time.monotonic())
+            failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
+            assert not failed, "\n".join(_output(folder, rank)[-6000:] for rank in failed)
         finally:
             for process in processes:
                 if process.is_alive():
