@@ -9,7 +9,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ctrl_megatron.errors import UserError
@@ -199,9 +199,17 @@ def nearest_existing(path: Path) -> Path:
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
+def free_space(directory: Path) -> int:
+    """Bytes free on the disk of ``directory``, which may not exist, or be removed meanwhile."""
+    for place in (directory, *directory.absolute().parents):
+        with suppress(FileNotFoundError):
+            return shutil.disk_usage(place).free
+    raise FileNotFoundError(directory)
+
+
 def require_space(directory: Path, num_bytes: int, what: str) -> None:
     """UserError if ``num_bytes`` do not fit on the disk of ``directory``, which may not exist."""
-    free = shutil.disk_usage(nearest_existing(directory)).free
+    free = free_space(directory)
     if num_bytes > free:
         raise UserError(
             f"{what} needs {num_bytes / 2**20:.1f} MiB, the disk of {directory} has "

@@ -13,7 +13,6 @@ import errno
 import json
 import os
 import pickle
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -43,6 +42,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ctrl_megatron.checkpoint.files import free_space
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.families import Piece, ShardParam, hf_shape
 from ctrl_megatron.models.optimizer import OwnedRange
@@ -360,7 +360,8 @@ def _one_error(doing: str, directory: Path) -> Iterator[None]:
     except CheckpointException as error:
         # torch's is no Exception, and lists the tracebacks of all ranks.
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        if shutil.disk_usage(directory).free < _NO_ROOM:
+        # The first rank may have removed the half-written directory already.
+        if free_space(directory) < _NO_ROOM:
             # What torch makes of a write that fails says nothing of the disk.
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
             raise full from cause

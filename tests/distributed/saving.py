@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,14 @@ def _save_aside(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    def look_late(directory: Path) -> int:
+        while not groups.is_first and directory.exists():  # which the first rank removes
+            time.sleep(0.01)
+        return look(directory)
+
     if groups.rank == groups.layout.world_size - 1:
+        look = sharded.free_space
+        patch.setattr(sharded, "free_space", look_late)
         patch.setattr(sharded.TensorParts, "part", full)
     saved.save({"policy": model}, 3, {})
     failed = rf"writing .* failed on rank {groups.layout.world_size - 1}: .*No space left"
