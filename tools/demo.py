@@ -35,6 +35,8 @@ PROXY_RUN, SFT_RUN, RL_RUN = "demo_proxy", "demo_sft", "demo"
 PROXY, CRITIC = f"runs/{PROXY_RUN}/hf", f"runs/{SFT_RUN}/hf"
 WEIGHTS = "model.safetensors"
 PROXY_STEPS, STEPS, TESTED, SAMPLES = 8, 9, 60, 4
+LONGEST = 90
+"""Characters of a program to be reinforced on: longer ones the proxy seldom repairs."""
 PYTHON, RANKS = sys.executable, "2"
 
 
@@ -63,7 +65,7 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
             "right programs with one fault each: lessons, attempts, tests",
             [
                 *(PYTHON, "tools/prepare_mutants.py", "--out", DATA),
-                *("--test-size", str(TESTED)),
+                *("--test-size", str(TESTED), "--longest-attempt", str(LONGEST)),
             ],
             f"{DATA}/rl.parquet",
         ),

@@ -60,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="share of its tests that an attempt to criticise passes at most",
     )
     parser.add_argument(
+        "--longest-attempt", type=int, help="characters of a program in rl.parquet, at most"
+    )
+    parser.add_argument(
         "--right-share", type=float, default=0.0, help="of right programs in rl.parquet"
     )
     parser.add_argument("--seed", type=int, default=1)
@@ -93,17 +96,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "passes so few tests"
             )
     train, rng = splits["train"], Random(options.seed)
+    rows = rl_rows(
+        train,
+        problems,
+        options.seed,
+        highest_pass_rate=options.highest_pass_rate,
+        longest=options.longest_attempt,
+        right_share=options.right_share,
+    )
+    if not rows:
+        raise UserError(
+            f"--longest-attempt={options.longest_attempt}: no such mutant passes so few tests"
+        )
     with new_files(options.out, _FILES, _TOOL, overwrite=options.overwrite) as folder:
         write_examples(folder / "proxy_sft.parquet", proxy_examples(train, problems, options.seed))
         write_examples(
             folder / "critic_sft.parquet", critic_examples(train, problems, options.seed)
-        )
-        rows = rl_rows(
-            train,
-            problems,
-            options.seed,
-            highest_pass_rate=options.highest_pass_rate,
-            right_share=options.right_share,
         )
         write_rows(folder / "rl.parquet", rows)
         kept = {}

@@ -157,16 +157,24 @@ def rl_rows(
     seed: int,
     *,
     highest_pass_rate: float,
+    longest: int | None = None,
     right_share: float,
 ) -> list[Row]:
-    """Attempts to criticise: mutants that pass at most ``highest_pass_rate`` of their tests, and
-    right programs until they are ``right_share`` of all, or all are there.
+    """Attempts to criticise: mutants of at most ``longest`` characters that pass at most
+    ``highest_pass_rate`` of their tests, and right programs until they are ``right_share`` of all,
+    or all are there.
 
     Where most tests pass already, a weak critic loses more by a wrong edit than it gains by a right
-    one: it learns to ask for nothing (docs/experiments.md, 2026-11-23).
+    one: it learns to ask for nothing. Programs that the proxy is too weak to copy with one change
+    earn the same whatever is said (docs/experiments.md, 2026-11-23).
     """
     rng = Random(seed)
-    chosen = [m for m in mutants if m.pass_rate <= highest_pass_rate]
+    chosen = [
+        mutant
+        for mutant in mutants
+        if mutant.pass_rate <= highest_pass_rate
+        and (longest is None or len(mutant.code) <= longest)
+    ]
     rows = [attempt_row(m, problems[m.problem_id]) for m in chosen]
     known = sorted({m.problem_id for m in mutants})
     count = round(len(rows) * right_share / (1 - right_share))

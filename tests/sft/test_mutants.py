@@ -23,6 +23,7 @@ from ctrl_megatron.sft.mutants import (
     read_mutants,
     rl_rows,
 )
+from tools import prepare_mutants
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROBLEMS = {p.id: p for p in read_problems(EXAMPLES / "problems")}
@@ -135,6 +136,22 @@ def test_attempts_pass_few_tests_or_are_right(highest: float, share: float) -> N
     assert len(rows) - len(wrong) == min(round(len(wrong) * share / (1 - share)), problems)
     for row in rows:
         assert (row.pass_rate == 1) == (row["wrong"] == "")
+
+
+@pytest.mark.parametrize("longest", [40, 90, 10_000])
+def test_attempts_are_as_short_as_asked(longest: int) -> None:
+    rows = rl_rows(TRAIN, PROBLEMS, 1, highest_pass_rate=0.25, longest=longest, right_share=0)
+    few = {m.id: m for m in TRAIN if m.pass_rate <= 0.25}
+    assert {row.id for row in rows} == {i for i, m in few.items() if len(m.code) <= longest}
+
+
+def test_files_without_an_attempt_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--mutants", str(FILE), "--problems", str(EXAMPLES / "problems"))
+    out = tmp_path / "mutants"
+    assert prepare_mutants.main([*given, "--out", str(out), "--longest-attempt", "5"]) == 2
+    assert "--longest-attempt=5" in capsys.readouterr().err and not out.exists()
 
 
 @pytest.mark.parametrize(
