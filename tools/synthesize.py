@@ -31,6 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import new_files, own_files_whole, require_own_files
+from ctrl_megatron.commands.chat_flags import DTYPES
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.data.problems import problem_from, read_placed_lines, read_problem_records
 from ctrl_megatron.data.published import Dropped
@@ -71,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else ([], Dropped())
     )
     engines = EngineOptions(
-        engine=options.engine, max_model_len=options.max_model_len, threads=options.threads
+        engine=options.engine,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        threads=options.threads,
     )
     opened: dict[str, OpenChat] = {}
     for role in _ROLES:
@@ -131,6 +135,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{role}", metavar="MODEL", help=does)
         parser.add_argument(f"--{role}-url", metavar="URL", default="")
     parser.add_argument("--engine", choices=["vllm", "sglang", "hf"])
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of an engine")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--threads", type=int, help="CPU threads of an engine")
     parser.add_argument("--n", type=int, default=2, help="solutions per problem")

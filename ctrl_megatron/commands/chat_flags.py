@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ctrl_megatron.generation.sources import ChatSource, EngineOptions
     from ctrl_megatron.rewards.grading import Judge
 
+DTYPES = ("bfloat16", "float32")
 _AT_LEAST_ONE = ("max_model_len", "threads", "max_concurrency", "token_budget")
 
 
@@ -31,6 +32,7 @@ def add_chat_flags(parser: CommandParser, *, required: str) -> None:
     parser.add_argument(
         "--max-model-len", type=int, default=2048, help="prompt plus answer, tokens"
     )
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of an engine")
     parser.add_argument("--threads", type=int, help="CPU threads of an engine")
     parser.add_argument("--max-concurrency", type=int, default=32, help="requests at a server")
     parser.add_argument("--token-budget", type=int, help="tokens that servers may use in all")
@@ -47,6 +49,7 @@ def chat_sources(
     engines = EngineOptions(
         engine=options.engine,
         max_model_len=options.max_model_len,
+        dtype=options.dtype,
         threads=options.threads,
         max_concurrency=options.max_concurrency,
         token_budget=options.token_budget,

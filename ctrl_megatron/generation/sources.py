@@ -35,6 +35,8 @@ class EngineOptions:
     """How engines of our own are started, and what clients of servers are held to."""
 
     engine: str | None = None
+    dtype: str = "bfloat16"
+    """In ``float32`` an answer seldom depends on which others are drawn beside it."""
     max_model_len: int = 2048
     threads: int | None = None
     max_concurrency: int = 32
@@ -76,6 +78,7 @@ def open_chats(
             spec = EngineSpec(
                 name=options.engine or default_engine(),
                 model_path=source.model,
+                dtype=options.dtype,
                 max_model_len=options.max_model_len,
                 kv_cache_gib=1.0,
                 threads=options.threads,

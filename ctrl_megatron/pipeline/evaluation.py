@@ -23,6 +23,7 @@ from ctrl_megatron.eval.transcripts import (
     write_part,
 )
 from ctrl_megatron.eval.written import is_written, read_critiques
+from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.pipeline.build import critic_weights, rollout_worker
 from ctrl_megatron.pipeline.conversation import converse, judge_pairs, pair_prompts
 from ctrl_megatron.pipeline.inputs import (
@@ -160,13 +161,10 @@ def _digest(path: Path) -> str:
 
 
 def _weights(directory: str) -> dict[str, str]:
-    """The critic's path, and what changes when its files are written again."""
+    """The critic's path, and what changes when its weights or written critiques do."""
     if is_written(directory):
         return {"path": directory, "weights": _digest(Path(directory))}
-    files = sorted(Path(directory).glob("*.safetensors"))
-    stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
-    written = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
-    return {"path": directory, "weights": written}
+    return {"path": directory, "weights": SafetensorsDirectory(directory).fingerprint()}
 
 
 def _read_written(path: str, job: EvaluationJob, inputs: RunInputs) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,15 +88,14 @@ def whole(shell: Shell, model: Path) -> Path:
 
 
 def final_files(out: Path) -> dict[str, bytes]:
-    """What the stages leave at their ends, without the measured times: the pages and metrics of
-    training; and the stamps by which an evaluation knows that weights were written again.
+    """What the stages leave at their ends, without what holds measured times: the pages and metrics
+    of training.
     """
     parts = ("problems.jsonl", "data/*", "s*/hf/*", "*/summary.json", "critic/*", "evaluation/*")
     paths = {path for part in (*parts, "evaluation/transcripts/*") for path in out.glob(part)}
     own = (".lock", ".log", ".yaml")
-    found = {p: p.read_bytes() for p in paths if p.is_file() and p.suffix not in own}
-    stamp = re.compile(rb'(weights(?:"|&quot;): (?:"|&quot;))[0-9a-f]{16}')
-    return {p.relative_to(out).as_posix(): stamp.sub(rb"\1", text) for p, text in found.items()}
+    files = [path for path in paths if path.is_file() and path.suffix not in own]
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}
 
 
 def test_every_stage_leaves_something_to_the_next(whole: Path) -> None:
