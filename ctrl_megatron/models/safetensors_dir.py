@@ -107,7 +107,7 @@ class SafetensorsDirectory:
             shape = self._shape(name)
             row = self.read_part(name, (slice(0, 1),)) if shape else self.read(name)
             found.update(repr((name, shape, str(row.dtype))).encode())
-            found.update(row.contiguous().view(-1).view(torch.uint8).numpy())
+            found.update(row.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()[:16]
 
     def read(self, name: str) -> torch.Tensor:
