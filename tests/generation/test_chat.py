@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from scripted_server import Scripted, good, serving, streamed
 
+from ctrl_megatron.commands.chat_flags import add_chat_flags, chat_sources
+from ctrl_megatron.commands.start import CommandParser
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.generation import sources
 from ctrl_megatron.generation.chat import Chat, ChatError, EngineChat
 from ctrl_megatron.generation.openai_client import BudgetSpent, OpenAIChat, TokenBudget
-from ctrl_megatron.rollout.engine import TokenListener
+from ctrl_megatron.rollout.engine import EngineSpec, TokenListener
 from ctrl_megatron.types import Completion, Message, SamplingParams, VersionSpan
 
 ASK: list[Message] = [{"role": "user", "content": "hello"}]
@@ -346,3 +350,23 @@ def test_characters_of_an_engine_are_heard_whole() -> None:
         chat.complete(cut, SamplingParams(max_tokens=8), lambda i, t: heard[i].append(t))
     )
     assert heard == {0: [answer.text]} and answer.text == "\ufffd"
+
+
+def test_engines_are_started_as_asked_and_once_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--generator", "served", "--generator-url", "http://127.0.0.1:9/v1"]
+    parser = CommandParser("")
+    add_chat_flags(parser, required="generator")
+    asked = parser.parse_args([*flags, "--engine", "hf", "--dtype", "float32", "--threads", "3"])
+    _, options = chat_sources(asked, required="generator")
+    started: list[EngineSpec] = []
+    ended: list[bool] = []
+    process = SimpleNamespace(connect=lambda: None, stop=lambda: ended.append(True))
+    monkeypatch.setattr(sources, "launch_engine", lambda spec: started.append(spec) or process)
+    monkeypatch.setattr(sources, "TextCodec", lambda _: None)
+    own = sources.ChatSource("model")
+    with sources.open_chats({"generator": own, "critic": own}, options) as chats:
+        assert chats["generator"] is chats["critic"]
+        (spec,) = started
+        assert (spec.name, spec.model_path) == ("hf", "model")
+        assert (spec.dtype, spec.threads) == ("float32", 3) and not ended
+    assert ended == [True]
