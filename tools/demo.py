@@ -8,11 +8,10 @@ Stages that are done already are not repeated; ``--fresh`` forgets earlier demo 
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import remove_own_files
+from ctrl_megatron.commands.start import CommandParser, command, run_child
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import evaluate_turns
 from ctrl_megatron.eval.transcripts import read_evaluation
@@ -119,27 +119,28 @@ def faster_dtype(console: Console) -> str:
     return chosen
 
 
-def main() -> int:
+@command("demo", stopped="the same command goes on with this stage")
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages in order; the exit code of the first that fails."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(__doc__)
     parser.add_argument("--fresh", action="store_true", help="forget earlier demo runs")
     parser.add_argument("--engine", choices=available_engines(), default=default_engine())
     parser.add_argument("--seed", type=int, default=1, help="of reinforcement learning")
-    arguments = parser.parse_args()
-    run = run_of(arguments.seed)
-    if arguments.fresh:
+    options = parser.parse_args(arguments)
+    run = run_of(options.seed)
+    if options.fresh:
         remove_own_files(ROOT / DATA, "prepare_mutants")
         for folder in (PROXY_RUN, SFT_RUN, run, f"{run}_evaluation"):
             shutil.rmtree(ROOT / "runs" / folder, ignore_errors=True)
     console, begin, took = Console(), time.monotonic(), {}
-    todo = stages(faster_dtype(console), arguments.engine, arguments.seed)
-    for number, (title, command, product) in enumerate(todo, start=1):
+    todo = stages(faster_dtype(console), options.engine, options.seed)
+    for number, (title, words, product) in enumerate(todo, start=1):
         console.rule(f"{number}/{len(todo)} {title}")
         if product and (ROOT / product).exists():
             console.print(f"{product} is there already")
             continue
         start = time.monotonic()
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        code = run_child(words, ROOT)
         if code:
             console.print(f"stage {number} ({title}) ended with exit code {code}", style="bold red")
             return code

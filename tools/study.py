@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from ctrl_megatron.checkpoint.files import write_whole
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command, run_child
 from ctrl_megatron.data.problems import read_placed_lines
 from ctrl_megatron.data.rows import read_rows
 from ctrl_megatron.errors import UserError
@@ -156,7 +155,7 @@ def _rl(run: str, model: Path, seed: int, estimator: str) -> list[str]:
 
 
 def _run(words: Sequence[str]) -> None:
-    code = subprocess.run(words, cwd=ROOT, check=False).returncode
+    code = run_child(words, ROOT)
     if code:
         raise UserError(
             f"{' '.join(words[1:])} ended with exit code {code}",
@@ -305,7 +304,7 @@ def in_order(wanted: str, known: dict[str, Piece]) -> Iterator[Piece]:
     yield known[wanted]
 
 
-@command("study")
+@command("study", stopped="the same command goes on")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make what is missing. Exit codes: 0 done, 2 wrong input or a piece that failed, 130."""
     parser = CommandParser(__doc__)

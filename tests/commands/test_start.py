@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -184,3 +185,59 @@ def test_a_signal_reaches_the_ranks_and_ends_the_command(program: list[str]) -> 
     assert output.count("asked to stop") == 2
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
+
+
+SLOW_TO_STOP = """
+import signal, sys, time
+
+def on_signal(number, frame):
+    time.sleep(1)  # ranks end, a state is saved
+    print(f"saved after signal {number}", flush=True)
+    sys.exit(130)
+
+signal.signal(signal.SIGINT, on_signal)
+signal.signal(signal.SIGTERM, on_signal)
+print("works", flush=True)
+time.sleep(60)
+"""
+PARENT = f"""
+import pathlib, sys
+sys.path.insert(0, {str(ROOT)!r})
+from ctrl_megatron.commands.start import command, run_child
+
+@command("parent", stopped="the same command goes on")
+def main(arguments=None):
+    code = run_child([sys.executable, "-c", {SLOW_TO_STOP!r}], pathlib.Path())
+    raise AssertionError(f"went on after {{code}}")
+
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("whole_group", [True, False], ids=["from the terminal", "kill"])
+def test_a_signal_waits_until_the_other_command_has_ended(number: int, whole_group: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "works\n"
+        for _ in range(2):  # an impatient hand
+            (os.killpg if whole_group else os.kill)(process.pid, number)
+            time.sleep(0.1)
+        output, errors = process.communicate(timeout=60)
+    assert output == f"saved after signal {number}\n"
+    assert errors == "parent: stopped; the same command goes on\n"
+    assert process.returncode == 130
+
+
+def test_another_command_ends_with_its_code(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    words = [sys.executable, "-c", "import os, sys; sys.exit(len(os.listdir()))"]
+    assert start.run_child(words, tmp_path) == 0
+    (tmp_path / "a").touch()
+    assert start.run_child(words, tmp_path) == 1
+    assert signal.getsignal(signal.SIGINT) is before
