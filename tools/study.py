@@ -13,7 +13,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -26,6 +29,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import CriticResult, evaluate_turns
 from ctrl_megatron.eval.transcripts import Turn, part_file, turn_from
+from ctrl_megatron.metrics.json_lines import read_json_lines
 
 HOME = Path("examples/study_smollm2")
 CONFIG, KEPT = HOME / "mutants.yaml", HOME / "transcripts"
@@ -39,6 +43,7 @@ TESTED = 100
 """Attempts of either test set, at most."""
 _PYTHON = sys.executable
 _RATES = ("pass_rate", "pass@1", f"pass@{SAMPLES}", "f1_macro", "valid_critique_rate")
+_CURVE = ("time/step", "group/reward_minus_first")
 Work = Callable[[], None]
 
 
@@ -81,6 +86,8 @@ def pieces() -> dict[str, Piece]:
             name = f"{arm}.seed{seed}"
             train = _rl(name, start, seed, estimator)
             add(name, _model(name) / _WEIGHTS, lambda c=train: _run(c), sft, "proxy")
+            curve = curve_file(KEPT, arm, seed)
+            add(f"curve.{name}", curve, lambda n=name, p=curve: _keep_curve(n, p), name)
     for test in TESTS:
         feedback = f"feedback.{test}"
         told = found[feedback].product
@@ -202,6 +209,23 @@ def _measure(test: str, arm: str, critic: Path, seed: int, product: Path) -> Non
     part.rename(product)
 
 
+def curve_file(folder: Path, arm: str, seed: int) -> Path:
+    """Where the steps of an RL run are kept."""
+    return folder / f"curve.{arm}.seed{seed}.jsonl"
+
+
+def _keep_curve(run: str, product: Path) -> None:
+    """Keep what each step took and earned; a step that was made again counts once."""
+    steps = {m["step"]: m["metrics"] for m in read_json_lines(RUNS / run / "metrics.jsonl")}
+    write_whole(
+        product,
+        "".join(
+            json.dumps({"step": step} | {name: metrics[name] for name in _CURVE}) + "\n"
+            for step, metrics in sorted(steps.items())
+        ),
+    )
+
+
 # Tables
 
 
@@ -264,12 +288,7 @@ def _row(cells: Sequence[str]) -> str:
 
 def plot(test: str, results: Sequence[CriticResult], path: Path) -> None:
     """Tests that revisions pass, by arm, with intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = test
-    from matplotlib import pyplot
-
+    pyplot = _pyplot(test)
     figure, axes = pyplot.subplots(figsize=(7, 0.45 * len(results) + 1))
     for place, result in enumerate(reversed(results)):
         rate = result.last["pass_rate"]
@@ -284,8 +303,48 @@ def plot(test: str, results: Sequence[CriticResult], path: Path) -> None:
     pyplot.close(figure)
 
 
+def plot_curves(folder: Path, path: Path) -> None:
+    """What critiques earn while the critic learns, over seconds; thick: the mean of the seeds."""
+    pyplot = _pyplot(path.stem)
+    figure, axes = pyplot.subplots(figsize=(7, 3.2))
+    for arm, name, colour in (("grpo", "GRPO", "#1f5fa8"), ("ppo", "PPO", "#c0562f")):
+        seeds = [seed for seed in SEEDS if curve_file(folder, arm, seed).exists()]
+        runs = [read_json_lines(curve_file(folder, arm, seed)) for seed in seeds]
+        ended = [list(accumulate(step["time/step"] for step in run)) for run in runs]
+        earned = [[step["group/reward_minus_first"] for step in run] for run in runs]
+        for seconds, gains in zip(ended, earned, strict=True):
+            axes.plot(seconds, gains, color=colour, linewidth=0.6, alpha=0.5)
+        if runs:
+            axes.plot(
+                [fmean(at) for at in zip(*ended, strict=True)],
+                [fmean(at) for at in zip(*earned, strict=True)],
+                color=colour,
+                linewidth=2,
+                label=f"{name}, seeds {', '.join(map(str, seeds))}",
+            )
+    axes.set_xlabel("seconds of reinforcement, two cores")
+    axes.set_ylabel("reward over first solution")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _pyplot(salt: str) -> Any:
+    """Matplotlib, writing the same file from the same figures."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = salt
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def write_tables(folder: Path, out: Path) -> None:
-    """``tables.md`` and a plot of each test set in ``out``. UserError without any transcript."""
+    """``tables.md`` and a plot of each test set in ``out``, and one of the RL runs where their
+    steps are kept. UserError without any transcript.
+    """
     parts = []
     for test in TESTS:
         turns = kept_turns(folder, test)
@@ -294,6 +353,8 @@ def write_tables(folder: Path, out: Path) -> None:
             plot(test, results_of(turns), out / f"{test}.svg")
     if not parts:
         raise UserError(f"{folder} holds no transcript yet", remedy="run tools/study.py first")
+    if any(curve_file(folder, arm, seed).exists() for arm in ("grpo", "ppo") for seed in SEEDS):
+        plot_curves(folder, out / "curves.svg")
     write_whole(out / "tables.md", "# Tables of the study\n\n" + "\n".join(parts))
 
 
@@ -320,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{'there' if piece.product.exists() else 'open':<6} {piece.name}")
         return 0
     if not options.tables:
-        measured = [name for name in known if name.startswith("measure.")]
+        measured = [name for name in known if name.startswith(("measure.", "curve."))]
         for wanted in [options.piece] if options.piece else measured:
             for piece in in_order(wanted, known):
                 if not piece.product.exists():

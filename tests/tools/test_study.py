@@ -66,6 +66,36 @@ def test_tables_and_plots_come_from_transcripts_alone(tmp_path: Path) -> None:
     assert [file.read_bytes() for file in files] == before
 
 
+def test_curves_come_from_the_steps_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "RUNS", tmp_path / "runs")
+    write(tmp_path, "SFT", 1, 0.5)
+    for seed, arm in ((1, "grpo"), (2, "grpo"), (1, "ppo")):
+        run = tmp_path / "runs" / f"{arm}.seed{seed}"
+        run.mkdir(parents=True)
+        # The second step was made twice: the run was killed before it was saved.
+        lines = [
+            {
+                "step": step,
+                "metrics": {"time/step": 10.0, "group/reward_minus_first": gain, "other": 1},
+            }
+            for step, gain in ((1, 0.1), (2, 0.9), (2, 0.2), (3, 0.3))
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (run / "metrics.jsonl").write_text(text)
+        study._keep_curve(run.name, study.curve_file(tmp_path, arm, seed))
+    kept = [json.loads(line) for line in (tmp_path / "curve.ppo.seed1.jsonl").open()]
+    assert kept == [
+        {"step": step, "time/step": 10.0, "group/reward_minus_first": gain}
+        for step, gain in ((1, 0.1), (2, 0.2), (3, 0.3))
+    ]
+    study.write_tables(tmp_path, tmp_path)
+    drawn = (tmp_path / "curves.svg").read_bytes()
+    study.write_tables(tmp_path, tmp_path)
+    assert (tmp_path / "curves.svg").read_bytes() == drawn
+
+
 def test_every_piece_follows_what_it_needs() -> None:
     known = study.pieces()
     assert len({piece.product for piece in known.values()}) == len(known)
