@@ -27,6 +27,21 @@ def test_an_engine_does_not_take_itself_for_a_trainer_rank(monkeypatch: pytest.M
     assert not any(name.startswith("VLLM_USE") for name in other)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("GOMP_SPINCOUNT", "7"), ("OMP_WAIT_POLICY", "active")]
+)
+def test_threads_of_an_engine_wait_as_the_user_says(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    spec = EngineSpec(name="hf", model_path="m")
+    for variable in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(variable, raising=False)
+    assert engine_environment(spec)["GOMP_SPINCOUNT"] == "3000"
+    monkeypatch.setenv(name, value)
+    made = engine_environment(spec)
+    assert made[name] == value and {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & made.keys() == {name}
+
+
 def test_engines_that_cannot_be_started_are_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
