@@ -24,6 +24,7 @@ from ctrl_megatron.eval.transcripts import (
 )
 from ctrl_megatron.eval.written import is_written, read_critiques
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.pipeline.build import critic_weights, rollout_worker
 from ctrl_megatron.pipeline.conversation import converse, judge_pairs, pair_prompts
 from ctrl_megatron.pipeline.inputs import (
@@ -96,21 +97,25 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
         services = run.start_services()
         loaded = weights[todo[0][0]]
         worker = rollout_worker(run, services, loaded, inputs)
-        for critic, seed, kind in todo:
-            if weights[critic] != loaded and critic not in written:
-                loaded = weights[critic]
-                worker.weights = critic_weights(run, services, loaded)
+        try:
+            for critic, seed, kind in todo:
+                if weights[critic] != loaded and critic not in written:
+                    loaded = weights[critic]
+                    worker.weights = critic_weights(run, services, loaded)
+                if first:
+                    print(f"{critic}: {kind}, seed {seed}", flush=True)
+                draw: Callable[..., Sequence[Any]] = partial(converse, written=written.get(critic))
+                if kind == PAIRS_FOLDER:
+                    draw = partial(judge_pairs, pairs=pairs)
+                records = draw(worker, plan=job.plan, critic=critic, seed=seed)
+                if first:
+                    write_part(part_file(out, critic, seed, kind), records)
+            finished = True
+        except StopRequested:
             if first:
-                print(f"{critic}: {kind}, seed {seed}", flush=True)
-            draw: Callable[..., Sequence[Any]] = partial(converse, written=written.get(critic))
-            if kind == PAIRS_FOLDER:
-                draw = partial(judge_pairs, pairs=pairs)
-            records = draw(worker, plan=job.plan, critic=critic, seed=seed)
-            if first:
-                write_part(part_file(out, critic, seed, kind), records)
+                print(f"stopped as asked; whole transcripts are kept in {out}", flush=True)
         run.watch.quiet()
         worker.close()
-        finished = True
     return finished
 
 

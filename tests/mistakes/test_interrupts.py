@@ -161,3 +161,15 @@ def test_engines_and_sandbox_end_with_the_run(
     assert code == 130, output[-4000:]
     said_once(output)
     assert list(world.rglob("global_step_*")) == [] and half_written(world) == []
+
+
+def test_an_evaluation_that_is_stopped_closes_its_connections(world: Path) -> None:
+    arguments = ["--config", "run.yaml", "first=model", "--out", "evaluation"]
+    arguments += ["--set", "data.val_files=[train.parquet]", "data.max_response_length=8"]
+    arguments += ["actor_rollout_ref.rollout.revision_max_tokens=8"]
+    interrupt = Interrupt("ctrl_megatron.rollout.client:RemoteEngine.generate", INT)
+    code, output = run("ctrl_megatron.commands.evaluate", arguments, world, interrupt=interrupt)
+    assert code == 130, output[-4000:]
+    said_once(output)
+    assert "whole transcripts are kept in evaluation" in output
+    assert "asyncio" not in output, output[-4000:]
