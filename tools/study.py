@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -43,7 +42,7 @@ TESTED = 100
 """Attempts of either test set, at most."""
 _PYTHON = sys.executable
 _RATES = ("pass_rate", "pass@1", f"pass@{SAMPLES}", "f1_macro", "valid_critique_rate")
-_CURVE = ("time/step", "group/reward_minus_first")
+_SECONDS, _GAIN = "time/step", "group/reward_minus_first"
 Work = Callable[[], None]
 
 
@@ -215,15 +214,15 @@ def curve_file(folder: Path, arm: str, seed: int) -> Path:
 
 
 def _keep_curve(run: str, product: Path) -> None:
-    """Keep what each step took and earned; a step that was made again counts once."""
-    steps = {m["step"]: m["metrics"] for m in read_json_lines(RUNS / run / "metrics.jsonl")}
-    write_whole(
-        product,
-        "".join(
-            json.dumps({"step": step} | {name: metrics[name] for name in _CURVE}) + "\n"
-            for step, metrics in sorted(steps.items())
-        ),
-    )
+    """Keep what each step took and earned."""
+    from ctrl_megatron.metrics.report.run_files import read_run_files
+
+    series = read_run_files(RUNS / run).series or {}
+    lines = [
+        json.dumps({"step": step, _SECONDS: seconds, _GAIN: gain}) + "\n"
+        for (step, seconds), (_, gain) in zip(series[_SECONDS], series[_GAIN], strict=True)
+    ]
+    write_whole(product, "".join(lines))
 
 
 # Tables
@@ -288,7 +287,12 @@ def _row(cells: Sequence[str]) -> str:
 
 def plot(test: str, results: Sequence[CriticResult], path: Path) -> None:
     """Tests that revisions pass, by arm, with intervals."""
-    pyplot = _pyplot(test)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = test
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, 0.45 * len(results) + 1))
     for place, result in enumerate(reversed(results)):
         rate = result.last["pass_rate"]
@@ -303,42 +307,22 @@ def plot(test: str, results: Sequence[CriticResult], path: Path) -> None:
     pyplot.close(figure)
 
 
-def plot_curves(folder: Path, path: Path) -> None:
-    """What critiques earn while the critic learns, over seconds; thick: the mean of the seeds."""
-    pyplot = _pyplot(path.stem)
-    figure, axes = pyplot.subplots(figsize=(7, 3.2))
-    for arm, name, colour in (("grpo", "GRPO", "#1f5fa8"), ("ppo", "PPO", "#c0562f")):
+def kept_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Seconds of reinforcement and what critiques earn beyond the first solutions, step by step:
+    the means of the seeds that are kept, by estimator.
+    """
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for arm, name in (("grpo", "GRPO"), ("ppo", "PPO")):
         seeds = [seed for seed in SEEDS if curve_file(folder, arm, seed).exists()]
         runs = [read_json_lines(curve_file(folder, arm, seed)) for seed in seeds]
-        ended = [list(accumulate(step["time/step"] for step in run)) for run in runs]
-        earned = [[step["group/reward_minus_first"] for step in run] for run in runs]
-        for seconds, gains in zip(ended, earned, strict=True):
-            axes.plot(seconds, gains, color=colour, linewidth=0.6, alpha=0.5)
+        ended = [accumulate(step[_SECONDS] for step in run) for run in runs]
+        earned = [[step[_GAIN] for step in run] for run in runs]
         if runs:
-            axes.plot(
-                [fmean(at) for at in zip(*ended, strict=True)],
-                [fmean(at) for at in zip(*earned, strict=True)],
-                color=colour,
-                linewidth=2,
-                label=f"{name}, seeds {', '.join(map(str, seeds))}",
-            )
-    axes.set_xlabel("seconds of reinforcement, two cores")
-    axes.set_ylabel("reward over first solution")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-
-
-def _pyplot(salt: str) -> Any:
-    """Matplotlib, writing the same file from the same figures."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = salt
-    from matplotlib import pyplot
-
-    return pyplot
+            label = f"{name}, seeds {', '.join(map(str, seeds))}"
+            seconds = [round(fmean(at)) for at in zip(*ended, strict=True)]
+            gains = [fmean(at) for at in zip(*earned, strict=True)]
+            curves[label] = list(zip(seconds, gains, strict=True))
+    return curves
 
 
 def write_tables(folder: Path, out: Path) -> None:
@@ -353,8 +337,11 @@ def write_tables(folder: Path, out: Path) -> None:
             plot(test, results_of(turns), out / f"{test}.svg")
     if not parts:
         raise UserError(f"{folder} holds no transcript yet", remedy="run tools/study.py first")
-    if any(curve_file(folder, arm, seed).exists() for arm in ("grpo", "ppo") for seed in SEEDS):
-        plot_curves(folder, out / "curves.svg")
+    if curves := kept_curves(folder):
+        from ctrl_megatron.metrics.report.figures import curve_svg
+
+        label = "seconds; reward beyond the first solutions'"
+        write_whole(out / "curves.svg", curve_svg(curves, x_label=label))
     write_whole(out / "tables.md", "# Tables of the study\n\n" + "\n".join(parts))
 
 

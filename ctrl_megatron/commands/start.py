@@ -77,6 +77,20 @@ def command(
 
 
 @contextmanager
+def _handled(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call ``on_signal``, but where they are ignored, as nohup wants it."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def _signals() -> Iterator[list[int]]:
     """SIGINT and SIGTERM raise KeyboardInterrupt, the first time; gives those that came."""
     received: list[int] = []
@@ -89,15 +103,8 @@ def _signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as nohup wants it
-            signal.signal(number, on_signal)
-    try:
+    with _handled(on_signal):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_child(words: Sequence[str], cwd: Path) -> int:
@@ -115,18 +122,11 @@ def run_child(words: Sequence[str], cwd: Path) -> int:
         if len(received) == 1 and child is not None:
             child.send_signal(number)
 
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as nohup wants it
-            signal.signal(number, pass_on)
-    try:
+    with _handled(pass_on):
         child = subprocess.Popen(words, cwd=cwd, process_group=0)
         if received:  # while it was started
             child.send_signal(received[0])
         code = child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if received:
         signal.raise_signal(received[0])
     return code
