@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -33,6 +33,8 @@ Points = Sequence[tuple[int, float]]
 Interval = tuple[float, float]
 """Its ends."""
 _POINTS_WITH_MARKERS, _POINTS_SMOOTHED, _WINDOW, _ENDS_LABELLED = 40, 60, 15, 4
+_LEGEND_COLUMNS, _LETTER = 2, 0.085
+"""The second: width of a digit of the plots' texts, in inches."""
 
 
 def curve_svg(
@@ -47,7 +49,7 @@ def curve_svg(
     Long curves are drawn pale, under their mean over the last 15 steps. ``bands`` are shaded: an
     interval per point, None for none.
     """
-    figure, axes = _canvas(3.9, 2.3)
+    figure, axes = _canvas(3.9, 2.3, layout=None)
     for (label, points), colour in zip(curves.items(), cycle(CURVE_COLOURS), strict=False):
         steps, values = zip(*points, strict=True)
         known = [
@@ -82,6 +84,7 @@ def curve_svg(
     if len(curves) > 1:
         _legend(axes, len(curves))
     axes.grid(axis="y", color=GRID, lw=0.8)
+    _margins(figure, axes, labels=len(curves))
     return _svg(figure)
 
 
@@ -150,12 +153,14 @@ def _percent(value: float, _: int, *, small: bool) -> str:
 def _legend(axes: Any, count: int) -> None:
     """Above the drawing, where no curve is."""
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK, ncols=min(count, 2), **place)
+    axes.legend(
+        frameon=False, fontsize=8, labelcolor=INK, ncols=min(count, _LEGEND_COLUMNS), **place
+    )
 
 
 def stack_svg(parts: Mapping[str, Points]) -> str:
     """Parts of a whole by label, on top of each other; each has a point in every step."""
-    figure, axes = _canvas(3.9, 2.3)
+    figure, axes = _canvas(3.9, 2.3, layout=None)
     steps = [step for step, _ in next(iter(parts.values()))]
     heights = [[value for _, value in points] for points in parts.values()]
     if len(steps) == 1:  # an area needs a width
@@ -169,6 +174,7 @@ def stack_svg(parts: Mapping[str, Points]) -> str:
     axes.set_ylim(0, 1)
     axes.margins(x=0)
     _legend(axes, len(parts))
+    _margins(figure, axes, labels=len(parts))
     return _svg(figure)
 
 
@@ -222,8 +228,25 @@ def _label_ends(axes: Any, ends: Points, percent: bool, apart: float) -> None:
         )
 
 
-def _canvas(width: float, height: float) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(width, height), layout="constrained")
+def _margins(figure: Figure, axes: Any, *, labels: int) -> None:
+    """Room for the texts around a plot, by how long they are. matplotlib would measure it by
+    drawing everything a second time, and a report has dozens of plots."""
+    ticks = axes.yaxis.get_major_formatter().format_ticks(axes.get_yticks())
+    ends = [text.get_text() for text in axes.texts]
+    legend_rows = math.ceil(labels / _LEGEND_COLUMNS) if labels > 1 else 0
+    width, height = figure.get_size_inches()
+    figure.subplots_adjust(
+        left=(0.1 + _LETTER * max(map(len, ticks))) / width,
+        right=1 - (0.12 + _LETTER * max(map(len, ends), default=0)) / width,
+        bottom=0.45 / height,
+        top=1 - (0.1 + 0.18 * legend_rows) / height,
+    )
+
+
+def _canvas(
+    width: float, height: float, layout: Literal["constrained"] | None = "constrained"
+) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height), layout=layout)
     axes = figure.subplots()
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
