@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(_LONGEST_FIRST)}
     root = Path(__file__).parent
     items.sort(key=lambda item: order.get(item.path.relative_to(root).parts[0], len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: collections need not look at it again and again."""
+    gc.freeze()
 
 
 class FileScheduling(LoadFileScheduling):

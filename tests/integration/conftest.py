@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def smollm2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real model's directory."""
-    return smollm2(tmp_path_factory.mktemp("real_model"))
+    """The real model's directory, the same for all of xdist's workers."""
+    own = tmp_path_factory.getbasetemp()
+    return smollm2(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture(scope="session")

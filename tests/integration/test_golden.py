@@ -1,8 +1,12 @@
-"""Runs with fixed seeds give the recorded losses, norms, rewards and texts (``golden_runs``)."""
+"""Runs with fixed seeds give the recorded losses, norms, rewards and texts (``golden_runs``), also
+when they are stopped and resumed on the way.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import golden_runs
@@ -13,6 +17,10 @@ from ctrl_megatron.metrics.names import metric_of
 
 pytestmark = pytest.mark.timeout(900)
 
+STOPS = {"ctrl_grpo": (2,), "ppo": (1, 3), "dapo": (3,)}
+"""After which steps a run is stopped; PPO's actor has not learned at the first."""
+Steps = list[dict[str, Any]]
+
 
 @pytest.fixture(scope="module")
 def golden_job(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
@@ -20,7 +28,13 @@ def golden_job(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return replace(job, folder=tmp_path_factory.mktemp("golden") / "runs")
 
 
-def assert_recorded(name: str, steps: list[dict[str, Any]]) -> None:
+@pytest.fixture(scope="module")
+def whole(golden_job: Job) -> Callable[[str], Steps]:
+    """The steps of the run of that name, which runs once."""
+    return cache(lambda name: golden_runs.run_rl(golden_job, name, name))
+
+
+def assert_recorded(name: str, steps: Steps) -> None:
     recorded = golden_runs.load(name)
     logged = {metric for step in steps for metric in step["metrics"]}
     assert [metric for metric in sorted(logged) if metric_of(metric) is None] == []
@@ -38,13 +52,46 @@ def assert_recorded(name: str, steps: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", golden_runs.RL)
-def test_rl(golden_job: Job, name: str) -> None:
-    assert_recorded(name, golden_runs.run_rl(golden_job, name, name))
+def test_rl(whole: Callable[[str], Steps], name: str) -> None:
+    assert_recorded(name, whole(name))
 
 
-def test_a_resumed_run(golden_job: Job) -> None:
-    assert_recorded("ctrl_grpo", golden_runs.run_rl(golden_job, "ctrl_grpo", "resumed", (2,)))
+@pytest.mark.parametrize("name", STOPS)
+def test_a_run_that_was_stopped_goes_on_like_one_that_was_not(
+    golden_job: Job, whole: Callable[[str], Steps], name: str
+) -> None:
+    stopped = golden_runs.run_rl(golden_job, name, f"{name}_stopped", STOPS[name])
+    for number, (found, wanted) in enumerate(zip(stopped, whole(name), strict=True), 1):
+        assert found == wanted, f"{name}, step {number}"
 
 
 def test_sft(golden_job: Job) -> None:
     assert_recorded("sft", golden_runs.run_sft(golden_job))
+
+
+def test_the_value_model_learns_first_and_the_kl_coefficient_adapts(
+    whole: Callable[[str], Steps],
+) -> None:
+    metrics = [step["metrics"] for step in whole("ppo")]
+    first, *later = metrics
+    assert "actor/grad_norm" not in first and first["critic/grad_norm"] > 0
+    assert all(step["actor/grad_norm"] > 0 for step in later)
+    assert later[0]["actor/ppo_kl_first"] == 0.0 == later[0]["actor/kl_to_reference"]
+    # It expected nothing before.
+    assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
+    assert all(step["critic/explained_variance"] != 0.0 for step in later)
+    assert later[-1]["critic/vf_loss"] < first["critic/vf_loss"]
+    assert len({step["actor/kl_coef"] for step in metrics}) == len(metrics)
+
+
+def test_groups_that_dynamic_sampling_leaves_over_are_used_next(
+    whole: Callable[[str], Steps],
+) -> None:
+    metrics = [step["metrics"] for step in whole("dapo")]
+    assert all(step["actor/grad_norm"] > 0 for step in metrics)
+    assert all(step["reward/overlong"] <= 0 for step in metrics)
+    assert all(step["sampling/rounds"] <= 10 for step in metrics)
+    assert any(step["sampling/reserve"] > 0 for step in metrics)
+    # Left-over groups speak with the weights of the step before.
+    fresh = [step for step in metrics if step["rollout/probs_diff_mean"] < 1e-4]
+    assert metrics[0] in fresh and all(step["rollout/ess"] > 0.999 for step in fresh[1:])

@@ -7,6 +7,7 @@ answers everything with ``print(7)``. So groups differ in reward and the sandbox
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from collections.abc import Sequence
@@ -25,7 +26,10 @@ _SEVENS = ("days of a week", "colours of a rainbow", "dwarfs of Snow White", "hi
 
 
 def smollm2(scratch: Path) -> Path:
-    """The directory that ``tools/prepare_smollm2.py`` writes; the checkout's where it is there."""
+    """The directory that ``tools/prepare_smollm2.py`` writes; the checkout's where it is there.
+
+    It is made once in ``scratch``, also where several processes ask for it.
+    """
     from tools import prepare_smollm2
 
     kept = REPOSITORY / "runs/models/smollm2"
@@ -33,7 +37,9 @@ def smollm2(scratch: Path) -> Path:
     if prepare_smollm2.is_complete(kept, stamp):
         return kept
     made = scratch / "smollm2"
-    prepare_smollm2.prepare(made)
+    with (scratch / "smollm2.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        prepare_smollm2.prepare(made)
     return made
 
 
