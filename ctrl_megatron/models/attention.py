@@ -8,6 +8,7 @@ Transformer Engine where it is installed, else in torch's own flash attention.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch.nn.attention import varlen
 from ctrl_megatron.models.packed_layout import PackedLayout, PackedLayoutParams
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_BLOCK = 128
+"""Tokens whose gradients are computed together: their scores should fit a core's cache."""
 
 
 class PackedCausalAttention(torch.nn.Module):
@@ -59,10 +61,11 @@ class SegmentAttention(torch.autograd.Function):
     """Causal attention inside every segment, merged with that of all its group's responses over
     their prefix by the logarithms of both softmaxes' denominators.
 
-    The kernel's backward pass makes the probabilities anew from the logarithm it is given. Given
-    the merged one, and the merged output, it returns each part's share of the gradients (as in
-    ring attention, arXiv 2310.01889), so no key is copied and nothing more is kept than without
-    a prefix.
+    The backward pass makes the probabilities anew from the merged logarithms, so every part's share
+    of the gradients is right by itself (as in ring attention, arXiv 2310.01889), no key is copied
+    and nothing more is kept than without a prefix. It consists of products over all queries of a
+    key: torch's own kernel, which goes head by head, takes up to twice as long for the few hundred
+    tokens that segments have (``docs/experiments.md``).
     """
 
     @staticmethod
@@ -99,24 +102,63 @@ class SegmentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, log_sum = ctx.saved_tensors
-        grad_out = grads[0].contiguous()
-        grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in (query, key, value))
+        groups, dtype, wide = key.shape[1], query.dtype, log_sum.dtype
+        shared_by = query.shape[1] // groups
+        scale = query.shape[2] ** -0.5 if ctx.scale is None else ctx.scale
 
-        def gradients(queries: slice, keys: slice, *, causal: bool) -> Any:
-            q, given, found, logs = (_batched(x[queries]) for x in (query, grad_out, out, log_sum))
-            k, v = _batched(key[keys]), _batched(value[keys])
-            parts = _backward(given, q, k, v, found, logs, 0.0, causal, scale=ctx.scale)
-            return map(_flat, parts)
+        def by_group(x: torch.Tensor) -> torch.Tensor:
+            """(T, A, ...) -> (G, T * A / G, ...): all queries of a key are one matrix."""
+            return x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)
 
-        for segment in ctx.layout.segments:
-            own = slice(segment.start, segment.end)
-            grad_query[own], grad_key[own], grad_value[own] = gradients(own, own, causal=True)
-        for prefix, members in ctx.layout.families():
-            to_query, to_key, to_value = gradients(members, prefix, causal=False)
-            grad_query[members] += to_query
-            grad_key[prefix] += to_key
-            grad_value[prefix] += to_value
-        return grad_query, grad_key, grad_value, None, None
+        mean_grad = by_group((grads[0].to(wide) * out.to(wide)).sum(-1, keepdim=True))
+        log_sum = by_group(log_sum.unsqueeze(-1))
+        query, given, key, value = (by_group(x) for x in (query, grads[0], key, value))
+        wide_query, wide_given, wide_key, wide_value = (
+            x.to(wide) for x in (query, given, key, value)
+        )
+        grad_query, grad_key, grad_value = (
+            torch.zeros_like(x) for x in (wide_query, wide_key, wide_value)
+        )
+        for queries, keys in _tiles(ctx.layout):
+            rows = slice(queries.start * shared_by, queries.stop * shared_by)
+            probs = torch.baddbmm(
+                log_sum[:, rows], wide_query[:, rows], wide_key[:, keys].mT, beta=-1, alpha=scale
+            ).exp_()
+            if keys == queries:
+                later = torch.ones(probs.shape[2], probs.shape[2], dtype=torch.bool).triu_(1)
+                probs.unflatten(1, (-1, shared_by)).masked_fill_(later.unsqueeze(1), 0.0)
+            grad_scores = torch.baddbmm(
+                mean_grad[:, rows], wide_given[:, rows], wide_value[:, keys].mT, beta=-1
+            )
+            grad_scores = grad_scores.mul_(probs).to(dtype)
+            grad_value[:, keys] += torch.bmm(probs.to(dtype).mT, given[:, rows])
+            grad_key[:, keys] += torch.bmm(grad_scores.mT, query[:, rows])
+            grad_query[:, rows] += torch.bmm(grad_scores, key[:, keys])
+
+        def by_token(x: torch.Tensor) -> torch.Tensor:
+            """Undoes ``by_group``."""
+            tokens = ctx.layout.tokens
+            return x.unflatten(1, (tokens, -1)).transpose(0, 1).flatten(1, 2).to(dtype)
+
+        for_scores = (by_token(x.mul_(scale)) for x in (grad_query, grad_key))
+        return *for_scores, by_token(grad_value), None, None
+
+
+def _tiles(layout: PackedLayout) -> Iterator[tuple[slice, slice]]:
+    """(queries, keys) that see each other; causally where they are the same tokens."""
+    for segment in layout.segments:
+        for own in _blocks(segment.start, segment.end):
+            yield own, own
+            for earlier in _blocks(segment.start, own.start):
+                yield own, earlier
+    for prefix, members in layout.families():
+        for some in _blocks(members.start, members.stop):
+            for seen in _blocks(prefix.start, prefix.stop):
+                yield some, seen
+
+
+def _blocks(start: int, end: int) -> Iterator[slice]:
+    return (slice(at, min(at + _BLOCK, end)) for at in range(start, end, _BLOCK))
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:
