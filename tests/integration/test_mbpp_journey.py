@@ -24,10 +24,7 @@ ASKED = (
 FILES = "ctrl_megatron.checkpoint.files:os.replace"
 MOMENTS = (
     f"prepare_data {FILES} 1",
-    "synthesize ctrl_megatron.sft.journal:os.fsync 2",  # the second part of the solutions
-    "synthesize ctrl_megatron.sft.stages:judge_attempts 2",
     "synthesize ctrl_megatron.sft.stages:synthesise_critique 5",
-    f"synthesize {FILES} 3",  # some files have their places already
     "train_sft ctrl_megatron.models.policy:Policy.step 2",
     "train_sft ctrl_megatron.checkpoint.hf:HfFiles.finish 1",
     "train_rl ctrl_megatron.models.policy:Policy.step_with_log_probs 2",
@@ -35,7 +32,8 @@ MOMENTS = (
     "convert_megatron_to_hf ctrl_megatron.checkpoint.convert:HfFiles.finish 1",
     "evaluate ctrl_megatron.pipeline.evaluation:write_part 2",
 )
-"""In order: when each comes, everything before it is finished."""
+"""In order: when each comes, everything before it is finished. ``test_synthesis_restart`` kills the
+other stages of a synthesis."""
 UNFINISHED = {
     "prepare_data": "problems.jsonl",
     "synthesize": "data/train.parquet",
