@@ -10,7 +10,8 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
-_LONGEST_FIRST = ("integration", "rollout", "distributed", "sandbox", "hostile", "checkpoint")
+_COMPUTING, _WAITING = ("integration", "rollout", "distributed"), ("sandbox", "hostile")
+"""Folders whose tests keep all cores busy, and whose tests mostly wait for time limits."""
 _TOGETHER = {"test_rl_run.py": "whole_run", "test_resume.py": "whole_run"}
 """Files that compare with the same long run, which each worker would make anew."""
 
@@ -20,10 +21,10 @@ settings.load_profile("no_deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, so that no worker ends long before the other."""
-    order = {name: number for number, name in enumerate(_LONGEST_FIRST)}
+    """What computes first, what waits last; see ``FileScheduling``."""
+    order = {name: number for number, name in enumerate((*_COMPUTING, None, *_WAITING))}
     root = Path(__file__).parent
-    items.sort(key=lambda item: order.get(item.path.relative_to(root).parts[0], len(order)))
+    items.sort(key=lambda item: order.get(item.path.relative_to(root).parts[0], order[None]))
 
 
 def pytest_collection_finish() -> None:
@@ -35,12 +36,18 @@ class FileScheduling(LoadFileScheduling):
     """Files stay whole in one worker, which makes their fixtures once.
 
     ``xdist_group`` would say so too, but xdist 3.8 writes groups into an attribute that pytest 9.2
-    no longer reads.
+    no longer reads. The first worker begins at the front and the others at the back, so that one
+    computes while another waits.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         return _TOGETHER.get(Path(file).name, file)
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if node is not self.nodes[0]:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
 
 
 @pytest.hookimpl(optionalhook=True)
