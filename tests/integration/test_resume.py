@@ -51,7 +51,7 @@ def test_a_killed_run_repeats_the_uninterrupted_one(job: Job, whole_run: Run) ->
 
 def test_ctrl_c_saves_and_the_run_can_go_on(job: Job, whole_run: Run) -> None:
     saving = ("trainer.save_freq=1", "trainer.async_save=true", "trainer.save_hf_freq=1")
-    with job.launch("stopped", steps=10_000, extra=saving) as run:
+    with job.launch("stopped", steps=10_000, extra=saving, preloaded=True) as run:
         run.wait_for_steps(2)
         os.kill(run.process.pid, signal.SIGINT)
         assert run.ends() != 0
