@@ -196,7 +196,7 @@ def our_config(task: Task, ranks: int, runs: Path) -> dict[str, Any]:
             "model": {"path": str(FOLDER / "model"), "dtype": task.dtype},
             "actor": {
                 "ppo_mini_batch_size": task.prompts,
-                "ppo_max_token_len_per_gpu": 4096,
+                "ppo_max_token_len_per_gpu": 2048,
                 "use_kl_loss": True,
                 "kl_loss_coef": KL_COEFFICIENT,
                 "optim": {"lr": LEARNING_RATE},
