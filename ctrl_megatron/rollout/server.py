@@ -63,7 +63,7 @@ async def build_engine(spec: EngineSpec) -> StreamingEngine:
 
 @contextmanager
 def _imports() -> Iterator[None]:
-    """What is imported stays, and collections that look for it take a quarter of vLLM's import."""
+    """What is imported stays; collections that look at it take two fifths of vLLM's import."""
     gc.disable()
     try:
         yield

@@ -188,10 +188,16 @@ def test_rounding_is_that_of_the_type(dtype: torch.dtype, bound: float) -> None:
 
 
 def test_rows_of_their_own_are_computed_as_without_sharing() -> None:
-    """To the last bit: torch's causal kernel, sequence by sequence."""
+    """By torch's causal kernel, sequence by sequence, to the last bit; gradients to rounding."""
     lengths = [(4, [13]), (1, [1]), (90, [40])]
     layout = lay_out(lengths)
     assert [(s.start, s.end) for s in layout.segments] == [(0, 17), (17, 19), (19, 149)]
-    *parts, _ = random_inputs(layout, torch.float32)
+    *parts, given_back = random_inputs(layout, torch.float32)
     found, alone = by_segments(*parts, layout), by_masks(*parts, layout)
     assert torch.equal(found, alone)
+    for a, b in zip(
+        torch.autograd.grad(found, parts, given_back),
+        torch.autograd.grad(alone, parts, given_back),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
