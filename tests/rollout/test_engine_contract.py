@@ -6,10 +6,11 @@ import asyncio
 import math
 import os
 import signal
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -396,15 +397,17 @@ def test_fifty_updates_leave_nothing_behind(bench: Bench) -> None:
         )
         return sum(anonymous) << 10, sum(len(list((pid / "fd").iterdir())) for pid in pids)
 
-    for number in range(10):
-        bench.load(number % 2)
-    before, files = held()
-    for number in range(50):
-        bench.load(number % 2)
-    after, files_after = held()
+    def ten_updates_later() -> tuple[int, int]:
+        for number in range(10):
+            bench.load(number % 2)
+        return held()
+
+    seen = [ten_updates_later() for _ in range(6)]
+    grown = [after - before for (before, _), (after, _) in pairwise(seen)]
     size = sum(t.numel() * t.element_size() for t in weights(bench.models[0]).values())
-    # One copy kept of each would be 50 of them.
-    assert after - before < 10 * size, f"{before} bytes before, {after} after, weights {size}"
+    # A copy kept of each would be ten every time; an allocator takes its steps only now and then.
+    assert statistics.median(grown) < 5 * size, f"{grown} bytes more after ten each, of {size}"
+    (_, files), *_, (_, files_after) = seen
     assert files_after <= files + 2
     assert bench.run(bench.engine.checksums()) == {
         name: tensor_checksum(tensor) for name, tensor in weights(bench.models[1]).items()
