@@ -10,8 +10,9 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
-_COMPUTING, _WAITING = ("integration", "rollout", "distributed"), ("sandbox", "hostile")
-"""Folders whose tests keep all cores busy, and whose tests mostly wait for time limits."""
+_FIRST, _LAST = ("integration", "rollout"), ("distributed", "sandbox", "hostile")
+"""Folders with long files: those whose tests keep all cores busy, and, from the end, those whose
+tests mostly wait for time limits. Short ones between them, where the workers meet."""
 _TOGETHER = {"test_rl_run.py": "whole_run", "test_resume.py": "whole_run"}
 """Files that compare with the same long run, which each worker would make anew."""
 
@@ -21,8 +22,8 @@ settings.load_profile("no_deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What computes first, what waits last; see ``FileScheduling``."""
-    order = {name: number for number, name in enumerate((*_COMPUTING, None, *_WAITING))}
+    """What computes first, what waits last, short files between; see ``FileScheduling``."""
+    order = {name: number for number, name in enumerate((*_FIRST, None, *_LAST))}
     root = Path(__file__).parent
     items.sort(key=lambda item: order.get(item.path.relative_to(root).parts[0], order[None]))
 

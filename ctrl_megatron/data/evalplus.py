@@ -59,7 +59,7 @@ def human_eval_problem(record: Mapping[str, Any], number: int) -> Problem:
     data["test"] = text_field(record.get("test"), "test")
     looped = unrolled_tests(data["test"], data["entry_point"])
     if looped:
-        tests, setup = looped
+        _, tests, setup = looped
         _, helpers = human_eval_tests({**data, "test": None, "test_list": list(tests)})
         setup = "\n".join(filter(None, (helpers, setup)))
     else:
@@ -84,25 +84,19 @@ def mbpp_plus_problem(record: Mapping[str, Any], number: int) -> Problem:
         return _problem(name, statement, entry, tests, setup, reference.strip("\n"))
     reference = text_field(record.get("code"), "code").strip("\n")
     test = text_field(record.get("test"), "test")
-    # The one function of the reference that the loop's body calls with the inputs.
-    called = {
-        node.func.id
-        for node in ast.walk(_parse(test, "test"))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and any(isinstance(argument, ast.Starred) for argument in node.args)
-    } - {"ref_func"}
-    looped = unrolled_tests(test, *called) if len(called) == 1 else None
+    looped = unrolled_tests(test, None)
     if looped is None:
         raise UserError("column 'test' is no loop over inputs that calls one function with them")
-    return _problem(name, statement, called.pop(), *looped, reference)
+    return _problem(name, statement, *looped, reference)
 
 
-def unrolled_tests(text: str, entry: str) -> tuple[tuple[str, ...], str] | None:
-    """One test per input of a program that goes through ``inputs`` (and ``results``) in a loop, by
-    itself or in ``check(candidate)``; and the rest of it, which the tests need.
+def unrolled_tests(text: str, entry: str | None) -> tuple[str, tuple[str, ...], str] | None:
+    """The function that a program tests, one test per input if it goes through ``inputs`` (and
+    ``results``) in a loop, by itself or in ``check(candidate)``; and the rest of it, which the
+    tests need.
 
-    None for another program. Raises ``ValueError`` for text that is not Python.
+    ``entry`` is the function's name, None where the loop calls it by name. None for another
+    program. Raises ``ValueError`` for text that is not Python.
     """
     tree = _parse(text, "test")
     check = next((n for n in tree.body if getattr(n, "name", "") == "check"), None)
@@ -117,6 +111,17 @@ def unrolled_tests(text: str, entry: str) -> tuple[tuple[str, ...], str] | None:
     loop = next((node for node in body if isinstance(node, ast.For)), None)
     if loop is None or "inputs" not in lists:
         return None
+    if entry is None:
+        called = {
+            node.func.id
+            for node in ast.walk(loop)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and any(isinstance(argument, ast.Starred) for argument in node.args)
+        } - {"ref_func"}
+        if len(called) != 1:
+            return None
+        (entry,) = called
     columns = {"enumerate(zip(inputs, results))": ("inputs", "results")}.get(
         ast.unparse(loop.iter), ("inputs",)
     )
@@ -136,7 +141,7 @@ def unrolled_tests(text: str, entry: str) -> tuple[tuple[str, ...], str] | None:
     kept += [n for n in body if n not in kept] if check is not None else []
     setup = [node for node in kept if node is not loop and node not in used]
     program = ast.unparse(ast.Module(body=setup, type_ignores=[]))
-    return tuple(tests), program.replace(_NUMPY, _CLOSE, 1)
+    return entry, tuple(tests), program.replace(_NUMPY, _CLOSE, 1)
 
 
 def _text_of(node: ast.expr, source: list[bytes]) -> str:

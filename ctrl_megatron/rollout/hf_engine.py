@@ -64,6 +64,11 @@ class HfEngine:
         self._sleeping: OffloadedTensors | None = None
         self._calls = 0
 
+    @classmethod
+    async def build(cls, spec: EngineSpec) -> HfEngine:
+        """The engine, ready to generate."""
+        return cls(spec)
+
     async def generate(
         self,
         prompts: list[list[int]],

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import hmac
 import json
 import os
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from ctrl_megatron.rollout.engine import (
     StreamingEngine,
     TokenListener,
 )
+from ctrl_megatron.rollout.imports import without_collections
 from ctrl_megatron.rollout.told import told_by
 
 if TYPE_CHECKING:
@@ -45,31 +45,21 @@ _MAX_REQUEST_BYTES = 2**30
 
 async def build_engine(spec: EngineSpec) -> StreamingEngine:
     """The embedded engine that ``spec`` names."""
-    if spec.name == "vllm":
-        with _imports():
+    build: Callable[[EngineSpec], Awaitable[StreamingEngine]]
+    with without_collections():
+        if spec.name == "vllm":
             from ctrl_megatron.rollout.vllm_engine import VllmEngine
 
-        return await VllmEngine.build(spec)
-    if spec.name == "sglang":
-        with _imports():
+            build = VllmEngine.build
+        elif spec.name == "sglang":
             from ctrl_megatron.rollout.sglang_engine import SglangEngine
 
-        return await SglangEngine.build(spec)
-    with _imports():
-        from ctrl_megatron.rollout.hf_engine import HfEngine
+            build = SglangEngine.build
+        else:
+            from ctrl_megatron.rollout.hf_engine import HfEngine
 
-    return HfEngine(spec)
-
-
-@contextmanager
-def _imports() -> Iterator[None]:
-    """What is imported stays; collections that look at it take two fifths of vLLM's import."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
+            build = HfEngine.build
+    return await build(spec)
 
 
 def die(reason: str) -> None:

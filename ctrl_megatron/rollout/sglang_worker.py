@@ -16,17 +16,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ctrl_megatron.rollout.imports import without_collections
 from ctrl_megatron.rollout.sglang_stand_ins import install_stand_ins
 
 install_stand_ins()
 
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
-from sglang.srt.layers.sampler import Sampler, register_sampler_backend
-from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
-from sglang.srt.runtime_context import get_parallel
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.utils.weight_checker import WeightChecker
+with without_collections():
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
+    from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.utils.weight_checker import WeightChecker
 
 from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.rollout.held_tensors import held_checksums

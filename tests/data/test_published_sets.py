@@ -352,7 +352,8 @@ def test_near_duplicates_are_those_of_the_definition() -> None:
 
 
 def test_a_loop_is_unrolled_and_other_programs_are_not() -> None:
-    tests, setup = unrolled_tests(LOOP, "twice") or ((), "")
+    entry, tests, setup = unrolled_tests(LOOP, "twice") or ("", (), "")
+    assert entry == "twice"
     assert tests[0] == "assertion(twice(*[1]), (2), 0)"
     assert tests[2] == "assertion(twice(*['inp']), ('inpinp'), 0)" or '"inp"' in tests[2]
     assert "def assertion" in setup and "inputs" not in setup
