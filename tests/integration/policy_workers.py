@@ -194,7 +194,7 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
         for version, source in (("actor@0", actor), ("actor@1", actor), ("proxy", proxy)):
             if version == "actor@1":
                 _change(policy)
-            push(source, link, memory, version=version, verify=True)
+            push(source, link, memory, version=version, verify=version == "actor@1")
             found = loop.run(_speak(remote, dialogues, count))
             found["digests"] = loop.run(remote.checksums())
             if source is actor:
