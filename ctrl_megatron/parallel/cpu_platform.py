@@ -25,6 +25,8 @@ _TYPE_NAMES = {
     "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
     "torch.DoubleTensor": "torch.cuda.DoubleTensor",
 }
+_ASKING = {torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to}
+"""Methods that may ask for a device by themselves; every operation is compared with them."""
 _installed: _CudaOnCpu | None = None
 
 
@@ -40,17 +42,17 @@ class _CudaOnCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            name = func(*args)
-            return _TYPE_NAMES.get(name, name)
-        if _means_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        if func is torch.Tensor.to and len(args) > 1 and _means_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
-        return func(*args, **kwargs)
+        if kwargs and _means_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        if func in _ASKING:
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                name = func(*args)
+                return _TYPE_NAMES.get(name, name)
+            if func is torch.Tensor.to and len(args) > 1 and _means_cuda(args[1]):
+                args = (args[0], _CPU, *args[2:])
+        return func(*args, **(kwargs or {}))
 
 
 class _Event:

@@ -50,12 +50,14 @@ def run_forked(
     stop_at: int = 0,
     without: tuple[str, ...] = (),
     te: bool = False,
+    draws: bool = False,
 ) -> ForkedRun:
     """Two ranks from start to end; neither outlives the call. ``purpose`` is ``rl`` or ``sft``.
 
     The keys that the first rank reads are written to the file ``reads``, one a line; what
     ``record_phases(stop_at)`` notes on rank N to the file ``phases``/N; ``without`` names keys of
-    the job that are left out; ``te`` puts stand-ins in Transformer Engine's place.
+    the job that are left out; ``te`` puts stand-ins in Transformer Engine's place. The report's
+    plots, which take as long as five steps, are only made for those who look (``draws``).
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / f"{name}.{time.monotonic_ns()}.log"
@@ -66,7 +68,7 @@ def run_forked(
     # Left out, every rank measures it.
     overrides = [*kept, "trainer.peak_tflops_per_device=0.1", *extra]
     forks = fork_context()
-    given = (launch, overrides, str(log), purpose, reads, phases, stop_at, te)
+    given = (launch, overrides, str(log), purpose, reads, phases, stop_at, te, draws)
     ranks = [forks.Process(target=_rank, args=(rank, *given)) for rank in range(_RANKS)]
     for process in ranks:
         process.start()
@@ -92,6 +94,7 @@ def _rank(
     phases: Path | None,
     stop_at: int,
     te: bool,
+    draws: bool,
 ) -> None:
     os.environ |= launch | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -107,10 +110,13 @@ def _rank(
     from recorded_reads import record_reads
 
     from ctrl_megatron.config import check_files, check_world_size, load_config
+    from ctrl_megatron.metrics.report import page
     from ctrl_megatron.pipeline.run import train
     from ctrl_megatron.sft.run import train_sft
 
     torch.set_num_threads(1)
+    if not draws:
+        page.render = lambda run: run.name
     config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides, purpose)
     seen = record_reads(config) if reads and rank == 0 else set()
     check_files(config, purpose)

@@ -34,7 +34,7 @@ def test_completions_are_rewarded_by_a_function_of_ones_own(
     name = "grpo_dapo" if extra else "grpo"
     validation = (f"data.val_files={job.data}", "data.val_batch_size=4")
     given = (*GRPO, *extra, *validation)
-    run = run_forked(job, name, steps=3, extra=given, without=NOBODY_REVISES)
+    run = run_forked(job, name, steps=3, extra=given, without=NOBODY_REVISES, draws=True)
     assert run.codes == (0, 0), run.output[-8000:]
     steps = [record["metrics"] for record in run.metrics()]
     trained = [step for step in steps if "actor/grad_norm" in step]
@@ -55,7 +55,7 @@ def test_a_pipeline_of_a_foreign_shape_runs_is_reported_saved_and_resumed(job: J
     runs = {}
     for name, stops in (("foreign", (4,)), ("foreign_stopped", (2, 4))):
         for steps in stops:
-            run = run_forked(job, name, steps=steps, extra=own, without=UNREAD)
+            run = run_forked(job, name, steps=steps, extra=own, without=UNREAD, draws=steps == 4)
             assert run.codes == (0, 0), run.output[-8000:]
         runs[name] = [record["metrics"] for record in run.metrics()]
         report = (run.folder / "report.html").read_text()

@@ -17,7 +17,7 @@ from ctrl_megatron.metrics.names import metric_of
 
 pytestmark = pytest.mark.timeout(900)
 
-STOPS = {"ctrl_grpo": (2,), "ppo": (1, 3), "dapo": (3,)}
+STOPS = {"ctrl_grpo": (2,), "ppo": (1,), "dapo": (3,)}
 """After which steps a run is stopped; PPO's actor has not learned at the first."""
 Steps = list[dict[str, Any]]
 
