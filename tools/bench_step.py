@@ -204,8 +204,6 @@ def our_config(task: Task, ranks: int, runs: Path) -> dict[str, Any]:
             "rollout": {
                 "name": "vllm",
                 "n": task.group,
-                # An engine beside every rank, as on GPUs.
-                "n_gpus_per_node": ranks,
                 "max_num_seqs": task.rows,
                 "kv_cache_gib": 2.0,
             },

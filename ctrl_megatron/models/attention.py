@@ -1,15 +1,15 @@
 """Attention over a packed micro-batch whose segments may share a prefix (``packed_layout``).
 
-Two ways to compute the same: by torch's fused kernel on CPUs, prefix and own part one after the
-other, and by one variable-length call with the prefix's keys gathered for every segment: in
-Transformer Engine where it is installed, else in torch's own flash attention.
+Two ways to compute the same: segment by segment on CPUs, and by one variable-length call with the
+prefix's keys gathered for every segment: in Transformer Engine where it is installed, else in
+torch's own flash attention.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator
+from itertools import pairwise, starmap
 from typing import Any
 
 import torch
@@ -17,11 +17,15 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import varlen
 
-from ctrl_megatron.models.packed_layout import PackedLayout, PackedLayoutParams
+from ctrl_megatron.models.packed_layout import PackedLayout, PackedLayoutParams, Segment
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BLOCK = 128
-"""Tokens whose gradients are computed together: their scores should fit a core's cache."""
+_MASKED = 512
+"""Most queries under one mask: half of what it hides of them is computed for nothing."""
+_SCORES = 400_000
+"""Scores of all heads that are computed together in a backward pass, to fit a core's cache, unless
+that were scores of fewer than ``_FEWEST`` tokens: products want long matrices."""
+_FEWEST = 128
 
 
 class PackedCausalAttention(torch.nn.Module):
@@ -59,14 +63,11 @@ class PackedCausalAttention(torch.nn.Module):
 
 
 class SegmentAttention(torch.autograd.Function):
-    """Causal attention inside every segment, merged with that of all its group's responses over
-    their prefix by the logarithms of both softmaxes' denominators.
+    """Attention segment by segment, over the keys of prefix and segment in one piece.
 
-    The backward pass makes the probabilities anew from the merged logarithms, so every part's share
-    of the gradients is right by itself (as in ring attention, arXiv 2310.01889), no key is copied
-    and nothing more is kept than without a prefix. It consists of products over all queries of a
-    key: torch's own kernel, which goes head by head, takes up to twice as long for the few hundred
-    tokens that segments have (``docs/experiments.md``).
+    Forwards by torch's fused kernel. Backwards by products of some queries with all keys that they
+    see, whose probabilities are made anew from the kept logarithms of their sums: torch's own
+    kernel goes head by head and takes up to twice as long (``docs/experiments.md``).
     """
 
     @staticmethod
@@ -82,82 +83,126 @@ class SegmentAttention(torch.autograd.Function):
         out = query.new_empty(query.shape)
         wide = torch.promote_types(query.dtype, torch.float32)
         log_sum = query.new_empty(query.shape[:2], dtype=wide)
-
-        def attend(queries: slice, keys: slice, *, causal: bool) -> tuple[Any, Any]:
-            q, k, v = _batched(query[queries]), _batched(key[keys]), _batched(value[keys])
-            return tuple(map(_flat, _forward(q, k, v, 0.0, causal, scale=scale)))
-
+        mask = _Mask(layout, query)
         for segment in layout.segments:
-            own = slice(segment.start, segment.end)
-            out[own], log_sum[own] = attend(own, own, causal=True)
-        for prefix, members in layout.families():
-            seen, log_seen = attend(members, prefix, causal=False)
-            both = torch.logaddexp(log_sum[members], log_seen)
-            share = (log_sum[members] - both).exp_().unsqueeze(-1)
-            out[members] = torch.lerp(seen.to(wide), out[members].to(wide), share)
-            log_sum[members] = both
-        ctx.save_for_backward(query, key, value, out, log_sum)
+            prefix = segment.keys - segment.queries
+            keys, values = (_seen_by(segment, x) for x in (key, value))
+            # Without a prefix torch's own mask is right, and spares what it hides.
+            for piece in _pieces(segment, _MASKED if prefix else segment.queries):
+                seen = prefix + piece.stop
+                rows = slice(segment.start + piece.start, segment.start + piece.stop)
+                hidden = mask(piece.stop - piece.start, seen) if prefix else None
+                q, k, v = map(_batched, (query[rows], keys[:seen], values[:seen]))
+                found = _forward(q, k, v, 0.0, not prefix, attn_mask=hidden, scale=scale)
+                out[rows], log_sum[rows] = map(_flat, found)
+        ctx.save_for_backward(query, key, value, log_sum)
         ctx.layout, ctx.scale = layout, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, log_sum = ctx.saved_tensors
-        groups, dtype, wide = key.shape[1], query.dtype, log_sum.dtype
-        shared_by = query.shape[1] // groups
-        scale = query.shape[2] ** -0.5 if ctx.scale is None else ctx.scale
-
-        def by_group(x: torch.Tensor) -> torch.Tensor:
-            """(T, A, ...) -> (G, T * A / G, ...): all queries of a key are one matrix."""
-            return x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)
-
-        mean_grad = by_group((grads[0].to(wide) * out.to(wide)).sum(-1, keepdim=True))
+        query, key, value, log_sum = ctx.saved_tensors
+        (given,), layout = grads, ctx.layout
+        heads, width, groups, wide = *query.shape[1:], key.shape[1], log_sum.dtype
+        scale = width**-0.5 if ctx.scale is None else ctx.scale
         # Powers of two: torch's exp is three times slower where MKL computes it on an AMD.
         bits = scale * math.log2(math.e)
-        log_sum = by_group(log_sum.unsqueeze(-1)) * math.log2(math.e)
-        query, given, key, value = (by_group(x) for x in (query, grads[0], key, value))
-        wide_query, wide_key = query.to(wide), key.to(wide)
-        grad_query, grad_key, grad_value = (
-            torch.zeros_like(x) for x in (wide_query, wide_key, wide_key)
+        log_sum = (log_sum * math.log2(math.e)).unsqueeze(-1)
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = (torch.zeros_like(key, dtype=wide) for _ in range(2))
+        scratch = _Scratch(layout, query, wide)
+
+        def by_group(x: torch.Tensor) -> torch.Tensor:
+            """(n, A, ...) -> (G, A / G * n, ...): all queries of a key are one matrix."""
+            return x.transpose(0, 1).reshape(groups, -1, *x.shape[2:])
+
+        for segment in layout.segments:
+            prefix = segment.keys - segment.queries
+            keys, values = (_seen_by(segment, x).transpose(0, 1).contiguous() for x in (key, value))
+            wide_keys = keys.to(wide)
+            grad_keys, grad_values = (torch.zeros_like(wide_keys) for _ in range(2))
+            for piece in _pieces(segment, _at_once(segment, heads)):
+                count, seen = piece.stop - piece.start, prefix + piece.stop
+                rows = slice(segment.start + piece.start, segment.start + piece.stop)
+                q, g, log = (by_group(x[rows]) for x in (query, given, log_sum))
+                probs, grad, low_probs, low_grad = scratch.matrices(groups, q.shape[1], seen)
+                torch.baddbmm(
+                    log, q.to(wide), wide_keys[:, :seen].mT, beta=-1, alpha=bits, out=probs
+                )
+                # Zeros take the place also of what has become infinite for a later token.
+                probs.exp2_().view(heads, count, seen).tril_(seen - count)
+                # dS = P (dP - sum(P dP)), with dP in the inputs' type as in torch's kernel.
+                grad.copy_(torch.bmm(g, values[:, :seen].mT, out=low_grad)).mul_(probs)
+                grad.addcmul_(probs, grad.sum(-1, keepdim=True), value=-1)
+                low_probs.copy_(probs)
+                low_grad.copy_(grad)
+                grad_values[:, :seen] += torch.bmm(low_probs.mT, g)
+                grad_keys[:, :seen] += torch.bmm(low_grad.mT, q)
+                products = torch.bmm(low_grad, keys[:, :seen])
+                grad_query[rows] = products.view(heads, count, width).transpose(0, 1)
+            for whole, own in ((grad_key, grad_keys), (grad_value, grad_values)):
+                whole[segment.prefix] += own[:, :prefix].transpose(0, 1)
+                whole[segment.start : segment.end] += own[:, prefix:].transpose(0, 1)
+        dtype = query.dtype
+        return (
+            grad_query.mul_(scale),
+            grad_key.mul_(scale).to(dtype),
+            grad_value.to(dtype),
+            None,
+            None,
         )
-        for queries, blocks in _tiles(ctx.layout):
-            rows = slice(queries.start * shared_by, queries.stop * shared_by)
-            own_query, own_wide, own_given, own_sum, own_mean = (
-                x[:, rows].contiguous() for x in (query, wide_query, given, log_sum, mean_grad)
-            )
-            for keys in blocks:
-                probs = torch.baddbmm(own_sum, own_wide, wide_key[:, keys].mT, beta=-1, alpha=bits)
-                probs.exp2_()
-                if keys == queries:
-                    later = torch.ones(probs.shape[2], probs.shape[2], dtype=torch.bool).triu_(1)
-                    probs.unflatten(1, (-1, shared_by)).masked_fill_(later.unsqueeze(1), 0.0)
-                grad_probs = torch.bmm(own_given, value[:, keys].mT)
-                grad_scores = (grad_probs - own_mean).mul_(probs).to(dtype)
-                grad_value[:, keys] += torch.bmm(probs.to(dtype).mT, own_given)
-                grad_key[:, keys] += torch.bmm(grad_scores.mT, own_query)
-                grad_query[:, rows] += torch.bmm(grad_scores, key[:, keys])
-
-        def by_token(x: torch.Tensor) -> torch.Tensor:
-            """Undoes ``by_group``."""
-            tokens = ctx.layout.tokens
-            return x.unflatten(1, (tokens, -1)).transpose(0, 1).flatten(1, 2).to(dtype)
-
-        for_scores = (by_token(x.mul_(scale)) for x in (grad_query, grad_key))
-        return *for_scores, by_token(grad_value), None, None
 
 
-def _tiles(layout: PackedLayout) -> Iterator[tuple[slice, list[slice]]]:
-    """Queries and the keys that they see; causally where they are the same tokens."""
-    for segment in layout.segments:
-        own = _blocks(segment.start, segment.end)
-        yield from ((queries, own[: number + 1]) for number, queries in enumerate(own))
-    for prefix, members in layout.families():
-        seen = _blocks(prefix.start, prefix.stop)
-        yield from ((queries, seen) for queries in _blocks(members.start, members.stop))
+class _Mask:
+    """Causal masks aligned at the bottom right: zeros, and behind them a triangle of -inf. All are
+    cut out of the largest one."""
+
+    def __init__(self, layout: PackedLayout, like: torch.Tensor) -> None:
+        masked = [segment for segment in layout.segments if segment.keys > segment.queries]
+        queries = min(_MASKED, max((segment.queries for segment in masked), default=0))
+        self._before = max((segment.keys for segment in masked), default=0)
+        self._whole = like.new_zeros((queries, self._before + queries))
+        self._whole[:, self._before :].fill_(-torch.inf).triu_(1)
+
+    def __call__(self, queries: int, keys: int) -> torch.Tensor:
+        """(queries, keys)"""
+        return self._whole[:queries, self._before - (keys - queries) : self._before + queries]
 
 
-def _blocks(start: int, end: int) -> list[slice]:
-    return [slice(at, min(at + _BLOCK, end)) for at in range(start, end, _BLOCK)]
+class _Scratch:
+    """Memory that stays in the cache from one piece of a backward pass to the next."""
+
+    def __init__(self, layout: PackedLayout, query: torch.Tensor, wide: torch.dtype) -> None:
+        heads = query.shape[1]
+        most = heads * max(
+            (piece.stop - piece.start) * segment.keys
+            for segment in layout.segments
+            for piece in _pieces(segment, _at_once(segment, heads))
+        )
+        types = (wide, wide, query.dtype, query.dtype)
+        self._memory = [query.new_empty(most, dtype=dtype) for dtype in types]
+
+    def matrices(self, *shape: int) -> list[torch.Tensor]:
+        """Two of ``shape`` in the wider type, two in the query's; as the last ones left them."""
+        return [memory[: math.prod(shape)].view(shape) for memory in self._memory]
+
+
+def _at_once(segment: Segment, heads: int) -> int:
+    """Queries of a segment whose gradients are computed together."""
+    return max(_FEWEST, _SCORES // (heads * segment.keys))
+
+
+def _pieces(segment: Segment, most: int) -> list[slice]:
+    """The segment's queries in about equal pieces of at most ``most``, counted from its start."""
+    count = -(-segment.queries // max(1, most))
+    bounds = [segment.queries * number // count for number in range(count + 1)]
+    return list(starmap(slice, pairwise(bounds)))
+
+
+def _seen_by(segment: Segment, keys: torch.Tensor) -> torch.Tensor:
+    """Of ``keys`` (T, G, D) those that the segment's last token sees."""
+    own = keys[segment.start : segment.end]
+    return torch.cat([keys[segment.prefix], own]) if segment.keys > segment.queries else own
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:

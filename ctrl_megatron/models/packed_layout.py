@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -82,15 +82,6 @@ class PackedLayout:
     def shares(self) -> bool:
         """Whether any segment has a prefix."""
         return any(s.prefix_end > s.prefix_start for s in self.segments)
-
-    def families(self) -> Iterable[tuple[slice, slice]]:
-        """(the shared prefix, all tokens that see it) of every group of more than one row."""
-        for (start, end), segments in groupby(
-            self.segments, key=lambda s: (s.prefix_start, s.prefix_end)
-        ):
-            if end > start:
-                members = list(segments)
-                yield slice(start, end), slice(members[0].start, members[-1].end)
 
     def positions(self) -> torch.Tensor:
         """(T,) int64: the place of every token in its row."""

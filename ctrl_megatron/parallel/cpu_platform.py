@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ctrl_megatron.parallel import host_memory
+from ctrl_megatron.parallel import gloo, host_memory
 
 _CPU = torch.device("cpu")
 _TYPE_NAMES = {
@@ -114,7 +114,7 @@ def install() -> None:
         "device_count": lambda: 1,
         "set_device": _nothing(),
         "synchronize": _nothing(),
-        "empty_cache": lambda: host_memory.give_back(),
+        "empty_cache": host_memory.make_room,
         "manual_seed": _nothing(),
         "Stream": _Stream,
         "Event": _Event,
@@ -137,5 +137,6 @@ def install() -> None:
 
     megatron_random._get_cuda_rng_state = _rng_state
     megatron_random._set_cuda_rng_state = _set_rng_state
+    gloo.sum_in_place()
     _installed = _CudaOnCpu()
     _installed.__enter__()

@@ -138,7 +138,7 @@ def initialize(
     """
     from megatron.core import parallel_state, tensor_parallel
 
-    from ctrl_megatron.parallel import cpu_platform, host_memory
+    from ctrl_megatron.parallel import cpu_platform, gloo, host_memory
 
     launch = launch or read_launch()
     device = local_device(launch.local_rank)
@@ -158,15 +158,16 @@ def initialize(
             f"{dist.get_world_size()} ranks were started, the layout needs {layout.world_size}"
         )
     virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=virtual,
-        distributed_timeout_minutes=max(1, int(timeout_seconds // 60)),
-        create_gloo_process_groups=True,
-    )
+    with gloo.one_loop():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=virtual,
+            distributed_timeout_minutes=max(1, int(timeout_seconds // 60)),
+            create_gloo_process_groups=True,
+        )
+        groups = _collect(layout, device, timeout, launch.master_addr)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    groups = _collect(layout, device, timeout, launch.master_addr)
     groups.hosts.require_whole_tensor_groups(layout)
     return groups
 

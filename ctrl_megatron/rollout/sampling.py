@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
+import torch.nn.functional as F
 
 from ctrl_megatron.types import SamplingParams
 
+_BLOCK = 256
 DRAWN_ROWS = 64
-"""That an engine on a GPU picks at a time: the sums are float64, of memory it did not measure."""
+"""That an engine on a GPU picks at a time: their weights are memory that it did not measure."""
 # The increment and the two multipliers of SplitMix64, as signed numbers.
 _GOLDEN, _MIX_1, _MIX_2 = (
     number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -127,11 +129,22 @@ def draw(
 
 def pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """(B,) int64 tokens: where ``numbers`` (B,) float64 in [0, 1) fall among the (B, V) weights,
-    which need not add up to 1. A few kernels, however many rows there are.
+    which need not add up to 1. A few kernels, however many rows there are: first the block of
+    tokens, by the blocks' sums, then the token in it.
     """
-    mass = weights.double().cumsum(-1)
+    blocks = F.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    mass = blocks.sum(-1).double().cumsum(-1)
     target = numbers[:, None].to(mass.device) * mass[:, -1:]
-    # ``right`` never lands on a token of zero mass; the clamp covers target == total by rounding.
-    tokens = torch.searchsorted(mass, target, right=True).squeeze(-1)
-    last = (mass < mass[:, -1:]).sum(-1)
-    return torch.minimum(tokens, last)
+    block = _place(mass, target)
+    before = F.pad(mass, (1, 0)).gather(1, block)
+    own = blocks.take_along_dim(block.unsqueeze(-1), dim=1).squeeze(1)
+    inside = _place(own.double().cumsum(-1), target - before)
+    return (block * _BLOCK + inside).squeeze(-1)
+
+
+def _place(mass: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """(B, 1) int64: the first of the growing sums (B, N) above ``target`` (B, 1)."""
+    # ``right`` never lands on what has no mass; the minimum covers a target that rounding has
+    # brought to the total or beyond.
+    places = torch.searchsorted(mass, target, right=True)
+    return torch.minimum(places, (mass < mass[:, -1:]).sum(-1, keepdim=True))

@@ -18,6 +18,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from ctrl_megatron.parallel import host_memory
 from ctrl_megatron.rollout.engine import (
     EngineDied,
     EngineMemory,
@@ -119,6 +120,8 @@ class VllmEngine:
         if current_platform.is_cpu():
             # The sampler compiles small kernels on first use, which needs a C++ compiler.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
+            # Weights and what layers return lie in large pages that stay.
+            host_memory.keep()
         config = engine_args(spec).create_engine_config(UsageContext.ENGINE_CONTEXT)
         if current_platform.is_cpu():
             # The platform has just asked for spawned processes, each of which would import vLLM

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from ctrl_megatron.rollout import vllm_cpu
 from ctrl_megatron.rollout.held_tensors import held_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, pick, uniform
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk, read_chunk
@@ -109,8 +111,9 @@ class SeededSampler(torch.nn.Module):
     """Draws as vLLM does, but for two things.
 
     Log-probs are those from before top-k and top-p; vLLM's "processed" ones come from after. And
-    rows with a seed are drawn all together: on a GPU vLLM launches a kernel for each of them, for
-    every token. (On a CPU it has one of its own for all rows.)
+    rows with a seed are drawn all together, with one number each: on a GPU vLLM launches a kernel
+    for each of them, for every token, and on a CPU its kernel makes a number for every token of the
+    vocabulary.
 
     Stands in for ``Sampler.topk_topp_sampler`` of vLLM's first model runner (launch selects that
     runner).
@@ -128,7 +131,7 @@ class SeededSampler(torch.nn.Module):
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B,) tokens and (B, V) fp32 log-probs."""
-        if generators and logits.is_cuda:
+        if generators:
             return self.draw_together(logits, generators, k, p)
         if k is None and p is None:
             return self.inner(logits, generators, k, p)
@@ -145,7 +148,11 @@ class SeededSampler(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with one number per row, which the row's generator gives where it has one."""
         log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        kept = logits if k is None and p is None else apply_top_k_top_p(logits, k, p)
+        if k is None and p is None:
+            kept, weights = log_probs, torch.exp
+        else:
+            kept = apply_top_k_top_p(logits, k, p)
+            weights = partial(torch.softmax, dim=-1, dtype=torch.float32)
         numbers = torch.rand(
             len(logits), dtype=torch.float64, device="cpu", pin_memory=logits.is_cuda
         )
@@ -153,8 +160,7 @@ class SeededSampler(torch.nn.Module):
             numbers[row] = uniform(generator)
         numbers = numbers.to(logits.device, non_blocking=True)
         pairs = zip(kept.split(DRAWN_ROWS), numbers.split(DRAWN_ROWS), strict=True)
-        tokens = [pick(part.softmax(dim=-1, dtype=torch.float32), own) for part, own in pairs]
-        return torch.cat(tokens), log_probs
+        return torch.cat([pick(weights(part), own) for part, own in pairs]), log_probs
 
 
 def _is_packed(module: torch.nn.Module) -> bool:
@@ -193,6 +199,8 @@ class VllmWorkerExtension:
         """Once, after start."""
         sampler = self.model_runner.sampler
         sampler.topk_topp_sampler = SeededSampler(sampler.topk_topp_sampler)
+        if self.device.type == "cpu":
+            vllm_cpu.spare(self.model_runner.get_model(), sampler)
 
     def ctrl_checksums(self: Any) -> dict[str, str]:
         """Checksums of this pipeline stage's tensors; only the first tensor rank gives them."""

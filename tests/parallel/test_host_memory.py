@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
+import pytest
 import torch
 from forked_ranks import fork_context
 
@@ -54,3 +57,37 @@ def test_freed_memory_stays_until_it_is_given_back() -> None:
     assert without > 0 and again <= without // 20
     assert held > SIZE // 2
     assert left < SIZE // 4
+
+
+@pytest.mark.parametrize(
+    ("machine", "cgroup", "gives"),
+    [
+        (0.9, None, False),
+        (0.2, None, True),
+        (0.9, "max", False),
+        (0.9, (1000, 900, 700), False),
+        (0.9, (1000, 900, 100), True),
+        (0.1, (1000, 0, 0), True),
+    ],
+)
+def test_room_is_made_where_memory_is_short(
+    machine: float,
+    cgroup: tuple[int, int, int] | str | None,
+    gives: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if isinstance(cgroup, str):
+        (tmp_path / "memory.max").write_text(f"{cgroup}\n")
+    elif cgroup:
+        most, used, cached = cgroup
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+        (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
+    given = list[bool]()
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "give_back", lambda: given.append(True))
+    left = SimpleNamespace(available=machine * 1000, total=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: left)
+    host_memory.make_room()
+    assert bool(given) == gives

@@ -36,7 +36,7 @@ def test_threads_of_an_engine_wait_as_the_user_says(
     spec = EngineSpec(name="hf", model_path="m")
     for variable in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(variable, raising=False)
-    assert engine_environment(spec)["GOMP_SPINCOUNT"] == "3000"
+    assert engine_environment(spec)["GOMP_SPINCOUNT"] == "8000"
     monkeypatch.setenv(name, value)
     made = engine_environment(spec)
     assert made[name] == value and {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & made.keys() == {name}

@@ -15,6 +15,7 @@ from ctrl_megatron.rollout.sampling import (
     check_request,
     draw,
     numbers_at,
+    pick,
     stream_seed,
     temper,
     truncate,
@@ -122,6 +123,29 @@ def test_a_token_without_mass_is_never_drawn() -> None:
     params = SamplingParams(max_tokens=1)
     drawn = [draw(log_probs, params, [stream]).item() for _ in range(200)]
     assert set(drawn) == {0, 2}
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([1, 255, 256, 257, 1000]),
+    st.floats(0, 1, exclude_max=True),
+    st.sampled_from([0.0, 0.9, 0.999]),
+)
+def test_a_number_picks_where_it_falls_in_the_summed_weights(
+    seed: int, size: int, number: float, empty: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(3, size, generator=generator)
+    weights[torch.rand(3, size, generator=generator) < empty] = 0.0
+    weights[:, seed % size] = 0.5
+    numbers = torch.tensor([number, 0.0, 1.0], dtype=torch.float64)
+    for row, token in enumerate(pick(weights, numbers).tolist()):
+        assert weights[row, token] > 0
+        mass = np.cumsum(weights[row].double().numpy())
+        below, target = mass[token - 1] if token else 0.0, float(numbers[row]) * mass[-1]
+        # Blocks are summed in float32.
+        assert below - 1e-6 * mass[-1] <= target <= mass[token] + 1e-6 * mass[-1]
 
 
 def test_spans_are_runs_of_a_version() -> None:

@@ -102,3 +102,59 @@ def test_rows_are_drawn_from_their_distribution_alone_and_in_company() -> None:
     assert (((shares * (1 - shares) / 600).sqrt() * 4.5 + 2e-3) > (drawn - shares).abs()).all()
     assert set(found["top"]) <= set(shares.topk(4).indices.tolist())
     assert len(set(found["top"])) > 1
+
+
+SPARED = """
+import json, torch
+from types import SimpleNamespace
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.v1.sample.sampler import Sampler
+from ctrl_megatron.rollout import vllm_cpu
+
+class Names(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        called.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+gaps, called = {}, []
+with set_current_vllm_config(VllmConfig()):
+    for dtype in (torch.float32, torch.bfloat16):
+        norm = RMSNorm(576, eps=1e-5, dtype=dtype)
+        norm.weight.data.uniform_(0.5, 2)
+        x, residual = torch.randn(2, 40, 576).to(dtype)
+        own = norm(x), *norm(x.clone(), residual.clone())
+        sampler = SimpleNamespace(gather_logprobs=Sampler.gather_logprobs)
+        vllm_cpu.spare(torch.nn.ModuleList([norm]), sampler)
+        with Names():
+            now = norm(x), *norm(x.clone(), residual.clone())
+        far = [(a - b).float().abs() / (1 + a.float().abs()) for a, b in zip(own, now, strict=True)]
+        gaps[str(dtype)] = max(float(gap.max()) for gap in far)
+log_probs = torch.randn(5, 300).log_softmax(-1)
+tokens = torch.tensor([3, 0, 299, 7, 7])
+ranked = Sampler.gather_logprobs(log_probs, 0, token_ids=tokens)
+plain = sampler.gather_logprobs(log_probs, 0, token_ids=tokens)
+print(json.dumps({
+    "gaps": gaps,
+    "called": called,
+    "same": all(torch.equal(a, b) for a, b in zip(ranked[:2], plain[:2])),
+    "asked": len(sampler.gather_logprobs(log_probs, 2, token_ids=tokens)[0][0]),
+}))
+"""
+
+
+@pytest.mark.skipif("vllm" not in available_engines(), reason="the optional vllm is not installed")
+def test_what_is_spared_on_a_cpu_changes_nothing() -> None:
+    environment = engine_environment(EngineSpec(name="vllm", model_path="", threads=1))
+    environment["TORCHDYNAMO_DISABLE"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", SPARED], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["gaps"]["torch.float32"] < 1e-6
+    # The kernel takes the norm of the rounded sum: two roundings of a bfloat16 instead of one.
+    assert found["gaps"]["torch.bfloat16"] < 2**-6
+    assert {"_C.rms_norm.default", "_C.fused_add_rms_norm.default"} <= set(found["called"])
+    assert found["same"] and found["asked"] == 3
