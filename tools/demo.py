@@ -26,7 +26,7 @@ from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import evaluate_turns
 from ctrl_megatron.eval.transcripts import read_evaluation
 from ctrl_megatron.metrics import measure_peak_flops
-from ctrl_megatron.metrics.json_lines import read_json_lines
+from ctrl_megatron.metrics.report.run_files import read_run_files
 from ctrl_megatron.rollout.engine import available_engines, default_engine
 
 CONFIG = "examples/study_smollm2/mutants.yaml"
@@ -170,8 +170,8 @@ def _summary(console: Console, run: str) -> None:
     console.print(table)
     gain = results["after RL"].gains["pass_rate"]
     console.print(f"RL over SFT, the same {TESTED} programs in pairs: {_told(gain, sign='+')}")
-    metrics = [m["metrics"] for m in read_json_lines(ROOT / f"runs/{run}/metrics.jsonl")]
-    flat = [m["advantage/zero_std_rate"] for m in metrics]
+    series = read_run_files(ROOT / "runs" / run).series or {}
+    flat = [share for _, share in series["advantage/zero_std_rate"]]
     console.print(f"groups with different rewards: {1 - sum(flat) / len(flat):.0%}")
 
 
