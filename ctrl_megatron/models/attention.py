@@ -20,12 +20,12 @@ from torch.nn.attention import varlen
 from ctrl_megatron.models.packed_layout import PackedLayout, PackedLayoutParams, Segment
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_MASKED = 512
-"""Most queries under one mask: half of what it hides of them is computed for nothing."""
-_SCORES = 400_000
-"""Scores of all heads that are computed together in a backward pass, to fit a core's cache, unless
-that were scores of fewer than ``_FEWEST`` tokens: products want long matrices."""
-_FEWEST = 128
+_APART = 256
+"""Tokens of a prefix from which all responses' attention to it is one call without a mask, merged
+with that of each of them to itself; for shorter ones a mask takes less time than a second call."""
+_TOGETHER = 256
+"""Most queries of a segment under one mask, and in the products of a backward pass. Half of what is
+hidden among them is computed for nothing; but products want long matrices."""
 
 
 class PackedCausalAttention(torch.nn.Module):
@@ -63,7 +63,7 @@ class PackedCausalAttention(torch.nn.Module):
 
 
 class SegmentAttention(torch.autograd.Function):
-    """Attention segment by segment, over the keys of prefix and segment in one piece.
+    """Attention segment by segment.
 
     Forwards by torch's fused kernel. Backwards by products of some queries with all keys that they
     see, whose probabilities are made anew from the kept logarithms of their sums: torch's own
@@ -83,31 +83,53 @@ class SegmentAttention(torch.autograd.Function):
         out = query.new_empty(query.shape)
         wide = torch.promote_types(query.dtype, torch.float32)
         log_sum = query.new_empty(query.shape[:2], dtype=wide)
-        mask = _Mask(layout, query)
-        for segment in layout.segments:
-            prefix = segment.keys - segment.queries
-            keys, values = (_seen_by(segment, x) for x in (key, value))
-            # Without a prefix torch's own mask is right, and spares what it hides.
-            for piece in _pieces(segment, _MASKED if prefix else segment.queries):
-                seen = prefix + piece.stop
-                rows = slice(segment.start + piece.start, segment.start + piece.stop)
-                hidden = mask(piece.stop - piece.start, seen) if prefix else None
-                q, k, v = map(_batched, (query[rows], keys[:seen], values[:seen]))
-                found = _forward(q, k, v, 0.0, not prefix, attn_mask=hidden, scale=scale)
-                out[rows], log_sum[rows] = map(_flat, found)
-        ctx.save_for_backward(query, key, value, log_sum)
+
+        def attend(
+            rows: slice, keys: torch.Tensor, values: torch.Tensor, **mask: Any
+        ) -> tuple[torch.Tensor, ...]:
+            q, k, v = map(_batched, (query[rows], keys, values))
+            return tuple(map(_flat, _forward(q, k, v, **mask, scale=scale)))
+
+        for prefix, members in layout.families():
+            before = prefix.stop - prefix.start
+            for segment in members:
+                own = slice(segment.start, segment.end)
+                if before == 0 or before >= _APART:
+                    out[own], log_sum[own] = attend(own, key[own], value[own], is_causal=True)
+                    continue
+                keys, values = (torch.cat([x[prefix], x[own]]) for x in (key, value))
+                for piece in _pieces(segment):
+                    rows = slice(segment.start + piece.start, segment.start + piece.stop)
+                    seen = before + piece.stop
+                    mask = query.new_full((piece.stop - piece.start, seen), -torch.inf)
+                    mask.triu_(before + piece.start + 1)
+                    out[rows], log_sum[rows] = attend(
+                        rows, keys[:seen], values[:seen], attn_mask=mask
+                    )
+            if before >= _APART:
+                rows = slice(members[0].start, members[-1].end)
+                there, sum_there = attend(rows, key[prefix], value[prefix])
+                # Each softmax's share of the one over all these keys (arXiv 2310.01889).
+                ahead = log_sum[rows] - sum_there
+                share = ahead.sigmoid().unsqueeze(-1)
+                out[rows] = torch.lerp(there.to(wide), out[rows].to(wide), share)
+                log_sum[rows] = sum_there - F.logsigmoid(-ahead)
+        ctx.save_for_backward(query, key, value, out, log_sum)
         ctx.layout, ctx.scale = layout, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, log_sum = ctx.saved_tensors
+        query, key, value, out, log_sum = ctx.saved_tensors
         (given,), layout = grads, ctx.layout
         heads, width, groups, wide = *query.shape[1:], key.shape[1], log_sum.dtype
         scale = width**-0.5 if ctx.scale is None else ctx.scale
+        # P = 2^(S - L) and dS = P (dP - mean), mean the row's sum of P dP, which is that of dO O
+        # (arXiv 2307.08691). What is subtracted takes columns of its own in the products, against
+        # -1 among the keys and values: it is exact before anything is rounded, and costs no pass.
         # Powers of two: torch's exp is three times slower where MKL computes it on an AMD.
-        bits = scale * math.log2(math.e)
-        log_sum = (log_sum * math.log2(math.e)).unsqueeze(-1)
+        bits = math.log2(math.e)
+        log_sum = (log_sum * bits).unsqueeze(-1)
         grad_query = torch.empty_like(query)
         grad_key, grad_value = (torch.zeros_like(key, dtype=wide) for _ in range(2))
         scratch = _Scratch(layout, query, wide)
@@ -116,33 +138,33 @@ class SegmentAttention(torch.autograd.Function):
             """(n, A, ...) -> (G, A / G * n, ...): all queries of a key are one matrix."""
             return x.transpose(0, 1).reshape(groups, -1, *x.shape[2:])
 
-        for segment in layout.segments:
-            prefix = segment.keys - segment.queries
-            keys, values = (_seen_by(segment, x).transpose(0, 1).contiguous() for x in (key, value))
-            wide_keys = keys.to(wide)
-            grad_keys, grad_values = (torch.zeros_like(wide_keys) for _ in range(2))
-            for piece in _pieces(segment, _at_once(segment, heads)):
-                count, seen = piece.stop - piece.start, prefix + piece.stop
-                rows = slice(segment.start + piece.start, segment.start + piece.stop)
-                q, g, log = (by_group(x[rows]) for x in (query, given, log_sum))
-                probs, grad, low_probs, low_grad = scratch.matrices(groups, q.shape[1], seen)
-                torch.baddbmm(
-                    log, q.to(wide), wide_keys[:, :seen].mT, beta=-1, alpha=bits, out=probs
-                )
-                # Zeros take the place also of what has become infinite for a later token.
-                probs.exp2_().view(heads, count, seen).tril_(seen - count)
-                # dS = P (dP - sum(P dP)), with dP in the inputs' type as in torch's kernel.
-                grad.copy_(torch.bmm(g, values[:, :seen].mT, out=low_grad)).mul_(probs)
-                grad.addcmul_(probs, grad.sum(-1, keepdim=True), value=-1)
-                low_probs.copy_(probs)
-                low_grad.copy_(grad)
-                grad_values[:, :seen] += torch.bmm(low_probs.mT, g)
-                grad_keys[:, :seen] += torch.bmm(low_grad.mT, q)
-                products = torch.bmm(low_grad, keys[:, :seen])
-                grad_query[rows] = products.view(heads, count, width).transpose(0, 1)
-            for whole, own in ((grad_key, grad_keys), (grad_value, grad_values)):
-                whole[segment.prefix] += own[:, :prefix].transpose(0, 1)
-                whole[segment.start : segment.end] += own[:, prefix:].transpose(0, 1)
+        for prefix, members in layout.families():
+            before, most = prefix.stop - prefix.start, max(segment.keys for segment in members)
+            family = _FamilyKeys(key, value, most, scale * bits, wide)
+            family.bring(prefix, 0)
+            for segment in members:
+                own = slice(segment.start, segment.end)
+                family.bring(own, before)
+                for piece in _pieces(segment):
+                    count, seen = piece.stop - piece.start, before + piece.stop
+                    rows = slice(segment.start + piece.start, segment.start + piece.stop)
+                    q, g, o, log = (by_group(x[rows]) for x in (query, given, out, log_sum))
+                    mean = (g.to(wide) * o).sum(-1, keepdim=True)
+                    low = mean.to(g.dtype)
+                    q_log = torch.cat([q, log], -1)
+                    g_mean = torch.cat([g, low, (mean - low).to(g.dtype)], -1)
+                    wide_probs, probs, grad = scratch.matrices(groups, q.shape[1], seen)
+                    torch.bmm(q_log, family.scaled[:, :seen].mT, out=wide_probs)
+                    # Zeros take the place also of what has become infinite for a later token.
+                    wide_probs.exp2_().view(heads, count, seen).tril_(seen - count)
+                    probs.copy_(wide_probs)
+                    torch.bmm(g_mean, family.values[:, :seen].mT, out=grad).mul_(probs)
+                    family.grad_values[:, :seen] += torch.bmm(probs.mT, g)
+                    family.grad_keys[:, :seen] += torch.bmm(grad.mT, q)
+                    products = torch.bmm(grad, family.keys[:, :seen])
+                    grad_query[rows] = products.view(heads, count, width).transpose(0, 1)
+                family.take_gradients(own, before, grad_key, grad_value)
+            family.take_gradients(prefix, 0, grad_key, grad_value)
         dtype = query.dtype
         return (
             grad_query.mul_(scale),
@@ -153,56 +175,63 @@ class SegmentAttention(torch.autograd.Function):
         )
 
 
-class _Mask:
-    """Causal masks aligned at the bottom right: zeros, and behind them a triangle of -inf. All are
-    cut out of the largest one."""
+class _FamilyKeys:
+    """What the members of a family see, as (G, n, D) matrices with their gradients: the prefix's
+    keys and values and, behind them, those of one member after the other.
 
-    def __init__(self, layout: PackedLayout, like: torch.Tensor) -> None:
-        masked = [segment for segment in layout.segments if segment.keys > segment.queries]
-        queries = min(_MASKED, max((segment.queries for segment in masked), default=0))
-        self._before = max((segment.keys for segment in masked), default=0)
-        self._whole = like.new_zeros((queries, self._before + queries))
-        self._whole[:, self._before :].fill_(-torch.inf).triu_(1)
+    ``scaled`` are the keys in the wide type times a factor. Its last column and the last two of
+    ``values`` are -1.
+    """
 
-    def __call__(self, queries: int, keys: int) -> torch.Tensor:
-        """(queries, keys)"""
-        return self._whole[:queries, self._before - (keys - queries) : self._before + queries]
+    def __init__(
+        self, key: torch.Tensor, value: torch.Tensor, most: int, factor: float, wide: torch.dtype
+    ) -> None:
+        self._given, self._factor = (key, value), factor
+        groups, width = key.shape[1:]
+        self.keys = key.new_empty((groups, most, width))
+        self.scaled = key.new_full((groups, most, width + 1), -1.0, dtype=wide)
+        self.values = value.new_full((groups, most, width + 2), -1.0)
+        self.grad_keys, self.grad_values = (torch.empty_like(self.keys, dtype=wide) for _ in "kv")
+
+    def bring(self, tokens: slice, start: int) -> None:
+        """Lay ``tokens`` to ``start``, with gradients of zero."""
+        there = slice(start, start + tokens.stop - tokens.start)
+        keys, values = (x[tokens].transpose(0, 1) for x in self._given)
+        self.keys[:, there] = keys
+        self.scaled[:, there, :-1] = keys
+        self.scaled[:, there, :-1] *= self._factor
+        self.values[:, there, :-2] = values
+        self.grad_keys[:, there] = self.grad_values[:, there] = 0.0
+
+    def take_gradients(
+        self, tokens: slice, start: int, grad_key: torch.Tensor, grad_value: torch.Tensor
+    ) -> None:
+        """Add those of ``tokens``, which lie at ``start``, to all tokens' (T, G, D)."""
+        there = slice(start, start + tokens.stop - tokens.start)
+        grad_key[tokens] += self.grad_keys[:, there].transpose(0, 1)
+        grad_value[tokens] += self.grad_values[:, there].transpose(0, 1)
 
 
 class _Scratch:
     """Memory that stays in the cache from one piece of a backward pass to the next."""
 
     def __init__(self, layout: PackedLayout, query: torch.Tensor, wide: torch.dtype) -> None:
-        heads = query.shape[1]
-        most = heads * max(
-            (piece.stop - piece.start) * segment.keys
-            for segment in layout.segments
-            for piece in _pieces(segment, _at_once(segment, heads))
+        most = query.shape[1] * max(
+            min(_TOGETHER, segment.queries) * segment.keys for segment in layout.segments
         )
-        types = (wide, wide, query.dtype, query.dtype)
+        types = (wide, query.dtype, query.dtype)
         self._memory = [query.new_empty(most, dtype=dtype) for dtype in types]
 
     def matrices(self, *shape: int) -> list[torch.Tensor]:
-        """Two of ``shape`` in the wider type, two in the query's; as the last ones left them."""
+        """One of ``shape`` in the wider type, two in the query's; as the last ones left them."""
         return [memory[: math.prod(shape)].view(shape) for memory in self._memory]
 
 
-def _at_once(segment: Segment, heads: int) -> int:
-    """Queries of a segment whose gradients are computed together."""
-    return max(_FEWEST, _SCORES // (heads * segment.keys))
-
-
-def _pieces(segment: Segment, most: int) -> list[slice]:
-    """The segment's queries in about equal pieces of at most ``most``, counted from its start."""
-    count = -(-segment.queries // max(1, most))
+def _pieces(segment: Segment) -> list[slice]:
+    """The segment's queries in about equal pieces, counted from its start."""
+    count = -(-segment.queries // _TOGETHER)
     bounds = [segment.queries * number // count for number in range(count + 1)]
     return list(starmap(slice, pairwise(bounds)))
-
-
-def _seen_by(segment: Segment, keys: torch.Tensor) -> torch.Tensor:
-    """Of ``keys`` (T, G, D) those that the segment's last token sees."""
-    own = keys[segment.start : segment.end]
-    return torch.cat([keys[segment.prefix], own]) if segment.keys > segment.queries else own
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,10 @@ responses add up in it (arXiv 2506.05433). A group of one row is an ordinary cau
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import attrgetter
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -82,6 +83,12 @@ class PackedLayout:
     def shares(self) -> bool:
         """Whether any segment has a prefix."""
         return any(s.prefix_end > s.prefix_start for s in self.segments)
+
+    def families(self) -> Iterator[tuple[slice, list[Segment]]]:
+        """Every prefix with the segments that see it, which are neighbours; those without one come
+        with an empty prefix."""
+        for prefix, members in groupby(self.segments, key=attrgetter("prefix_start", "prefix_end")):
+            yield slice(*prefix), list(members)
 
     def positions(self) -> torch.Tensor:
         """(T,) int64: the place of every token in its row."""

@@ -31,8 +31,10 @@ def _all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
     return tensor
 
 
-_CACHED_LOGITS = 1 << 19
-"""Logits of a tile on a CPU: 2 MiB in float32, what a core's own cache holds."""
+_LOGITS, _COLUMNS = 1 << 21, 1024
+"""Logits of a tile on a CPU, and the fewest of its columns: the gradient of its hidden states is
+read and written once a tile for its columns, that of the weight for its tokens. A tile of a core's
+own cache is a fifth slower in the backward pass (``docs/experiments.md``)."""
 
 
 def _in_cache(device: torch.device) -> bool:
@@ -42,14 +44,14 @@ def _in_cache(device: torch.device) -> bool:
 def _tiles(tokens: int, columns: int, chunk: int, device: torch.device) -> tuple[int, int]:
     """(tokens, columns) of a tile, which holds at most ``chunk`` tokens' worth of logits.
 
-    A GPU takes whole rows of ``chunk`` tokens. A CPU takes as many tokens as it can, since the
-    weight is read, and its gradient written, once for them, and few columns, which stay in cache.
+    A GPU takes whole rows of ``chunk`` tokens, a CPU some 2,000 tokens and as many columns as that
+    leaves.
     """
     columns = max(columns, 1)
     if not _in_cache(device):
         return max(1, min(chunk, tokens)), columns
-    most = min(chunk * columns, max(_CACHED_LOGITS, chunk))
-    rows = max(1, min(tokens, most // min(columns, 256)))
+    most = min(chunk * columns, max(_LOGITS, chunk))
+    rows = max(1, min(tokens, most // min(columns, _COLUMNS)))
     few = most // rows
     # Matrix products want multiples of the registers.
     return rows, min(columns, few - few % 64 if few > 64 else few)

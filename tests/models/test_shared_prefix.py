@@ -138,20 +138,19 @@ def by_transformer_engine(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch
 
 @pytest.mark.parametrize("compute", [by_segments, by_masks, by_flash, by_transformer_engine])
 @settings(deadline=None, max_examples=12)
-@given(groups_of_rows, st.integers(0, 3))
-@example(RAGGED, 2)
-@example([(4, [3])], 0)
+@given(groups_of_rows, st.integers(0, 3), st.sampled_from([1, 3, 100]))
+@example(RAGGED, 2, 3)
+@example([(4, [3])], 0, 100)
 def test_every_way_of_attention_is_the_formula(
-    compute: Callable[..., torch.Tensor], groups: Groups, filler: int
+    compute: Callable[..., torch.Tensor], groups: Groups, filler: int, apart: int
 ) -> None:
     layout = lay_out(groups, filler=filler)
     sees = by_definition(groups, filler)[0]
     *parts, given_back = random_inputs(layout, torch.float64)
     wanted = dense(*parts, sees)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_SCORES", 0)
-        patch.setattr(attention, "_FEWEST", 3)
-        patch.setattr(attention, "_MASKED", 3)
+        patch.setattr(attention, "_TOGETHER", 3)
+        patch.setattr(attention, "_APART", apart)
         found = compute(*parts, layout)
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
         grads = torch.autograd.grad(found, parts, given_back)

@@ -185,7 +185,8 @@ def test_tiles_of_any_size_and_megatrons_buffer_give_the_same_gradients(
     wanted = with_gradients(
         lambda h, w: naive(h, w, targets, 1.0), hidden.double(), weight.double(), upstream.double()
     )
-    monkeypatch.setattr(vocab, "_CACHED_LOGITS", cached)
+    monkeypatch.setattr(vocab, "_LOGITS", cached)
+    monkeypatch.setattr(vocab, "_COLUMNS", 16)
     hidden.requires_grad_()
     weight.requires_grad_()
     # What another micro-batch has left there.
