@@ -16,8 +16,8 @@ from ctrl_megatron.models.hf_config import ModelShape, Rope
 from ctrl_megatron.models.layer_spec import (
     PackedRotaryEmbedding,
     ValueOutputLayer,
+    adds_weight_gradients,
     block_spec,
-    has_apex_wgrad,
     has_transformer_engine,
 )
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -88,6 +88,7 @@ def transformer_config(
         "calculate_per_token_loss": True,
         "recompute_granularity": options.recompute_granularity,
         "perform_initialization": False,
+        "gradient_accumulation_fusion": adds_weight_gradients(),
     }
     if options.recompute_granularity == "full":
         settings |= {
@@ -97,7 +98,6 @@ def transformer_config(
     if groups.device.type != "cuda":
         settings |= {
             "use_cpu_initialization": True,
-            "gradient_accumulation_fusion": False,
             "deallocate_pipeline_outputs": False,
             "masked_softmax_fusion": False,
             "bias_activation_fusion": False,
@@ -105,8 +105,6 @@ def transformer_config(
             "apply_rope_fusion": False,
             "persist_layer_norm": False,
         }
-    else:
-        settings["gradient_accumulation_fusion"] = has_apex_wgrad()
     if groups.device.type == "cuda" and has_transformer_engine():
         settings |= {
             "bias_dropout_fusion": True,

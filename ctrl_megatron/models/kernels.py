@@ -45,10 +45,12 @@ def kernels_line(*, on_gpu: bool) -> str:
 
 def _wgrad() -> str:
     """Who adds a weight's gradient to those of earlier micro-batches."""
-    from ctrl_megatron.models.layer_spec import has_apex_wgrad, has_transformer_engine
+    from megatron.core.tensor_parallel import layers
+
+    from ctrl_megatron.models.layer_spec import adds_weight_gradients, has_transformer_engine
 
     if has_transformer_engine():
         return "transformer_engine (inside its linear layers)"
-    if has_apex_wgrad():
-        return "fused_weight_gradient_mlp_cuda (Apex)"
+    if adds_weight_gradients():
+        return layers.fused_weight_gradient_mlp_cuda.__name__
     return "torch, in a pass of its own"

@@ -77,9 +77,9 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def has_apex_wgrad() -> bool:
-    """True where Megatron's own linear layers can add a weight's gradient inside its product: Apex,
-    built with ``--cuda_ext``."""
+def adds_weight_gradients() -> bool:
+    """True where Megatron's own linear layers can add a weight's gradient to earlier ones: with
+    Apex, built with ``--cuda_ext``, and on a CPU (``parallel.weight_gradient``)."""
     return tensor_layers._grad_accum_fusion_available
 
 

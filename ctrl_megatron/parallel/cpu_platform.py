@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ctrl_megatron.parallel import gloo, host_memory
+from ctrl_megatron.parallel import gloo, host_memory, weight_gradient
 
 _CPU = torch.device("cpu")
 _TYPE_NAMES = {
@@ -138,5 +138,6 @@ def install() -> None:
     megatron_random._get_cuda_rng_state = _rng_state
     megatron_random._set_cuda_rng_state = _set_rng_state
     gloo.sum_in_place()
+    weight_gradient.install()
     _installed = _CudaOnCpu()
     _installed.__enter__()

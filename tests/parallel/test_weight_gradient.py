@@ -1,0 +1,39 @@
+"""A weight's gradient is added to what earlier micro-batches left; Megatron's layers call it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ctrl_megatron.parallel.weight_gradient import wgrad_gemm_accum_fp32
+
+
+@pytest.mark.parametrize("shape", [(32, 16), (16, 32), (16, 16), (1, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_is_added(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, grad_output = (
+        torch.randn(7, width, generator=generator).to(dtype) for width in reversed(shape)
+    )
+    before = torch.randn(shape, generator=generator)
+    found = before.clone()
+    wgrad_gemm_accum_fp32(hidden, grad_output, found)
+    product = grad_output.double().t() @ hidden.double()
+    # A product in bfloat16 is rounded once; the sum is float32's.
+    eps = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(
+        found.double() - before.double(),
+        product,
+        rtol=eps,
+        atol=2 * eps * float(product.abs().max()),
+    )
+
+
+def test_a_model_on_a_cpu_names_it() -> None:
+    from ctrl_megatron.models.kernels import providers
+    from ctrl_megatron.parallel import cpu_platform
+
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU Apex or Transformer Engine does it")
+    cpu_platform.install()
+    assert providers()["gradient accumulation"] == "ctrl_megatron.parallel.weight_gradient"
