@@ -29,14 +29,18 @@ from ctrl_megatron.algorithms import (
 from ctrl_megatron.algorithms.rollout_correction import MismatchSums
 from ctrl_megatron.config import Config
 from ctrl_megatron.models.value import ValueModel
+from ctrl_megatron.pipeline import node_keys
 from ctrl_megatron.pipeline.conversation import validate
 from ctrl_megatron.pipeline.critique_revision import (
     critique_examples,
     critique_metrics,
     draw_and_judge,
     draw_critiques,
+    draw_greedy_critiques,
+    judge_greedy_revisions,
     judgments,
     measure_critiques,
+    revise_greedy_critiques,
     revise_valid,
     reward_items,
     score_fields,
@@ -51,11 +55,6 @@ from ctrl_megatron.pipeline.graph import (
     StepReport,
     TaskGraph,
 )
-from ctrl_megatron.pipeline.greedy_baseline import (
-    draw_greedy_critiques,
-    judge_greedy_revisions,
-    revise_greedy_critiques,
-)
 from ctrl_megatron.pipeline.losses import (
     ActorLoss,
     ValueLoss,
@@ -63,23 +62,8 @@ from ctrl_megatron.pipeline.losses import (
     mini_batches,
     select_tokens,
 )
-from ctrl_megatron.pipeline.node_keys import (
-    ADVANTAGES,
-    CORRECTION,
-    KL_IN_REWARD,
-    LOSS,
-    REVISIONS,
-    REWARDS,
-    VALUES,
-    reads,
-)
-from ctrl_megatron.pipeline.sampling import (
-    columns,
-    reward_spread,
-    sampled,
-    tensors_of,
-    texts,
-)
+from ctrl_megatron.pipeline.node_keys import reads
+from ctrl_megatron.pipeline.sampling import columns, reward_spread, sampled, tensors_of, texts
 from ctrl_megatron.pipeline.worker import DAGWorker
 
 
@@ -196,7 +180,7 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return sampled(worker, samples, measure_critiques)
 
 
-@reads(*REVISIONS)
+@reads(*node_keys.REVISIONS)
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``critique``, ``valid`` -> ``revision``: the frozen proxy's, empty for invalid critiques."""
     rows = [worker.train.row(row) for row in texts(batch["problem_id"])]
@@ -208,7 +192,7 @@ def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     )
 
 
-@reads(*REWARDS)
+@reads(*node_keys.REWARDS)
 async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``critique``, ``revision`` -> the fields of ``score_fields``. Runs beside the log-probs."""
     items = reward_items(
@@ -246,7 +230,7 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields={"ref_log_prob": log_probs})
 
 
-@reads(*VALUES)
+@reads(*node_keys.VALUES)
 def compute_values(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``values`` (B, R): what the value model expects before each response token."""
     return NodeOutput(fields={"values": value_model(worker).values(tensors_of(batch))})
@@ -297,7 +281,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     )
 
 
-@reads(*CORRECTION)
+@reads(*node_keys.CORRECTION)
 def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``loss_mask`` (B, R) bool and, where they are on, ``rollout_is_weights`` (B, R) float32.
 
@@ -320,7 +304,7 @@ def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields=fields, metrics=mismatch_metrics(total))
 
 
-@reads(*KL_IN_REWARD)
+@reads(*node_keys.KL_IN_REWARD)
 def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``token_level_rewards`` (B, R): scores, less beta times KL where the KL is in the reward."""
     algorithm, mask = worker.config.algorithm, batch["response_mask"]
@@ -353,7 +337,7 @@ def kl_to_reference(
     return worker.means({"actor/kl_to_reference": gap})
 
 
-@reads(*ADVANTAGES)
+@reads(*node_keys.ADVANTAGES)
 def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``advantages``, ``returns`` (B, R) by the configured estimator; no group is split.
 
@@ -382,7 +366,7 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 # The update
 
 
-@reads(*VALUES)
+@reads(*node_keys.VALUES)
 def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``critic.ppo_epochs`` passes over the mini-batches; metrics are means over the steps.
 
@@ -410,7 +394,7 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(metrics=metrics)
 
 
-@reads(*LOSS)
+@reads(*node_keys.LOSS)
 def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``ppo_epochs`` passes over the mini-batches; metrics are means over the optimizer steps.
 

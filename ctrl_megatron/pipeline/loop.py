@@ -1,11 +1,10 @@
-"""The training loop of every pipeline, and how each of its steps walks the graph; RL and SFT differ
-in the graph.
+"""The training loop of every pipeline: when it steps, saves, exports and validates. RL and SFT
+differ in the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,24 +14,13 @@ from tensordict import TensorDict
 
 from ctrl_megatron.checkpoint.store import CheckpointStore, SaveReport
 from ctrl_megatron.data.sampler import ResumableSampler
-from ctrl_megatron.metrics import Timeline, hidden_seconds, seconds_by_name
+from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
 from ctrl_megatron.models.parallel_model import ParallelModel
-from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-from ctrl_megatron.parallel.waiting import result_of
-from ctrl_megatron.pipeline.graph import Node, NodeOutput, NodePlace, TaskGraph
+from ctrl_megatron.parallel.stop import StopRequested
+from ctrl_megatron.pipeline.executor import Executor, Rank
+from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.performance import DeviceMemory
 from ctrl_megatron.pipeline.recorder import Recorder
-
-
-class Rank(Protocol):
-    """What the executor needs of the object that nodes get as their first argument."""
-
-    groups: ProcessGroups
-    background: BackgroundLoop
-    timeline: Timeline
-    stop: StopFlag
 
 
 class Resumable(Protocol):
@@ -191,87 +179,3 @@ class TrainingLoop:
 
 def _due(step: int, frequency: int) -> bool:
     return frequency > 0 and step % frequency == 0
-
-
-class Executor:
-    """Runs the nodes of a graph with a worker.
-
-    Nodes placed on the host are coroutines: the leader of each model copy starts them on the
-    background loop and the walk goes on; the first node that depends on one waits for it and hands
-    its output to all ranks of the copy. Everything else runs here, in the graph's order, so
-    collectives cannot meet in different orders on different ranks.
-    """
-
-    def __init__(self, graph: TaskGraph, worker: Rank) -> None:
-        self.graph, self._worker = graph, worker
-        self._order = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
-        self._pending: dict[str, Future[NodeOutput] | None] = {}
-
-    def run_step(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
-        """The batch after the last node, and all nodes' metrics.
-
-        Raises StopRequested, on all ranks at the same node, if a stop is asked for before the first
-        node that changes weights; after that the step is finished.
-        """
-        metrics: dict[str, float] = {}
-        stoppable = True
-        self.graph.reset()
-        try:
-            for node in self._order:
-                ancestors = self.graph.get_ancestors(node.node_id)
-                for needed in [n for n in self._pending if n in ancestors]:
-                    batch = _merge(batch, self._collect(needed), metrics)
-                stoppable = stoppable and not node.changes_weights
-                if stoppable and self._worker.stop.agreed(self._worker.groups):
-                    raise StopRequested
-                if node.place is NodePlace.HOST:
-                    self._start(node, batch)
-                    continue
-                if node.filter_plugin is not None:
-                    batch = batch[node.filter_plugin(batch)]
-                with self._worker.timeline.phase(node.node_id):
-                    output = node.run(worker=self._worker, batch=batch)
-                batch = _merge(batch, output, metrics)
-            for needed in list(self._pending):
-                batch = _merge(batch, self._collect(needed), metrics)
-        finally:
-            for future in self._pending.values():
-                if future is not None:
-                    future.cancel()
-            self._pending.clear()
-        return batch, metrics
-
-    def _start(self, node: Node, batch: TensorDict) -> None:
-        future = None
-        if self._worker.groups.is_leader:
-            future = self._worker.background.submit(self._run_aside(node, batch))
-        self._pending[node.node_id] = future
-
-    async def _run_aside(self, node: Node, batch: TensorDict) -> NodeOutput:
-        with self._worker.timeline.phase(node.node_id, kind="host"):
-            while True:
-                try:
-                    return await node.run(worker=self._worker, batch=batch)
-                except Exception:
-                    if not node.can_retry():
-                        raise
-                    node.increment_retry_count()
-
-    def _collect(self, node_id: str) -> NodeOutput:
-        with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
-            future = self._pending.pop(node_id)
-            output = result_of(future, self._worker.groups)
-            return self._worker.groups.from_leader(output)
-
-
-def _merge(batch: TensorDict, output: NodeOutput | None, metrics: dict[str, float]) -> TensorDict:
-    if output is None:
-        return batch
-    repeated = metrics.keys() & output.metrics.keys()
-    if repeated:
-        raise ValueError(f"two nodes report the metrics {sorted(repeated)}")
-    metrics.update(output.metrics)
-    merged = output.batch if output.batch is not None else batch
-    for name, value in output.fields.items():
-        merged[name] = value
-    return merged

@@ -22,7 +22,7 @@ def judge_beside_log_probs(
     """
     from ctrl_megatron.config import load_config
     from ctrl_megatron.pipeline.ctrl import critique_metrics
-    from ctrl_megatron.pipeline.loop import Executor
+    from ctrl_megatron.pipeline.executor import Executor
     from ctrl_megatron.sandbox import EmbeddedSandbox
 
     config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides)

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.pipeline import Node, NodePlace, NodeStatus, NodeType, TaskGraph
+from ctrl_megatron.pipeline.executor import Executor
 from ctrl_megatron.pipeline.graph import NodeOutput
-from ctrl_megatron.pipeline.loop import Executor
 
 
 @pytest.fixture
