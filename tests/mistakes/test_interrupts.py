@@ -71,7 +71,7 @@ def test_while_it_imports(world: Path) -> None:
         ("reading rows", Interrupt("ctrl_megatron.sft.run:tokenise", INT)),
         ("meeting", Interrupt("ctrl_megatron.pipeline.session:initialize", TERM)),
         ("loading", Interrupt("ctrl_megatron.pipeline.build:load_hf", INT)),
-        ("before the first step", Interrupt("ctrl_megatron.pipeline.executor:Executor", TERM)),
+        ("before the first step", Interrupt("ctrl_megatron.pipeline.loop:Executor", TERM)),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
