@@ -92,8 +92,8 @@ def main() -> None:
                 )
     for name in works:
         off, on = ([*zip(*found[name, shared], strict=True)] for shared in (False, True))
-        # Freed memory stays with the process: only before the others' first turn is it one's own.
         ratios = [statistics.median(off[i]) / statistics.median(on[i]) for i in (0, 1)]
+        # Memory of the first turn: what is freed stays with the process, and counts for both later.
         print(
             f"{name}: {ratios[0]:.2f} times as fast, {ratios[1]:.2f} by processor seconds, of "
             f"{flops[name, False] / flops[name, True]:.2f} by arithmetic; "

@@ -37,7 +37,7 @@ read and written once a tile for its columns, that of the weight for its tokens.
 own cache is a fifth slower in the backward pass (``docs/experiments.md``)."""
 
 
-def _in_cache(device: torch.device) -> bool:
+def _on_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
@@ -48,7 +48,7 @@ def _tiles(tokens: int, columns: int, chunk: int, device: torch.device) -> tuple
     leaves.
     """
     columns = max(columns, 1)
-    if not _in_cache(device):
+    if not _on_cpu(device):
         return max(1, min(chunk, tokens)), columns
     most = min(chunk * columns, max(_LOGITS, chunk))
     rows = max(1, min(tokens, most // min(columns, _COLUMNS)))
@@ -212,7 +212,7 @@ class _WeightGradient:
     """
 
     def __init__(self, weight: torch.Tensor, *, in_one_piece: bool) -> None:
-        buffer = getattr(weight, "main_grad", None) if _in_cache(weight.device) else None
+        buffer = getattr(weight, "main_grad", None) if _on_cpu(weight.device) else None
         self._weight, self._returned = weight, buffer is None
         dtype = weight.dtype if in_one_piece else torch.float32
         self._sum = torch.zeros_like(weight, dtype=dtype) if buffer is None else buffer

@@ -1,5 +1,5 @@
-"""From critiques to judged revisions: what the nodes of CTRL's step and its validation share, and
-what is reported of them.
+"""From critiques to judged revisions: what the nodes of CTRL's step and its validation share, the
+nodes of ReMax's baseline, and what is reported of a step.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _run(function: str, arguments: Sequence[Any], result: str, log: str) -> None
     sys.path.insert(0, str(Path(__file__).parent))
     from ctrl_megatron.parallel import vocab
 
-    vocab._in_cache = lambda device: False  # whole rows of logits, as on a GPU
+    vocab._on_cpu = lambda device: False  # whole rows of logits, as on a GPU
     torch.set_num_threads(1)
     torch.manual_seed(0)
     Path(result).write_text(json.dumps(globals()[function](*arguments)))
