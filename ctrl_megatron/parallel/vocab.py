@@ -1,14 +1,16 @@
 """Log-probability and entropy from hidden states under a vocabulary split over tensor ranks.
 
 The output layer and the softmax are computed together, a tile of logits at a time, and once more
-in the backward pass: at (tokens x vocabulary) = (16384 x 152064) the fp32 logits of a whole
-micro-batch would take 10 GB. The softmax's normaliser is known when the last columns of a tile's
-tokens have been seen (Milakov and Gimelshein, arXiv 1805.02867).
+in the backward pass unless they are few enough to be kept: at (tokens x vocabulary) = (16384 x
+152064) the fp32 logits of a whole micro-batch would take 10 GB. The softmax's normaliser is known
+when the last columns of a tile's tokens have been seen (Milakov and Gimelshein, arXiv 1805.02867).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +37,9 @@ _LOGITS, _COLUMNS = 1 << 21, 1024
 """Logits of a tile on a CPU, and the fewest of its columns: the gradient of its hidden states is
 read and written once a tile for its columns, that of the weight for its tokens. A tile of a core's
 own cache is a fifth slower in the backward pass (``docs/experiments.md``)."""
+_BITS = math.log2(math.e)
+"""Powers of two stand for exponentials: torch's exp is three times slower where MKL computes it on
+an AMD."""
 
 
 def _on_cpu(device: torch.device) -> bool:
@@ -58,27 +63,40 @@ def _tiles(tokens: int, columns: int, chunk: int, device: torch.device) -> tuple
 
 
 class _Tile:
-    """Buffers for the logits of a tile, in float32 and in the type of the hidden states."""
+    """Buffers for the logits of one tile after the other, in float32 and in the type of the hidden
+    states; in the latter, those of all tiles may be kept."""
 
-    def __init__(self, rows: int, columns: int, like: torch.Tensor, temperature: float) -> None:
-        self._low = like.new_empty(rows * columns)
+    def __init__(self, rows: int, columns: int, kept: torch.Tensor) -> None:
+        self._low = kept.new_empty(rows * columns)
         # Where the types are the same, products are computed in place.
-        same = like.dtype == torch.float32
-        self._wide = self._low if same else like.new_empty(rows * columns, dtype=torch.float32)
-        self._temperature = temperature
+        same = kept.dtype == torch.float32
+        self._wide = self._low if same else kept.new_empty(rows * columns, dtype=torch.float32)
+        self._kept, self._end = kept, 0
 
     def low(self, rows: int, columns: int) -> torch.Tensor:
-        """(rows, columns) of the hidden states' type; shares memory with ``logits`` in float32."""
+        """(rows, columns) of the hidden states' type; shares memory with ``wide`` in float32."""
         return self._low[: rows * columns].view(rows, columns)
 
-    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """hidden (t, H), weight (c, H) -> (t, c) float32."""
-        low_TV = self.low(len(hidden), len(weight))
-        torch.mm(hidden, weight.t(), out=low_TV)
-        wide_TV = self._wide[: low_TV.numel()].view_as(low_TV)
-        if wide_TV.data_ptr() != low_TV.data_ptr():
-            wide_TV.copy_(low_TV)
-        return wide_TV if self._temperature == 1.0 else wide_TV.div_(self._temperature)
+    def logits(self, rows: int, columns: int) -> torch.Tensor:
+        """Where the next tile's logits lie: among all that are kept, or in ``low``."""
+        if not len(self._kept):
+            return self.low(rows, columns)
+        start, self._end = self._end, self._end + rows * columns
+        return self._kept[start : self._end].view(rows, columns)
+
+    def wide(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """Logits in float32, to be overwritten."""
+        wide_TV = self._wide[: logits_TV.numel()].view_as(logits_TV)
+        return wide_TV if wide_TV.data_ptr() == logits_TV.data_ptr() else wide_TV.copy_(logits_TV)
+
+    def powers(self, bits_TV: torch.Tensor) -> torch.Tensor:
+        """2^bits, in memory that every tile uses: the allocator would find another for each."""
+        powers_TV = self._powers[: bits_TV.numel()].view_as(bits_TV)
+        return torch.exp2(bits_TV, out=powers_TV)
+
+    @cached_property
+    def _powers(self) -> torch.Tensor:
+        return torch.empty_like(self._wide)
 
 
 def _ranges(total: int, size: int) -> Iterator[slice]:
@@ -96,26 +114,29 @@ def _inside(targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.
 class _Softmax:
     """Statistics of the softmax of some tokens, as far as their columns have been seen."""
 
-    def __init__(self, like: torch.Tensor, tokens: int) -> None:
+    def __init__(self, like: torch.Tensor, tokens: int, temperature: float) -> None:
+        self._scale = _BITS / temperature
         self.peak_T = like.new_full((tokens,), -torch.inf, dtype=torch.float32)
+        """The largest logit z, before the temperature."""
         self.sum_T = torch.zeros_like(self.peak_T)
+        """Sum of 2^b, where b = (z - peak) log2(e) / temperature."""
         self.weighted_T = torch.zeros_like(self.peak_T)
-        """Sum of exp(z - peak) (z - peak)."""
+        """Sum of 2^b b."""
 
     def raise_to(self, peak_T: torch.Tensor) -> None:
         """Count from another peak, none of which is smaller than the own."""
-        down_T = torch.where(self.sum_T > 0, self.peak_T - peak_T, 0.0)
-        self.weighted_T = (self.weighted_T + down_T * self.sum_T) * down_T.exp()
-        self.sum_T = self.sum_T * down_T.exp()
+        down_T = torch.where(self.sum_T > 0, (self.peak_T - peak_T) * self._scale, 0.0)
+        self.weighted_T = (self.weighted_T + down_T * self.sum_T) * down_T.exp2()
+        self.sum_T = self.sum_T * down_T.exp2()
         self.peak_T = peak_T
 
-    def add(self, logits_TV: torch.Tensor) -> None:
+    def add(self, logits_TV: torch.Tensor, tile: _Tile) -> None:
         """Further columns; the logits are overwritten."""
         self.raise_to(torch.maximum(self.peak_T, logits_TV.amax(dim=-1)))
-        shifted_TV = logits_TV.sub_(self.peak_T.unsqueeze(-1))
-        exp_TV = shifted_TV.exp()
-        self.sum_T += exp_TV.sum(dim=-1)
-        self.weighted_T += exp_TV.mul_(shifted_TV).sum(dim=-1)
+        bits_TV = logits_TV.sub_(self.peak_T.unsqueeze(-1)).mul_(self._scale)
+        powers_TV = tile.powers(bits_TV)
+        self.sum_T += powers_TV.sum(dim=-1)
+        self.weighted_T += powers_TV.mul_(bits_TV).sum(dim=-1)
 
     def over_ranks(self, group: Any) -> None:
         """Join the tensor ranks' columns."""
@@ -137,59 +158,68 @@ class _LinearLogProb(torch.autograd.Function):
         chunk: int,
         group: Any,
         is_embedding: bool,
+        keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         targets = targets - first
         log_probs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy, peak, total = (torch.empty_like(log_probs) for _ in range(3))
         tokens, columns = _tiles(len(targets), real, chunk, hidden.device)
-        tile = _Tile(tokens, columns, hidden, temperature)
+        kept = hidden.new_empty(len(targets) * real if keep else 0)
+        tile = _Tile(tokens, columns, kept)
         for part in _ranges(len(targets), tokens):
-            stats = _Softmax(hidden, len(targets[part]))
+            stats = _Softmax(hidden, len(targets[part]), temperature)
             picked_T = torch.zeros_like(stats.peak_T)
             for block in _ranges(real, columns):
-                logits_TV = tile.logits(hidden[part], weight[block])
+                logits_TV = tile.logits(len(targets[part]), len(weight[block]))
+                torch.mm(hidden[part], weight[block].t(), out=logits_TV)
                 mine, column = _inside(targets[part], block)
                 picked_T = torch.where(mine, logits_TV.gather(-1, column).squeeze(-1), picked_T)
-                stats.add(logits_TV)
+                stats.add(tile.wide(logits_TV), tile)
             stats.over_ranks(group)
             log_sum_T = stats.sum_T.log()
-            entropy[part] = log_sum_T - stats.weighted_T / stats.sum_T
+            entropy[part] = log_sum_T - stats.weighted_T / stats.sum_T / _BITS
             peak[part], total[part] = stats.peak_T, stats.sum_T
             # One of the ranks has the target's logit.
             own_T = (targets[part] >= 0) & (targets[part] < real)
-            picked_T = torch.where(own_T, picked_T - stats.peak_T, 0.0)
+            picked_T = torch.where(own_T, (picked_T - stats.peak_T) / temperature, 0.0)
             log_probs[part] = _all_reduce(picked_T, dist.ReduceOp.SUM, group) - log_sum_T
-        ctx.save_for_backward(hidden, weight, targets, peak, total, entropy)
+        ctx.save_for_backward(hidden, weight, targets, peak, total, entropy, kept)
         ctx.arguments = (real, temperature, chunk, is_embedding)
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, peak, total, entropy = ctx.saved_tensors
+        hidden, weight, targets, peak, total, entropy, kept = ctx.saved_tensors
         real, temperature, chunk, is_embedding = ctx.arguments
         grad_log_probs, grad_entropy = grads
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(peak)
         tokens, columns = _tiles(len(targets), real, chunk, hidden.device)
-        tile = _Tile(tokens, columns, hidden, temperature)
+        tile = _Tile(tokens, columns, kept)
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = _WeightGradient(weight, in_one_piece=tokens >= len(targets))
+        scale = _BITS / temperature
         for part in _ranges(len(targets), tokens):
-            # d log p(y) / d z = 1[y] - p ;  d H / d z = -p (log p + H) ;  p = exp(z - peak) / sum
+            # d log p(y) / d z = 1[y] - p ;  d H / d z = -p (log p + H) ;  p = 2^b / sum
             hit_T = grad_log_probs[part] / temperature
             constant_T, slope_T = -hit_T / total[part], None
             if grad_entropy is not None:
                 slope_T = -grad_entropy[part] / temperature / total[part]
                 constant_T = constant_T + slope_T * (entropy[part] - total[part].log())
+                slope_T = slope_T / _BITS
             grad_TH = torch.zeros_like(hidden[part], dtype=torch.float32)
             for block in _ranges(real, columns):
-                grad_TV = tile.logits(hidden[part], weight[block]).sub_(peak[part].unsqueeze(-1))
+                logits_TV = tile.logits(len(targets[part]), len(weight[block]))
+                if not len(kept):
+                    torch.mm(hidden[part], weight[block].t(), out=logits_TV)
+                grad_TV = tile.wide(logits_TV).sub_(peak[part].unsqueeze(-1)).mul_(scale)
                 if slope_T is None:
-                    grad_TV.exp_().mul_(constant_T.unsqueeze(-1))
+                    grad_TV.exp2_().mul_(constant_T.unsqueeze(-1))
                 else:
-                    exp_TV = grad_TV.exp()
-                    grad_TV.mul_(slope_T.unsqueeze(-1)).add_(constant_T.unsqueeze(-1)).mul_(exp_TV)
+                    powers_TV = tile.powers(grad_TV)
+                    grad_TV.mul_(slope_T.unsqueeze(-1)).add_(constant_T.unsqueeze(-1))
+                    grad_TV.mul_(powers_TV)
                 mine, column = _inside(targets[part], block)
                 grad_TV.scatter_add_(-1, column, torch.where(mine, hit_T, 0.0).unsqueeze(-1))
                 low_TV = tile.low(*grad_TV.shape)
@@ -201,7 +231,7 @@ class _LinearLogProb(torch.autograd.Function):
         # Each tensor rank holds the part of grad_hidden that its columns give; the caller's
         # region function sums the parts.
         given = grad_weight.result(is_embedding=is_embedding)
-        return grad_hidden, given, None, None, None, None, None, None, None
+        return grad_hidden, given, None, None, None, None, None, None, None, None
 
 
 class _WeightGradient:
@@ -265,5 +295,9 @@ def linear_log_probs(
         raise ValueError(f"chunk must be at least 1 token, got {chunk}")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive to compute log-probs, got {temperature}")
-    arguments = (targets, first, real, temperature, chunk, group, is_embedding)
+    # A chunk of logits may exist in float32. Where all of them fit in its place, they stay for the
+    # backward pass; a GPU's tiles take that place themselves.
+    fit = len(targets) * hidden.element_size() <= chunk * torch.float32.itemsize
+    keep = torch.is_grad_enabled() and fit and _on_cpu(hidden.device)
+    arguments = (targets, first, real, temperature, chunk, group, is_embedding, keep)
     return _LinearLogProb.apply(hidden, weight, *arguments)  # type: ignore[return-value]

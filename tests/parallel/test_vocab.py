@@ -176,10 +176,46 @@ def test_logits_of_one_chunk_exist_at_a_time() -> None:
     assert seen.elements <= chunk * vocab
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out)
+        return func(*args, **(kwargs or {}))
+
+
+def test_logits_that_fit_into_a_chunk_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, tiles = 40, 15
+    hidden, weight, targets, upstream = inputs(13, tokens, 300)
+    low = [tensor.bfloat16() for tensor in (hidden, weight)]
+    monkeypatch.setattr(vocab, "_LOGITS", 20 * tokens)
+    monkeypatch.setattr(vocab, "_COLUMNS", 20)
+
+    def results(chunk: int) -> tuple[list[torch.Tensor], int]:
+        with Products() as seen:
+            found = with_gradients(
+                lambda h, w: linear_log_probs(h, w, targets, vocab_size=300, chunk=chunk),
+                *low,
+                upstream,
+            )
+        return found, seen.count
+
+    # As many bytes as a chunk in float32, and a token less.
+    (kept, products), (anew, more) = results(tokens // 2), results(tokens // 2 - 1)
+    assert (products, more) == (3 * tiles, 4 * tiles)
+    for left, right in zip(kept, anew, strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("chunk", [8, 40])
 @pytest.mark.parametrize("cached", [16, 512])
 @pytest.mark.parametrize("is_embedding", [False, True])
 def test_tiles_of_any_size_and_megatrons_buffer_give_the_same_gradients(
-    monkeypatch: pytest.MonkeyPatch, cached: int, is_embedding: bool
+    monkeypatch: pytest.MonkeyPatch, chunk: int, cached: int, is_embedding: bool
 ) -> None:
     hidden, weight, targets, upstream = inputs(12, 40, 300)
     wanted = with_gradients(
@@ -192,7 +228,7 @@ def test_tiles_of_any_size_and_megatrons_buffer_give_the_same_gradients(
     # What another micro-batch has left there.
     weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
     log_probs, entropy = linear_log_probs(
-        hidden, weight, targets, vocab_size=300, chunk=8, is_embedding=is_embedding
+        hidden, weight, targets, vocab_size=300, chunk=chunk, is_embedding=is_embedding
     )
     (log_probs * upstream[0] + entropy * upstream[1]).sum().backward()
     # An embedding's own gradient is still to be added; else Megatron's hook looks at the mark.
