@@ -162,8 +162,6 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
     """
     if not saving:
         model.onload("weights", "optimizer")
-        if model.optimization is not None:
-            model.optimization.create_state()
     # No checkpoint has them, and a copy of the rest needs room.
     model.offload("gradients")
     found: dict[str, TensorParts] = {}

@@ -78,6 +78,7 @@ class Optimization:
                 for group in inner.optimizer.param_groups:
                     # One pass over gradient, moments and weight instead of eight.
                     group["fused"] = True
+        self._make_moments()
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -111,35 +112,18 @@ class Optimization:
         return {"grad_norm": norm, "lr": lr}
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Master weights and moments, as far as they exist; counts of steps are no such thing."""
+        """Master weights and moments; counts of steps are no such thing."""
         for inner in self.optimizer.chained_optimizers:
             for group in inner.optimizer.param_groups:
                 yield from group["params"]
             for state in inner.optimizer.state.values():
-                yield from (state[name] for name in MOMENTS if name in state)
-
-    def create_state(self) -> None:
-        """Make the moments exist, as zeros; by itself Adam makes them in its first step."""
-        for inner in self._inner:
-            adam = inner.optimizer
-            for main in (param for group in adam.param_groups for param in group["params"]):
-                if not (state := adam.state[main]):
-                    # torch's AdamW counts steps per parameter, Transformer Engine's and Apex's
-                    # FusedAdam in the group and only there.
-                    if isinstance(adam, torch.optim.AdamW):
-                        state["step"] = torch.zeros(())
-                    state |= {name: torch.zeros_like(main) for name in MOMENTS}
+                yield from (state[name] for name in MOMENTS)
 
     def owned(self) -> Iterator[OwnedRange]:
-        """The ranges of this rank's parameters whose optimizer state this rank holds; moments that
-        do not exist yet are zeros in host memory that nothing uses."""
+        """The ranges of this rank's parameters whose optimizer state this rank holds."""
         for inner in self._inner:
             for weight, main, start in self._main_params(inner):
-                state = inner.optimizer.state.get(main, {})
-                tensors = {
-                    name: state[name] if name in state else torch.zeros(main.shape)
-                    for name in MOMENTS
-                }
+                tensors = {name: inner.optimizer.state[main][name] for name in MOMENTS}
                 if main.dtype != weight.dtype:
                     tensors[MAIN_PARAM] = main
                 for name, tensor in tensors.items():
@@ -172,6 +156,19 @@ class Optimization:
     @property
     def _inner(self) -> list[Any]:
         return [o for o in self.optimizer.chained_optimizers if not o.is_stub_optimizer]
+
+    def _make_moments(self) -> None:
+        """As zeros. Adam would make them amid its first step: on a CPU activations then find no
+        room where they were, and the second step takes a tenth longer in memory that is new."""
+        for inner in self._inner:
+            adam = inner.optimizer
+            for main in (param for group in adam.param_groups for param in group["params"]):
+                state = adam.state[main]
+                # torch's AdamW counts steps per parameter, Transformer Engine's and Apex's
+                # FusedAdam in the group and only there.
+                if isinstance(adam, torch.optim.AdamW):
+                    state["step"] = torch.zeros(())
+                state |= {name: torch.zeros_like(main) for name in MOMENTS}
 
     def _steps_counted(self) -> int:
         counts = [0]

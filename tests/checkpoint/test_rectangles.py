@@ -60,7 +60,7 @@ def stand_in(layout: Layout, place: Any, cut: Any) -> Any:
         where_it_is=lambda tensor: tensor,
         groups=SimpleNamespace(layout=layout, place=place),
         options=SimpleNamespace(optimizer=SimpleNamespace(distributed=True)),
-        optimization=SimpleNamespace(owned=lambda: owned, create_state=lambda: None),
+        optimization=SimpleNamespace(owned=lambda: owned),
     )
 
 

@@ -101,7 +101,6 @@ def save_and_go_on(
                 save(model, Path(out) / f"{spec}_away" / name)
                 assert model.away == {"weights", "gradients", "optimizer"}
                 model.onload("weights", "optimizer")
-                model.optimization.create_state()
                 copy = load(case, folder)
                 assert_equal_states(state_of(model), state_of(copy))
                 further = [model.step(mine, policy_loss) for _ in range(2)]
