@@ -1,9 +1,10 @@
 """Adds the gradient of a linear layer's weight to ``main_grad`` on a CPU, in the place that
 Megatron has for Apex's extension ``fused_weight_gradient_mlp_cuda``, under its function's name.
 
-In float32 the product adds by itself. In bfloat16 it is the product that takes time: oneDNN
-transposes its left operand, the longer the slower, and what takes 5.8 ms in a forward pass takes 18
-here. A transposed copy of the smaller operand costs one.
+In float32 the product adds by itself. In bfloat16 it is the product that takes time on processors
+with AMX: oneDNN transposes its left operand, the longer the slower, and what takes 5.8 ms in a
+forward pass takes 18 here. A transposed copy of the smaller operand costs one. On others a product
+takes the same time either way.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import sys
 
 import torch
+
+_HAS_AMX = torch.cpu._is_amx_tile_supported()
 
 
 def wgrad_gemm_accum_fp32(
@@ -22,7 +25,9 @@ def wgrad_gemm_accum_fp32(
         return
     rows, columns = main_grad.shape
     # Copies of operands of about one size take as long as they save.
-    if rows >= 2 * columns:
+    if not _HAS_AMX:
+        grad = grad_output.t() @ hidden
+    elif rows >= 2 * columns:
         grad = (hidden.t().contiguous() @ grad_output).t().contiguous()
     elif columns >= 2 * rows:
         grad = grad_output.t().contiguous() @ hidden

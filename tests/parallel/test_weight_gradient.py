@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ctrl_megatron.parallel import weight_gradient
 from ctrl_megatron.parallel.weight_gradient import wgrad_gemm_accum_fp32
 
 
+@pytest.mark.parametrize("amx", [False, True])
 @pytest.mark.parametrize("shape", [(32, 16), (16, 32), (16, 16), (1, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_product_is_added(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_product_is_added(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: torch.dtype, amx: bool
+) -> None:
+    monkeypatch.setattr(weight_gradient, "_HAS_AMX", amx)
     generator = torch.Generator().manual_seed(0)
     hidden, grad_output = (
         torch.randn(7, width, generator=generator).to(dtype) for width in reversed(shape)
