@@ -65,6 +65,9 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         # A prompt that is cut in two makes vLLM rewind the request's generator, which CPU
         # generators cannot do: whole prompts only.
         chosen |= {
+            # The smallest its attention takes: whole blocks of a prompt are computed once for all
+            # completions, and by itself vLLM has blocks of 128 tokens here.
+            "block_size": 32,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.max_model_len, 4096),
         }
