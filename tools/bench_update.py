@@ -1,10 +1,11 @@
 """How fast an update is: ``python tools/bench_update.py --nproc-per-node 2``.
 
 Takes optimizer steps of the actor as a run does them (GRPO's loss with its KL, Megatron's DDP and
-distributed optimizer) on random tokens of a given shape, and says tokens per second, the share of
-the rate at which the same processes multiply matrices of the same type, the kernel's share of
-processor time, and memory. ``--baseline DIR`` measures another checkout too: both stay in memory
-and take every step in turns, so that a machine that slows down meanwhile slows both.
+distributed optimizer) on random tokens of a given shape, whose prompts are computed once a group
+(``--group``). Says tokens per second, the share of the rate at which the same processes multiply
+matrices of the same type, the kernel's share of processor time, and memory. ``--baseline DIR``
+measures another checkout too: both stay in memory and take every step in turns, so that a machine
+that slows down meanwhile slows both.
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(groups.rank)
     rows, width = options.rows // ranks, options.prompt + options.response
     ids = torch.randint(100, policy.shape.vocab_size, (rows, width), generator=generator)
+    first = torch.arange(rows) // options.group * options.group
+    ids[:, : options.prompt] = ids[first, : options.prompt]
     batch = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
@@ -197,6 +200,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--nproc-per-node", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--rows", type=int, default=12, help="sequences of a step, over all ranks")
+    parser.add_argument("--group", type=int, default=1, help="sequences of one prompt")
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--response", type=int, default=192, help="tokens")
     parser.add_argument("--budget", type=int, default=1536, help="tokens of a micro-batch")
