@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--response", type=int, default=192, help="tokens")
     parser.add_argument("--budget", type=int, default=1536, help="tokens of a micro-batch")
-    parser.add_argument("--chunk", type=int, default=256, help="tokens' worth of logits at a time")
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens' worth of logits at a time")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forward", action="store_true", help="log-probs instead of updates")
     parser.add_argument("--profile", action="store_true", help="print one step's profile instead")

@@ -7,16 +7,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.outputs import LogprobsTensors
 
 
 def spare(model: torch.nn.Module, sampler: Any) -> None:
-    """Let ``model`` compute its norms in one kernel each, and ``sampler`` rank no tokens."""
-    for norm in model.modules():
-        if isinstance(norm, RMSNorm) and norm.has_weight and norm.variance_size_override is None:
+    """Let ``model`` compute its norms in one kernel each and call its attention without a detour,
+    and ``sampler`` rank no tokens."""
+    for layer in model.modules():
+        if isinstance(layer, RMSNorm) and layer.has_weight and layer.variance_size_override is None:
             # What a CustomOp calls; vLLM chooses kernels of its own here on GPUs only.
-            norm._forward_method = partial(_norm, norm)
+            layer._forward_method = partial(_norm, layer)
+        if isinstance(layer, Attention):
+            # Otherwise by way of torch's dispatcher, for a compiler that does not run here.
+            layer.use_direct_call = True
     sampler.gather_logprobs = partial(_gather_log_probs, sampler.gather_logprobs)
 
 
