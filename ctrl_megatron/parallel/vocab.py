@@ -126,8 +126,9 @@ class _Softmax:
     def raise_to(self, peak_T: torch.Tensor) -> None:
         """Count from another peak, none of which is smaller than the own."""
         down_T = torch.where(self.sum_T > 0, (self.peak_T - peak_T) * self._scale, 0.0)
-        self.weighted_T = (self.weighted_T + down_T * self.sum_T) * down_T.exp2()
-        self.sum_T = self.sum_T * down_T.exp2()
+        factor_T = down_T.exp2()
+        self.weighted_T = (self.weighted_T + down_T * self.sum_T) * factor_T
+        self.sum_T = self.sum_T * factor_T
         self.peak_T = peak_T
 
     def add(self, logits_TV: torch.Tensor, tile: _Tile) -> None:
