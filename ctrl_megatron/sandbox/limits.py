@@ -29,7 +29,7 @@ class SandboxLimits:
     job_seconds: float = 160.0
     """Wall clock of all asserts of one problem together (never less than one test's)."""
     max_timeouts: int = 2
-    """Asserts of one problem that may time out before the rest counts as failed unseen."""
+    """Tests of one problem that may time out before the rest counts as failed unseen."""
     memory_mb: int = 1024
     """Address space of each process, MiB, where the request names none."""
     max_memory_mb: int = 8192

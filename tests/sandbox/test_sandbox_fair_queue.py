@@ -69,3 +69,26 @@ def test_those_who_leave_lose_no_item(asked: list[tuple[str, bool]], late: bool)
         assert (queue.free, queue.waiting, queue.clients) == (1, 0, 0)
 
     asyncio.run(scenario())
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3)), max_size=20))
+def test_requests_of_a_client_are_served_in_their_order(asked: list[tuple[str, int]]) -> None:
+    async def scenario() -> list[tuple[str, int]]:
+        queue: FairQueue[int] = FairQueue()
+        served: list[tuple[str, int]] = []
+
+        async def ask(client: str, request: int) -> None:
+            item = await queue.acquire(client, request)
+            served.append((client, request))
+            queue.release(item)
+
+        tasks = [asyncio.create_task(ask(*one)) for one in asked]
+        await asyncio.sleep(0)
+        queue.release(1)
+        await asyncio.gather(*tasks)
+        return served
+
+    served = asyncio.run(scenario())
+    for client in "ab":
+        own = [request for name, request in asked if name == client]
+        assert [request for name, request in served if name == client] == sorted(own)

@@ -64,6 +64,39 @@ def test_wrong_programs_fail_with_the_reason(judge: Judge, code: str, reason: st
     assert all(reason in text for text in reasons(result)), reasons(result)
 
 
+@pytest.mark.parametrize(
+    ("raised", "caught"),
+    [
+        ("import json\njson.loads('{')", "ValueError"),
+        ("b'\\xff'.decode()", "ValueError"),
+        ("import statistics\nstatistics.mean([])", "ValueError"),
+        ("class Own(LookupError): pass\nraise Own(x)", "LookupError"),
+        ("class Own(Exception): pass\nraise Own(x)", "Exception"),
+        ("raise StopIteration", "Exception"),
+        ("{}['k']", "KeyError"),
+    ],
+)
+def test_an_exception_is_what_it_derives_from(judge: Judge, raised: str, caught: str) -> None:
+    body = "\n    ".join(raised.split("\n"))
+    test = f"try:\n    f(1)\nexcept {caught}:\n    pass\nelse:\n    assert False"
+    result = judge(f"def f(x):\n    {body}", [test, test.replace(caught, "MemoryError")])
+    assert passed(result) == [True, False], reasons(result)
+
+
+def test_the_text_of_an_exception_is_its_own(judge: Judge) -> None:
+    test = "try:\n    f('k')\nexcept KeyError as error:\n    assert str(error) == repr('k')"
+    assert judge("def f(x): return {}[x]", [f"{test}\nelse:\n    assert False"]).accepted
+
+
+@pytest.mark.parametrize("code", ["pass", "from math import *"])
+def test_a_function_of_the_setup_is_no_answer(judge: Judge, code: str) -> None:
+    setup, tests = "from math import gcd as f", ["assert f(4, 6) == 2"]
+    result = judge(code, tests, setup=setup, entry_point="f")
+    assert reasons(result) == ["NameError: name 'f' is not defined"]
+    with pytest.raises(ValueError, match="the tests name no function of the program"):
+        judge(code, tests, setup=setup)
+
+
 def test_a_test_that_times_out_does_not_take_the_others_along(judge: Judge) -> None:
     code = "def f(x):\n    while x == 1: pass\n    return x"
     result = judge(

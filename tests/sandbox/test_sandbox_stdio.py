@@ -155,3 +155,64 @@ def test_tests_may_be_a_json_text(judge_stdio: Judge) -> None:
 def test_language_is_required(judge_stdio: Judge) -> None:
     with pytest.raises(ValueError, match="language is missing"):
         judge_stdio(ADD, [("1 2", "3")], language=None)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "out = open(1, 'w')\nout.write('42\\n')",
+        "import sys, io\nout, sys.stdout = sys.stdout, io.StringIO()\nout.write('42\\n')",
+        "import sys, io\nout = io.TextIOWrapper(sys.stdout.buffer)\nout.write('42\\n')",
+        "import sys\nprint(42)\nsys.stdout.close()",
+        "import sys\nprint(42)\nsys.stdout.flush()\nsys.stdout = None",
+        "class Last:\n    def __del__(self): print(42)\nkept = Last()",
+        "class Last:\n    def __del__(self): print(42)\nlast = Last()\nlast.own = last",
+    ],
+)
+def test_what_a_program_prints_as_it_ends_counts(judge_stdio: Judge, code: str) -> None:
+    result = judge_stdio(code, [("", "42")])
+    assert result.accepted, reasons(result)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os, io\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\n"
+        "for line in iter(input, b''): total = sum(map(int, line.split()))\nprint(total)",
+        "import os\nprint(sum(map(int, os.read(0, 10**7).split())))",
+        "import mmap\ntext = mmap.mmap(0, 0, prot=mmap.PROT_READ)\n"
+        "print(sum(map(int, text.readline().split())))",
+        "print(sum(map(int, open(0).read().split())))",
+    ],
+)
+def test_input_is_a_file(judge_stdio: Judge, code: str) -> None:
+    """Longer than a pipe holds."""
+    result = judge_stdio(code, [("1 " * 100_000, "100000")])
+    assert result.accepted, reasons(result)
+
+
+def test_nobody_changes_the_input(judge_stdio: Judge) -> None:
+    code = (
+        "import os\n"
+        "for change in (lambda: os.write(0, b'x'), lambda: os.ftruncate(0, 0)):\n"
+        "    try: change()\n"
+        "    except OSError: print('refused')\n"
+    )
+    assert judge_stdio(code, [("3", "refused\nrefused")]).accepted
+
+
+def test_after_two_time_outs_later_cases_are_not_run(judge_stdio: Judge) -> None:
+    """Whatever was under way beside them: verdicts follow from the order of the cases alone."""
+    code = "number = int(input())\nwhile number in (1, 3, 5): pass\nprint(number)"
+    cases = [(str(number), str(number)) for number in range(40)]
+    result = judge_stdio(code, cases, run_timeout=0.5)
+    assert [case.passed for case in result.tests] == [True, False, True] + [False] * 37
+    unseen = ["not run: 2 tests timed out before"] * 36
+    late = "time limit exceeded"
+    assert reasons(result) == ["", late, "", late, *unseen]
+    statuses = [run.status for case in result.tests if (run := case.exec_info.run_result)]
+    assert statuses.count(CommandRunStatus.TIME_LIMIT_EXCEEDED) == 2
+
+
+def reasons(result: EvalResult) -> list[str]:
+    return [(case.test_info or {})["reason"] for case in result.tests]

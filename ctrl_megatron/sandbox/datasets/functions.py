@@ -215,7 +215,7 @@ def _read(tests: tuple[str, ...], setup: str, entries: tuple[str, ...]) -> Funct
     if entries:
         stubs = _named_stubs(entries, free, [setup_tree, *trees], imports_all)
     else:
-        stubs = _inferred_stubs(free, trees) or _shadowed_builtin(trees)
+        stubs = _inferred_stubs(free, trees) or _shadowed_builtin(trees, setup_tree)
     helpers = "".join(_import_of(name) for name in sorted(free - stubs))
     setup = _keeping(tuple(sorted(stubs)) if entries else (), f"{helpers}{setup}")
     return FunctionProblem(
@@ -360,8 +360,11 @@ def _bindings(node: ast.AST) -> Iterable[str]:
     return ()
 
 
-def _shadowed_builtin(trees: list[ast.Module]) -> set[str]:
-    """The one name of a builtin that every test calls: a problem may ask for such a function."""
+def _shadowed_builtin(trees: list[ast.Module], setup: ast.Module) -> set[str]:
+    """The one name of a builtin that every test calls: a problem may ask for such a function. Not
+    what the setup defines, which would be judged in the program's place.
+    """
+    defined = {name for node in ast.walk(setup) for name in _bindings(node)}
     called = [
         {
             n.func.id
@@ -371,7 +374,7 @@ def _shadowed_builtin(trees: list[ast.Module]) -> set[str]:
         for tree in trees
     ]
     names = set().union(*called)
-    if len(names) != 1 or not all(called):
+    if len(names) != 1 or not all(called) or not names <= _BUILTINS - defined:
         raise ValueError(
             "the tests name no function of the program; give provided_data.entry_point"
         )

@@ -167,7 +167,7 @@ def _run_candidate(
     directory = confinement.enter(job)
     seconds = confinement.limits.job_seconds
     confinement.apply(directory, memory_mb=job["memory_mb"], cpu_seconds=seconds)
-    serve_calls(calls, job["prelude"], job["code"])
+    serve_calls(calls, job["prelude"], job["code"], job["stubs"])
 
 
 def _kill(pid: int) -> None:

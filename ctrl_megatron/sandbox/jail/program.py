@@ -5,6 +5,7 @@ Python as ``__main__`` of a fresh interpreter, or a command (compiler, binary, s
 from __future__ import annotations
 
 import atexit
+import gc
 import io
 import os
 import resource
@@ -141,24 +142,44 @@ def _run_python(directory: str, code: str, prelude: str) -> NoReturn:
     forget_harness()
     sys.argv, sys.path[:0] = [path], [directory]
     sys.orig_argv = [sys.executable, path]
-    status = _execute(path, code, prelude)
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    status = _execute(module, path, code, prelude)
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):
+    status = _flush() or status
+    _take_down(module)
+    os._exit(_flush() or status)
+
+
+def _flush() -> int:
+    """Write what streams still hold, as the interpreter does at its end, also those that the
+    program has put others in place of; its exit status where one cannot be written, else 0.
+    """
+    status = 0
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
-            stream.flush()
-        except (OSError, ValueError):
-            status = status or 120  # what the interpreter itself exits with
-    os._exit(status)
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except (OSError, ValueError, AttributeError):
+            status = 120
+    return status
 
 
-def _execute(path: str, code: str, prelude: str) -> int:
-    module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=path, __builtins__=__builtins__)
-    sys.modules["__main__"] = module
+def _take_down(module: types.ModuleType) -> None:
+    """End the program's objects: files write what they hold, and ``__del__`` may print."""
+    names = [name for name in vars(module) if name != "__builtins__"]
+    # Names with an underscore first, as the interpreter does.
+    for name in sorted(names, key=lambda name: not name.startswith("_")):
+        vars(module)[name] = None
+    gc.collect()
+
+
+def _execute(module: types.ModuleType, path: str, code: str, prelude: str) -> int:
     try:
         with open(path, "w", encoding="utf-8", errors="surrogatepass") as stream:
             stream.write(code)
@@ -173,7 +194,7 @@ def _execute(path: str, code: str, prelude: str) -> int:
     except BaseException as error:
         # The first frame is ours.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
-        sys.stdout.flush()
+        _flush()
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return 1
     return 0

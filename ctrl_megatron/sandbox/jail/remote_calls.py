@@ -38,6 +38,7 @@ _EXCEPTIONS: dict[str, Callable[[str], Exception]] = {
     and issubclass(kind, Exception)
     and not issubclass(kind, _NEVER_RAISED)
 }
+_MOST_BASES = 16
 _DATA_ATTRIBUTES = frozenset(
     name
     for kind in (str, bytes, int, float, complex, list, tuple, dict, set, range, deque)
@@ -67,7 +68,7 @@ class CandidateLost(BaseException):
 
 
 class CandidateException(Exception):
-    """The function raised something that has no builtin exception's name."""
+    """The function raised something that derives from no builtin exception but ``Exception``."""
 
 
 class RemoteObject:
@@ -150,8 +151,12 @@ def is_no_data_attribute(name: str) -> bool:
     return name not in _DATA_ATTRIBUTES
 
 
-def serve_calls(fd: int, prelude: str, code: str) -> None:
-    """Load ``code`` after ``prelude`` (the setup's imports) and answer calls; never returns."""
+def serve_calls(fd: int, prelude: str, code: str, entry_points: list[str]) -> None:
+    """Load ``code`` after ``prelude`` (the setup's imports) and answer calls; never returns.
+
+    The prelude's own functions are no answer to the problem: one that has the name of an entry
+    point is not there for the program.
+    """
     program.fresh_streams()
     program.forget_harness()
     # Not __main__: a program's main guard reads stdin and prints, it is not what is judged.
@@ -161,6 +166,8 @@ def serve_calls(fd: int, prelude: str, code: str) -> None:
     try:
         if prelude:
             exec(compile(prelude, "setup.py", "exec", dont_inherit=True), module.__dict__)
+            for name in entry_points:
+                module.__dict__.pop(name, None)
         exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
         failure = _failure(error)
@@ -238,10 +245,14 @@ def _failure(error: BaseException) -> dict[str, Any]:
     if isinstance(error, SyntaxError):
         line = error.lineno
     try:
-        text = str(error)[:500]
+        # KeyError alone shows its argument as code.
+        only = error.args[0] if len(error.args) == 1 else None
+        text = (only if type(only) is str else str(error))[:500]
     except BaseException:
         text = ""
-    return {"type": type(error).__name__[:80], "text": text, "line": line}
+    kinds = [kind.__name__[:80] for kind in type(error).__mro__[:_MOST_BASES]]
+    bases = [name for name in kinds[1:] if name not in ("Exception", "BaseException", "object")]
+    return {"type": kinds[0], "bases": bases, "text": text, "line": line}
 
 
 class CandidateConnection:
@@ -445,7 +456,11 @@ def _exception(error: Any) -> Exception:
     name, text = (error.get("type"), error.get("text")) if isinstance(error, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(text, str):
         return CandidateException("unknown error")
-    return _EXCEPTIONS.get(name, CandidateException)(text)
+    bases = error.get("bases")
+    names = [name, *(bases if isinstance(bases, list) else ())]
+    # One of the program's own is what it derives from.
+    kinds = (_EXCEPTIONS[kind] for kind in names if isinstance(kind, str) and kind in _EXCEPTIONS)
+    return next(kinds, CandidateException)(text)
 
 
 def _describe(error: Any) -> str:

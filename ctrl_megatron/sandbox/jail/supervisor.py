@@ -8,6 +8,7 @@ held them. Verdicts come back on a pipe that no candidate has, with a nonce.
 from __future__ import annotations
 
 import base64
+import fcntl
 import os
 import select
 import selectors
@@ -190,7 +191,6 @@ class _JobRun:
         self._selector = selectors.DefaultSelector()
         self._stdout = _CapturedOutput(confinement.limits.output_bytes)
         self._stderr = _CapturedOutput(confinement.limits.output_bytes)
-        self._stdin = memoryview(b"")
         self._verdicts = _VerdictPipe()
         self._files: dict[str, str] | None = {}
         self._stopped: str | None = None
@@ -255,17 +255,14 @@ class _JobRun:
     def _begin_program(self) -> None:
         spec, given = self._pipe()
         report, report_given = self._pipe()
-        stdin_given, stdin = self._pipe()
-        ends = (spec, report_given, stdin_given, self._stdout_given, self._stderr_given)
+        stdin = self._stdin_file()
+        ends = (spec, report_given, stdin, self._stdout_given, self._stderr_given)
         self._fork_server.program(*ends)
         self._close(*ends)
         self._on_read(report, lambda: self._take_report(report))
         names = ("code", "prelude", "seconds", "memory_mb")
         rest = {"native": self._job.get("native"), "fetch": self._job.get("fetch", [])}
         self._send_spec(given, names, **rest, **self._place())
-        self._stdin = memoryview(base64.b64decode(self._job["stdin"]))
-        os.set_blocking(stdin, False)
-        self._selector.register(stdin, selectors.EVENT_WRITE, lambda: self._feed(stdin))
 
     def _new_candidate(self) -> socket.socket:
         """Our end of the line to a new candidate; what ran before is ended."""
@@ -276,7 +273,7 @@ class _JobRun:
                 spec, line_given.fileno(), self._stdout_given, self._stderr_given
             )
         self._close(spec)
-        self._send_spec(given, ("code", "prelude", "memory_mb"), **self._place())
+        self._send_spec(given, ("code", "prelude", "stubs", "memory_mb"), **self._place())
         return line
 
     def _place(self) -> dict[str, Any]:
@@ -352,14 +349,18 @@ class _JobRun:
         if output.flooded:
             self._stopped = "output"
 
-    def _feed(self, fd: int) -> None:
-        try:
-            self._stdin = self._stdin[os.write(fd, self._stdin[:_CHUNK]) :]
-        except BrokenPipeError:
-            self._stdin = self._stdin[:0]
-        if not self._stdin:
-            self._selector.unregister(fd)
-            self._close(fd)
+    def _stdin_file(self) -> int:
+        """A file of the program's input that nobody can change: programs ask for its size, map it
+        into memory, or read all of it in one call.
+        """
+        fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._open.add(fd)
+        with open(fd, "wb", closefd=False) as file:
+            file.write(base64.b64decode(self._job["stdin"]))
+        os.lseek(fd, 0, os.SEEK_SET)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        return fd
 
     def _take_report(self, fd: int) -> None:
         """Take the report of init; its end is the end of the job."""

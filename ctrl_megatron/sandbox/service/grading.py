@@ -8,7 +8,7 @@ the problem's checker; olympiad problems get a score for each subtask.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +52,7 @@ _SHORT = 8192
 """Characters of a completion that is searched at once, without a thread."""
 SANDBOX_FUSION = "sandbox_fusion"
 """``extra.compatibility``: compare outputs and results as that service does."""
+CaseScorer = Callable[[StdioCase], Awaitable[tuple[wire.EvalTestCase, float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +196,9 @@ async def _judge(submission: Submission) -> wire.EvalResult:
     if isinstance(problem, ScoredProblem):
         return await _score_subtasks(submission, problem, score_case)
 
-    async def judge_case(case: StdioCase) -> wire.EvalTestCase:
-        return (await score_case(case))[0]
-
     # A program that did not compile costs nothing to run, but fails every case.
-    verdicts = await _in_order(problem.cases, judge_case, submission.run_all)
+    scored = await _in_order(submission, problem.cases, score_case)
+    verdicts = [verdict for verdict, _ in scored]
     return _all_or_one(submission, verdicts, len(problem.cases), single=problem.single)
 
 
@@ -220,28 +219,60 @@ def _all_or_one(
 
 
 async def _in_order(
-    tests: Iterable[Any], run_test: Callable[[Any], Awaitable[wire.EvalTestCase]], run_all: bool
-) -> list[wire.EvalTestCase]:
-    """Verdicts in the order of the tests; without ``run_all`` they end at the first failure.
+    submission: Submission, cases: Sequence[StdioCase], score_case: CaseScorer
+) -> list[tuple[wire.EvalTestCase, float]]:
+    """Verdicts in the order of the cases, with scores; without ``run_all`` they end at the first
+    failure.
 
-    A few tests are under way at a time: a request of hundreds must not hold a job for each.
+    A few are under way at a time: a request of hundreds must not hold a job for each. After so many
+    cases that ran out of time those behind them fail unseen, as asserts do: a program that loops
+    would hold a worker for as many time limits as there are cases.
     """
-    verdicts: dict[int, wire.EvalTestCase] = {}
-    waiting = iter(enumerate(tests))
-
-    async def run_some() -> None:
-        for number, test in waiting:
-            verdicts[number] = await run_test(test)
-            if not run_all and not verdicts[number].passed:
+    if not submission.run_all:
+        scored = []
+        for case in cases:
+            scored.append(await score_case(case))
+            if not scored[-1][0].passed:
                 break
+        return scored
+    most = submission.runner.limits.max_timeouts
+    slots, end = asyncio.Semaphore(_AT_ONCE), len(cases)
 
+    async def score(number: int) -> tuple[wire.EvalTestCase, float]:
+        nonlocal end
+        async with slots:
+            result = await score_case(cases[number])
+        if _timed_out(result[0]) and not submission.compatible:
+            late.append(number)
+            if len(late) >= most:
+                end = sorted(late)[most - 1] + 1
+                for task in tasks[end:]:
+                    task.cancel()
+        return result
+
+    late: list[int] = []
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(_AT_ONCE if run_all else 1):
-                group.create_task(run_some())
+            tasks = [group.create_task(score(number)) for number in range(len(cases))]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    return [verdicts[number] for number in sorted(verdicts)]
+    unseen = f"not run: {most} tests timed out before"
+    return [
+        task.result() if number < end else (_not_run(case, submission.shown, unseen), 0.0)
+        for number, (task, case) in enumerate(zip(tasks, cases, strict=True))
+    ]
+
+
+def _timed_out(verdict: wire.EvalTestCase) -> bool:
+    run = verdict.exec_info.run_result
+    return run is not None and run.status is wire.CommandRunStatus.TIME_LIMIT_EXCEEDED
+
+
+def _not_run(case: StdioCase, shown: int, reason: str) -> wire.EvalTestCase:
+    texts = {"input": case.input[:shown], "expected": case.output[:shown], "output": ""}
+    run = run_response(code=1, timed_out=False, seconds=None, stderr=reason)
+    info = {**case.labels, **texts, "reason": reason}
+    return wire.EvalTestCase(passed=False, exec_info=run, test_info=info)
 
 
 async def _test_functions(
@@ -294,9 +325,6 @@ def _assert_verdict(
     if problem.cases:
         info |= {name: text[:shown] for name, text in problem.cases[index].items()}
     return wire.EvalTestCase(passed=passed, exec_info=run, test_info=info)
-
-
-CaseScorer = Callable[[StdioCase], Awaitable[tuple[wire.EvalTestCase, float]]]
 
 
 async def _case_scorer(
@@ -365,7 +393,7 @@ async def _score_subtasks(
     verdicts: dict[str, tuple[wire.EvalTestCase, float]] = {}
     if submission.run_all:
         names = list(dict.fromkeys(name for task in problem.subtasks for name in task.tests))
-        done = await asyncio.gather(*(score_case(problem.cases[name]) for name in names))
+        done = await _in_order(submission, [problem.cases[name] for name in names], score_case)
         verdicts = dict(zip(names, done, strict=True))
     scores: list[dict[str, Any]] = []
     for subtask in problem.subtasks:

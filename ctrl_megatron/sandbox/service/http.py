@@ -5,9 +5,10 @@ before: counting, errors as JSON, the token, the refusal of new work while the s
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
@@ -22,7 +23,13 @@ from ctrl_megatron.sandbox.service.grading import grade
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
 from ctrl_megatron.sandbox.service.reading import aside
 from ctrl_megatron.sandbox.service.telemetry import CONTENT_TYPE, RequestTelemetry, metric_lines
-from ctrl_megatron.sandbox.service.workers import CURRENT_CLIENT, QueueFull, WorkerFault, WorkerPool
+from ctrl_megatron.sandbox.service.workers import (
+    CURRENT_CLIENT,
+    CURRENT_REQUEST,
+    QueueFull,
+    WorkerFault,
+    WorkerPool,
+)
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -47,6 +54,8 @@ class ServiceState:
     """Requests that do work: POST."""
     held: int = 0
     """Bytes that they hold, at most: their bodies and the verdicts on them."""
+    arrivals: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers for requests."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last request has ended while the service drains."""
 
@@ -214,6 +223,7 @@ async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     if state.held + size > limits.service_mb << 20 and state.running:
         return _busy(f"the requests in work hold {state.held >> 20} MiB")
     CURRENT_CLIENT.set(_client(request))
+    CURRENT_REQUEST.set(next(state.arrivals))
     state.running += 1
     state.held += size
     try:

@@ -5,7 +5,9 @@ wait, replace one that dies.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -32,6 +34,8 @@ PROCESS_MARK = "sandbox-of-"
 """In the command line of every process of a worker, followed by the service's pid."""
 CURRENT_CLIENT: ContextVar[str] = ContextVar("sandbox_client", default="")
 """Name of the client on whose behalf the current task works."""
+CURRENT_REQUEST: ContextVar[int] = ContextVar("sandbox_request", default=0)
+"""That the current task works on, counted in the order of arrival."""
 _FIRST_UID, _UID_BLOCKS, _UIDS_PER_SERVICE = 20_001, 256, 128
 _START_SECONDS, _END_SECONDS = 60.0, 2.0
 _JOB_MARGIN_SECONDS = 30.0
@@ -93,55 +97,63 @@ class FairQueue(Generic[ItemT]):
     """Items that waiting clients get in turn; one that sends a thousand requests delays another
     client's single request by at most one item.
 
+    A client's own requests are served in their order: of a thousand that take turns test by test
+    none would be done before all of them nearly are, and the client has given up on every one.
+
     For one event loop.
     """
 
     def __init__(self) -> None:
         self._free: deque[ItemT] = deque()
-        self.queues: OrderedDict[str, deque[asyncio.Future[ItemT]]] = OrderedDict()
+        self._arrivals = itertools.count()
+        self._queues: OrderedDict[str, list[tuple[int, int, asyncio.Future[ItemT]]]] = OrderedDict()
+        """Client -> (its request, arrival, place), sorted."""
         self.waiting = 0
         """Tasks that wait for an item."""
 
     @property
     def clients(self) -> int:
         """Clients that have a task waiting."""
-        return len(self.queues)
+        return len(self._queues)
 
     @property
     def free(self) -> int:
         """Items that nobody holds."""
         return len(self._free)
 
-    async def acquire(self, client: str) -> ItemT:
-        """The next item for ``client``; who takes it gives it back."""
+    async def acquire(self, client: str, request: int = 0) -> ItemT:
+        """The next item for ``client``; who takes it gives it back. Items go to its requests in
+        the order of their numbers.
+        """
         if self._free:
             return self._free.popleft()
         place: asyncio.Future[ItemT] = asyncio.get_running_loop().create_future()
-        self.queues.setdefault(client, deque()).append(place)
+        entry = (request, next(self._arrivals), place)
+        bisect.insort(self._queues.setdefault(client, []), entry)
         self.waiting += 1
         try:
             return await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():
                 self.release(place.result())
-            elif place in (queue := self.queues.get(client, deque())):
+            elif entry in (queue := self._queues.get(client, [])):
                 # Else its turn came and passed while it was cancelled.
-                queue.remove(place)
+                queue.remove(entry)
                 self.waiting -= 1
                 if not queue:
-                    del self.queues[client]
+                    del self._queues[client]
             raise
 
     def release(self, item: ItemT) -> None:
         """Hand ``item`` to the client whose turn it is, or keep it for the next that asks."""
-        while self.queues:
-            client, queue = next(iter(self.queues.items()))
-            place = queue.popleft()
+        while self._queues:
+            client, queue = next(iter(self._queues.items()))
+            *_, place = queue.pop(0)
             self.waiting -= 1
             if queue:
-                self.queues.move_to_end(client)
+                self._queues.move_to_end(client)
             else:
-                del self.queues[client]
+                del self._queues[client]
             if not place.done():
                 place.set_result(item)
                 return
@@ -379,7 +391,7 @@ class WorkerPool:
 
     async def _run_once(self, job: Job, seconds: float) -> JobReport:
         arrived = time.perf_counter()
-        number, worker = await self.queue.acquire(CURRENT_CLIENT.get())
+        number, worker = await self.queue.acquire(CURRENT_CLIENT.get(), CURRENT_REQUEST.get())
         began = time.perf_counter()
         self.queue_seconds.add(began - arrived)
         try:
