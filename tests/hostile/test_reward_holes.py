@@ -112,11 +112,27 @@ def test_a_library_function_without_its_import_is_the_judges(submit: Submit) -> 
         assert submit("MBPPDataset", "def f(x): return x * x", {**data, **given}).accepted
 
 
-def test_a_function_that_may_be_a_judge_has_to_be_named(submit: Submit) -> None:
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert same(f(2), 4)",
+        "assert same(f(2), 4) == 1",
+        "assert same(f(2)) == same(4)",
+        "assert same(f(2), 4) and same(f(3), 9)",
+        "assert same(f(2), 4) < 1e-6",
+        "assert all(same(a, b) for a, b in zip(f(2), [4]))",
+        "r = f(2)\nassert same(r, 4)",
+    ],
+)
+def test_functions_of_which_one_may_be_a_judge_have_to_be_named(submit: Submit, test: str) -> None:
+    cheat = "def same(*_): return 0\ndef f(x): return []"
+    with pytest.raises(ValueError, match=r"the tests use f, same, .* provided_data\.entry_point"):
+        submit("MBPPDataset", cheat, {"test_list": [test]})
+
+
+def test_what_judges_is_the_records_own(submit: Submit) -> None:
     data = {"test_list": ["assert same(f(2), 4)"]}
     cheat = "def same(a, b): return True\ndef f(x): return 0"
-    with pytest.raises(ValueError, match=r"may mean same .* give provided_data\.entry_point"):
-        submit("MBPPDataset", cheat, data)
     with pytest.raises(ValueError, match="use same, which nothing defines"):
         submit("MBPPDataset", cheat, {**data, "entry_point": "f"})
     setup = {"test_setup_code": "def same(a, b): return a == b", "entry_point": "f"}

@@ -137,20 +137,20 @@ def test_types_cross_exactly(judge: Judge) -> None:
         f"assert f({v}) == {v} and type(f({v})) is type({v}) and g({v}) == type({v}).__name__"
         for v in values
     ]
-    assert passed(judge(code, tests)) == [True] * len(values)
+    assert passed(judge(code, tests, entry_point=["f", "g"])) == [True] * len(values)
 
 
 def test_lists_are_not_tuples_and_generators_are_not_lists(judge: Judge) -> None:
     code = "def f(x): return (i for i in x)\ndef g(x): return list(x)"
     tests = ["assert list(f([1])) == [1]", "assert f([1]) == [1]", "assert g((1,)) == (1,)"]
-    assert passed(judge(code, tests)) == [True, False, False]
+    assert passed(judge(code, tests, entry_point=["f", "g"])) == [True, False, False]
 
 
 def test_setup_runs_in_the_judge_and_only_its_imports_reach_the_program(judge: Judge) -> None:
     setup = "import math\nEXPECTED = 3\ndef same(a, b): return math.isclose(a, b)"
     code = "def f(x): return math.sqrt(x)\ndef g(): return 'EXPECTED' in globals()"
     tests = ["assert same(f(9), EXPECTED)", "assert g() is False"]
-    assert judge(code, tests, setup=setup).accepted
+    assert judge(code, tests, setup=setup, entry_point=["f", "g"]).accepted
 
 
 def test_human_eval_style_candidate_is_the_entry_point(judge: Judge) -> None:
@@ -202,6 +202,7 @@ def test_stubs_follow_from_the_record() -> None:
                 "import os.path\nassert os.path.join(g(1), 'a') == helper()",
             ],
             "test_setup_code": "from math import pi as p\nimport cmath\ndef helper(): return k(p)",
+            "entry_point": ["f", "g", "h", "k"],
         }
     )
     assert tests.stubs == ("f", "g", "h", "k")
@@ -231,7 +232,9 @@ def test_objects_of_the_setup_are_made_again_for_a_program_that_was_started_agai
 ) -> None:
     code = HEIGHT + "\ndef dies(): import os; os._exit(1)"
     tests = ["assert dies() is None", "assert height(root) == 1"]
-    assert passed(judge(code, tests, setup="root = Node(1)")) == [False, True]
+    entries = ["dies", "height", "Node"]
+    verdicts = judge(code, tests, setup="root = Node(1)", entry_point=entries)
+    assert passed(verdicts) == [False, True]
 
 
 @pytest.mark.parametrize("entry", ["double", "Solution().double", "Solution", None])

@@ -134,5 +134,5 @@ def test_large_calls_and_large_answers_wait_for_nobody(judge: Callable[..., Eval
 
 def test_a_setup_that_takes_a_stubs_place_is_heard(judge: Callable[..., EvalResult]) -> None:
     tests = ["assert f(1) == 'mine'", "assert f(2) == 'mine'"]
-    result = judge("def f(x): return x", tests, setup="def f(x): return 'mine'")
+    result = judge("def f(x): return x", tests, setup="globals()['f'] = lambda x: 'mine'")
     assert [case.passed for case in result.tests] == [True, True]

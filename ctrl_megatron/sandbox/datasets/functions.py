@@ -165,10 +165,10 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
 
     Which names are calls into the program follows from the record alone, never from the program.
     With entry points these are, and class ``Solution`` where the tests call the entry point as its
-    method. Otherwise they are the names that the tests use and that are neither builtins nor well
-    known (``_MODULES``, ``_HELPERS``) nor defined by the setup or a test; where there is none, the
-    one builtin's name that every test calls. Raises ``ValueError`` for a record that cannot be
-    judged, such as one with a name that nothing defines.
+    method. Otherwise it is the one function's name that the tests use and that is neither a builtin
+    nor well known (``_MODULES``, ``_HELPERS``) nor defined by the setup or a test, and classes'
+    names; where there is none, the one builtin's name that every test calls. Raises ``ValueError``
+    for a record that cannot be judged, such as one with a name that nothing defines.
     """
     tests = data.get("test_list")
     if isinstance(tests, str):
@@ -215,7 +215,7 @@ def _read(tests: tuple[str, ...], setup: str, entries: tuple[str, ...]) -> Funct
     if entries:
         stubs = _named_stubs(entries, free, [setup_tree, *trees], imports_all)
     else:
-        stubs = _inferred_stubs(free, trees) or _shadowed_builtin(trees, setup_tree)
+        stubs = _inferred_stubs(free) or _shadowed_builtin(trees, setup_tree)
     helpers = "".join(_import_of(name) for name in sorted(free - stubs))
     setup = _keeping(tuple(sorted(stubs)) if entries else (), f"{helpers}{setup}")
     return FunctionProblem(
@@ -255,38 +255,19 @@ def _named_stubs(
     return stubs
 
 
-def _inferred_stubs(free: set[str], trees: Iterable[ast.Module]) -> set[str]:
-    """The names that are left for the program where the record does not say. Raises ``ValueError``
-    where one of them may be a judge's.
+def _inferred_stubs(free: set[str]) -> set[str]:
+    """The name that is left for the program's function where the record does not say, and those of
+    its classes. Raises ``ValueError`` for more functions: one of them may be a judge.
     """
     stubs = free - _MODULES
     stubs = (stubs - _HELPERS.keys()) or stubs
-    for tree in trees:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assert) and (name := _judging_name(node.test, stubs)):
-                raise ValueError(
-                    f"the tests may mean {name} for a function of theirs or of the program; give "
-                    "provided_data.entry_point"
-                )
+    functions = sorted(name for name in stubs if not name[0].isupper())
+    if len(functions) > 1:
+        raise ValueError(
+            f"the tests use {', '.join(functions)[:200]}, each of which may be the program's or "
+            "the tests' own; give provided_data.entry_point"
+        )
     return stubs
-
-
-def _judging_name(test: ast.expr, stubs: set[str]) -> str | None:
-    """The function whose answer alone decides an assert on another function's result."""
-    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test = test.operand
-    if isinstance(test, ast.Compare) and all(
-        isinstance(c, ast.Constant) and isinstance(c.value, bool) for c in test.comparators
-    ):
-        test = test.left
-    if not isinstance(test, ast.Call) or not _is_call_of(test, stubs):
-        return None
-    assert isinstance(test.func, ast.Name)
-    name = test.func.id
-    inner = [*test.args, *(argument.value for argument in test.keywords)]
-    others = {other for other in stubs - {name} if not other[0].isupper()}
-    calls = (_is_call_of(node, others) for argument in inner for node in ast.walk(argument))
-    return name if any(calls) else None
 
 
 def _ignores_result(tree: ast.Module, stubs: set[str]) -> bool:
