@@ -79,13 +79,15 @@ class Optimization:
                     # One pass over gradient, moments and weight instead of eight.
                     group["fused"] = True
         self._make_moments()
+        # Megatron's schedule starts its warm-up at lr 0; the first step would change nothing.
+        self._ahead = 1 if options.warmup_steps else 0
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
             max_lr=options.lr,
             min_lr=min_lr,
             lr_warmup_steps=options.warmup_steps,
-            lr_decay_steps=max(options.total_steps, options.warmup_steps + 1),
+            lr_decay_steps=max(options.total_steps + self._ahead, options.warmup_steps + 1),
             lr_decay_style=options.schedule,
             start_wd=options.weight_decay,
             end_wd=options.weight_decay,
@@ -95,8 +97,6 @@ class Optimization:
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
-        # Megatron's schedule starts its warm-up at lr 0; the first step would change nothing.
-        self._ahead = 1 if options.warmup_steps else 0
         self.scheduler.step(increment=self._ahead)
 
     def step(self) -> dict[str, float]:

@@ -164,7 +164,7 @@ class _LinearLogProb(torch.autograd.Function):
         targets = targets - first
         log_probs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy, peak, total = (torch.empty_like(log_probs) for _ in range(3))
-        tokens, columns = _tiles(len(targets), real, chunk, hidden.device)
+        tokens, columns = _tiles(len(targets), len(weight), chunk, hidden.device)
         kept = hidden.new_empty(len(targets) * real if keep else 0)
         tile = _Tile(tokens, columns, kept)
         for part in _ranges(len(targets), tokens):
@@ -196,7 +196,7 @@ class _LinearLogProb(torch.autograd.Function):
         grad_log_probs, grad_entropy = grads
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(peak)
-        tokens, columns = _tiles(len(targets), real, chunk, hidden.device)
+        tokens, columns = _tiles(len(targets), len(weight), chunk, hidden.device)
         tile = _Tile(tokens, columns, kept)
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = _WeightGradient(weight, in_one_piece=tokens >= len(targets))

@@ -250,8 +250,8 @@ def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
         {
             "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
             "pass_rate/after": batch["pass_rate"][batch["judged"] & batch["valid"]],
-            "reward/cached_rate": batch["cached"].float(),
-            **reward_signal(batch["score"], uids, rows, revisions, batch["valid"]),
+            "reward/cached_rate": batch["cached"][~batch["reward/critic"].isnan()].float(),
+            **reward_signal(batch["reward/critic"], uids, rows, revisions, batch["valid"]),
             **critique_signal(texts(batch["critique"]), judgments(batch), rows),
         }
     )

@@ -82,7 +82,7 @@ def ctrl_pipeline(config: Config) -> TaskGraph:
     )
     pipeline = Pipeline("ctrl_training_pipeline", "critique, revise, judge, update", report=report)
     if config.algorithm.filter_groups.enable:
-        sampling = DynamicSampling(draw_and_judge, measure_critiques, reward="reward/critic")
+        sampling = DynamicSampling(draw_and_judge, measure_critiques)
         pipeline.add_node(
             "dynamic_sampling",
             sampling,
@@ -102,6 +102,11 @@ def ctrl_pipeline(config: Config) -> TaskGraph:
         "place": NodePlace.HOST,
     }
     remax = config.algorithm.adv_estimator == "remax"
+    if remax and "critic" not in config.reward.reward_funcs:
+        raise ValueError(
+            "algorithm.adv_estimator=remax takes its baseline from the critic's reward of a greedy "
+            "critique, and reward.reward_funcs has no critic; add it, or take another estimator"
+        )
     drawn, judged = "generate_critiques", ["sandbox"]
     pipeline.add_node("generate_critiques", generate_critiques, **rollout)
     if remax:
@@ -267,7 +272,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     first, *others = parts or {"score": total}
     measured = {"reward/mean": batch[first], "reward/judged_rate": judged.float()}
     measured |= {name: parts[name] for name in others}
-    measured |= reward_spread(batch[first] if parts else total, texts(batch["uid"]))
+    measured |= reward_spread(batch[first] if parts else total, total, texts(batch["uid"]))
     if others:
         measured["reward/total"] = total[judged]
     return NodeOutput(

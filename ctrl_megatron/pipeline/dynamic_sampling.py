@@ -29,13 +29,13 @@ class DynamicSampling:
     """The node that stands for drawing and judging where ``algorithm.filter_groups`` is on.
 
     Draws rows of the data itself, ``data.gen_batch_size`` at a time, until
-    ``data.train_batch_size`` groups have different values of the field ``reward``. Groups beyond
+    ``data.train_batch_size`` groups have different scores. Groups beyond
     that wait for the next step, whose log-probs are then taken anew. Raises RuntimeError, on all
     ranks, where ``max_num_gen_batches`` do not give enough groups.
     """
 
-    def __init__(self, draw: Draw, measure: Measure, *, reward: str) -> None:
-        self._draw, self._measure, self._reward = draw, measure, reward
+    def __init__(self, draw: Draw, measure: Measure) -> None:
+        self._draw, self._measure = draw, measure
         self.reads: tuple[str, ...] = getattr(draw, "reads", ())
 
     def __call__(self, worker: DAGWorker, batch: TensorDict) -> NodeOutput:
@@ -70,11 +70,11 @@ class DynamicSampling:
         return NodeOutput(batch=_batch_of(worker, useful[:wanted]), metrics=metrics)
 
     def _with_signal(self, rows: Sequence[Sample]) -> list[Group]:
-        """Whole groups, in order, in which judged samples earned different rewards."""
-        judged = [row for row in rows if row.fields[self._reward] is not None]
+        """Whole groups, in order, whose judged samples have different scores."""
+        judged = [row for row in rows if row.fields["score"] is not None]
         if not judged:
             return []
-        rewards = torch.tensor([row.fields[self._reward] for row in judged])
+        rewards = torch.tensor([row.fields["score"] for row in judged])
         signal = groups_with_signal(rewards, [row.uid for row in judged])
         groups: dict[str, Group] = {
             row.uid: [] for row, useful in zip(judged, signal.tolist(), strict=True) if useful

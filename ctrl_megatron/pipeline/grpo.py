@@ -50,8 +50,7 @@ from ctrl_megatron.rewards import RewardItem
 
 def grpo_pipeline(config: Config) -> TaskGraph:
     """The graph of a step as the configuration asks for it; ValueError for what it cannot do."""
-    first, *_ = names = config.reward.reward_funcs
-    if "critic" in names:
+    if "critic" in config.reward.reward_funcs:
         raise ValueError(
             "reward.reward_funcs: critic rewards critiques by their revisions, and this pipeline "
             "has neither; name functions of completions: [code], [my_module:my_function]"
@@ -69,7 +68,7 @@ def grpo_pipeline(config: Config) -> TaskGraph:
     if config.algorithm.filter_groups.enable:
         pipeline.add_node(
             "dynamic_sampling",
-            DynamicSampling(draw_and_reward, measure_completions, reward=f"reward/{first}"),
+            DynamicSampling(draw_and_reward, measure_completions),
             node_role=NodeRole.DYNAMIC_SAMPLING,
             place=NodePlace.ROLLOUT,
         )

@@ -224,13 +224,13 @@ def read_inputs(
 
     UserError naming file, row and column of what does not fit, and for too few rows for a step.
     """
-    codec, size = check_tokenizer(config), config.data.train_batch_size
+    codec = check_tokenizer(config)
     if not trains:
         table = _table(config, codec, "data.val_files", config.data.val_files)
         check_columns(config, table.rows, measured)
         return RunInputs(codec=codec, train=table, validation=table)
     train, validation = prompt_tables(config, codec, validates=validates)
-    _require_a_step(len(train.rows), train.dropped, size)
+    _require_a_step(len(train.rows), train.dropped, config)
     check_columns(config, [*train.rows, *(validation.rows if validation else ())], measured)
     return RunInputs(codec=codec, train=train, validation=validation)
 
@@ -248,16 +248,20 @@ def check_rows(
                 rows += read_rows(files, prompt_key=data.prompt_key)
                 count = count or len(rows)
     rows_by_id(rows)
-    _require_a_step(count, 0, data.train_batch_size)
+    _require_a_step(count, 0, config)
     check_columns(config, rows, measured)
 
 
-def _require_a_step(count: int, dropped: int, size: int) -> None:
+def _require_a_step(count: int, dropped: int, config: Config) -> None:
+    drawn = (
+        ("train_batch_size", config.data.train_batch_size),
+        ("gen_batch_size", config.gen_batch_size),
+    )
+    key, size = max(drawn, key=lambda one: one[1])
     if count < size:
         left_out = f" ({dropped} have an overlong prompt)" if dropped else ""
         raise UserError(
-            f"data.train_files has {count} usable rows{left_out}, fewer than "
-            f"data.train_batch_size={size}",
+            f"data.train_files has {count} usable rows{left_out}, fewer than data.{key}={size}",
             remedy="lower it, or add rows",
         )
 

@@ -167,13 +167,15 @@ def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
     return batch
 
 
-def reward_spread(rewards: torch.Tensor, uids: Sequence[str]) -> dict[str, torch.Tensor]:
-    """How ``rewards`` (B,) lie, NaN where nothing is known: vectors whose means are the shares of a
-    histogram, and the share of groups in which every sample earned the same.
+def reward_spread(
+    rewards: torch.Tensor, scores: torch.Tensor, uids: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """How ``rewards`` and ``scores`` (B,) lie, NaN where nothing is known: vectors whose means are
+    the shares of the rewards' histogram, and the share of groups whose scores are all equal.
     """
-    known = ~rewards.isnan()
+    known = ~scores.isnan()
     groups = [uid for uid, judged in zip(uids, known.tolist(), strict=True) if judged]
-    earned = rewards[known]
+    earned = rewards[~rewards.isnan()]
     within = (earned > 0) & (earned < 1)
     shares = {
         "zero": earned == 0,
@@ -182,7 +184,7 @@ def reward_spread(rewards: torch.Tensor, uids: Sequence[str]) -> dict[str, torch
         "one": earned == 1,
         "elsewhere": (earned < 0) | (earned > 1),
     }
-    signal = groups_with_signal(earned, groups).tolist() if groups else []
+    signal = groups_with_signal(scores[known], groups).tolist() if groups else []
     same = [float(not teaches) for teaches in dict(zip(groups, signal, strict=True)).values()]
     return {f"reward_share/{name}": share.float() for name, share in shares.items()} | {
         "advantage/zero_std_rate": torch.tensor(same)

@@ -4,6 +4,7 @@ its import path.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import math
@@ -107,7 +108,11 @@ class CustomReward:
         item.
         """
         with users_code(f"reward {self.path!r} failed"):
-            answer = self._function(items, **self._options)
+            if inspect.iscoroutinefunction(self._function):
+                answer = self._function(items, **self._options)
+            else:
+                # Engine and sandbox are spoken to on this loop meanwhile.
+                answer = await asyncio.to_thread(self._function, items, **self._options)
             given = await answer if inspect.isawaitable(answer) else answer
         if not isinstance(given, Sequence) or len(given) != len(items):
             raise UserError(f"reward {self.path!r} must give a list of {len(items)} rewards")

@@ -7,8 +7,9 @@ from world import run_world
 
 from ctrl_megatron.parallel.vocab import vocab_range
 
-# 101 over 2 and 3 needs padding; of 4 over 3, the last rank holds no real column at all.
-CASES = [(101, 2), (101, 3), (4, 3)]
+# 101 over 2 and 3 needs padding; of 4 over 3, the last rank holds no real column at all. Of 2559 over
+# 2, tiles by the ranks' real columns would have 5 and 4 tokens.
+CASES = [(101, 2), (101, 3), (4, 3), (2559, 2)]
 
 
 def test_split_vocabularies_give_the_values_and_gradients_of_whole_ones() -> None:

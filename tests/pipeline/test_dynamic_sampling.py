@@ -26,19 +26,19 @@ def judged(uid: str, reward: float | None) -> Sample:
         mini_batch=1,
         prompt=(1, 2, 3),
         completion=completion,
-        fields={"critique": "text", "valid": True, "reward/critic": reward},
+        fields={"critique": "text", "valid": True, "reward/format": 1.0, "score": reward},
     )
 
 
 def test_only_groups_with_different_rewards_are_useful() -> None:
-    sampling = DynamicSampling(lambda *_: [], lambda _: {}, reward="reward/critic")
+    sampling = DynamicSampling(lambda *_: [], lambda _: {})
     rows = [
         *(judged("mixed", 0.0), judged("equal", 1.0), judged("mixed", 0.5), judged("equal", 1.0)),
         # What could not be judged says nothing, but stays with its group.
         *(judged("lost", None), judged("lost", 1.0), judged("mixed", None)),
     ]
     (group,) = sampling._with_signal(rows)
-    assert [row.fields["reward/critic"] for row in group] == [0.0, 0.5, None]
+    assert [row.fields["score"] for row in group] == [0.0, 0.5, None]
     assert sampling._with_signal([judged("lost", None)]) == []
 
 

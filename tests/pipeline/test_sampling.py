@@ -193,7 +193,8 @@ def test_rows_of_unequal_number_are_refused() -> None:
 def test_how_rewards_lie(rewards: list[float], sizes: list[int]) -> None:
     """Shares of a histogram are a whole; a group of equal rewards teaches nothing."""
     uids = [f"u{n}" for n, size in enumerate(sizes) for _ in range(size)][: len(rewards)]
-    found = reward_spread(torch.tensor(rewards), uids)
+    # As where a format is right in all of them: groups are compared by what they are trained on.
+    found = reward_spread(torch.tensor(rewards), torch.tensor(rewards) * 2 + 1, uids)
     same = found.pop("advantage/zero_std_rate").tolist()
     known = [(uid, r) for uid, r in zip(uids, rewards, strict=True) if not math.isnan(r)]
     groups: dict[str, set[float]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,11 @@ def lengths(items: Sequence[RewardItem]) -> list[float]:
     return [float(len(i.text)) for i in items]
 
 
+def patient(items: Sequence[RewardItem], *, heard: threading.Event) -> list[float]:
+    """Waits for what the loop does meanwhile."""
+    return [float(heard.wait(10.0)) for _ in items]
+
+
 def wrong(items: Sequence[RewardItem], *, give: Any) -> Any:
     return give
 
@@ -236,6 +242,20 @@ def wrong(items: Sequence[RewardItem], *, give: Any) -> Any:
 def test_functions_by_import_path() -> None:
     assert rewards(make_reward(f"{__name__}:halves", scale=3.0), item(), item("")) == [1.5, None]
     assert rewards(make_reward(f"{__name__}:lengths"), item("abc")) == [3.0]
+
+
+def test_a_slow_function_does_not_hold_the_loop() -> None:
+    """On which engine and sandbox are asked whether they live."""
+    heard = threading.Event()
+    reward = make_reward(f"{__name__}:patient", heard=heard)
+
+    async def beside() -> list[float | None]:
+        running = asyncio.create_task(reward([item()]))
+        await asyncio.sleep(0)
+        heard.set()
+        return list(await running)
+
+    assert asyncio.run(beside()) == [1.0]
 
 
 @pytest.mark.parametrize("give", [None, [], [1.0, 2.0], ["1"], [math.nan], [math.inf], [object()]])
