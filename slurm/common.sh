@@ -18,8 +18,9 @@
 # (signalled as a whole, the run would lose its engines and sandboxes). torchrun on the first machine
 # is asked to stop; the ranks agree among themselves. A step in which no weight has changed yet is
 # dropped at once, one that is updating is finished; then a checkpoint is saved, the job is requeued
-# and goes on from there (trainer.resume_mode=auto). So N must exceed the seconds of the updates, the
-# push and a save together: time/actor_update, time/sync_weights and time/save of metrics.jsonl.
+# and goes on from there (trainer.resume_mode=auto). So N must exceed the seconds of the updates and of
+# two saves, of which one may be under way: time/actor_update, time/critic_update and twice
+# checkpoint/seconds of metrics.jsonl.
 # By hand: `scancel --batch --signal=USR1 JOB` saves and requeues, with --signal=TERM it saves and
 # ends, and plain `scancel JOB` ends without saving.
 #
@@ -106,14 +107,32 @@ stop_training() {
   waiting_to_stop=$!
 }
 
+# patiently COMMAND...: again until it succeeds, for five minutes: SLURM's controller may be away.
+patiently() {
+  local try
+  for try in {1..10}; do
+    if "$@"; then return; fi
+    ((try == 10)) || sleep "${SLURM_RETRY_SECONDS:-30}"
+  done
+  return 1
+}
+
+job_state() {
+  local state
+  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) && [[ -n $state ]] && echo "$state"
+}
+
 # requeue WHY: back into the queue, unless the job is being cancelled.
 requeue() {
-  if [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) != RUNNING ]]; then
-    say "$1; the job is being ended from outside and is not requeued"
-    return
+  local state
+  if ! state=$(patiently job_state); then
+    say "$1; SLURM does not say what state job $SLURM_JOB_ID is in: it is not requeued, submit again"
+  elif [[ $state != RUNNING ]]; then
+    say "$1; the job is being ended from outside ($state) and is not requeued"
+  else
+    say "$1, requeueing job $SLURM_JOB_ID"
+    patiently scontrol requeue "$SLURM_JOB_ID" || say "SLURM does not requeue it, submit again"
   fi
-  say "$1, requeueing job $SLURM_JOB_ID"
-  scontrol requeue "$SLURM_JOB_ID"
 }
 
 # conclude: where an unfinished job goes; uses status and stopping, ends the script.

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ctrl_megatron.checkpoint.files import require_space, whole_directory
 from ctrl_megatron.checkpoint.hf import copy_side_files, save_hf
 from ctrl_megatron.checkpoint.sharded import (
@@ -252,9 +254,13 @@ def _done(report: SaveReport) -> futures.Future[SaveReport]:
 def _in_thread(work: Callable[[], SaveReport]) -> futures.Future[SaveReport]:
     """In a daemon, unlike an executor's: a run that fails elsewhere must not wait for it."""
     done: futures.Future[SaveReport] = futures.Future()
+    # A thread begins on GPU 0, where each rank of a machine would open a context of its own.
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:
         try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
             done.set_result(work())
         except BaseException as error:
             done.set_exception(error)

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if config is not None and options.nproc_per_node is not None:
         check_world_size(config, launch.world_size * options.nproc_per_node, options.purpose)
     failed = False
-    for finding in findings(launch, config):
+    for finding in findings(launch, config, options.nproc_per_node or 1):
         failed = failed or finding.status == "FAIL"
         if launch.local_rank == 0:
             print(finding, flush=True)
@@ -89,15 +89,16 @@ def _config(path: str | None, overrides: Sequence[str], purpose: Purpose) -> Con
     return None if path is None else checked_config(path, overrides, purpose)
 
 
-def findings(launch: Launch, config: Config | None) -> Iterator[Finding]:
-    """Every line, in order. Collective under a launcher, since machines compare their clocks.
+def findings(launch: Launch, config: Config | None, ranks: int = 1) -> Iterator[Finding]:
+    """Every line, in order; a run has ``ranks`` on this machine. Collective under a launcher, since
+    machines compare their clocks.
 
     A check that breaks is a line that failed, and the next one follows.
     """
     yield Finding("pass", "machine", f"{socket.gethostname()}, rank {launch.rank}")
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "packages": packages,
-        "torch": torch_and_gpus,
+        "torch": lambda: torch_and_gpus(ranks),
         "GPUs": gpus,
         "NCCL": nccl,
         "kernels": kernels,
@@ -169,8 +170,8 @@ def _has(module: str) -> bool:
         return False
 
 
-def torch_and_gpus() -> Iterator[Finding]:
-    """Whether torch reaches the GPUs that are there."""
+def torch_and_gpus(ranks: int = 1) -> Iterator[Finding]:
+    """Whether torch reaches the GPUs that are there, one for each of the machine's ranks."""
     import torch
 
     from ctrl_megatron.parallel.devices import gpus_here, unreached_gpus
@@ -179,7 +180,12 @@ def torch_and_gpus() -> Iterator[Finding]:
         yield Finding("FAIL", "torch and GPUs", fault)
     elif torch.cuda.is_available():
         name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
-        yield Finding("pass", "torch and GPUs", f"{count} x {name}, CUDA {torch.version.cuda}")
+        found = f"{count} x {name}, CUDA {torch.version.cuda}"
+        if count < ranks:
+            remedy = "take the machine out of service, or start fewer ranks (--nproc-per-node)"
+            yield Finding("FAIL", "torch and GPUs", f"{found}, for {ranks} ranks", remedy)
+        else:
+            yield Finding("pass", "torch and GPUs", found)
     else:
         why = "hidden by CUDA_VISIBLE_DEVICES" if gpus_here() else "no GPU"
         yield Finding("skip", "torch and GPUs", f"{why}: runs go over gloo on the CPU")

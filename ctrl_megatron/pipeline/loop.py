@@ -83,7 +83,8 @@ class TrainingLoop:
 
     def resume(self) -> None:
         """Continue from the configured checkpoint, if there is one. Collective."""
-        checkpoint = self.store.find(self.schedule.resume_mode)
+        # One for all: a shared file system may show a rank an older state.
+        checkpoint = self.worker.groups.from_first(self.store.find(self.schedule.resume_mode))
         if checkpoint is None:
             return
         state = self.store.load(self.worker.trained, checkpoint, parts=("sampler", *self.parts))

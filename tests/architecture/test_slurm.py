@@ -285,6 +285,25 @@ def test_a_job_that_is_being_cancelled_is_not_requeued(job: dict[str, str]) -> N
     assert "is not requeued" in done.stderr
 
 
+@pytest.mark.parametrize("program", ["squeue", "scontrol requeue"])
+@pytest.mark.parametrize(("deaf", "again"), [("3", True), ("99", False)])
+def test_a_controller_that_is_away_is_asked_again(
+    job: dict[str, str], program: str, deaf: str, again: bool
+) -> None:
+    """Five minutes of it lose no requeue; afterwards the job says what to do."""
+    name, *words = program.split()
+    path = Path(job["STUBS"], "bin", name)
+    away = (
+        f'if [[ "${{1:-}}" == "{(words or ["--noheader"])[0]}" ]]; then echo x >> "$STUBS/asked";\n'
+        f'(($(wc -l < "$STUBS/asked") > {deaf})) || {{ echo "no contact" >&2; exit 1; }}; fi\n'
+    )
+    write_program(path, away + (SQUEUE if name == "squeue" else SCONTROL))
+    done = submit(job | {"STATUS": "13", "SLURM_RETRY_SECONDS": "0"})
+    assert done.returncode == 13 and requeued(job) == again, done.stderr
+    assert ("submit again" in done.stderr) != again
+    assert "ended from outside" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("signals", "again"),
     [

@@ -144,6 +144,15 @@ def test_gpus_that_torch_does_not_reach(monkeypatch: pytest.MonkeyPatch) -> None
     assert finding == Finding("FAIL", "torch and GPUs", "no way; install it")
 
 
+def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "H100")
+    (found,), (enough,) = check_env.torch_and_gpus(8), check_env.torch_and_gpus(7)
+    assert (found.status, enough.status) == ("FAIL", "pass")
+    assert "7 x H100" in str(found) and "for 8 ranks" in str(found)
+
+
 def test_a_check_that_breaks_is_a_line_and_the_next_ones_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
