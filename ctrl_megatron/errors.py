@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_NO_PATH = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_NO_PATH = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 _SAID_FULL = "No space left on device"
 """How libraries word it that do not raise an OSError (safetensors, torch)."""
 

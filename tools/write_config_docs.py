@@ -47,7 +47,8 @@ torchrun --nproc-per-node 2 tools/train_rl.py --config examples/ctrl_smollm2_cpu
 - What estimators, losses and pipelines of your own read is not known, so what only they could read
   is accepted: options of any loss with a loss of your own, revisions with a pipeline of your own.
   A key with a switch needs its switch turned on there, too.
-- YAML is read by the rules of YAML 1.2: `1e-6` is a number, only `true` and `false` are booleans.
+- YAML is read by the rules of YAML 1.2: `1e-6` is a number, `no` is a text. A key for a boolean
+  takes `true` and `false`, and `yes`, `no`, `on` and `off` for them; one for a number its text.
   The value of an argument is YAML too: `trainer.logger='[console, jsonl]'`.
 - A value may refer to another one as `${group.key}`.
 - `tools/train_rl.py` needs `actor_rollout_ref.model.path` and `data.train_files`;

@@ -61,7 +61,8 @@ def chat_sources(
         if url and not model:
             raise UserError(f"--{role}-url needs --{role}, the model's name there")
         sources[role] = ChatSource(model, url) if model else given
-        check_source(f"--{role}", sources[role], engines)
+        flag = role if model else required
+        check_source(f"--{flag}-url" if sources[role].url else f"--{flag}", sources[role], engines)
     return sources, engines
 
 

@@ -5,8 +5,9 @@
 ``srun --ntasks-per-node=1 --label ctrl-check-env --config FILE --nproc-per-node 8 [key=value ...]``
 
 One line per item: pass, warn, FAIL or skip, what was found, and the remedy. With ``--config`` also
-that the configuration is right and that its files are there. Exit codes: 0 nothing failed, 1 a line
-failed, 2 wrong input.
+that the configuration is right and that its files are there, with ``--nproc-per-node`` all that the
+run looks at before its ranks start: models, rewards, rows, checkpoint. Exit codes: 0 nothing
+failed, 1 a line failed, 2 wrong input.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Literal
 
+from ctrl_megatron.commands import train_rl, train_sft
 from ctrl_megatron.commands.start import CommandParser, checked_config, command
 from ctrl_megatron.config import Config, Purpose, check_world_size
 from ctrl_megatron.config.environment import Launch, read_launch
@@ -75,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = _config(options.config, options.overrides, options.purpose)
     if config is not None and options.nproc_per_node is not None:
         check_world_size(config, launch.world_size * options.nproc_per_node, options.purpose)
+        sys.path.append(os.getcwd())
+        {"rl": train_rl, "sft": train_sft}[options.purpose].check_inputs(config)
     failed = False
     for finding in findings(launch, config, options.nproc_per_node or 1):
         failed = failed or finding.status == "FAIL"

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import socket
 from collections.abc import Sequence
 
 from ctrl_megatron.commands.chat_flags import (
@@ -43,8 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_safe_address(options.host, token, allow_open=options.allow_open)
     if not 0 <= options.port < 65536:
         raise UserError(f"--port={options.port} must be from 0 to 65535")
+    _require_free(options.host, options.port)
     _serve(options, token)
     return 0
+
+
+def _require_free(host: str, port: int) -> None:
+    """Asked before minutes go into loading a model."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        problem = f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}"
+        raise UserError(problem, key="--port", remedy="choose another") from error
 
 
 def _serve(options: argparse.Namespace, token: str | None) -> None:

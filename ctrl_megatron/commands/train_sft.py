@@ -14,7 +14,7 @@ from ctrl_megatron.config import Config
 @command("train_sft")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 finished, 2 wrong input, 13 a process failed, 130 stopped by a signal."""
-    config = training_config("train_sft", "sft", arguments, __doc__, _check)
+    config = training_config("train_sft", "sft", arguments, __doc__, check_inputs)
     if isinstance(config, int):
         return config
     from ctrl_megatron.sft.run import train_sft
@@ -22,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if train_sft(config) else STOPPED
 
 
-def _check(config: Config) -> None:
+def check_inputs(config: Config) -> None:
+    """UserError for whatever the run is given that cannot be used, before a rank starts."""
     from ctrl_megatron.sft.run import check_rows, check_sft
 
     check_sft(config)

@@ -46,11 +46,18 @@ def unread(config: Config) -> dict[str, Condition]:
     return {name: conditions[0] for name, conditions in unmet.items() if conditions}
 
 
+def _no_file(path: str) -> str:
+    if Path(path).is_dir():
+        return f"{path} is a directory, not a file"
+    where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+    return f"the file {path} does not exist{where}"
+
+
 def check_files(config: Config, purpose: Purpose) -> None:
     """ValueError naming the key of every file or directory that does not exist."""
     name, section = ("sft", config.sft) if purpose == "sft" else ("data", config.data)
     problems = [
-        f"{name}.{key}: the file {file} does not exist; correct the path or create the file"
+        f"{name}.{key}: {_no_file(file)}; correct the path or create the file"
         for key in ("train_files", "val_files")
         for file in getattr(section, key)
         if not Path(file).is_file()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
 from ctrl_megatron.config.foreign import unknown_key
-from ctrl_megatron.config.keys import declared
+from ctrl_megatron.config.keys import declared, field_types
 from ctrl_megatron.errors import UserError
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def _group(
     if not isinstance(tree, Mapping):
         problems.append((prefix, f"{prefix} is a group of keys, not the value {tree!r}"))
         return cls()
-    hints = typing.get_type_hints(cls)
+    hints = field_types(cls)
     values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}.{name}" if prefix else str(name)

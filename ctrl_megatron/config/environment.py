@@ -22,6 +22,8 @@ _OF_LAUNCHER = re.compile(
 )
 _SLURM_TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _OURS = ("CTRL_LOG_LEVEL", "CTRL_MASTER_PORT")
+_OF_SCRIPTS = "CTRL_VENV"
+"""Read by the scripts of slurm/, and exported where people start them."""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _PROVIDERS: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
     "e2b": ({"api_key": "E2B_API_KEY"}, {}),
@@ -84,7 +86,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
 def read_log_level(environ: Mapping[str, str] = os.environ) -> str:
     """``CTRL_LOG_LEVEL``, or WARNING; ValueError for a ``CTRL_`` name that is not ours."""
     for name in environ:
-        if name.startswith("CTRL_") and name not in _OURS:
+        if name.startswith("CTRL_") and name not in (*_OURS, _OF_SCRIPTS):
             near = difflib.get_close_matches(name, _OURS, n=1, cutoff=0.0)
             raise UserError(f"unknown environment variable {name}; did you mean {near[0]}?")
     level = environ.get("CTRL_LOG_LEVEL", "WARNING").upper()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import typing
 from collections.abc import Collection, Mapping
+
+from ctrl_megatron.config.keys import field_types
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _OPTIM, _TOKENS = _ACTOR + "optim.", _ACTOR + "ppo_max_token_len_per_gpu"
@@ -90,7 +91,7 @@ def unknown_key(name: str, group: type, keys: Collection[str]) -> str:
     if name in ABSENT:
         return f"unknown key {name!r}: {ABSENT[name]}; leave it out"
     prefix, _, last = name.rpartition(".")
-    siblings = list(typing.get_type_hints(group))
+    siblings = list(field_types(group))
     near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
     candidates = [f"{prefix}.{near[0]}" if prefix else near[0]] if near else []
     by_name = difflib.get_close_matches(last, {k.rpartition(".")[2] for k in keys}, n=1)

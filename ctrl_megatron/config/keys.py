@@ -115,11 +115,17 @@ class Key:
     stage: Stage
 
 
+def field_types(cls: type) -> dict[str, Any]:
+    """Name -> type of a dataclass's fields, and of nothing else that it has."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
 def declared(
     cls: type, prefix: str = "", above: tuple[Condition, ...] = (), stage: Stage = "rl"
 ) -> Iterator[Key]:
     """The keys below ``cls`` in the order of the schema; what is declared ``above`` holds too."""
-    hints, defaults = typing.get_type_hints(cls), cls()
+    hints, defaults = field_types(cls), cls()
     for field in dataclasses.fields(cls):
         name = f"{prefix}.{field.name}" if prefix else field.name
         facts, hint = field.metadata, hints[field.name]

@@ -171,6 +171,8 @@ def _written(given: Any, places: Mapping[str, Place]) -> dict[str, Place]:
 
 
 def _read_file(path: Path) -> tuple[DictConfig, dict[str, Place]]:
+    if path.is_dir():
+        raise UserError(f"the configuration file {path} is a directory; name a file in it")
     if not path.is_file():
         names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)

@@ -55,7 +55,7 @@ METRICS: dict[str, Metric] = {
     "actor/kl_loss": Metric("the KL term of the loss, before its coefficient"),
     "actor/ppo_kl_first": Metric("actor/ppo_kl of the step's first optimizer step; 0 is right"),
     "actor/pg_clipfrac_lower": Metric("share of tokens that the dual clip bounded"),
-    "actor/lr": Metric("learning rate of the last optimizer step", "Learning rate"),
+    "actor/lr": Metric("learning rate, the mean over the step's optimizer steps", "Learning rate"),
     "actor/kl_coef": Metric("coefficient of the KL in the reward"),
     "actor/reward_kl_penalty": Metric("KL per token that the reward was charged for"),
     "advantage/mean_abs": Metric("absolute advantage per token; 0: nothing to learn from"),

@@ -34,7 +34,7 @@ from ctrl_megatron.pipeline.recorder import Recorder, banner
 from ctrl_megatron.pipeline.session import Services, session
 from ctrl_megatron.pipeline.worker import RolloutWorker
 from ctrl_megatron.rewards.build import check_reward_functions, runs_programs
-from ctrl_megatron.sandbox import SandboxClient
+from ctrl_megatron.sandbox import SandboxClient, SandboxError
 from ctrl_megatron.sandbox.limits import LEVELS
 
 _PARTS = ("kl_controller", "reserve")
@@ -186,11 +186,22 @@ def check_names(config: Config) -> None:
 
 async def isolation_level(worker: RolloutWorker) -> dict[str, float]:
     """``sandbox/isolation``: the lowest level among the run's services, 0 none, 1 standard, 2
-    strict; nothing where none of ours judges (leaders only).
+    strict; nothing where none of ours judges (leaders only). UserError for a service of the
+    user's that does not answer.
     """
     judge = None if worker.rewards is None else worker.rewards.judge
     if not isinstance(judge, SandboxClient):
         return {}
     # From the strictest to none; a service that does not tell its level is not ours.
-    reached = [LEVELS.index(level) for level in (await judge.ping()).values() if level in LEVELS]
+    try:
+        levels = await judge.ping()
+    except SandboxError as error:
+        if not worker.config.sandbox.endpoint:
+            raise
+        raise UserError(
+            str(error),
+            key="sandbox.endpoint",
+            remedy="correct the address, or start a service there (ctrl-serve-sandbox)",
+        ) from error
+    reached = [LEVELS.index(level) for level in levels.values() if level in LEVELS]
     return {"sandbox/isolation": float(len(LEVELS) - 1 - max(reached))} if reached else {}

@@ -105,7 +105,10 @@ def check_reward_functions(config: Config) -> None:
     key = "sandbox.token_file" if key == "sandbox" and config.sandbox.token_file else key
     problems = []
     for name, check in (
-        ("reward", lambda: _functions(config, reward_functions_of(config), None, None)),
+        (
+            "reward.reward_funcs",
+            lambda: _functions(config, reward_functions_of(config), None, None),
+        ),
         (key, lambda: code_judge(config, config.sandbox.endpoint or "http://127.0.0.1")),
     ):
         try:

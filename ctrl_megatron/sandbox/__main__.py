@@ -22,7 +22,9 @@ from ctrl_megatron.sandbox.service.workers import WorkerFault, WorkerSettings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, check, serve. Returns the exit status; a failure to start is one line on stderr."""
+    """Parse, check, serve. Exit codes: 2 wrong input, an address or a file that cannot be had among
+    it, 1 where the workers do not start; either is one line on stderr.
+    """
     try:
         options = _parser().parse_args(arguments)
         if options.workers < 1:
@@ -64,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
             named = f": {error.filename}" if error.filename else ""
             text = f"{error.strerror}{named}"
         print(f"sandbox: {text}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, (IsolationRefused, WorkerFault)) else 2
     return 0
 
 

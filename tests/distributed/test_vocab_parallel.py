@@ -7,8 +7,8 @@ from world import run_world
 
 from ctrl_megatron.parallel.vocab import vocab_range
 
-# 101 over 2 and 3 needs padding; of 4 over 3, the last rank holds no real column at all. Tiles by the
-# ranks' real columns would have 5 and 4 tokens for 2559 over 2.
+# 101 over 2 and 3 needs padding; of 4 over 3, the last rank holds no real column at all. Tiles by
+# the ranks' real columns would have 5 and 4 tokens for 2559 over 2.
 CASES = [(101, 2), (101, 3), (4, 3), (2559, 2)]
 
 

@@ -122,7 +122,7 @@ def test_the_tool_refuses_an_open_address() -> None:
         text=True,
         timeout=60,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert re.fullmatch(r"sandbox: --host 0\.0\.0\.0 is reached .*\n", done.stderr)
 
 
