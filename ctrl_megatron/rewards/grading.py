@@ -79,6 +79,8 @@ def grading_job(
         provided_data=data,
         extra={"run_all_cases": run_all_cases},
     )
+    # Half a character (a lone surrogate) is no text on the wire.
+    text = text.encode(errors="replace").decode()
     completion = fenced(extract_code(text, language.lower()), language)
     request = SubmitRequest(
         dataset=row["prompter_type"], id=0, completion=completion, config=config

@@ -35,7 +35,8 @@ class SandboxLimits:
     max_memory_mb: int = 8192
     """Upper bound of the memory a request may ask for."""
     output_bytes: int = 1 << 20
-    """Kept of stdout and of stderr, each; a program that writes four times as much is killed."""
+    """Kept of stdout and of stderr, each, of stdout as much as the expected output takes where that
+    is more; a program that writes four times as much is killed."""
     file_bytes: int = 16 << 20
     """Largest file a program may write."""
     disk_mb: int = 64

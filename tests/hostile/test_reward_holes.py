@@ -161,6 +161,19 @@ def test_the_judge_compares_with_arguments_that_nobody_changed(submit: Submit) -
     data = {"test_list": tests, "entry_point": "f"}
     assert not submit("MBPPDataset", "def f(xs):\n    xs.clear()\n    return xs", data).accepted
     assert submit("MBPPDataset", "def f(xs): return sorted(xs)", data).accepted
+    # Nor where another call of the test is made for what it does.
+    clears = "def f(xs):\n    if not xs: raise ValueError\n    xs.clear()\n    return []"
+    for before in (
+        "try:\n    f([])\nexcept ValueError:\n    pass\n",
+        "f([1])\n",
+        "assert f([2]) != None\n",
+    ):
+        data = {"test_list": [before + tests[0]], "entry_point": "f"}
+        assert not submit("MBPPDataset", clears, data).accepted
+        assert submit("MBPPDataset", "def f(xs): return sorted(xs)", data).accepted
+    setup = {"test_setup_code": "f([1])\nXS = [3, 1, 2]\nR = f(XS)"}
+    data = {"test_list": ["assert R == sorted(XS)"], "entry_point": "f", **setup}
+    assert not submit("MBPPDataset", clears, data).accepted
     in_place = {"test_list": ["xs = [2, 1]\nf(xs)\nassert xs == [1, 2]"], "entry_point": "f"}
     assert submit("MBPPDataset", "def f(xs): xs.sort()", in_place).accepted
 

@@ -109,7 +109,7 @@ def test_calls_that_are_sent_ahead_are_not_sent_again() -> None:
     with asks, supervisor, line, given:
         socket.send_fds(supervisor, [b"candidate"], [given.fileno()])
         connection = CandidateConnection(asks, 5.0)
-        connection.begin_test(time.monotonic() + 5.0, in_place=False)
+        connection.begin_test(time.monotonic() + 5.0)
         connection.pipeline([RemoteCall("f", (1,), {}), RemoteCall("f", (2,), {"k": 3})])
         calls = frames.FrameReader(line.fileno(), limit=1 << 16)
         sent = [calls.receive() for _ in range(2)]

@@ -126,7 +126,7 @@ def test_the_main_guard_runs(judge_stdio: Judge) -> None:
 
 
 def test_truncated_output_never_passes(judge_stdio: Judge) -> None:
-    code = "print('x' * (1 << 20) + 'y' * (1 << 20))"
+    code = "print('x' * (1 << 20) + 'y' * (4 << 20))"
     result = judge_stdio(code, [("", "x" * (1 << 20))])
     assert not result.accepted
     assert (result.tests[0].test_info or {})["reason"] == "output limit exceeded"
@@ -189,6 +189,16 @@ def test_input_is_a_file(judge_stdio: Judge, code: str) -> None:
     """Longer than a pipe holds."""
     result = judge_stdio(code, [("1 " * 100_000, "100000")])
     assert result.accepted, reasons(result)
+
+
+def test_a_long_expected_output_can_be_given(judge_stdio: Judge) -> None:
+    code = "for number in range(300_000): print(number)"
+    right = "\n".join(map(str, range(300_000)))
+    assert len(right) > 1 << 20
+    assert judge_stdio(code, [("", right)]).accepted
+    assert not judge_stdio(code, [("", right[:-1])]).accepted
+    (case,) = judge_stdio(code, [("", "0")]).tests
+    assert (case.test_info or {})["reason"] == "output limit exceeded"
 
 
 def test_nobody_changes_the_input(judge_stdio: Judge) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from ctrl_megatron.sandbox.comparison import RESULT_CHECK, RESULT_CHECK_NAMES
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, text_field
+from ctrl_megatron.sandbox.jail.judge import SETUP, ignored_calls
 from ctrl_megatron.sandbox.limits import CASE_CHARACTERS
 
 _REMEMBERED_PROBLEMS = 512
@@ -227,7 +228,11 @@ def _read(tests: tuple[str, ...], setup: str, entries: tuple[str, ...]) -> Funct
             if isinstance(node, (ast.Import, ast.ImportFrom))
         ),
         stubs=tuple(sorted(stubs)),
-        in_place=tuple(i for i, tree in enumerate(trees) if _ignores_result(tree, stubs)),
+        in_place=tuple(
+            i
+            for i, tree in enumerate([setup_tree, *trees], start=SETUP)
+            if any(ignored_calls(tree, stubs))
+        ),
     )
 
 
@@ -268,21 +273,6 @@ def _inferred_stubs(free: set[str]) -> set[str]:
             "the tests' own; give provided_data.entry_point"
         )
     return stubs
-
-
-def _ignores_result(tree: ast.Module, stubs: set[str]) -> bool:
-    """Whether a call's result is thrown away or compared with None: it is called for what it does
-    to its arguments.
-    """
-
-    def ignores(node: ast.AST) -> bool:
-        if isinstance(node, ast.Expr):
-            return _is_call_of(node.value, stubs)
-        if not isinstance(node, ast.Compare) or not _is_call_of(node.left, stubs):
-            return False
-        return any(isinstance(c, ast.Constant) and c.value is None for c in node.comparators)
-
-    return any(map(ignores, ast.walk(tree)))
 
 
 def _is_call_of(node: ast.expr | ast.AST, names: Container[str]) -> bool:

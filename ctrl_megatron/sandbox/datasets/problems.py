@@ -20,7 +20,7 @@ class FunctionProblem:
     stubs: tuple[str, ...]
     """Names that the program has to define: all that a test may call in it."""
     in_place: tuple[int, ...] = ()
-    """Tests that look at what a call does to its arguments."""
+    """Tests with a call that is made for what it does to its arguments; -1 is the setup."""
     adapter: str = ""
     """Python text that goes behind the program, in the program's own process."""
     cases: tuple[Mapping[str, Any], ...] = ()

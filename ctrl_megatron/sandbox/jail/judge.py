@@ -17,6 +17,7 @@ when it is over start again one by one, in a program that has seen nothing.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import signal
@@ -31,6 +32,10 @@ from ctrl_megatron.sandbox.jail.remote_calls import CandidateConnection, Candida
 from ctrl_megatron.sandbox.limits import PIPELINED_CALLS
 
 _REASON_LENGTH = 600
+_CHANGING = "_changing"
+"""A function of ours in the tests' namespace."""
+SETUP = -1
+"""Stands for the setup among the numbers of tests."""
 _AT_ONCE = 1e-6
 """Seconds; 0 would switch the timer off."""
 
@@ -58,13 +63,13 @@ class _TestRunner:
         self._spec = spec
         self._seconds: float = spec["seconds"]
         self._in_place = frozenset(spec["in_place"])
-        """Tests that look at what a call does to its arguments."""
+        """Tests that look at what a call does to its arguments; ``SETUP`` is the setup."""
         self._candidate: CandidateConnection | None = None
         self._timeouts = 0
         self._reloading = 0.0
         """Seconds spent on starting the program again, since they last counted as a time-out."""
         stubs = {name: self._stub(name) for name in spec["stubs"]}
-        self._namespace: dict[str, Any] = {"__name__": "tests", **stubs}
+        self._namespace: dict[str, Any] = {"__name__": "tests", _CHANGING: self._changing, **stubs}
         self._stub_names = {id(stub): name for name, stub in stubs.items()}
         self._codes: dict[int, CodeType] = {}
         """Of tests that were looked at before their turn."""
@@ -105,7 +110,8 @@ class _TestRunner:
     def _run_setup(self) -> tuple[str, str] | None:
         assert self._candidate is not None
         deadline = time.monotonic() + self._seconds
-        status, reason = self._guarded(self._spec["setup"], "setup.py", deadline, in_place=True)
+        setup, in_place = self._spec["setup"], SETUP in self._in_place
+        status, reason = self._guarded(setup, "setup.py", deadline, in_place=in_place)
         self._setup_calls = self._candidate.used
         return None if status == "passed" else (status, f"the tests' setup failed: {reason}")
 
@@ -148,6 +154,7 @@ class _TestRunner:
             if failure := self._reconnect():
                 return failure
         deadline, in_place = time.monotonic() + self._seconds, index in self._in_place
+        test = self._spec["tests"][index] if in_place else test
         return self._guarded(test, "test.py", deadline, in_place=in_place)
 
     def _usable(self, index: int) -> bool:
@@ -164,7 +171,7 @@ class _TestRunner:
         candidate = self._candidate
         assert candidate is not None
         self._pipeline_deadline = time.monotonic() + self._seconds
-        candidate.begin_test(self._pipeline_deadline, in_place=False)
+        candidate.begin_test(self._pipeline_deadline)
         # What goes wrong here goes wrong again in the test about to begin, and counts there.
         with contextlib.suppress(Exception, CandidateLost):
             self._until(
@@ -187,8 +194,8 @@ class _TestRunner:
                 break
             yield call
 
-    def _execute(self, source: str | CodeType, name: str) -> None:
-        code = _compiled(source, name) if isinstance(source, str) else source
+    def _execute(self, source: str | CodeType, name: str, changing: Container[str]) -> None:
+        code = _compiled(source, name, changing) if isinstance(source, str) else source
         exec(code, self._namespace)
 
     def _until(self, deadline: float, work: Callable[[], None]) -> None:
@@ -201,13 +208,16 @@ class _TestRunner:
     def _guarded(
         self, source: str | CodeType, name: str, deadline: float, *, in_place: bool
     ) -> tuple[str, str]:
-        """Run ``source``, which may call the candidate, until ``deadline``: status and reason."""
+        """Run ``source``, which may call the candidate, until ``deadline``: status and reason. With
+        ``in_place`` it is text.
+        """
         candidate = self._candidate
         assert candidate is not None
-        candidate.begin_test(deadline, in_place=in_place)
+        candidate.begin_test(deadline)
+        changing = self._spec["stubs"] if in_place else ()
         status, reason = "failed", ""
         try:
-            self._until(deadline, lambda: self._execute(source, name))
+            self._until(deadline, lambda: self._execute(source, name, changing))
             status = "passed"
         except AssertionError as error:
             reason = _join("AssertionError", error, candidate.last_call)
@@ -233,6 +243,16 @@ class _TestRunner:
 
         remote.__name__ = remote.__qualname__ = name
         return remote
+
+    def _changing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` so that its call changes arguments here as it does in the program."""
+        name = self._stub_names.get(id(function))
+
+        def remote(*arguments: Any, **named: Any) -> Any:
+            assert self._candidate is not None and name is not None
+            return self._candidate.call(name, arguments, named, in_place=True)
+
+        return function if name is None else remote
 
 
 class _Rehearsed(BaseException):
@@ -270,8 +290,29 @@ def _names_one_stub_once(test: str, code: CodeType, stubs: Container[str]) -> bo
     return test.count(code.co_names[0]) == 1
 
 
-def _compiled(source: str, name: str) -> CodeType:
-    return compile(source, name, "exec", dont_inherit=True)
+def _compiled(source: str, name: str, changing: Container[str] = ()) -> CodeType:
+    """Calls of ``changing`` that are made for what they do to their arguments do it to the test's.
+
+    No others: a program could change what its answer is compared with.
+    """
+    if not changing:
+        return compile(source, name, "exec", dont_inherit=True)
+    tree = ast.parse(source, name)
+    for call in list(ignored_calls(tree, changing)):
+        call.func = ast.Call(ast.Name(_CHANGING, ast.Load()), [call.func], [])
+    return compile(ast.fix_missing_locations(tree), name, "exec", dont_inherit=True)
+
+
+def ignored_calls(tree: ast.AST, names: Container[str]) -> Iterator[ast.Call]:
+    """Calls of ``names`` whose result is thrown away or compared with None."""
+    for node in ast.walk(tree):
+        call: ast.AST | None = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(node, ast.Compare) and any(
+            isinstance(c, ast.Constant) and c.value is None for c in node.comparators
+        ):
+            call = node.left
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names:
+            yield call
 
 
 def _join(kind: str, error: BaseException, call: str) -> str:

@@ -269,16 +269,14 @@ class CandidateConnection:
         self._pipelined: deque[dict[str, Any]] = deque()
         self.lost: CandidateLost | None = None
         self.deadline = 0.0
-        self.in_place = False
-        """What a call changes in its arguments is changed in the judge's as well."""
         self.busy = False
         """A call is on the wire: whatever interrupts it now leaves the connection unusable."""
         self.used = False
         """The program has been called."""
 
-    def begin_test(self, deadline: float, *, in_place: bool) -> None:
+    def begin_test(self, deadline: float) -> None:
         """A test begins; it ends by ``deadline`` (``time.monotonic`` seconds)."""
-        self.deadline, self.in_place = deadline, in_place
+        self.deadline = deadline
         self._call, self._error, self._value = None, None, _NOT_READ
 
     @property
@@ -305,10 +303,20 @@ class CandidateConnection:
             return None
         return f"the program failed to load: {_describe(message.get('error'))}"
 
-    def call(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call the program's ``name``; applies changes of arguments where the test asks for it."""
+    def call(
+        self,
+        name: str,
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        *,
+        in_place: bool = False,
+    ) -> Any:
+        """Call the program's ``name``. With ``in_place`` what it does to its arguments is done to
+        these as well.
+        """
         attributes = own_attribute if name[0].isupper() else no_attribute
-        return self.ask({"name": name}, arguments, named, attributes=attributes)
+        what = {"name": name, **({"in_place": True} if in_place else {})}
+        return self.ask(what, arguments, named, attributes=attributes)
 
     def ask(
         self,
@@ -337,14 +345,15 @@ class CandidateConnection:
         if "error" in answer:
             self._error = answer["error"]
             raise _exception(self._error)
-        self._value = self._read(answer, arguments, attributes)
+        changing = arguments if "in_place" in what else ()
+        self._value = self._read(answer, changing, attributes)
         return self._value
 
     def _read(
-        self, answer: dict[str, Any], arguments: tuple[Any, ...], attributes: Callable[[str], bool]
+        self, answer: dict[str, Any], changing: tuple[Any, ...], attributes: Callable[[str], bool]
     ) -> Any:
-        """The returned value. Reading it has a time of its own: a program's value may be made to
-        take long, a set of equal hashes for one.
+        """The returned value; what the call has done to ``changing`` is done to them. Reading has a
+        time of its own: a program's value may be made to take long, a set of equal hashes for one.
         """
 
         def remote(rest: list[Any]) -> RemoteObject:
@@ -357,8 +366,8 @@ class CandidateConnection:
             signal.setitimer(signal.ITIMER_REAL, min(DECODING_SECONDS, self._left()))
         try:
             value = codec.decode(answer.get("value"), remote)
-            if self.in_place:
-                _apply_changes(arguments, answer.get("changed", []), remote)
+            if changing:
+                _apply_changes(changing, answer.get("changed", []), remote)
         except (codec.CodecError, TypeError, ValueError, IndexError, RecursionError) as error:
             self._lose("protocol", f"the program sent a malformed answer: {error}")
         except MemoryError:
@@ -399,13 +408,12 @@ class CandidateConnection:
     def _request(
         self, what: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> dict[str, Any]:
-        request = {
+        return {
             "id": os.urandom(4).hex(),
             **what,
             "args": [codec.encode(value, self._own) for value in arguments],
             "named": {key: codec.encode(value, self._own) for key, value in named.items()},
         }
-        return {**request, "in_place": True} if self.in_place else request
 
     def _own(self, value: Any) -> list[Any]:
         """What the program knows of an object of its own."""

@@ -39,8 +39,8 @@ _TICK_SECONDS = 0.05
 
 Job = dict[str, Any]
 """What a worker is to do. ``kind`` is ``program`` (with ``stdin``, ``files``, ``fetch`` and perhaps
-``native``) or ``asserts`` (with ``setup``, ``tests``, ``stubs``, ``in_place``, ``run_all``); both
-have ``code``, ``prelude``, ``seconds`` and ``memory_mb``."""
+``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``stubs``, ``in_place``,
+``run_all``); both have ``code``, ``prelude``, ``seconds`` and ``memory_mb``."""
 
 
 class JobReport(TypedDict):
@@ -189,8 +189,9 @@ class _JobRun:
         """Descriptors of this job; none outlives it."""
         self._sockets: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
-        self._stdout = _CapturedOutput(confinement.limits.output_bytes)
-        self._stderr = _CapturedOutput(confinement.limits.output_bytes)
+        limit = confinement.limits.output_bytes
+        self._stdout = _CapturedOutput(job.get("output_bytes", limit))
+        self._stderr = _CapturedOutput(limit)
         self._verdicts = _VerdictPipe()
         self._files: dict[str, str] | None = {}
         self._stopped: str | None = None

@@ -338,7 +338,9 @@ async def _case_scorer(
         checker = await OutputChecker.prepare(submission.runner, problem.checker)
 
     async def score_case(case: StdioCase) -> tuple[wire.EvalTestCase, float]:
-        run = await submission.runner.run(program, stdin=case.input, seconds=submission.seconds)
+        run = await submission.runner.run(
+            program, stdin=case.input, seconds=submission.seconds, expected=case.output
+        )
         if run.failure:
             score, reason = 0.0, run.failure
         elif checker is not None:

@@ -163,8 +163,11 @@ class ProgramRunner:
         contents: Mapping[str, str | None] | None = None,
         fetch: Sequence[str] = (),
         arguments: Sequence[str] = (),
+        expected: str = "",
     ) -> ProgramRun:
-        """Run once. ``contents``: path -> base64. Raises ``ValueError`` for what is not granted."""
+        """Run once. ``contents``: path -> base64. ``expected``: an output that must be kept whole,
+        however long. Raises ``ValueError`` for what is not granted.
+        """
         if program.not_compiled is not None:
             return program.not_compiled
         language, compilation = program.language, program.compilation
@@ -193,6 +196,8 @@ class ProgramRunner:
             job["prelude"] = program.prelude + argv
         else:
             job["prelude"] = program.prelude
+        # No character takes more than four bytes.
+        job["output_bytes"] = max(self.limits.output_bytes, 4 * len(expected))
         report = await self.pool.run(job, job["seconds"])
         response = _job_response(report, fetch)
         if compilation is not None:
