@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from ctrl_megatron.algorithms import groups_with_signal
 from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.pipeline.sampling import Sample, make_batch, share_rows
+from ctrl_megatron.rewards import weighted_sum
 from ctrl_megatron.types import Completion, VersionSpan
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class DynamicSampling:
     """The node that stands for drawing and judging where ``algorithm.filter_groups`` is on.
 
     Draws rows of the data itself, ``data.gen_batch_size`` at a time, until
-    ``data.train_batch_size`` groups have different scores. Groups beyond
+    ``data.train_batch_size`` groups have different rewards. The punishment of long responses is not
+    among these: all would have (DAPO filters by accuracy). Groups beyond
     that wait for the next step, whose log-probs are then taken anew. Raises RuntimeError, on all
     ranks, where ``max_num_gen_batches`` do not give enough groups.
     """
@@ -46,7 +48,7 @@ class DynamicSampling:
         while len(useful) < wanted and rounds < config.algorithm.filter_groups.max_num_gen_batches:
             fresh = self._draw(worker, worker.draw(config.gen_batch_size), rounds)
             everything = [row for part in worker.groups.from_data_ranks(fresh) for row in part]
-            teaching = self._with_signal(everything)
+            teaching = groups_that_teach(everything, worker.reward_weights)
             useful += teaching
             new += len(teaching)
             sampled += len({row.uid for row in everything})
@@ -69,20 +71,26 @@ class DynamicSampling:
         }
         return NodeOutput(batch=_batch_of(worker, useful[:wanted]), metrics=metrics)
 
-    def _with_signal(self, rows: Sequence[Sample]) -> list[Group]:
-        """Whole groups, in order, whose judged samples have different scores."""
-        judged = [row for row in rows if row.fields["score"] is not None]
-        if not judged:
-            return []
-        rewards = torch.tensor([row.fields["score"] for row in judged])
-        signal = groups_with_signal(rewards, [row.uid for row in judged])
-        groups: dict[str, Group] = {
-            row.uid: [] for row, useful in zip(judged, signal.tolist(), strict=True) if useful
-        }
-        for row in rows:
-            if row.uid in groups:
-                groups[row.uid].append(row)
-        return list(groups.values())
+
+def groups_that_teach(rows: Sequence[Sample], weights: Mapping[str, float]) -> list[Group]:
+    """Whole groups, in order, whose judged samples earned different rewards: sums by ``weights``,
+    the punishment of long responses left out.
+    """
+    counted = {name: weight for name, weight in weights.items() if name != "overlong"}
+    parts = {name: [row.fields[f"reward/{name}"] for row in rows] for name in counted}
+    earned = zip(rows, weighted_sum(parts, counted), strict=True)
+    judged = [(row.uid, reward) for row, reward in earned if reward is not None]
+    if not judged:
+        return []
+    uids = [uid for uid, _ in judged]
+    signal = groups_with_signal(torch.tensor([reward for _, reward in judged]), uids)
+    groups: dict[str, Group] = {
+        uid: [] for uid, useful in zip(uids, signal.tolist(), strict=True) if useful
+    }
+    for row in rows:
+        if row.uid in groups:
+            groups[row.uid].append(row)
+    return list(groups.values())
 
 
 def _batch_of(worker: DAGWorker, groups: Sequence[Group]) -> TensorDict:

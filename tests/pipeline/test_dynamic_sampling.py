@@ -7,13 +7,15 @@ import json
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling, LeftoverGroups
+from ctrl_megatron.pipeline.dynamic_sampling import LeftoverGroups, groups_that_teach
 from ctrl_megatron.pipeline.losses import means_over_steps, mini_batches
 from ctrl_megatron.pipeline.sampling import Sample
 from ctrl_megatron.types import Completion, VersionSpan
 
 
-def judged(uid: str, reward: float | None) -> Sample:
+def judged(uid: str, reward: float | None, *, style: float = 0.0) -> Sample:
+    earned = {"reward/format": 1.0, "reward/critic": reward, "reward/style": style}
+    fields = {"critique": "text", "valid": True, **earned}
     completion = Completion(
         token_ids=(5, 6),
         log_probs=(-0.5, -0.25),
@@ -26,20 +28,26 @@ def judged(uid: str, reward: float | None) -> Sample:
         mini_batch=1,
         prompt=(1, 2, 3),
         completion=completion,
-        fields={"critique": "text", "valid": True, "reward/format": 1.0, "score": reward},
+        fields=fields,
     )
 
 
 def test_only_groups_with_different_rewards_are_useful() -> None:
-    sampling = DynamicSampling(lambda *_: [], lambda _: {})
     rows = [
         *(judged("mixed", 0.0), judged("equal", 1.0), judged("mixed", 0.5), judged("equal", 1.0)),
         # What could not be judged says nothing, but stays with its group.
         *(judged("lost", None), judged("lost", 1.0), judged("mixed", None)),
     ]
-    (group,) = sampling._with_signal(rows)
-    assert [row.fields["score"] for row in group] == [0.0, 0.5, None]
-    assert sampling._with_signal([judged("lost", None)]) == []
+    weights = {"format": 1.0, "critic": 2.0, "overlong": 1.0}
+    (group,) = groups_that_teach(rows, weights)
+    assert [row.fields["reward/critic"] for row in group] == [0.0, 0.5, None]
+    assert groups_that_teach([judged("lost", None)], weights) == []
+
+
+def test_groups_are_compared_by_the_sum_of_their_rewards() -> None:
+    rows = [judged("even", 1.0, style=0.0), judged("even", 0.0, style=1.0)]
+    assert groups_that_teach(rows, {"format": 1.0, "critic": 1.0, "style": 1.0}) == []
+    assert groups_that_teach(rows, {"format": 1.0, "critic": 1.0, "style": 0.5}) == [rows]
 
 
 def test_leftover_groups_survive_json() -> None:

@@ -177,7 +177,7 @@ def test_a_taken_port_is_one_clear_line() -> None:
             text=True,
             timeout=60,
         )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert (
         done.stderr.strip()
         == f"sandbox: port {port} on 127.0.0.1 is taken; choose another with --port"
