@@ -77,7 +77,9 @@ def groups_that_teach(rows: Sequence[Sample], weights: Mapping[str, float]) -> l
     the punishment of long responses left out.
     """
     counted = {name: weight for name, weight in weights.items() if name != "overlong"}
-    parts = {name: [row.fields[f"reward/{name}"] for row in rows] for name in counted}
+    parts: dict[str, Any] = {
+        name: [row.fields[f"reward/{name}"] for row in rows] for name in counted
+    }
     earned = zip(rows, weighted_sum(parts, counted), strict=True)
     judged = [(row.uid, reward) for row, reward in earned if reward is not None]
     if not judged:
