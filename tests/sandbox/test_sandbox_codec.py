@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ctrl_megatron.sandbox.jail import codec
@@ -154,6 +154,7 @@ tagged = st.recursive(
 
 
 @given(tagged)
+@example(["items", [[None, None], {}]])
 def test_whatever_arrives_is_a_value_or_an_error(data: Any) -> None:
     try:
         codec.decode(data)

@@ -65,7 +65,7 @@ def decode(data: Any, other: Other = refuse, depth: int = 0) -> Any:
         raise CodecError(f"unknown tag {data[0][:20]!r}")
     try:
         return decoder(data[1:], other, depth + 1)
-    except (TypeError, ValueError, IndexError, OverflowError, ArithmeticError) as error:
+    except (TypeError, ValueError, LookupError, OverflowError, ArithmeticError) as error:
         raise CodecError(f"malformed {data[0]}: {error}") from error
 
 
