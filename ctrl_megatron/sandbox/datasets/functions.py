@@ -15,13 +15,13 @@ import functools
 import json
 import keyword
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ctrl_megatron.sandbox.comparison import RESULT_CHECK, RESULT_CHECK_NAMES
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, text_field
-from ctrl_megatron.sandbox.jail.judge import SETUP, ignored_calls
+from ctrl_megatron.sandbox.jail.judge import SETUP, ignored_calls, is_call_of
 from ctrl_megatron.sandbox.limits import CASE_CHARACTERS
 
 _REMEMBERED_PROBLEMS = 512
@@ -246,7 +246,7 @@ def _named_stubs(
         node.attr
         for tree in trees
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and _is_call_of(node.value, {_CLASS})
+        if isinstance(node, ast.Attribute) and is_call_of(node.value, {_CLASS})
     }
     if _CLASS in unknown and methods and methods <= stubs:
         stubs.add(_CLASS)
@@ -273,10 +273,6 @@ def _inferred_stubs(free: set[str]) -> set[str]:
             "the tests' own; give provided_data.entry_point"
         )
     return stubs
-
-
-def _is_call_of(node: ast.expr | ast.AST, names: Container[str]) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
 
 
 def _import_of(name: str) -> str:

@@ -25,7 +25,7 @@ import socket
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from types import CodeType
-from typing import Any
+from typing import Any, TypeGuard
 
 from ctrl_megatron.sandbox.jail import frames
 from ctrl_megatron.sandbox.jail.remote_calls import CandidateConnection, CandidateLost, RemoteCall
@@ -311,8 +311,13 @@ def ignored_calls(tree: ast.AST, names: Container[str]) -> Iterator[ast.Call]:
             isinstance(c, ast.Constant) and c.value is None for c in node.comparators
         ):
             call = node.left
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names:
+        if is_call_of(call, names):
             yield call
+
+
+def is_call_of(node: ast.AST | None, names: Container[str]) -> TypeGuard[ast.Call]:
+    """Whether ``node`` calls one of ``names``."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
 
 
 def _join(kind: str, error: BaseException, call: str) -> str:
