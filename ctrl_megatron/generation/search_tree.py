@@ -40,7 +40,7 @@ from ctrl_megatron.prompts import (
     critique_messages,
     generation_messages,
     revision_messages,
-    sanitize,
+    sanitized_answer,
 )
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import CachedJudge, Judge, grading_job
@@ -341,7 +341,7 @@ def _with_solution(node: SearchNode, answer: ChatAnswer) -> SearchNode:
     return replace(
         node,
         solution=answer.text,
-        sanitized_solution=sanitize(answer.text),
+        sanitized_solution=sanitized_answer(answer.text),
         truncated=answer.finish_reason == "length",
     )
 

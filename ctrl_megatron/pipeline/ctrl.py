@@ -256,7 +256,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
     Single functions' rewards are reported where the batch has them (``reward/NAME``).
     A row without a reward (its sandbox failed) leaves the loss and its group: ``judged`` (B,) is
-    False, its mask becomes empty and its uid its own.
+    False, its mask becomes empty and its uid its own. RuntimeError where no row has one.
     """
     mask, total = batch["response_mask"], batch["score"]
     judged = ~total.isnan()
@@ -275,6 +275,12 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     measured |= reward_spread(batch[first] if parts else total, total, texts(batch["uid"]))
     if others:
         measured["reward/total"] = total[judged]
+    metrics = worker.means(measured)
+    if not metrics["reward/judged_rate"]:
+        raise RuntimeError(
+            "none of the step's answers could be judged: look at the faults of the sandbox or the "
+            "provider above; the run goes on from its last checkpoint when it is started again"
+        )
     return NodeOutput(
         fields={
             "token_level_scores": torch.where(judged[:, None], scores, 0.0),
@@ -282,7 +288,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             "judged": judged,
             "uid": NonTensorStack(*uids),
         },
-        metrics=worker.means(measured),
+        metrics=metrics,
     )
 
 
@@ -386,7 +392,7 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     )
     # Rows that leave the policy's loss for the engine's sake still have returns to learn.
     learned = batch.exclude("loss_mask")
-    for rows in mini_batches(learned, epochs=config.value_epochs):
+    for rows in mini_batches(learned, worker.groups, epochs=config.value_epochs):
         steps.append(model.step(rows, loss))
     sums = worker.groups.sum_over_data(
         explained_variance_sums(batch["values"], batch["returns"], batch["response_mask"])
@@ -426,7 +432,7 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         if worker.reference is not None:
             metrics |= kl_to_reference(worker, batch, log_probs)
         return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
-    for rows in mini_batches(batch, epochs=actor.ppo_epochs):
+    for rows in mini_batches(batch, worker.groups, epochs=actor.ppo_epochs):
         rows |= select_tokens(worker, rows, draw=len(steps))
         steps.append(worker.policy.step(rows, loss, worker.temperature))
     metrics = means_over_steps(steps, "actor")

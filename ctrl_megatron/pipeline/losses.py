@@ -23,6 +23,7 @@ from ctrl_megatron.algorithms import (
 )
 from ctrl_megatron.config import Actor
 from ctrl_megatron.models.loss_scale import GlobalCounts
+from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.sampling import tensors_of
 from ctrl_megatron.pipeline.worker import DAGWorker
 
@@ -157,12 +158,23 @@ def select_tokens(
     return {"selected": over_tokens(chosen[first : first + len(covariances)], mask)}
 
 
-def mini_batches(batch: TensorDict, *, epochs: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of every mini-batch in the order of its number, ``epochs`` times over."""
+def mini_batches(
+    batch: TensorDict, groups: ProcessGroups, *, epochs: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of every mini-batch in the order of its number, ``epochs`` times over.
+
+    One of which no rank has a token in the loss, because none of its rows was judged or all were
+    rejected, has nothing to teach and is left out. ValueError where all are. Collective.
+    """
     fields, numbers = tensors_of(batch), batch["mini_batch"]
+    mask = fields.get("loss_mask", fields["response_mask"])
+    pieces = [(numbers == number).nonzero().squeeze(-1) for number in numbers.unique().tolist()]
+    tokens = groups.sum_over_data(torch.stack([mask[rows].sum() for rows in pieces]))
+    taught = [rows for rows, count in zip(pieces, tokens.tolist(), strict=True) if count]
+    if not taught:
+        raise ValueError("no response token of the step takes part in the loss; see its metrics")
     for _ in range(epochs):
-        for number in sorted(set(numbers.tolist())):
-            rows = (numbers == number).nonzero().squeeze(-1)
+        for rows in taught:
             yield {name: value[rows] for name, value in fields.items()}
 
 

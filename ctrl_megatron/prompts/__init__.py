@@ -1,6 +1,12 @@
 """Everything the models are told and everything read back from their text."""
 
-from ctrl_megatron.prompts.code_block import desanitize, extract_code, fenced, sanitize
+from ctrl_megatron.prompts.code_block import (
+    desanitize,
+    extract_code,
+    fenced,
+    sanitize,
+    sanitized_answer,
+)
 from ctrl_megatron.prompts.messages import (
     JUDGED_CORRECT,
     JUDGED_INCORRECT,
@@ -33,5 +39,6 @@ __all__ = [
     "revision_messages",
     "revision_request",
     "sanitize",
+    "sanitized_answer",
     "settle_answer",
 ]

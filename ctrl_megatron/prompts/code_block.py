@@ -1,13 +1,16 @@
-"""Fenced code in and out of text: CTRL's ``sanitize`` and ``desanitize``, and ``extract_code``, the
-one way from a raw answer to its program.
+"""Fenced code in and out of text: CTRL's ``sanitize`` and ``desanitize``; built on them
+``sanitized_answer``, an answer as prompts show it, and ``extract_code``, the one way from a raw
+answer to its program.
 """
 
 from __future__ import annotations
 
+import textwrap
 from typing import NamedTuple
 
 FENCE = "```"
 _TAG = "python"
+_PYTHON_TAGS = ("", _TAG, "python3", "py", "py3")
 _TAGS = {"cpp": ("cpp", "c++", "cc", "cxx"), "bash": ("bash", "sh", "shell")}
 """Tags of a language's blocks, where there are others than its name."""
 
@@ -29,15 +32,29 @@ def desanitize(text: str) -> str:
     return text if code is None else code
 
 
+def sanitized_answer(text: str) -> str:
+    """``sanitize`` where the program would still run after it: another name of Python behind the
+    fence is a tag, not the program's first line, and a program that is indented as a whole, as in
+    a list, loses that.
+    """
+    tag, line_break, rest = text.partition(FENCE)[2].partition("\n")
+    if not line_break or tag.strip().lower() not in _PYTHON_TAGS:
+        return sanitize(text)
+    code = rest.partition(FENCE)[0]
+    if code.lstrip("\r\n")[:1].isspace():
+        code = textwrap.dedent(code)
+    return fenced(code.strip()) if code.strip() else text
+
+
 def extract_code(text: str, language: str = "python") -> str:
     """The program an answer hands in.
 
-    Python: its first fenced block, open or closed, else all of it (CTRL's rule). Another language:
-    its first block with that language's tag, else its first block, else all of it; an open block
-    counts where no block is closed.
+    Python: its first fenced block, open or closed, else all of it (CTRL's rule, and
+    ``sanitized_answer``). Another language: its first block with that language's tag, else its
+    first block, else all of it; an open block counts where no block is closed.
     """
     if language == _TAG:
-        return desanitize(sanitize(text))
+        return desanitize(sanitized_answer(text))
     blocks = fenced_blocks(text)
     tags = _TAGS.get(language, (language,))
     block = next((block for block in blocks if block.tag.lower() in tags), None)

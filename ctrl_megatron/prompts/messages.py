@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import get_args
 
-from ctrl_megatron.prompts.code_block import sanitize
+from ctrl_megatron.prompts.code_block import sanitized_answer
 from ctrl_megatron.types import Message, Problem, PrompterType
 
 REVISION_SENTENCE = "Please finalize your answer accordingly using the same format."
@@ -96,7 +96,7 @@ def parse_choice(text: str) -> str | None:
 
 def revision_messages(problem: Problem, solution: str, critique: str) -> list[Message]:
     """The dialogue that asks for a revision: problem, the code of ``solution``, ``critique``."""
-    answer: Message = {"role": "assistant", "content": sanitize(solution)}
+    answer: Message = {"role": "assistant", "content": sanitized_answer(solution)}
     return [*generation_messages(problem), answer, revision_request(critique)]
 
 
@@ -128,7 +128,7 @@ def _subject(problem: Problem, solution: str) -> tuple[str, str]:
         statement = _question_of(statement)
     elif problem.prompter_type == "mbppplus" and problem.entry_point:
         statement = f"{statement.strip()}\nFunction name: `{problem.entry_point}`"
-    return _tagged("problem", statement), _tagged("answer", sanitize(solution))
+    return _tagged("problem", statement), _tagged("answer", sanitized_answer(solution))
 
 
 def _question_of(statement: str) -> str:

@@ -11,7 +11,12 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from ctrl_megatron.data.rows import ATTEMPT_COLUMNS, Paths, Row, read_rows, rows_by_id
-from ctrl_megatron.prompts import generation_messages, parse_judgment, revision_request, sanitize
+from ctrl_megatron.prompts import (
+    generation_messages,
+    parse_judgment,
+    revision_request,
+    sanitized_answer,
+)
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
@@ -117,7 +122,7 @@ class RewardModelForCritic:
         """
         assert isinstance(init_messages, list), "init_messages must be a list of messages"
         assert init_messages[-1]["role"] == "assistant", "the last message must be the assistant's"
-        init_messages[-1]["content"] = sanitize(init_messages[-1]["content"])
+        init_messages[-1]["content"] = sanitized_answer(init_messages[-1]["content"])
         return [*init_messages, revision_request(critique)]
 
     async def reward_revision(
@@ -126,7 +131,7 @@ class RewardModelForCritic:
         """The reward of one critique, 0.0 without a judgment; raises ``SandboxError``."""
         if parse_judgment(critique) is None:
             return 0.0
-        return await self.get_sandbox_response(sanitize(revision), sample, semaphore)
+        return await self.get_sandbox_response(sanitized_answer(revision), sample, semaphore)
 
     async def get_sandbox_response(
         self, revision: str, sample: Row, semaphore: asyncio.Semaphore

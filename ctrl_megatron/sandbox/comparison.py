@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
-_FLOAT = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_FLOAT = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
+"""No number has an exponent of more digits; a hash of hexadecimal digits may look like one."""
 _LONGEST_FLOAT = 400
 """Characters; longer ones are compared as text."""
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-9

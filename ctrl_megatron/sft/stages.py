@@ -17,7 +17,7 @@ from ctrl_megatron.prompts import (
     generation_messages,
     hint_messages,
     revision_request,
-    sanitize,
+    sanitized_answer,
 )
 from ctrl_megatron.rewards.grading import Judge
 from ctrl_megatron.sft.hints import execution_hint
@@ -188,6 +188,6 @@ async def _revise(
 
 
 def _revision_messages(draft: CritiqueDraft) -> list[Message]:
-    solution = {"role": "assistant", "content": sanitize(draft.attempt.solution)}
+    solution = {"role": "assistant", "content": sanitized_answer(draft.attempt.solution)}
     asked = generation_messages(draft.attempt.problem)
     return [*asked, solution, revision_request(draft.text)]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 
@@ -11,6 +14,8 @@ from ctrl_megatron.pipeline.dynamic_sampling import LeftoverGroups, groups_that_
 from ctrl_megatron.pipeline.losses import means_over_steps, mini_batches
 from ctrl_megatron.pipeline.sampling import Sample
 from ctrl_megatron.types import Completion, VersionSpan
+
+ALONE: Any = SimpleNamespace(sum_over_data=lambda counts: counts)
 
 
 def judged(uid: str, reward: float | None, *, style: float = 0.0) -> Sample:
@@ -61,10 +66,35 @@ def test_leftover_groups_survive_json() -> None:
 
 
 def test_mini_batches_cover_every_row_once_per_epoch() -> None:
-    batch = TensorDict({"mini_batch": torch.tensor([1, 0, 1, 2, 0])}, batch_size=[5])
-    batch["row"] = torch.arange(5)
-    pieces = mini_batches(batch, epochs=2)
+    pieces = mini_batches(numbered([1, 0, 1, 2, 0]), ALONE, epochs=2)
     assert [piece["row"].tolist() for piece in pieces] == [[1, 4], [0, 2], [3]] * 2
+
+
+def test_a_mini_batch_without_a_token_in_the_loss_is_left_out() -> None:
+    batch = numbered([1, 0, 1, 2, 0])
+    batch["response_mask"][[1, 4]] = False
+    assert [p["row"].tolist() for p in mini_batches(batch, ALONE, epochs=1)] == [[0, 2], [3]]
+    batch["loss_mask"] = batch["response_mask"].clone()
+    batch["loss_mask"][3] = False
+    assert [p["row"].tolist() for p in mini_batches(batch, ALONE, epochs=1)] == [[0, 2]]
+    batch["loss_mask"][:] = False
+    with pytest.raises(ValueError, match="no response token of the step"):
+        next(mini_batches(batch, ALONE, epochs=1))
+
+
+def test_one_that_teaches_another_rank_is_kept() -> None:
+    batch = numbered([0, 1])
+    batch["response_mask"][:] = False
+    elsewhere: Any = SimpleNamespace(sum_over_data=lambda counts: counts + torch.tensor([0, 3]))
+    assert [p["row"].tolist() for p in mini_batches(batch, elsewhere, epochs=1)] == [[1]]
+
+
+def numbered(mini_batch: list[int]) -> TensorDict:
+    """Rows of two response tokens in these mini-batches."""
+    rows = len(mini_batch)
+    fields: dict[str, Any] = {"mini_batch": torch.tensor(mini_batch), "row": torch.arange(rows)}
+    fields["response_mask"] = torch.ones(rows, 2, dtype=torch.bool)
+    return TensorDict(fields, batch_size=[rows])
 
 
 def test_means_over_steps_name_what_has_no_prefix() -> None:

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ctrl_megatron.prompts import desanitize, extract_code, fenced, sanitize
+from ctrl_megatron.prompts import (
+    desanitize,
+    extract_code,
+    fenced,
+    sanitize,
+    sanitized_answer,
+)
 
 CANONICAL = "```python\nx = 1\n```"
 ORIGINAL = object()
@@ -52,6 +58,22 @@ DESANITIZE = {
     "cpp tag leaks": ("```cpp\nx = 1\n```", "cpp\nx = 1"),
 }
 
+PROGRAMS = {
+    "a space before the tag": ("``` python\nx = 1\n```", "x = 1"),
+    "py": ("Sure.\n```py\nx = 1\n```\nDone.", "x = 1"),
+    "Python3, CRLF": ("```Python3 \r\nx = 1\r\n```", "x = 1"),
+    "py3, open": ("```py3\nx = 1", "x = 1"),
+    "a name that begins like a tag": ("```py = 1```", "py = 1"),
+    "in a list": (
+        "1. So:\n   ```python\n   x = 1\n   if x:\n       y = 2\n   ```",
+        "x = 1\nif x:\n    y = 2",
+    ),
+    "behind a list's number": ("1. ```python\n   x = 1\n   y = 2\n   ```", "x = 1\ny = 2"),
+    "indented, after a blank line": ("```\n\n  x = 1\n\n  y = 2\n```", "x = 1\n\ny = 2"),
+    "spaces that belong to a text": ('```python\nx = """\n   \n"""\n```', 'x = """\n   \n"""'),
+    "another language": ("```cpp\nx = 1\n```", "cpp\nx = 1"),
+}
+
 # Pieces that make fences, tags and white space meet in every order.
 texts = st.lists(
     st.sampled_from(
@@ -84,6 +106,23 @@ def test_both_equal_the_regular_expressions(text: str) -> None:
     assert sanitize(text) == (f"```python\n{code}\n```" if code else text)
     closed = re.search(r"```(?:python)?(.*?)```", text, flags)
     assert desanitize(text) == (closed.group(1).strip() if closed else text)
+
+
+@pytest.mark.parametrize(("text", "program"), PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_that_runs_is_handed_in_as_it_runs(text: str, program: str) -> None:
+    assert extract_code(text) == program
+    assert sanitized_answer(text) == fenced(program)
+
+
+@given(texts)
+def test_an_answer_is_sanitized_as_ctrl_does_it_but_for_tags_and_margins(text: str) -> None:
+    result = sanitized_answer(text)
+    if result != sanitize(text):
+        first = text.partition("```")[2]
+        tag, _, code = first.partition("\n")
+        assert tag.strip().lower() in ("", "python", "python3", "py", "py3")
+        assert tag.strip().lower() not in ("", "python") or tag[:1].isspace() or code[:1].isspace()
+    assert sanitized_answer(result) == result
 
 
 @given(texts)

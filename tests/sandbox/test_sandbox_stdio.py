@@ -44,6 +44,9 @@ Judge = Callable[..., EvalResult]
         ("1.00002", "1.0", False),
         ("1e-10", "0.0", True),
         ("1e-8", "0.0", False),
+        # Not a number: a hash.
+        ("0", "0e462097", False),
+        ("0.0", "0e1234", False),
         ("2.50001 a", "2.5 a", True),
         ("1.0  2.0", "1.0 2.00", False),
         ("1.0 2.0", "1 2", False),

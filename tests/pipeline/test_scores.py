@@ -1,0 +1,44 @@
+"""What becomes of rows whose rewards are lost."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from ctrl_megatron.pipeline.ctrl import place_scores
+from ctrl_megatron.pipeline.worker import DAGWorker
+
+NAN = float("nan")
+
+
+def scores_of(rewards: list[float]) -> tuple[TensorDict, dict[str, float]]:
+    """The batch after the node ``scores``, and its metrics."""
+    worker: Any = SimpleNamespace(
+        reward_weights={"code": 1.0},
+        groups=SimpleNamespace(sum_over_data=lambda totals: totals),
+    )
+    worker.means = lambda values: DAGWorker.means(worker, values)
+    rows = len(rewards)
+    fields: dict[str, Any] = {"score": torch.tensor(rewards)}
+    fields["response_mask"] = torch.ones(rows, 2, dtype=torch.bool)
+    batch = TensorDict(fields, batch_size=[rows])
+    batch["uid"] = NonTensorStack(*"a" * rows)
+    output = place_scores(worker, batch)
+    return batch.update(TensorDict(output.fields, batch_size=[rows])), output.metrics
+
+
+def test_a_row_without_a_reward_leaves_loss_and_group() -> None:
+    batch, metrics = scores_of([1.0, NAN, 0.0])
+    assert batch["response_mask"].any(dim=1).tolist() == [True, False, True]
+    assert list(batch["uid"]) == ["a", "a/unjudged/1", "a"]
+    assert batch["token_level_scores"].tolist() == [[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    assert metrics["reward/judged_rate"] == pytest.approx(2 / 3)
+
+
+def test_a_step_without_any_reward_ends_the_run() -> None:
+    with pytest.raises(RuntimeError, match="none of the step's answers could be judged"):
+        scores_of([NAN, NAN])
