@@ -16,10 +16,19 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.pipeline import NodeOutput, NodePlace, NodeType, Pipeline, StepReport, TaskGraph
-from ctrl_megatron.pipeline.ctrl import add_update_nodes
-from ctrl_megatron.pipeline.performance import performance
-from ctrl_megatron.pipeline.sampling import draw_samples, make_batch, texts
+from ctrl_megatron.pipeline import (
+    NodeOutput,
+    NodePlace,
+    NodeType,
+    Pipeline,
+    StepReport,
+    TaskGraph,
+    add_update_nodes,
+    draw_samples,
+    make_batch,
+    step_performance,
+    texts,
+)
 
 
 def build(config: Config) -> TaskGraph:
@@ -56,7 +65,7 @@ async def reward(worker: Any, batch: TensorDict) -> NodeOutput:
 
 def metrics(worker: Any, batch: TensorDict) -> dict[str, float]:
     """Speed, and what was rewarded."""
-    return {**performance(worker, batch), **worker.means({"reward/vowels": batch["score"]})}
+    return {**step_performance(worker, batch), **worker.means({"reward/vowels": batch["score"]})}
 
 
 def examples(worker: Any, batch: TensorDict) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +52,10 @@ What to look at first:
 def render() -> str:
     """The whole page."""
     parts = [_INTRODUCTION]
-    for group, names in groupby(METRICS, key=lambda name: name.partition("/")[0]):
+    groups: dict[str, list[str]] = {}
+    for name in METRICS:
+        groups.setdefault(name.partition("/")[0], []).append(name)
+    for group, names in groups.items():
         rows = "".join(f"| `{name}` | {METRICS[name].meaning} |\n" for name in names)
         parts.append(f"\n## {group}\n\n| name | says |\n|---|---|\n{rows}")
     return "".join(parts)

@@ -212,8 +212,8 @@ class CheckpointStore:
 def read_state(
     checkpoint: Checkpoint, models: Collection[str], parts: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The trainer's small state; UserError unless the checkpoint is whole, with all the models and
-    parts of the state that a run needs. Reads no tensor.
+    """The trainer's small state; UserError unless the checkpoint is whole, with all the models and,
+    where any are named, just these parts of the state that a run needs. Reads no tensor.
     """
     anew = "start over with trainer.resume_mode=disable or another trainer.experiment_name"
     for name in models:
@@ -237,11 +237,14 @@ def read_state(
             remedy="convert it with ctrl-convert-megatron-to-hf and give the result as the model's "
             "path",
         )
-    if missing := [name for name in parts if name not in state]:
-        raise UserError(
-            f"{checkpoint.path} lacks {', '.join(missing)}: another kind of run saved it",
-            remedy=anew,
-        )
+    missing = [name for name in parts if name not in state]
+    further = sorted(state.keys() - {"step", *parts}) if parts else []
+    for verb, names in (("lacks", missing), ("holds", further)):
+        if names:
+            raise UserError(
+                f"{checkpoint.path} {verb} {', '.join(names)}: another kind of run saved it",
+                remedy=anew,
+            )
     return state
 
 

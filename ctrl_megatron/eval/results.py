@@ -56,8 +56,6 @@ PAIR_RATES = {
     "critique_accuracy": "better response judged correct more often; a tie is wrong",
 }
 JUDGED = tuple(name for name in RATES if name.startswith(("precision", "recall", "f1")))
-_AT_FIRST = ("pass@1", "pass_rate", "time_limit_rate")
-"""What is known of first solutions."""
 _COMPARED = ("pass@1", "pass_rate", "delta_up", "delta_down", "f1_macro", "judgment_accuracy")
 _TURN_OF_JUDGMENTS = 1
 """There all critics judge the same programs."""

@@ -16,7 +16,6 @@ from ctrl_megatron.metrics.json_lines import read_json_lines
 from ctrl_megatron.types import Verdict
 
 SETTINGS_FILE, TURNS_FOLDER, PAIRS_FOLDER = "evaluation.json", "transcripts", "pairs"
-RESULT_FILES = ("results.json", "problems.jsonl", "summary.json", "report.md", "report.html")
 _TOOL = "ctrl-evaluate"
 
 

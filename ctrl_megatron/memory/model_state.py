@@ -119,8 +119,3 @@ def engine_weight_bytes(shape: ModelShape, *, tensor: int, dtype: str) -> int:
             parts = min(tensor, shape.num_query_groups)
         total += math.prod((rows, *tail)) // parts
     return total * DTYPE_SIZE[dtype]
-
-
-def model_bytes(shape: ModelShape, dtype: str) -> int:
-    """The whole model once, as its checkpoint."""
-    return sum(math.prod(hf_shape(name, shape)) for name in hf_names(shape)) * DTYPE_SIZE[dtype]

@@ -1,12 +1,13 @@
 """Pipelines as task graphs, and the training loop that walks them.
 
-The built-in pipelines load torch and Megatron; they are imported when they are asked for, so that
-declaring a graph needs neither.
+The built-in pipelines and their parts load torch and Megatron; they are imported when they are
+asked for, so that declaring a graph needs neither.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ctrl_megatron.pipeline import node_keys
 from ctrl_megatron.pipeline.graph import (
     Node,
     NodeOutput,
@@ -20,8 +21,10 @@ from ctrl_megatron.pipeline.graph import (
 )
 
 if TYPE_CHECKING:
-    from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
+    from ctrl_megatron.pipeline.ctrl import add_update_nodes, ctrl_pipeline
     from ctrl_megatron.pipeline.grpo import grpo_pipeline
+    from ctrl_megatron.pipeline.performance import step_performance
+    from ctrl_megatron.pipeline.sampling import draw_samples, make_batch, texts
 
 __all__ = [
     "Node",
@@ -33,12 +36,23 @@ __all__ = [
     "Pipeline",
     "StepReport",
     "TaskGraph",
+    "add_update_nodes",
     "ctrl_pipeline",
+    "draw_samples",
     "grpo_pipeline",
+    "make_batch",
+    "node_keys",
+    "step_performance",
+    "texts",
 ]
 
 
-_LATER = {"ctrl_pipeline": "ctrl", "grpo_pipeline": "grpo"}
+_LATER = {
+    **dict.fromkeys(("add_update_nodes", "ctrl_pipeline"), "ctrl"),
+    **dict.fromkeys(("draw_samples", "make_batch", "texts"), "sampling"),
+    "grpo_pipeline": "grpo",
+    "step_performance": "performance",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
-from ctrl_megatron.pipeline.performance import performance
+from ctrl_megatron.pipeline.performance import step_performance
 from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
     Fields,
@@ -255,7 +255,7 @@ def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
             **critique_signal(texts(batch["critique"]), judgments(batch), rows),
         }
     )
-    return {**performance(worker, batch), **rates}
+    return {**step_performance(worker, batch), **rates}
 
 
 def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:

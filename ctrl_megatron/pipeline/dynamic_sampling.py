@@ -13,6 +13,7 @@ from ctrl_megatron.algorithms import groups_with_signal
 from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.pipeline.sampling import Sample, make_batch, share_rows
 from ctrl_megatron.rewards import weighted_sum
+from ctrl_megatron.rewards.shaping import OVERLONG
 from ctrl_megatron.types import Completion, VersionSpan
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def groups_that_teach(rows: Sequence[Sample], weights: Mapping[str, float]) -> l
     """Whole groups, in order, whose judged samples earned different rewards: sums by ``weights``,
     the punishment of long responses left out.
     """
-    counted = {name: weight for name, weight in weights.items() if name != "overlong"}
+    counted = {name: weight for name, weight in weights.items() if name not in OVERLONG}
     parts: dict[str, Any] = {
         name: [row.fields[f"reward/{name}"] for row in rows] for name in counted
     }

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tensordict import TensorDict
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -22,6 +23,21 @@ class Rank(Protocol):
     background: BackgroundLoop
     timeline: Timeline
     stop: StopFlag
+
+
+def check_calls(graph: TaskGraph) -> None:
+    """UserError for a node whose function does not take what the executor gives: ``worker`` and
+    ``batch``, by these names.
+    """
+    for node in graph.nodes.values():
+        try:
+            node.check_call(worker=None, batch=None)
+        except TypeError as error:
+            raise UserError(
+                f"the function of the node {node.node_id!r} cannot be called with worker and "
+                f"batch: {error}",
+                remedy="write it as (worker, batch), and a method of a class as a static one",
+            ) from None
 
 
 class Executor:

@@ -1,7 +1,7 @@
 """A pipeline as a graph of nodes: ``Pipeline(id).add_node(...).build()`` gives a ``TaskGraph``.
 
 Enum values, argument names and their order follow siiRL's guide (sections 4.1, 4.3, 4.4). What
-walks a graph is in ``loop.py``.
+walks a graph is in ``executor.py``.
 """
 
 from __future__ import annotations
@@ -172,6 +172,11 @@ class Node:
             answer = await result
             self.update_status(NodeStatus.COMPLETED)
             return answer
+
+    def check_call(self, **kwargs: Any) -> None:
+        """TypeError if the node's function cannot be called as ``run`` would with ``kwargs``."""
+        if self.executable is not None:
+            inspect.signature(self.executable).bind(**{**self._own_options(), **kwargs})
 
     def _own_options(self) -> dict[str, Any]:
         if not self.config:

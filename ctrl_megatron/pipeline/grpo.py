@@ -29,7 +29,7 @@ from ctrl_megatron.pipeline.graph import (
     TaskGraph,
 )
 from ctrl_megatron.pipeline.node_keys import REWARDS, reads
-from ctrl_megatron.pipeline.performance import performance
+from ctrl_megatron.pipeline.performance import step_performance
 from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
     Sample,
@@ -60,7 +60,7 @@ def grpo_pipeline(config: Config) -> TaskGraph:
             "algorithm.adv_estimator=remax needs a greedy baseline, which only ctrl_pipeline draws"
         )
     report = StepReport(
-        metrics=performance,
+        metrics=step_performance,
         examples=completion_examples,
         validate=validate_completions if config.data.val_files else None,
     )

@@ -27,7 +27,7 @@ def tokens_of(batch: TensorDict, groups: ProcessGroups) -> int:
     return sum(groups.from_data_ranks(int(batch["attention_mask"].sum())))
 
 
-def performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
+def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     """``perf/tokens_per_second`` and ``perf/mfu`` of a step of ``ctrl.add_update_nodes``, and of
     several engines ``perf/engine_balance``.
 

@@ -16,6 +16,7 @@ from ctrl_megatron.pipeline.build import (
     total_steps,
 )
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
+from ctrl_megatron.pipeline.executor import check_calls
 from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
 from ctrl_megatron.pipeline.inputs import (
     check_checkpoint,
@@ -154,6 +155,7 @@ def pipeline_of(config: Config) -> TaskGraph:
             f"dag.custom_pipeline_fn={reference} returned {type(graph).__name__}, not the "
             "TaskGraph that Pipeline.build() gives"
         )
+    check_calls(graph)
     if config.algorithm.filter_groups.enable and not graph.draws_rows:
         raise UserError(
             f"algorithm.filter_groups.enable=true has no effect on the pipeline {graph.graph_id}: "

@@ -72,7 +72,8 @@ class RolloutWorker:
         if self.rewards is None:
             raise UserError(
                 "worker.score: no node of the pipeline says that it reads the group reward",
-                remedy="put @reads(*REWARDS) of ctrl_megatron.pipeline.node_keys on the function",
+                remedy="put @node_keys.reads(*node_keys.REWARDS) on the function (node_keys of "
+                "ctrl_megatron.pipeline)",
             )
         return await self.rewards.score(items)
 
@@ -94,7 +95,7 @@ class DAGWorker(RolloutWorker):
     draw: Callable[[int], list[int]]
     """So many further rows of the data, the same on every rank."""
     leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
-    """ProcessGroups that dynamic sampling has not used yet."""
+    """Groups that dynamic sampling has not used yet."""
     policy: Policy
     reference: Policy | None
     """The frozen KL anchor; None where the objective has no KL."""

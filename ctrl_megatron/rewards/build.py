@@ -58,7 +58,6 @@ def runs_programs(config: Config, measured: Sequence[str] | None = ()) -> bool:
     return any(
         name == "critic" or "provider" in reward_parameters(name)
         for name in reward_functions_of(config, measured)
-        if name != "overlong"
     )
 
 
@@ -122,8 +121,7 @@ def check_reward_functions(config: Config) -> None:
 def check_columns(config: Config, rows: Sequence[Row], measured: Sequence[str] | None = ()) -> None:
     """UserError for a row without a value in a column that one of the run's functions reads."""
     for name in reward_functions_of(config, measured):
-        registered = "soft_overlong_punishment" if name == "overlong" else name
-        require_columns(rows, columns_read_by(registered), f"the reward {name}")
+        require_columns(rows, columns_read_by(name), f"the reward {name}")
 
 
 def code_judge(
@@ -159,21 +157,19 @@ def _functions(
         "run_timeout": reward.run_timeout,
         "max_requests": reward.max_requests,
     }
-    own: dict[str, tuple[str, dict[str, Any]]] = {}
+    own: dict[str, dict[str, Any]] = {}
     if reward.overlong_buffer.enable:
-        lengths = {
+        own["overlong"] = {
             "max_length": config.data.max_response_length,
             "cache_length": reward.overlong_buffer.len,
         }
-        own["overlong"] = ("soft_overlong_punishment", lengths)
     if reward.transition.is_on:
-        own["transition"] = ("transition", asdict(reward.transition))
+        own["transition"] = asdict(reward.transition)
     functions: dict[str, RewardFunction] = {}
     for name in names:
         if name != "critic":
-            registered, options = own.get(name, (name, {}))
-            known = reward_parameters(registered)
+            known = reward_parameters(name)
             given = {key: value for key, value in shared.items() if key in known}
-            options = {**given, **options, **reward.reward_options.get(name, {})}
-            functions[name] = make_reward(registered, **options)
+            options = {**given, **own.get(name, {}), **reward.reward_options.get(name, {})}
+            functions[name] = make_reward(name, **options)
     return functions

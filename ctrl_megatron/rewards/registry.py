@@ -21,7 +21,12 @@ from ctrl_megatron.rewards.code_rewards import (
 )
 from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.rewards.reward_sum import RewardFunction, RewardItem, Rewards
-from ctrl_megatron.rewards.shaping import JudgmentReward, SoftOverlongPunishment, TransitionReward
+from ctrl_megatron.rewards.shaping import (
+    OVERLONG,
+    JudgmentReward,
+    SoftOverlongPunishment,
+    TransitionReward,
+)
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
@@ -31,7 +36,7 @@ _FACTORIES: dict[str, Callable[..., Any]] = {
     "binary_code": BinaryCodeReward,
     "code_format": CodeFormatReward,
     "ioi_code": IoiCodeReward,
-    "soft_overlong_punishment": SoftOverlongPunishment,
+    **dict.fromkeys(OVERLONG, SoftOverlongPunishment),
     "judgment": JudgmentReward,
     "transition": TransitionReward,
 }

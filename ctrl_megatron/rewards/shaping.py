@@ -15,6 +15,10 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.reward_sum import RewardItem, Rewards, rows_of
 
+OVERLONG = ("overlong", "soft_overlong_punishment")
+"""Names of DAPO's punishment: as ``reward.overlong_buffer`` turns it on, and in
+``reward.reward_funcs``."""
+
 
 def soft_overlong_punishment(length: int, *, max_length: int, cache_length: int) -> float:
     """0 up to ``max_length - cache_length`` tokens, linear to -1 at ``max_length``, -1 beyond.

@@ -87,7 +87,7 @@ class EngineSpec:
     def require_sleep(self) -> None:
         """ValueError without ``may_sleep``."""
         if not self.may_sleep:
-            raise UserError("the engine was started without may_sleep; set it in EngineSpec")
+            raise ValueError("the engine was started without may_sleep; set it in EngineSpec")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

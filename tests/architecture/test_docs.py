@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -16,6 +17,7 @@ from types import ModuleType
 
 import pytest
 from preloaded import ForkedProgram
+from test_rooms import ORDER
 
 from ctrl_megatron.config import KEYS, Config, parse_override
 from ctrl_megatron.config.foreign import ABSENT, RENAMED
@@ -157,6 +159,37 @@ def test_every_command_can_be_given(page: str) -> None:
 
 
 @each_page
+def test_no_two_trainings_of_a_block_share_a_run_directory(page: str) -> None:
+    for block in blocks(page, "bash"):
+        given = re.findall(r'^(\w+)="(.*)"$', block, re.MULTILINE)
+        for name, value in given:
+            block = block.replace(f"${name}", value)
+        lines = block.replace("\\\n", " ").splitlines()
+        trainings = [
+            line for line in lines if re.match(r"(ctrl-train|torchrun .*tools/train)", line)
+        ]
+        named = [
+            re.findall(r"--config \S+|trainer\.(?:default_local_dir|experiment_name)=\S+", line)
+            for line in trainings
+        ]
+        assert len({" ".join(names) for names in named}) == len(trainings), trainings
+
+
+def test_examples_import_what_a_room_lists() -> None:
+    """Everything else may move (docs/api.md)."""
+    examples = [example for page in TEXTS for example in blocks(page, "python")]
+    examples += [path.read_text() for path in sorted((ROOT / "examples").rglob("*.py"))]
+    hidden = [
+        f"{node.module}: {alias.name}"
+        for node in (node for text in examples for node in ast.walk(ast.parse(text)))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ctrl_megatron")
+        for alias in node.names
+        if alias.name not in getattr(importlib.import_module(node.module or ""), "__all__", ())
+    ]
+    assert hidden == []
+
+
+@each_page
 def test_every_python_example_runs(page: str, tmp_path: Path) -> None:
     examples = blocks(page, "python")
     if examples:
@@ -175,11 +208,7 @@ def test_every_tool_is_described() -> None:
 
 def test_every_room_stands_in_the_readme_in_the_order_of_imports() -> None:
     rooms = re.findall(r"^\| `ctrl_megatron/(\w+)(?:/|\.py)` \|", TEXTS["README.md"], re.MULTILINE)
-    order = (
-        "errors types config metrics prompts data sandbox rewards algorithms parallel models "
-        "rollout resharding memory checkpoint generation eval pipeline sft commands"
-    )
-    assert rooms == order.split()
+    assert tuple(rooms) == ORDER
     present = {p.parent.name for p in (ROOT / "ctrl_megatron").glob("*/__init__.py")}
     assert present == set(rooms) - {"errors", "types"}
 

@@ -428,6 +428,7 @@ CASES = [
         lambda f: change_json(_checkpoint(f) / "trainer_state.json", kl_controller=None),
     ),
     # Fine-tuning.
+    sft("of reinforcement", "", "holds kl_controller, reserve", _checkpoint),
     sft("no examples file", "sft.train_files=none.parquet", "none.parquet"),
     sft("no files", "sft.train_files=[]", "sft.train_files"),
     sft("no response column", "", "response", lambda f: drop_column(f / "sft.parquet", "response")),

@@ -11,6 +11,9 @@ import pytest
 from ctrl_megatron.algorithms import ADV_ESTIMATOR_REGISTRY
 from ctrl_megatron.algorithms import registry as registries
 from ctrl_megatron.config import Config, load_config
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.pipeline import Pipeline
+from ctrl_megatron.pipeline.executor import check_calls
 from ctrl_megatron.pipeline.run import check_names, pipeline_of
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -85,6 +88,25 @@ def test_a_name_that_nothing_registers_ends_the_run_at_its_start(
     assert said.startswith(f"{key}=grop: unknown ")
     assert "known: " in said and "names_its_" in said
     assert said.endswith("register it in the module of dag.custom_pipeline_fn")
+
+
+class Tool:
+    """A worker's class in the style of siiRL's guide."""
+
+    def draw(self, batch: object) -> None: ...
+
+    @staticmethod
+    def judge(worker: object, batch: object) -> None: ...
+
+
+def test_a_node_that_cannot_be_called_ends_the_run_at_its_start() -> None:
+    def by_other_names(w: object, b: object) -> None: ...
+
+    for function in (f"{__name__}:Tool.draw", by_other_names):
+        graph = Pipeline("own").add_node("draw", function).build()
+        with pytest.raises(UserError, match="the node 'draw' cannot be called with worker and"):
+            check_calls(graph)
+    check_calls(Pipeline("own").add_node("judge", f"{__name__}:Tool.judge").build())
 
 
 DAPO = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=4")

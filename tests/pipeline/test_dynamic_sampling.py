@@ -43,7 +43,7 @@ def test_only_groups_with_different_rewards_are_useful() -> None:
         # What could not be judged says nothing, but stays with its group.
         *(judged("lost", None), judged("lost", 1.0), judged("mixed", None)),
     ]
-    weights = {"format": 1.0, "critic": 2.0, "overlong": 1.0}
+    weights = {"format": 1.0, "critic": 2.0, "overlong": 1.0, "soft_overlong_punishment": 1.0}
     (group,) = groups_that_teach(rows, weights)
     assert [row.fields["reward/critic"] for row in group] == [0.0, 0.5, None]
     assert groups_that_teach([judged("lost", None)], weights) == []

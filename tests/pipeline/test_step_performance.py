@@ -12,7 +12,7 @@ from tensordict import NonTensorStack, TensorDict
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.pipeline.ctrl import critique_examples
-from ctrl_megatron.pipeline.performance import performance
+from ctrl_megatron.pipeline.performance import step_performance
 
 
 def model(passes: int, updates: int) -> Any:
@@ -52,7 +52,7 @@ def test_speed_counts_every_rank_and_every_pass() -> None:
         "response_mask": torch.tensor([[True, True], [True, False]]),
     }
     batch = TensorDict(masks, batch_size=[2])
-    found = performance(stage, batch)
+    found = step_performance(stage, batch)
     assert found["perf/tokens_per_second"] == pytest.approx((3 + 2 + 3) / 12)
     # Of the policy's passes and updates and the reference's passes, in seven seconds.
     assert "perf/engine_balance" not in found

@@ -233,7 +233,7 @@ def test_a_function_of_the_users_by_import_path() -> None:
     ("overrides", "complaint"),
     [
         (("reward.reward_funcs=[critic,cod]",), "did you mean 'code'"),
-        (("reward.reward_funcs=[overlong]",), "unknown reward 'overlong'"),
+        (("reward.reward_funcs=[overlong]",), "argument: 'max_length'"),
         (("reward.reward_funcs=['nowhere:f']",), "nowhere:f"),
         (
             ("reward.reward_funcs=[code_format]", "reward.reward_options.code_format.colour=red"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensor_specs import names, specs
 
 from ctrl_megatron.rollout import wire
-from ctrl_megatron.rollout.engine import EngineBroken, EngineError
+from ctrl_megatron.rollout.engine import EngineBroken, EngineError, EngineSpec
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
 
 completions = st.builds(
@@ -49,6 +49,13 @@ def test_records_survive_the_wire(
 def test_errors_keep_their_type(error: Exception) -> None:
     arrived = wire.error_from_json(wire.error_to_json(error))
     assert type(arrived) is type(error) and str(arrived) == str(error)
+
+
+def test_an_engine_that_may_not_sleep_says_so_on_the_other_side() -> None:
+    with pytest.raises(ValueError) as caught:
+        EngineSpec(name="hf", model_path="x", max_model_len=8).require_sleep()
+    with pytest.raises(ValueError, match="started without may_sleep"):
+        raise wire.error_from_json(wire.error_to_json(caught.value))
 
 
 def test_other_errors_arrive_as_engine_errors_with_their_name() -> None:

@@ -45,7 +45,7 @@ class NodeService:
 
     def __init__(self, options: ServiceOptions, port: int) -> None:
         self._options = options
-        host = _ray("ray.util").get_node_ip_address()
+        host = _ray().util.get_node_ip_address()
         with tempfile.NamedTemporaryFile("w", suffix=".token") as token:  # readable by us only
             print(options.token, file=token, flush=True)
             self._service = EmbeddedSandbox.start(
@@ -144,7 +144,7 @@ class Deployment:
         return report
 
     def _actor(self, name: str) -> Any:
-        place = _ray("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        place = _ray().util.scheduling_strategies.NodeAffinitySchedulingStrategy
         # No processor of Ray's books: those are the trainer's, and programs come in bursts.
         where = {"num_cpus": 0, "scheduling_strategy": place(name, soft=False)}
         port = self._ports.get(name, self.options.port)
@@ -176,8 +176,9 @@ def _failure(reference: Any, seconds: float) -> str:
     return ""
 
 
-def _ray(module: str = "ray") -> Any:
+def _ray() -> Any:
     try:
-        return importlib.import_module(module)
+        importlib.import_module("ray.util.scheduling_strategies")
+        return importlib.import_module("ray")
     except ImportError as error:
         raise ImportError("Ray is not installed: pip install 'ctrl_megatron[ray]'") from error
