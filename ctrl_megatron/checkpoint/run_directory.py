@@ -30,6 +30,8 @@ _WRITTEN += (
     "tensorboard",
 )
 _BEAT_SECONDS = 5.0
+_SEEN_SECONDS = 90.0
+"""Until a file of one host is seen on the others: NFS remembers for a minute what was not there."""
 _SILENT_SECONDS = 20.0
 """After which a lock of another host that nobody renews is a dead run's."""
 
@@ -61,7 +63,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOCK_FILE
-        self._me = Holder(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+        self.holder = Holder(socket.gethostname(), os.getpid(), psutil.Process().create_time())
         self._released = threading.Event()
 
     def take(self) -> RunLock:
@@ -74,7 +76,7 @@ class RunLock:
         with _alone(directory):
             check_run_directory(directory)
             work = self._path.with_name(f".{LOCK_FILE}.{os.getpid()}")
-            work.write_text(json.dumps(asdict(self._me)) + "\n")
+            work.write_text(json.dumps(asdict(self.holder)) + "\n")
             os.replace(work, self._path)
             (directory / MARKER_FILE).touch()
         threading.Thread(target=self._renew, name="run-lock", daemon=True).start()
@@ -83,7 +85,7 @@ class RunLock:
     def release(self) -> None:
         """Give the directory free, if it is still ours."""
         self._released.set()
-        if _holder(self._path) == self._me:
+        if _holder(self._path) == self.holder:
             self._path.unlink()
 
     def _renew(self) -> None:
@@ -92,6 +94,22 @@ class RunLock:
                 os.utime(self._path)
             except OSError:
                 return  # somebody removed it
+
+
+def require_shared(directory: Path, holder: Holder, seconds: float = _SEEN_SECONDS) -> None:
+    """UserError where this rank does not see the lock that ``holder``, another rank, has taken: the
+    hosts' directories are different ones, and a checkpoint would lie in pieces.
+    """
+    deadline = time.monotonic() + seconds
+    while _holder(directory / LOCK_FILE) != holder:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{directory} on {socket.gethostname()} is not the directory of this name on "
+                f"{holder.host}, where the run writes",
+                key="trainer.default_local_dir",
+                remedy="name one on a file system that all machines share",
+            )
+        time.sleep(0.5)
 
 
 def check_run_directory(directory: Path, key: str = "trainer.default_local_dir") -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -141,15 +141,15 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
 
     ValueError if the checkpoint lacks a tensor or has it in another shape or type.
     """
-    steps = directory / STEPS_FILE
-    if model.optimization is not None and not steps.is_file():
+    steps = _steps(directory)
+    if model.optimization is not None and steps is None:
         raise UserError(
             f"{directory} holds weights only and training cannot resume from it; convert it with "
             "ctrl-convert-megatron-to-hf and give the result as the model's path"
         )
     load_tensors(tensors_of(model, saving=False), directory, model.groups)
-    if model.optimization is not None:
-        model.optimization.set_steps(**json.loads(steps.read_text()))
+    if model.optimization is not None and steps is not None:
+        model.optimization.set_steps(**steps)
 
 
 @torch.no_grad()
@@ -323,20 +323,14 @@ def load_tensors(
 
 def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
     """Every tensor that ``directory`` holds, by name; ValueError if it is no checkpoint."""
-    try:
-        metadata = FileSystemReader(directory).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"{directory} is not a whole checkpoint: {error}") from error
-    held = metadata.state_dict_metadata
+    held = _metadata(directory).state_dict_metadata
     return {name: t for name, t in held.items() if isinstance(t, TensorStorageMetadata)}
 
 
 def require_whole(directory: Path) -> None:
     """UserError unless every file that the checkpoint's metadata names is there in full size."""
-    try:
-        stored = FileSystemReader(directory).read_metadata().storage_data or {}
-    except (OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{directory} is not a whole checkpoint: {error}") from error
+    stored = _metadata(directory).storage_data or {}
+    _steps(directory)
     ends: dict[str, int] = {}
     for part in stored.values():
         end = part.offset + part.length
@@ -349,6 +343,38 @@ def require_whole(directory: Path) -> None:
                 f"{file} has {there} of {size} bytes: the checkpoint is not whole",
                 remedy="copy it anew, or name another with trainer.resume_mode",
             )
+
+
+def _metadata(directory: Path) -> Metadata:
+    """UserError for whatever unpickling makes of a file that is cut off or another one."""
+    try:
+        metadata = FileSystemReader(directory).read_metadata()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f".metadata holds a {type(metadata).__name__}")
+    except Exception as error:
+        raise UserError(
+            f"{directory} is not a whole checkpoint: {error}",
+            remedy="copy it anew, or name another with trainer.resume_mode",
+        ) from error
+    return metadata
+
+
+def _steps(directory: Path) -> dict[str, int] | None:
+    """The counted steps; None of weights alone."""
+    file = directory / STEPS_FILE
+    if not file.is_file():
+        return None
+    try:
+        steps = json.loads(file.read_text())
+        if not isinstance(steps, dict) or not all(isinstance(n, int) for n in steps.values()):
+            raise ValueError("it holds no counted steps")
+    except ValueError as error:
+        raise UserError(
+            f"cannot be read: {error}",
+            file=file,
+            remedy="copy it anew, or name another with trainer.resume_mode",
+        ) from error
+    return steps
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.checkpoint.files import require_space, whole_directory
+from ctrl_megatron.checkpoint.files import require_space, whole_directory, write_whole
 from ctrl_megatron.checkpoint.hf import copy_side_files, save_hf
 from ctrl_megatron.checkpoint.sharded import (
     Snapshot,
@@ -31,7 +32,11 @@ STATE_FILE = "trainer_state.json"
 POLICY_FOLDER, VALUE_FOLDER = "policy", "value"
 HF_FOLDER = "hf"
 EXPORT_FOLDER = "hf_exports"
+LEFT_FOLDER = "abandoned"
+"""Below the checkpoints: those of a run that went back behind them or started over."""
 _PREFIX = "global_step_"
+_BEGAN_FILE = "began_from"
+"""Below the checkpoints: the path from which the run that saves there was told to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,19 +97,47 @@ class CheckpointStore:
     def find(self, resume_mode: str) -> Checkpoint | None:
         """The checkpoint to continue from: the newest (``auto``), none (``disable``), or a path.
 
-        Raises ValueError if the path is not a checkpoint.
+        A run that was started from that path and has saved since continues from its newest: the
+        same command goes on after a stop. Raises ValueError if the path is not a checkpoint.
         """
         if resume_mode == "disable":
             return None
+        newest = self.all()[-1] if self.all() else None
         if resume_mode == "auto":
-            return self.all()[-1] if self.all() else None
+            return newest
         path = Path(resume_mode)
+        began = self.directory / _BEGAN_FILE
+        if newest is not None and began.is_file() and began.read_text() == str(path.resolve()):
+            return newest
         if not (path / STATE_FILE).is_file() or not path.name.startswith(_PREFIX):
             raise UserError(
                 f"trainer.resume_mode={resume_mode} is not a checkpoint; give auto, disable, or a "
                 f"directory {_PREFIX}N that holds {STATE_FILE}"
             )
         return Checkpoint(path=path, step=int(path.name.removeprefix(_PREFIX)))
+
+    def begin(self, resume_mode: str, checkpoint: Checkpoint | None) -> list[Path]:
+        """Before a run continues from ``checkpoint``, which ``find`` has given: what others saved
+        of later steps is set aside, or ``auto`` would continue there and it would outlive what this
+        run saves. Gives the new places. Only for one rank.
+        """
+        began, start = self.directory / _BEGAN_FILE, checkpoint.step if checkpoint else 0
+        if resume_mode == "disable":
+            began.unlink(missing_ok=True)
+        ahead = [one for one in self.all() if one.step > start]
+        aside = self.directory / LEFT_FOLDER
+        places = [aside / one.path.name for one in ahead]
+        for one, place in zip(ahead, places, strict=True):
+            aside.mkdir(exist_ok=True)
+            if place.exists():
+                shutil.rmtree(place)
+            one.path.rename(place)
+        if checkpoint is not None and resume_mode not in ("auto", "disable"):
+            path = Path(resume_mode).resolve()
+            if checkpoint.path.resolve() == path:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                write_whole(began, str(path))
+        return places
 
     def save(self, models: Mapping[str, ParallelModel], step: int, state: dict[str, Any]) -> None:
         """Save everything a resumed run needs; ``state`` must be JSON. Collective.
@@ -178,10 +211,12 @@ class CheckpointStore:
             for name, one in taken.items():
                 write_snapshot(one, work / name, groups)
             if groups.is_first:
+                for name in taken:
+                    require_whole(work / name)
                 (work / STATE_FILE).write_text(state)
         if groups.is_first and self._keep > 0:
             for old in self.all()[: -self._keep]:
-                shutil.rmtree(old.path)
+                _remove(old.path)
         groups.barrier()
 
     def export(self, models: Mapping[str, ParallelModel], step: int) -> Path:
@@ -246,6 +281,14 @@ def read_state(
                 remedy=anew,
             )
     return state
+
+
+def _remove(old: Path) -> None:
+    """A save has succeeded by now; an old one that stays, as a link does, is no reason to fail."""
+    try:
+        shutil.rmtree(old)
+    except OSError as error:
+        print(f"warning: {old} is not removed: {error}", file=sys.stderr, flush=True)
 
 
 def _done(report: SaveReport) -> futures.Future[SaveReport]:

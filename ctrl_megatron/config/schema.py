@@ -92,7 +92,8 @@ class Trainer:
     critic_warmup: int = key(0, AT_LEAST_0, stage="rl")
     """Training steps in which only the value model learns."""
     resume_mode: str = "auto"
-    """auto continues from the newest checkpoint, disable starts over, a path names one."""
+    """auto continues from the newest checkpoint, disable starts over, a path names one (and, once
+    the run has saved, its newest)."""
     logger: tuple[SinkName, ...] = ("console", "jsonl", "tensorboard")
     """Sinks of the metrics."""
     seed: int = 1

@@ -28,14 +28,21 @@ class SafetensorsDirectory:
 
     def _index(self) -> dict[str, str]:
         index = self.directory / "model.safetensors.index.json"
+        single = self.directory / "model.safetensors"
         if index.is_file():
             try:
-                return dict(json.loads(index.read_text())["weight_map"])
+                file_of = dict(json.loads(index.read_text())["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
                     f"is no index of safetensors files: {error!r}", file=index
                 ) from error
-        single = self.directory / "model.safetensors"
+            if single.is_file() and single.name not in file_of.values():
+                raise UserError(
+                    f"{self.directory} holds two models: model.safetensors, and the files that "
+                    f"{index.name} names",
+                    remedy="remove the one that is not meant",
+                )
+            return file_of
         if not single.is_file():
             raise UserError(
                 f"{self.directory} has neither model.safetensors nor model.safetensors.index.json; "
@@ -77,7 +84,10 @@ class SafetensorsDirectory:
             raise UserError(f"lacks {name}, which the index says it holds", file=path) from error
 
     def check(self, shape: ModelShape) -> None:
-        """ValueError naming tensors that are missing, unexpected or of another shape."""
+        """ValueError naming tensors that are missing, unexpected or of another shape, and for an
+        output head that differs from the embedding to which config.json ties it. Only headers are
+        read where there is no such head.
+        """
         wanted = {name: hf_shape(name, shape) for name in hf_names(shape)}
         missing = [name for name in wanted if name not in self._file_of]
         # Old exports carry the rotary buffer, and tied ones may repeat the embedding.
@@ -97,6 +107,16 @@ class SafetensorsDirectory:
                 raise UserError(
                     f"{self.directory}: {name} has shape {actual}, config.json implies {expected}"
                 )
+
+        if "lm_head.weight" in harmless & self._file_of.keys() and not torch.equal(
+            self.read("lm_head.weight"), self.read("model.embed_tokens.weight")
+        ):
+            raise UserError(
+                f"{self.directory}: lm_head.weight differs from the embedding, though config.json "
+                "says tie_word_embeddings=true; engines would compute with the one, the trainer "
+                "with the other",
+                remedy="set tie_word_embeddings to false, or remove the tensor",
+            )
 
     def fingerprint(self) -> str:
         """Changes where weights do, and is the same wherever the same weights are written: 16 hex

@@ -63,7 +63,8 @@ def check_place(config: Config) -> None:
 def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | None = None) -> None:
     """UserError for a model whose files do not fit each other, the layout or the other models.
 
-    Only headers are read. ``others`` are further critics by the argument that names them.
+    Only headers are read, and a tied head that is stored too. ``others`` are further critics by
+    the argument that names them.
     """
     actor = config.actor_rollout_ref.model.path
     wanted = [(_MODEL, actor), *(others or {}).items()]

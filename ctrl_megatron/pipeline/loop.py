@@ -83,8 +83,13 @@ class TrainingLoop:
 
     def resume(self) -> None:
         """Continue from the configured checkpoint, if there is one. Collective."""
+        groups, mode = self.worker.groups, self.schedule.resume_mode
         # One for all: a shared file system may show a rank an older state.
-        checkpoint = self.worker.groups.from_first(self.store.find(self.schedule.resume_mode))
+        checkpoint = groups.from_first(self.store.find(mode))
+        left = self.store.begin(mode, checkpoint) if groups.is_first else []
+        if left:
+            names = ", ".join(path.name for path in left)
+            self.recorder.say(f"set aside in {left[0].parent}: {names}, ahead of where this starts")
         if checkpoint is None:
             return
         state = self.store.load(self.worker.trained, checkpoint, parts=("sampler", *self.parts))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from ctrl_megatron.checkpoint.run_directory import RunLock
+from ctrl_megatron.checkpoint.run_directory import RunLock, require_shared
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.parallel.background import BackgroundLoop
@@ -108,8 +108,11 @@ def session(config: Config) -> Iterator[Session]:
     background = BackgroundLoop()
     try:
         try:
+            run_dir = Path(config.trainer.run_dir)
+            lock = RunLock(run_dir)
             if groups.is_first:
-                at_end.append(RunLock(Path(config.trainer.run_dir)).take().release)
+                at_end.append(lock.take().release)
+            require_shared(run_dir, groups.from_first(lock.holder))
             groups.barrier()
             yield Session(
                 config=config,

@@ -53,16 +53,18 @@ def held_tensors(
                 yield f"{path}.{name}" if path else name, parameter
 
 
-def held_checksums(model: Any, dtype: torch.dtype, *, is_first: bool, **how: Any) -> dict[str, str]:
-    """Checksums of ``held_tensors(model, dtype, **how)`` by HF name, of a tied pair once; empty but
-    on the first tensor rank, which the others give their parts.
+def held_checksums(
+    model: Any, dtype: torch.dtype, *, is_first: bool, tied: bool, **how: Any
+) -> dict[str, str]:
+    """Checksums of ``held_tensors(model, dtype, **how)`` by HF name, of a ``tied`` pair once; empty
+    but on the first tensor rank, which the others give their parts.
 
     RuntimeError if a tied head computes with something else than the embedding.
     """
     with torch.inference_mode():
         held = held_tensors(model, dtype, **how)
         found = checksums(held if is_first else (pair for pair in held if False))
-    if model.config.tie_word_embeddings and "model.embed_tokens.weight" in found:
+    if tied and "model.embed_tokens.weight" in found:
         head = found.pop("lm_head.weight", None)
         if head not in (None, found["model.embed_tokens.weight"]):
             raise RuntimeError("the tied output head differs from the embedding")

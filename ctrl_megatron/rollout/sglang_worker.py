@@ -142,6 +142,7 @@ def hf_checksums(
         model,
         next(model.parameters()).dtype,
         is_first=get_parallel().tp_rank == 0,
+        tied=model.config.tie_word_embeddings,
         gather=tensor_model_parallel_all_gather,
         fused=getattr(model, "packed_modules_mapping", _FUSED),
     )

@@ -36,6 +36,7 @@ from ctrl_megatron.rollout import vllm_cpu
 from ctrl_megatron.rollout.held_tensors import held_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, pick, uniform
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk, read_chunk
+from ctrl_megatron.rollout.weight_update import read_model_config
 
 _PROBE_ROWS = 2048
 
@@ -209,6 +210,8 @@ class VllmWorkerExtension:
             model,
             dtype,
             is_first=get_tensor_model_parallel_rank() == 0,
+            # Of a directory with a head that equals the embedding vLLM calls the two untied.
+            tied=read_model_config(self.model_config.model).get("tie_word_embeddings", False),
             gather=_gathered,
             fused=getattr(model, "packed_modules_mapping", {}),
             computed_weight=lambda module, width: _computed_weight(module, width, dtype),

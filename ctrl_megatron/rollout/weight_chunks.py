@@ -26,7 +26,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 VLLM_BACKEND = "ctrl_shared_memory"
 """What vLLM calls this way of bringing weights."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_OURS = re.compile(r"ctrl-(\d+)-[^-]+-\d+")
+_OURS = re.compile(r"ctrl-(\d+)-(\d+)-[^-]+-\d+")
 
 
 class ChunkTensor(TypedDict):
@@ -107,7 +107,7 @@ class SharedSegment:
 
 def segment_names(count: int) -> list[str]:
     """New names for segments of this process, by which ``remove_segments`` knows them."""
-    base = f"ctrl-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    base = f"ctrl-{_pid_namespace()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     return [f"{base}-{number}" for number in range(count)]
 
 
@@ -119,10 +119,20 @@ def remove_segment(name: str) -> None:
 
 
 def remove_segments(made_by: Callable[[int], bool]) -> None:
-    """Remove the segments of the processes that ``made_by`` is true of: killed ones could not."""
+    """Remove the segments of the processes that ``made_by`` is true of: killed ones could not.
+
+    Other containers may share /dev/shm, and have process ids of their own: theirs stay.
+    """
+    here = _pid_namespace()
     for name in os.listdir(SHARED_MEMORY):
-        if (ours := _OURS.fullmatch(name)) and made_by(int(ours[1])):
+        ours = _OURS.fullmatch(name)
+        if ours and int(ours[1]) == here and made_by(int(ours[2])):
             remove_segment(name)
+
+
+def _pid_namespace() -> int:
+    """Process ids say something only inside it."""
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def read_chunk(chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:

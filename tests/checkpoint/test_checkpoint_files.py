@@ -74,6 +74,44 @@ def test_the_newest_finished_checkpoint_is_found(tmp_path: Path) -> None:
     assert store.find(str(tmp_path / "global_step_9")) == nine
 
 
+def steps_of(store: CheckpointStore) -> list[int]:
+    return [checkpoint.step for checkpoint in store.all()]
+
+
+def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
+    store = store_with(tmp_path / "runs", *(f"global_step_{n}" for n in (2, 5, 6)))
+    back = str(tmp_path / "runs/global_step_2")
+    left = store.begin(back, store.find(back))
+    assert [path.name for path in left] == ["global_step_5", "global_step_6"]
+    assert all((path / STATE_FILE).is_file() for path in left)
+    assert steps_of(store) == [2]
+    # The same command after a stop goes on, and leaves nothing.
+    store_with(tmp_path / "runs", "global_step_3")
+    again = store.find(back)
+    assert again is not None and again.step == 3
+    assert store.begin(back, again) == [] and steps_of(store) == [2, 3]
+
+
+def test_a_run_that_was_begun_elsewhere_goes_on_here(tmp_path: Path) -> None:
+    store_with(tmp_path / "kept", "global_step_2")
+    store, origin = store_with(tmp_path / "runs"), str(tmp_path / "kept/global_step_2")
+    assert store.begin(origin, store.find(origin)) == []
+    store_with(tmp_path / "runs", "global_step_3")
+    found = store.find(origin)
+    assert found is not None and found.path == tmp_path / "runs/global_step_3"
+    other = store_with(tmp_path / "kept", "global_step_1") and tmp_path / "kept/global_step_1"
+    elsewhere = store.find(str(other))
+    assert elsewhere is not None and elsewhere.path == other
+    assert [path.name for path in store.begin(str(other), elsewhere)] == ["global_step_3"]
+
+
+def test_a_run_that_starts_over_sets_all_aside_and_replaces_what_lay_there(tmp_path: Path) -> None:
+    store = store_with(tmp_path, "global_step_1", "abandoned/global_step_1")
+    (tmp_path / "abandoned/global_step_1/old").touch()
+    assert store.begin("disable", None) == [tmp_path / "abandoned/global_step_1"]
+    assert steps_of(store) == [] and names(tmp_path / "abandoned/global_step_1") == [STATE_FILE]
+
+
 def test_without_a_checkpoint_a_run_starts_over(tmp_path: Path) -> None:
     store = store_with(tmp_path / "never made")
     assert store.all() == [] and store.find("auto") is None

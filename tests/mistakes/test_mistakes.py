@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import socket
 import sys
@@ -114,6 +115,7 @@ def _index(folder: Path) -> None:
     """All tensors in a file that is not there."""
     names = hf_names(read_model_shape(folder / "model"))
     index = {"weight_map": dict.fromkeys(names, "none.safetensors")}
+    (folder / "model/model.safetensors").unlink()
     (folder / "model/model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -420,6 +422,24 @@ CASES = [
         "",
         "whole checkpoint",
         lambda f: (_checkpoint(f) / "policy/.metadata").unlink(),
+    ),
+    rl(
+        "metadata of another kind",
+        "",
+        "whole checkpoint",
+        lambda f: (_checkpoint(f) / "policy/.metadata").write_bytes(pickle.dumps({})),
+    ),
+    rl(
+        "metadata that is text",
+        "",
+        "whole checkpoint",
+        lambda f: (_checkpoint(f) / "policy/.metadata").write_text("none"),
+    ),
+    rl(
+        "no counted steps",
+        "",
+        "optimizer.json: cannot be read",
+        lambda f: (_checkpoint(f) / "policy/optimizer.json").write_text("[1"),
     ),
     rl(
         "of fine-tuning",

@@ -17,7 +17,7 @@ from mistaken_world import make_world, write_model
 
 from ctrl_megatron.checkpoint import convert, files
 from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
-from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, RunLock
+from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, RunLock, require_shared
 from ctrl_megatron.checkpoint.sharded import require_whole
 from ctrl_megatron.errors import UserError, user_fault
 
@@ -154,6 +154,19 @@ def test_a_dead_run_holds_nothing(tmp_path: Path) -> None:
     lock = RunLock(tmp_path / "run").take()
     lock.release()
     assert not (tmp_path / "run" / LOCK_FILE).exists()
+
+
+def test_a_rank_that_does_not_see_the_lock_says_that_the_directory_is_not_shared(
+    tmp_path: Path,
+) -> None:
+    lock = RunLock(tmp_path / "here").take()
+    try:
+        require_shared(tmp_path / "here", lock.holder)
+        for other in (tmp_path / "there", tmp_path):
+            with pytest.raises(UserError, match="on a file system that all machines share"):
+                require_shared(other, lock.holder, seconds=0.1)
+    finally:
+        lock.release()
 
 
 def test_a_run_of_another_host_lives_while_it_renews_its_lock(

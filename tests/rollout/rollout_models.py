@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk
 from ctrl_megatron.types import TensorSpec
@@ -38,8 +39,12 @@ def tiny_llama(seed: int) -> torch.nn.Module:
 
 
 def save(model: torch.nn.Module, directory: Path) -> Path:
-    """Write an HF directory."""
+    """Write an HF directory that holds the tied head too, as some exports do."""
     model.save_pretrained(directory)  # type: ignore[operator]
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | head, file, metadata={"format": "pt"})
     return directory
 
 

@@ -13,6 +13,7 @@ import torch
 from blake3 import blake3
 from tensor_specs import spec
 
+from ctrl_megatron.rollout import weight_chunks
 from ctrl_megatron.rollout.weight_chunks import (
     SharedSegment,
     WeightChunk,
@@ -96,6 +97,19 @@ def test_what_the_ranks_write_an_engine_reads() -> None:
     finally:
         remove_segments(lambda pid: pid == os.getpid())
     assert not (Path("/dev/shm") / name).exists()
+
+
+def test_a_container_beside_this_one_keeps_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(weight_chunks, "_pid_namespace", lambda: 1)
+        (name,) = segment_names(1)
+    path = Path("/dev/shm") / name
+    path.symlink_to("/proc/1/fd/0")
+    try:
+        remove_segments(lambda pid: pid == os.getpid())
+        assert path.is_symlink()
+    finally:
+        path.unlink()
 
 
 def test_memory_outlives_its_name_and_is_found_again_under_it() -> None:
