@@ -8,7 +8,8 @@
 #                CTRL_VENV is then the environment inside the image (/opt/venv)
 #   CONFIG       YAML file of the run, in place of the script's own
 #   GPU_MEMORY   GiB of one GPU, for the memory plan; 80 by default
-#   MAX_CRASHES  crashes in a row after which the job is given up; 3 by default
+#   MAX_CRASHES  crashes in a row, without a checkpoint in between, after which the job is given up;
+#                3 by default
 # Arguments of a script override keys of the file, e.g. trainer.total_epochs=1.
 #
 # A job goes through: the memory plan (on the first machine), a health check (on every machine), the
@@ -25,7 +26,7 @@
 # ends, and plain `scancel JOB` ends without saving.
 #
 # A crash puts the job back too, at most MAX_CRASHES times in a row; the count is in a file beside the
-# job's output and begins anew after a stop at the time limit. SLURM itself requeues after the loss of
+# job's output and begins anew after a checkpoint and after a stop at the time limit. SLURM itself requeues after the loss of
 # a machine (--requeue). Wrong input (exit code 2 of the check) ends the job.
 
 fail() {
@@ -135,6 +136,16 @@ requeue() {
   fi
 }
 
+# saved_since FILE: whether the run has saved a checkpoint since FILE was written.
+saved_since() {
+  local run_dir
+  run_dir=$("${python[@]}" -c 'import sys
+from ctrl_megatron.config import load_config
+print(load_config(sys.argv[1], sys.argv[2:], "none").trainer.run_dir)' "$config" "${overrides[@]}") &&
+    [[ -d $run_dir/checkpoints ]] &&
+    [[ -n $(find "$run_dir/checkpoints" -maxdepth 1 -name 'global_step_*' -newer "$1") ]]
+}
+
 # conclude: where an unfinished job goes; uses status and stopping, ends the script.
 conclude() {
   local crashes=0
@@ -146,7 +157,7 @@ conclude() {
     rm -f "$crash_file"
     requeue "stopped before the end"
   else
-    [[ ! -s $crash_file ]] || crashes=$(<"$crash_file")
+    if [[ -s $crash_file ]] && ! saved_since "$crash_file"; then crashes=$(<"$crash_file"); fi
     crashes=$((crashes + 1))
     echo "$crashes" >"$crash_file"
     if ((crashes > ${MAX_CRASHES:-3})); then
@@ -164,6 +175,7 @@ run_training() {
   name=$1 program=$2 config=$3
   local purpose=$4
   shift 4
+  overrides=("$@")
   check_job
   set_environment
 

@@ -44,6 +44,7 @@ PYTHON = """
 printf '%s\\n' "$@" >> "$STUBS/${1##*/}.args"
 [[ $1 != *check_env.py ]] || exit "$HEALTH"
 [[ $1 != *plan.py ]] || exit "$PLAN"
+[[ $1 != -c ]] || echo "$STUBS/run"
 """
 TORCHRUN = """
 printf '%s\\n' "$@" > "$STUBS/torchrun.args"
@@ -277,6 +278,19 @@ def test_a_crash_is_requeued_until_the_limit_and_success_forgets_it(job: dict[st
     assert done.returncode == 13 and not requeued(job)
     assert "crash 3 in a row (exit code 13); given up after 2" in done.stderr
     assert submit(job).returncode == 0 and crashes(job) is None
+
+
+def test_a_checkpoint_between_two_crashes_begins_the_count_anew(job: dict[str, str]) -> None:
+    crash = job | {"STATUS": "13", "MAX_CRASHES": "1"}
+    saved = Path(job["STUBS"]) / "run/checkpoints/global_step_1"
+    saved.mkdir(parents=True)
+    os.utime(saved, (1, 1))
+    assert submit(crash).returncode == 13 and crashes(job) == "1"
+    later = Path(job["SLURM_SUBMIT_DIR"], "ctrl_70b-31234.crashes").stat().st_mtime + 1
+    os.utime(saved, (later, later))
+    assert submit(crash).returncode == 13 and crashes(job) == "1"
+    os.utime(saved, (1, 1))
+    assert "given up after 1" in submit(crash).stderr
 
 
 def test_a_job_that_is_being_cancelled_is_not_requeued(job: dict[str, str]) -> None:
