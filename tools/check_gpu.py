@@ -39,7 +39,7 @@ PLANNED = {
     "save": "save",
 }
 """Phase of a run -> phase of the plan."""
-PROBS_DIFF = 0.005
+PROBS_DIFF = 0.01
 """Most that trainer and engine may differ in the probabilities of tokens, in the mean."""
 COSINE = {"float32": 0.99999, "bfloat16": 0.99}
 """Least cosine of a tensor's gradient with transformers'."""

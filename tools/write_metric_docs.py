@@ -43,7 +43,7 @@ What to look at first:
 - `advantage/mean_abs` near 0 means that groups have equal rewards: tasks too easy or too hard, `n`
   too small, or a temperature too low. `algorithm.filter_groups.enable=true` draws on until groups
   differ.
-- `critique/cut_rate` above a few percent: raise `data.max_response_length`.
+- `critique/cut_rate` above 0.1 (from 0.2 on a warning): raise `data.max_response_length`.
 - `reward/mean` that rises while `val/revision_pass_rate` does not: the reward is being gamed, or
   the training rows are too few.
 """

@@ -32,7 +32,7 @@ class Head(Protocol):
         ...
 
 
-def train_step(
+def forward_with_loss(
     micro_batches: Iterator[MicroBatch],
     model: Any,
     *,
@@ -47,7 +47,7 @@ def train_step(
     ``rows`` are this rank's rows of the global mini-batch. ``loss`` is called with the head's
     vectors as (b, R) matrices, the other fields of these b rows and ``counts``; see
     ``models.policy.LossFn`` and ``models.value.ValueLossFn``. ``results`` is filled with the head's
-    vectors as in ``inference_step``.
+    vectors as in ``forward_only``.
     """
     micro = next(micro_batches)
     module, output = run_stage(model, micro)
@@ -67,7 +67,7 @@ def train_step(
     return share + 0.0 * (output.sum() + vectors[0].sum()), partial(report_loss, scalars)
 
 
-def inference_step(
+def forward_only(
     micro_batches: Iterator[MicroBatch], model: Any, *, head: Head, results: torch.Tensor
 ) -> tuple[torch.Tensor, Any]:
     """Megatron's ``forward_step_func`` of a pass without gradients: stage, head, result.

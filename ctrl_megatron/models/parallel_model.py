@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from ctrl_megatron.metrics import model_flops
 from ctrl_megatron.models.build import BuildOptions, build_chunks
 from ctrl_megatron.models.families import ShardParam, shard_params
-from ctrl_megatron.models.forward_step import Head, Scalars, inference_step, train_step
+from ctrl_megatron.models.forward_step import Head, Scalars, forward_only, forward_with_loss
 from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients, has_transformer_engine
 from ctrl_megatron.models.loss_scale import global_counts
@@ -193,7 +193,7 @@ class ParallelModel:
         self.onload("weights")
         results = self.new_results(rows, vectors)
         get_forward_backward_func()(
-            forward_step_func=partial(inference_step, head=head, results=results),
+            forward_step_func=partial(forward_only, head=head, results=results),
             forward_only=True,
             **self._micro_batches(rows, token_budget or self.options.token_budget, backward=False),
         )
@@ -230,7 +230,7 @@ class ParallelModel:
         self.optimization.optimizer.zero_grad()
         shares = get_forward_backward_func()(
             forward_step_func=partial(
-                train_step, head=head, loss=loss, rows=rows, counts=counts, results=results
+                forward_with_loss, head=head, loss=loss, rows=rows, counts=counts, results=results
             ),
             forward_only=False,
             **self._micro_batches(rows, self.options.token_budget, backward=True),

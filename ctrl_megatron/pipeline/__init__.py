@@ -21,10 +21,11 @@ from ctrl_megatron.pipeline.graph import (
 )
 
 if TYPE_CHECKING:
+    from ctrl_megatron.pipeline.batch import make_batch, texts
     from ctrl_megatron.pipeline.ctrl import add_update_nodes, ctrl_pipeline
     from ctrl_megatron.pipeline.grpo import grpo_pipeline
     from ctrl_megatron.pipeline.performance import step_performance
-    from ctrl_megatron.pipeline.sampling import draw_samples, make_batch, texts
+    from ctrl_megatron.pipeline.sampling import draw_samples
 
 __all__ = [
     "Node",
@@ -49,7 +50,8 @@ __all__ = [
 
 _LATER = {
     **dict.fromkeys(("add_update_nodes", "ctrl_pipeline"), "ctrl"),
-    **dict.fromkeys(("draw_samples", "make_batch", "texts"), "sampling"),
+    **dict.fromkeys(("make_batch", "texts"), "batch"),
+    "draw_samples": "sampling",
     "grpo_pipeline": "grpo",
     "step_performance": "performance",
 }

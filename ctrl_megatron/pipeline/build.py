@@ -21,7 +21,8 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
-from ctrl_megatron.pipeline.session import Services, Session
+from ctrl_megatron.pipeline.services import Services
+from ctrl_megatron.pipeline.session import Session
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.resharding.engine_weights import EngineLink, EngineWeights

@@ -12,21 +12,16 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.data.rows import Row
+from ctrl_megatron.pipeline.batch import Fields, Sample, columns, known, reward_fields, texts
 from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.performance import step_performance
 from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
-    Fields,
-    Sample,
-    columns,
     draw_samples,
     generate,
     greedy_params,
-    known,
     length_metrics,
-    reward_fields,
-    texts,
 )
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.prompts import parse_judgment, revision_messages

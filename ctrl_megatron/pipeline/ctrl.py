@@ -11,6 +11,7 @@ leader's event loop beside the log-probs.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ctrl_megatron.algorithms import (
     estimate_advantages,
     explained_variance,
     explained_variance_sums,
+    groups_with_signal,
     mismatch_metrics,
     mismatch_sums,
     penalise,
@@ -30,6 +32,7 @@ from ctrl_megatron.algorithms.rollout_correction import MismatchSums
 from ctrl_megatron.config import Config
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.pipeline import node_keys
+from ctrl_megatron.pipeline.batch import columns, tensors_of, texts
 from ctrl_megatron.pipeline.conversation import validate
 from ctrl_megatron.pipeline.critique_revision import (
     critique_examples,
@@ -63,7 +66,7 @@ from ctrl_megatron.pipeline.losses import (
     select_tokens,
 )
 from ctrl_megatron.pipeline.node_keys import reads
-from ctrl_megatron.pipeline.sampling import columns, reward_spread, sampled, tensors_of, texts
+from ctrl_megatron.pipeline.sampling import sampled
 from ctrl_megatron.pipeline.worker import DAGWorker
 
 
@@ -290,6 +293,30 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         },
         metrics=metrics,
     )
+
+
+def reward_spread(
+    rewards: torch.Tensor, scores: torch.Tensor, uids: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """How ``rewards`` and ``scores`` (B,) lie, NaN where nothing is known: vectors whose means are
+    the shares of the rewards' histogram, and the share of groups whose scores are all equal.
+    """
+    known = ~scores.isnan()
+    groups = [uid for uid, judged in zip(uids, known.tolist(), strict=True) if judged]
+    earned = rewards[~rewards.isnan()]
+    within = (earned > 0) & (earned < 1)
+    shares = {
+        "zero": earned == 0,
+        "up_to_half": within & (earned <= 0.5),
+        "below_one": within & (earned > 0.5),
+        "one": earned == 1,
+        "elsewhere": (earned < 0) | (earned > 1),
+    }
+    signal = groups_with_signal(scores[known], groups).tolist() if groups else []
+    same = [float(not teaches) for teaches in dict(zip(groups, signal, strict=True)).values()]
+    return {f"reward_share/{name}": share.float() for name, share in shares.items()} | {
+        "advantage/zero_std_rate": torch.tensor(same)
+    }
 
 
 @reads(*node_keys.CORRECTION)

@@ -10,16 +10,15 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.algorithms import groups_with_signal
+from ctrl_megatron.pipeline.batch import Group, Sample, make_batch
 from ctrl_megatron.pipeline.graph import NodeOutput
-from ctrl_megatron.pipeline.sampling import Sample, make_batch, share_rows
+from ctrl_megatron.pipeline.sampling import share_rows
 from ctrl_megatron.rewards import weighted_sum
 from ctrl_megatron.rewards.shaping import OVERLONG
-from ctrl_megatron.types import Completion, VersionSpan
 
 if TYPE_CHECKING:
     from ctrl_megatron.pipeline.worker import DAGWorker
 
-Group = list[Sample]
 Draw = Callable[["DAGWorker", Sequence[int], int], list[Sample]]
 """From (worker, positions of rows, number of the draw in this step) to this rank's samples with
 their ``fields``, rewards among them. Collective."""
@@ -110,38 +109,3 @@ def _batch_of(worker: DAGWorker, groups: Sequence[Group]) -> TensorDict:
         shared_prefix=worker.config.actor_rollout_ref.model.shared_prefix,
     )
     return make_batch(mine, pad_token_id=worker.codec.pad_token_id)
-
-
-class LeftoverGroups:
-    """Judged groups that a step had no use for, oldest first; the same on every rank."""
-
-    def __init__(self) -> None:
-        self._groups: list[Group] = []
-
-    def take(self) -> list[Group]:
-        """All groups; none is left afterwards."""
-        taken, self._groups = self._groups, []
-        return taken
-
-    def keep(self, groups: list[Group]) -> None:
-        """Put groups aside."""
-        self._groups += groups
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON."""
-        return {"groups": [[dataclasses.asdict(row) for row in g] for g in self._groups]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
-        self._groups = [[_sample(row) for row in group] for group in state["groups"]]
-
-
-def _sample(state: dict[str, Any]) -> Sample:
-    drawn = state["completion"]
-    completion = Completion(
-        token_ids=tuple(drawn["token_ids"]),
-        log_probs=tuple(drawn["log_probs"]),
-        finish_reason=drawn["finish_reason"],
-        spans=tuple(VersionSpan(**span) for span in drawn["spans"]),
-    )
-    return Sample(**{**state, "prompt": tuple(state["prompt"]), "completion": completion})

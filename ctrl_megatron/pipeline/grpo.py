@@ -17,6 +17,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
+from ctrl_megatron.pipeline.batch import Sample, columns, known, reward_fields, texts
 from ctrl_megatron.pipeline.ctrl import add_update_nodes
 from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
 from ctrl_megatron.pipeline.graph import (
@@ -32,16 +33,11 @@ from ctrl_megatron.pipeline.node_keys import REWARDS, reads
 from ctrl_megatron.pipeline.performance import step_performance
 from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
-    Sample,
-    columns,
     draw_samples,
     generate,
     greedy_params,
-    known,
     length_metrics,
-    reward_fields,
     sampled,
-    texts,
     validation_batches,
 )
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker

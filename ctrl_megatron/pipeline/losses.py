@@ -24,7 +24,7 @@ from ctrl_megatron.algorithms import (
 from ctrl_megatron.config import Actor
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.pipeline.sampling import tensors_of
+from ctrl_megatron.pipeline.batch import tensors_of
 from ctrl_megatron.pipeline.worker import DAGWorker
 
 

@@ -32,7 +32,8 @@ from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.node_keys import check_read
 from ctrl_megatron.pipeline.performance import device_memory
 from ctrl_megatron.pipeline.recorder import Recorder, banner
-from ctrl_megatron.pipeline.session import Services, session
+from ctrl_megatron.pipeline.services import Services
+from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.pipeline.worker import RolloutWorker
 from ctrl_megatron.rewards.build import check_reward_functions, runs_programs
 from ctrl_megatron.sandbox import SandboxClient, SandboxError

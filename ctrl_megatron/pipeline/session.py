@@ -6,20 +6,13 @@ start on every host; and whatever happens nothing of it stays.
 
 from __future__ import annotations
 
-import asyncio
 import os
-import secrets
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-import torch
 
 from ctrl_megatron.checkpoint.run_directory import RunLock, require_shared
 from ctrl_megatron.config import Config
@@ -28,30 +21,9 @@ from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
-from ctrl_megatron.parallel.placement import (
-    EnginePlace,
-    Placement,
-    engine_devices,
-    place_engines,
-    sandbox_workers,
-)
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-from ctrl_megatron.parallel.waiting import wait_together
-from ctrl_megatron.rollout.client import RemoteEngine, log_tail
-from ctrl_megatron.rollout.engine import (
-    Engine,
-    EngineAddress,
-    EngineDied,
-    EngineError,
-    EngineSpec,
-)
-from ctrl_megatron.rollout.launch import EngineProcess
-from ctrl_megatron.rollout.pool import EnginePool
+from ctrl_megatron.pipeline.services import Services
 from ctrl_megatron.rollout.weight_chunks import remove_segments
-from ctrl_megatron.sandbox import EmbeddedSandbox
-from ctrl_megatron.sandbox.cores import usable_cores
-
-_ASK_SECONDS = 2.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,230 +127,4 @@ def join(config: Config) -> ProcessGroups:
         seed=config.trainer.seed,
         timeout_seconds=config.trainer.distributed_timeout,
         launch=launch,
-    )
-
-
-def child_died(
-    name: str, pid: int, alive: Callable[[], bool], last_words: Callable[[], str]
-) -> str | None:
-    """What happened to a child process, with the end of what it wrote; None while it lives."""
-    if alive():
-        return None
-    words = last_words().strip() or "(none)"
-    return f"the {name} (pid {pid}) died; the end of its output:\n{words}"
-
-
-class EngineSilence:
-    """Notices an engine whose process lives and does not answer any more.
-
-    It is asked every few seconds; generations, updates and sleep do not keep it from answering.
-    """
-
-    def __init__(self, engine: RemoteEngine, background: BackgroundLoop, limit: float) -> None:
-        self._engine, self._limit, self._heard = engine, limit, time.monotonic()
-        self._asking = background.submit(self._ask())
-
-    async def _ask(self) -> None:
-        try:
-            while True:
-                if await self._answers():
-                    self._heard = time.monotonic()
-                await asyncio.sleep(_ASK_SECONDS)
-        finally:
-            await self._engine.close()
-
-    async def _answers(self) -> bool:
-        try:
-            await self._engine.health()
-        except EngineDied:
-            # Its process is watched as well, which knows more to say.
-            return False
-        except EngineError:
-            # An answer too; whoever uses the engine is told.
-            return True
-        return True
-
-    def __call__(self) -> str | None:
-        """What is wrong, for ``FailureWatch.guard``."""
-        if self._asking.done() and not self._asking.cancelled():
-            return f"nobody asks the rollout engine any more: {self._asking.exception()!r}"
-        silent = time.monotonic() - self._heard
-        if silent < self._limit:
-            return None
-        address = self._engine.address
-        return (
-            f"the rollout engine (pid {address.pid}) runs but has not answered for {silent:.0f} s; "
-            f"the end of its log {address.log_path}:\n{log_tail(address.log_path)}"
-        )
-
-
-class Services:
-    """The engines that the placement gives every host, and a sandbox there where the run judges
-    programs and none is running elsewhere.
-
-    The first rank of a host starts what stands there; it comes up while models are loaded. Leaders
-    talk to all engines and all sandboxes of the run. With one host everything is on loopback.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        groups: ProcessGroups,
-        watch: FailureWatch,
-        background: BackgroundLoop,
-        stop: StopFlag,
-        *,
-        judges: bool = True,
-    ) -> None:
-        self._config, self._groups, self._watch = config, groups, watch
-        self._background, self._stop, self._judges = background, stop, judges
-        self.placement = placement_of(config, groups)
-        self._engines: dict[int, EngineProcess] = {}
-        self._sandbox: EmbeddedSandbox | None = None
-        self._addresses: dict[int, EngineAddress] = {}
-        self._clients: dict[int, RemoteEngine] = {}
-        self.sandbox_endpoint = config.sandbox.endpoint or ""
-        """Where sandboxes answer, this host's first; known after ``wait``."""
-        self.sandbox_token: str | None = None
-        """What our own sandboxes want to see, where there are several hosts."""
-
-    def start(self) -> None:
-        """Start this host's processes, on its first rank. Collective."""
-        config, groups = self._config, self._groups
-        own_sandbox = (
-            self._judges and not config.sandbox.endpoint and config.reward.provider == "local"
-        )
-        if own_sandbox and len(groups.hosts.names) > 1:
-            self.sandbox_token = groups.from_first(secrets.token_hex(32))
-        if not groups.is_first_here:
-            return
-        run_dir = Path(config.trainer.run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        for place in self.placement.on(groups.here):
-            engine = EngineProcess(engine_spec(config, groups, self.placement, place))
-            self._engines[place.number] = engine
-            name, log = engine.address.name, partial(log_tail, engine.address.log_path)
-            self._watch.guard(partial(child_died, f"engine {name}", engine.pid, engine.alive, log))
-        if own_sandbox:
-            # It ties its life to the thread that starts it, so that is the main thread.
-            self._sandbox = box = self._start_sandbox()
-            self._watch.guard(partial(child_died, "sandbox service", box.pid, box.alive, box.log))
-
-    def _start_sandbox(self) -> EmbeddedSandbox:
-        config, groups = self._config.sandbox, self._groups
-        workers = sandbox_workers(usable_cores(), groups.hosts.ranks_on(groups.here))
-        with tempfile.NamedTemporaryFile("w", prefix="ctrl-sandbox-") as file:
-            file.write(self.sandbox_token or "")
-            file.flush()
-            return EmbeddedSandbox.start(
-                workers=config.workers or workers,
-                isolation=config.isolation,  # type: ignore[arg-type]
-                host=groups.hosts.addresses[groups.here],
-                token_file=file.name if self.sandbox_token else None,
-            )
-
-    def wait(self) -> None:
-        """Until everything answers on all hosts. Collective. Raises StopRequested where a stop is
-        asked for meanwhile.
-        """
-        groups, box, engines = self._groups, self._sandbox, self._engines.values()
-
-        async def ready() -> None:
-            await asyncio.gather(*(asyncio.to_thread(engine.wait_ready) for engine in engines))
-
-        # They have minutes to start in, of which nobody spends one in a collective.
-        starting = self._background.submit(ready()) if engines else None
-        if wait_together(starting, groups, lambda: self._stop.is_set):
-            raise StopRequested
-        limit = self._config.trainer.failure_timeout
-        for engine in engines:
-            self._watch.guard(EngineSilence(engine.connect(), self._background, limit))
-        addresses = {number: engine.address for number, engine in self._engines.items()}
-        everywhere = groups.from_all((addresses, box.endpoint if box else ""))
-        for there, _ in everywhere:
-            self._addresses |= there
-        mine = groups.hosts.first_rank(groups.here)
-        boxes = [endpoint for _, endpoint in everywhere[mine:] + everywhere[:mine] if endpoint]
-        self.sandbox_endpoint = self.sandbox_endpoint or ",".join(boxes)
-
-    def connect(self) -> Engine:
-        """A client of all engines."""
-        return self._client([engine.number for engine in self.placement.engines])
-
-    def connect_here(self) -> Engine | None:
-        """A client of this host's engines on its first rank; None elsewhere."""
-        return self._client(list(self._engines)) if self._engines else None
-
-    def _client(self, numbers: Sequence[int]) -> Engine:
-        clients: dict[str, Engine] = {}
-        for number in numbers:
-            own, address = self._engines.get(number), self._addresses[number]
-            if number not in self._clients:
-                self._clients[number] = RemoteEngine(address) if own is None else own.connect()
-            clients[address.name] = self._clients[number]
-        if len(clients) == 1:
-            return next(iter(clients.values()))
-        rollout, layout = self._config.actor_rollout_ref.rollout, self._groups.layout
-        return EnginePool(
-            clients,
-            # So much that an engine never waits for us, of which every leader has its share.
-            at_once=max(1, 2 * rollout.max_num_seqs // layout.data),
-            joins_calls=rollout.name != "hf",
-            first=self._groups.place.dp * len(clients) // layout.data,
-        )
-
-    def stop(self) -> None:
-        """End this rank's child processes, also those that are still starting."""
-        for service in (self._sandbox, *self._engines.values()):
-            if service is not None:
-                service.stop()
-
-
-def placement_of(config: Config, groups: ProcessGroups) -> Placement:
-    """Where the configured engines stand among the ranks that were started."""
-    rollout, hosts = config.actor_rollout_ref.rollout, groups.hosts
-    tensor = rollout.tensor_model_parallel_size
-    devices = [
-        engine_devices(
-            hosts.ranks_on(host),
-            placement=rollout.placement,
-            engine_gpus=rollout.n_gpus_per_node,
-            tensor=tensor,
-            visible=torch.cuda.device_count() if groups.device.type == "cuda" else None,
-        )
-        for host in range(len(hosts.names))
-    ]
-    return place_engines(devices, tensor=tensor)
-
-
-def engine_spec(
-    config: Config, groups: ProcessGroups, placement: Placement, place: EnginePlace
-) -> EngineSpec:
-    """The configured engine at one of its places, holding the actor's initial weights."""
-    family, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    hosts, number, together = groups.hosts, place.number, len(placement.on(place.host))
-    on_gpus, alone = groups.device.type == "cuda", len(placement.engines) == 1
-    log = f"engine.{number}.log" if number else "engine.log"
-    # Left to themselves the engines of a host would each compute with all its cores.
-    share = None if on_gpus or together == 1 else max(1, usable_cores() // together)
-    return EngineSpec(
-        name=rollout.name,
-        title=rollout.name if alone else f"{rollout.name} {number} on {hosts.names[place.host]}",
-        host=hosts.addresses[place.host],
-        devices=place.devices if on_gpus else (),
-        model_path=family.model.path,
-        dtype=family.rollout_dtype,
-        max_model_len=config.max_model_len,
-        tensor_parallel_size=rollout.tensor_model_parallel_size,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        kv_cache_gib=rollout.kv_cache_gib,
-        max_num_seqs=rollout.max_num_seqs,
-        enforce_eager=rollout.enforce_eager,
-        may_sleep=rollout.engine_sleeps,
-        # Draws without a seed of their own differ between engines.
-        seed=rollout.seed + number,
-        threads=rollout.threads or share,
-        startup_timeout=config.trainer.distributed_timeout,
-        log_path=str(Path(config.trainer.run_dir) / log),
-        extra=dict(rollout.engine_kwargs),
     )

@@ -22,7 +22,7 @@ from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import wait_together
-from ctrl_megatron.pipeline.dynamic_sampling import LeftoverGroups
+from ctrl_megatron.pipeline.batch import LeftoverGroups
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.resharding.engine_weights import EngineWeights
 from ctrl_megatron.rewards import RewardItem, RewardSum, Scores

@@ -15,6 +15,7 @@ from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
+from ctrl_megatron.pipeline.batch import pad_rows, tensors_of
 from ctrl_megatron.pipeline.graph import (
     NodeOutput,
     NodeRole,
@@ -24,7 +25,6 @@ from ctrl_megatron.pipeline.graph import (
     TaskGraph,
 )
 from ctrl_megatron.pipeline.performance import tokens_of
-from ctrl_megatron.pipeline.sampling import pad_rows, tensors_of
 
 Tokens = tuple[int, ...]
 _VALIDATION_ROWS = 64

@@ -21,6 +21,7 @@ from ctrl_megatron.pipeline import (
     StepReport,
     TaskGraph,
 )
+from ctrl_megatron.pipeline.batch import make_batch, texts
 from ctrl_megatron.pipeline.ctrl import (
     advantages,
     old_log_prob,
@@ -28,7 +29,7 @@ from ctrl_megatron.pipeline.ctrl import (
     sync_weights,
     update_actor,
 )
-from ctrl_megatron.pipeline.sampling import draw_samples, make_batch, texts
+from ctrl_megatron.pipeline.sampling import draw_samples
 
 
 def brevity(items: Sequence[Any]) -> list[float]:

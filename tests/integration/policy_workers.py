@@ -116,7 +116,7 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
 def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
     from tensordict import NonTensorStack
 
-    from ctrl_megatron.pipeline.sampling import Sample, make_batch
+    from ctrl_megatron.pipeline.batch import Sample, make_batch
     from ctrl_megatron.prompts import parse_judgment
     from ctrl_megatron.types import Completion, VersionSpan
 
@@ -240,7 +240,7 @@ def _gaps(
     policy: Any, dialogues: list[list[int]], sampled: list[Any], pad_token_id: int
 ) -> torch.Tensor:
     """|p_engine - p_trainer| of every sampled token."""
-    from ctrl_megatron.pipeline.sampling import pad_rows, tensors_of
+    from ctrl_megatron.pipeline.batch import pad_rows, tensors_of
 
     batch = pad_rows(dialogues, [c.token_ids for c in sampled], pad_token_id=pad_token_id)
     log_probs, _ = policy.log_probs(tensors_of(batch), 1.0)

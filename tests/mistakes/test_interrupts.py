@@ -148,7 +148,7 @@ def test_a_tool_leaves_nothing_half_written(
 @pytest.mark.parametrize(
     ("moment", "interrupt"),
     [
-        ("services starting", Interrupt("ctrl_megatron.pipeline.session:Services.wait", INT)),
+        ("services starting", Interrupt("ctrl_megatron.pipeline.services:Services.wait", INT)),
         ("generating", Interrupt("ctrl_megatron.rollout.client:RemoteEngine.generate", TERM)),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

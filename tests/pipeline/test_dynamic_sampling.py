@@ -10,9 +10,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.pipeline.dynamic_sampling import LeftoverGroups, groups_that_teach
+from ctrl_megatron.pipeline.batch import LeftoverGroups, Sample
+from ctrl_megatron.pipeline.dynamic_sampling import groups_that_teach
 from ctrl_megatron.pipeline.losses import means_over_steps, mini_batches
-from ctrl_megatron.pipeline.sampling import Sample
 from ctrl_megatron.types import Completion, VersionSpan
 
 ALONE: Any = SimpleNamespace(sum_over_data=lambda counts: counts)

@@ -11,16 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ctrl_megatron.pipeline.batch import Sample, make_batch, pad_rows, tensors_of, versions_of
+from ctrl_megatron.pipeline.ctrl import reward_spread
 from ctrl_megatron.pipeline.sampling import (
-    Sample,
     level_over_data_ranks,
-    make_batch,
-    pad_rows,
-    reward_spread,
     share_prompts,
     share_rows,
-    tensors_of,
-    versions_of,
 )
 from ctrl_megatron.types import Completion, VersionSpan
 

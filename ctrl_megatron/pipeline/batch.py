@@ -1,0 +1,181 @@
+"""The batch of a step: samples, how they become padded tensors, and what is read off them.
+
+B rows are samples of this data-parallel rank, P and R the longest prompt and response among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from ctrl_megatron.rewards import Scores, weighted_sum
+from ctrl_megatron.types import Completion, VersionSpan
+
+Fields = Mapping[str, str | bool | int | float | None]
+"""What nodes know of one row beyond its tokens, by field of the batch."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One completion of one prompt, before it is padded into the batch."""
+
+    uid: str
+    """Names the group: all samples of one prompt in one step."""
+    problem_id: str
+    """The row of the data that the prompt is about."""
+    mini_batch: int
+    """Which optimizer step of this training step the sample belongs to."""
+    prompt: tuple[int, ...]
+    completion: Completion
+    fields: Fields = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens."""
+        return len(self.prompt) + len(self.completion.token_ids)
+
+
+Group = list[Sample]
+
+
+class LeftoverGroups:
+    """Judged groups that a step had no use for, oldest first; the same on every rank."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []
+
+    def take(self) -> list[Group]:
+        """All groups; none is left afterwards."""
+        taken, self._groups = self._groups, []
+        return taken
+
+    def keep(self, groups: list[Group]) -> None:
+        """Put groups aside."""
+        self._groups += groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON."""
+        return {"groups": [[dataclasses.asdict(row) for row in g] for g in self._groups]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        self._groups = [[_sample(row) for row in group] for group in state["groups"]]
+
+
+def _sample(state: dict[str, Any]) -> Sample:
+    drawn = state["completion"]
+    completion = Completion(
+        token_ids=tuple(drawn["token_ids"]),
+        log_probs=tuple(drawn["log_probs"]),
+        finish_reason=drawn["finish_reason"],
+        spans=tuple(VersionSpan(**span) for span in drawn["spans"]),
+    )
+    return Sample(**{**state, "prompt": tuple(state["prompt"]), "completion": completion})
+
+
+def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
+    """``pad_rows`` of the samples with what else is known of them.
+
+    Adds ``rollout_log_probs`` (B, R) float32, ``mini_batch`` (B,) int64, the non-tensor fields
+    ``uid``, ``problem_id``, ``version`` (the weights that drew the response) and the samples' own
+    ``fields`` as columns.
+    """
+    batch = pad_rows(
+        [s.prompt for s in samples],
+        [s.completion.token_ids for s in samples],
+        pad_token_id=pad_token_id,
+    )
+    log_probs = torch.zeros(batch["responses"].shape, dtype=torch.float32)
+    for i, sample in enumerate(samples):
+        log_probs[i, : len(sample.completion.log_probs)] = torch.tensor(sample.completion.log_probs)
+    batch["rollout_log_probs"] = log_probs
+    batch["mini_batch"] = torch.tensor([s.mini_batch for s in samples])
+    batch["uid"] = NonTensorStack(*[s.uid for s in samples])
+    batch["problem_id"] = NonTensorStack(*[s.problem_id for s in samples])
+    batch["version"] = NonTensorStack(*[versions_of(s.completion) for s in samples])
+    for name, column in columns([s.fields for s in samples]).items():
+        batch[name] = column
+    return batch
+
+
+def columns(rows: Sequence[Fields]) -> dict[str, Any]:
+    """The rows' fields as fields of the batch: texts as non-tensor data, truth values as bool,
+    everything else as float32 with NaN for None.
+    """
+    return {name: _column([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+
+
+def _column(values: Sequence[Any]) -> Any:
+    if all(isinstance(value, str) for value in values):
+        return NonTensorStack(*values)
+    if all(isinstance(value, bool) for value in values):
+        return torch.tensor(values)
+    known = [float("nan") if value is None else float(value) for value in values]
+    return torch.tensor(known, dtype=torch.float32)
+
+
+def reward_fields(scores: Scores, weights: Mapping[str, float]) -> list[Fields]:
+    """Per row ``score`` (the weighted sum) and ``reward/NAME`` of every reward function; None where
+    nothing is known.
+    """
+    return [
+        {"score": total, **{f"reward/{name}": part[row] for name, part in scores.parts.items()}}
+        for row, total in enumerate(weighted_sum(scores.parts, weights))
+    ]
+
+
+def pad_rows(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], *, pad_token_id: int
+) -> TensorDict:
+    """Token rows as a TensorDict of B rows: prompts padded on the left, responses on the right.
+
+    Writes ``prompts`` (B, P), ``responses`` (B, R), ``input_ids``, ``attention_mask``,
+    ``position_ids`` (B, P+R) int64 and ``response_mask`` (B, R) bool.
+    """
+    rows = len(prompts)
+    width_p, width_r = max(map(len, prompts)), max(1, max(map(len, responses)))
+    left = torch.full((rows, width_p), pad_token_id, dtype=torch.int64)
+    right = torch.full((rows, width_r), pad_token_id, dtype=torch.int64)
+    prompt_mask = torch.zeros((rows, width_p), dtype=torch.int64)
+    response_mask = torch.zeros((rows, width_r), dtype=torch.bool)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        left[i, width_p - len(prompt) :] = torch.tensor(prompt)
+        prompt_mask[i, width_p - len(prompt) :] = 1
+        right[i, : len(response)] = torch.tensor(response, dtype=torch.int64)
+        response_mask[i, : len(response)] = True
+    attention = torch.cat([prompt_mask, response_mask.long()], dim=1)
+    return TensorDict(
+        {
+            "prompts": left,
+            "responses": right,
+            "input_ids": torch.cat([left, right], dim=1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
+            "response_mask": response_mask,
+        },
+        batch_size=[rows],
+    )
+
+
+def tensors_of(batch: TensorDict) -> dict[str, torch.Tensor]:
+    """The tensor fields of the batch as a plain mapping."""
+    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def texts(field: Any) -> list[str]:
+    """A non-tensor field of the batch as a list."""
+    return field.tolist() if hasattr(field, "tolist") else list(field)
+
+
+def known(value: torch.Tensor) -> float | None:
+    """A number of the batch; None for NaN."""
+    return None if value.isnan() else float(value)
+
+
+def versions_of(completion: Completion) -> str:
+    """The weights that drew the completion, joined by ``+`` where there are several."""
+    return "+".join(dict.fromkeys(span.version for span in completion.spans))
