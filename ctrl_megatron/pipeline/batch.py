@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from ctrl_megatron.rewards import Scores, weighted_sum
+from ctrl_megatron.rewards import Scores
 from ctrl_megatron.types import Completion, VersionSpan
 
 Fields = Mapping[str, str | bool | int | float | None]
@@ -118,13 +118,13 @@ def _column(values: Sequence[Any]) -> Any:
     return torch.tensor(known, dtype=torch.float32)
 
 
-def reward_fields(scores: Scores, weights: Mapping[str, float]) -> list[Fields]:
+def reward_fields(scores: Scores) -> list[Fields]:
     """Per row ``score`` (the weighted sum) and ``reward/NAME`` of every reward function; None where
     nothing is known.
     """
     return [
         {"score": total, **{f"reward/{name}": part[row] for name, part in scores.parts.items()}}
-        for row, total in enumerate(weighted_sum(scores.parts, weights))
+        for row, total in enumerate(scores.totals)
     ]
 
 

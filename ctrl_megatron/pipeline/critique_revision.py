@@ -5,7 +5,7 @@ nodes of ReMax's baseline, and what is reported of a step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -113,11 +113,11 @@ def reward_items(
     ]
 
 
-def score_fields(scores: Scores, weights: Mapping[str, float]) -> list[Fields]:
+def score_fields(scores: Scores) -> list[Fields]:
     """Per row ``reward_fields`` and, of the critic's verdict, ``pass_rate``, ``cached`` and
     ``detail``.
     """
-    pairs = zip(reward_fields(scores, weights), scores.outcomes, strict=True)
+    pairs = zip(reward_fields(scores), scores.outcomes, strict=True)
     return [{**rewards, **_verdict_fields(outcome)} for rewards, outcome in pairs]
 
 
@@ -142,7 +142,7 @@ def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list
     sizes = [len(sample.completion.token_ids) for sample in drawn]
     items = reward_items(about, critiques, judged, revisions, sizes)
     scores = worker.ask(lambda: worker.score(items))
-    scored = score_fields(scores, worker.reward_weights)
+    scored = score_fields(scores)
     return [
         dataclasses.replace(
             sample,

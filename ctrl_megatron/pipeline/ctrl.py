@@ -211,7 +211,7 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         batch["response_mask"].sum(dim=1).tolist(),
     )
     scores = await worker.score(items)
-    return NodeOutput(fields=columns(score_fields(scores, worker.reward_weights)))
+    return NodeOutput(fields=columns(score_fields(scores)))
 
 
 # Log-probs and values

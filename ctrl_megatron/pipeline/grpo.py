@@ -105,7 +105,7 @@ async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput
         batch["response_mask"].sum(dim=1).tolist(),
     )
     scores = await worker.score(items)
-    return NodeOutput(fields=columns(reward_fields(scores, worker.reward_weights)))
+    return NodeOutput(fields=columns(reward_fields(scores)))
 
 
 @reads(*REWARDS)
@@ -120,7 +120,7 @@ def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> lis
     scores = worker.ask(lambda: worker.score(items))
     return [
         dataclasses.replace(sample, fields={**sample.fields, **earned})
-        for sample, earned in zip(drawn, reward_fields(scores, worker.reward_weights), strict=True)
+        for sample, earned in zip(drawn, reward_fields(scores), strict=True)
     ]
 
 

@@ -85,6 +85,8 @@ class Scores:
 
     parts: dict[str, Rewards]
     """Each function's rewards, without its weight."""
+    totals: Rewards
+    """Their ``weighted_sum``."""
     outcomes: list[RewardOutcome | None]
     """What ``critic`` found; None where it is not among the functions."""
 
@@ -121,8 +123,8 @@ class RewardSum:
         return cast("RewardModelForCritic | None", self.functions.get("critic"))
 
     async def score(self, items: Sequence[RewardItem]) -> Scores:
-        """Every function's rewards of every item. Raises what a function raises, and ``ValueError``
-        for one that does not give one reward per item.
+        """Every function's rewards of every item, and their sum. Raises what a function raises, and
+        ``ValueError`` for one that does not give one reward per item.
         """
         outcomes = [item.outcome for item in items]
         if self.critic is not None:
@@ -141,11 +143,11 @@ class RewardSum:
                 )
         if self.critic is not None:
             parts["critic"] = [None if o is None else o.reward for o in outcomes]
-        return Scores(parts={name: parts[name] for name in self.functions}, outcomes=outcomes)
-
-    def total(self, scores: Scores) -> Rewards:
-        """``weighted_sum`` of the parts."""
-        return weighted_sum(scores.parts, self.weights)
+        return Scores(
+            parts={name: parts[name] for name in self.functions},
+            totals=weighted_sum(parts, self.weights),
+            outcomes=outcomes,
+        )
 
     async def close(self) -> None:
         """Let go of the judge's connections, where it has any."""

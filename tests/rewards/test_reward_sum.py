@@ -114,7 +114,7 @@ def test_the_critic_runs_first_and_the_others_see_its_outcomes() -> None:
     }
     assert list(scores.parts) == list(functions)
     assert scores.outcomes[3] is known and len(judge.requests) == 2
-    assert total.total(scores) == [6.0, pytest.approx(4 / 3 + 0.5 - 4), 0.0, None]
+    assert scores.totals == [6.0, pytest.approx(4 / 3 + 0.5 - 4), 0.0, None]
     assert pickle.loads(pickle.dumps(scores)) == scores
 
 
