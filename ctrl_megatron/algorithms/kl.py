@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, masked
+from ctrl_megatron.algorithms.masked import bounded, check_shapes, masked
 
-# Beyond exp(20) nothing is learnt, and inf * 0 in the backward pass would be NaN.
-_LOG_RATIO_BOUND = 20.0
 _K3_BOUND = 10.0
 _LARGEST_ERROR = 0.2
 
@@ -21,7 +19,7 @@ def _k2(gap: torch.Tensor) -> torch.Tensor:
 
 
 def _k3(gap: torch.Tensor) -> torch.Tensor:
-    back = (-gap).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+    back = bounded(-gap)
     return (back.exp() - back - 1).clamp(max=_K3_BOUND)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 _WHITEN_EPSILON = 1e-8
+_LOG_RATIO_BOUND = 20.0
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Adds a (K,) float64 tensor over the holders of the pieces of a batch."""
@@ -19,6 +20,13 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 def nothing_to_add(sums: torch.Tensor) -> torch.Tensor:
     """The ``Reduce`` of a caller that holds the whole batch."""
     return sums
+
+
+def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Within +-20. Ratios beyond exp(20) say nothing more; their products would overflow, and a
+    backward pass would meet inf * 0.
+    """
+    return log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
 
 
 def check_shapes(rank: int | None = 2, /, **tensors: torch.Tensor | None) -> None:

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import masked
+from ctrl_megatron.algorithms.masked import bounded, masked
 from ctrl_megatron.algorithms.registry import PolicyLossTerms, register_policy_loss_terms
 
-# Ratios beyond exp(20) say nothing more; without the bound one stale token could give inf * 0.
-LOG_RATIO_BOUND = 20.0
 _LARGEST_GSPO_EXPONENT = 10.0
 RANGE_OPTIONS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
@@ -35,8 +33,8 @@ def clip_range(config: Any) -> tuple[float, float]:
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp of the log-ratio bounded to +-20."""
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    """exp of the bounded log-ratio."""
+    return bounded(log_ratio).exp()
 
 
 def row_means(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -211,7 +209,7 @@ def geo_mean_terms(
         torch.where(gains < 0, log_ratio.clamp(min=-low), log_ratio),
     )
     # One token that the other side leaves open must not overflow the mean of its row.
-    exponent = row_means(held.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), response_mask)
+    exponent = row_means(bounded(held), response_mask)
     rows = -row_means(gains, response_mask) * exponent.exp()
     if rollout_is_weights is not None:
         log_weights = masked(rollout_is_weights.log(), response_mask)

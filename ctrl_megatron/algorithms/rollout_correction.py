@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, masked, row_sums
+from ctrl_megatron.algorithms.masked import bounded, check_shapes, masked, row_sums
 
 ROLLOUT_IS = ("none", "token", "sequence")
 ROLLOUT_RS = ("none", "token", "sequence", "geometric")
-# Ratios beyond exp(20) say nothing more, and products of them would overflow.
-_LOG_RATIO_BOUND = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +149,7 @@ def mismatch_metrics(total: MismatchSums) -> dict[str, float]:
 
 def _log_ratio(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     check_shapes(response_mask=mask, old_log_probs=old, rollout_log_probs=rollout)
-    return masked(old - rollout, mask).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+    return bounded(masked(old - rollout, mask))
 
 
 def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tensor:
@@ -161,4 +159,4 @@ def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tens
     rows = log_ratio.sum(dim=-1, keepdim=True)
     if kind == "geometric":
         rows = rows / mask.bool().sum(dim=-1, keepdim=True).clamp(min=1)
-    return rows.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp()
+    return bounded(rows).exp()
