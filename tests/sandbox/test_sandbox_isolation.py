@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,11 +189,63 @@ def test_every_tier_has_a_private_directory(tier: EmbeddedSandbox) -> None:
 
 def test_every_tier_removes_what_a_program_left(tier: EmbeddedSandbox) -> None:
     code = (
-        "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\n"
-        "os.chmod('a/b', 0)\nos.chmod('a', 0)\nprint(1)"
+        "import os\nos.mkdir('a', 0o300)\nos.mkdir('a/b', 0o300)\nopen('a/b/c', 'w')\n"
+        "os.mkdir('a/d', 0)\nprint(1)"
     )
     assert stdout(run(tier, code)) == "1\n"
     assert stdout(run(tier, "import os; print(os.listdir('.'))")) == "['main.py']\n"
+
+
+OWNER_CAN = {
+    "chmod": "os.chmod(path, 0)",
+    "fchmod of a file open for nothing": "os.fchmod(os.open(path, 3), 0)",
+    "chown": "os.chown(path, os.getuid(), os.getgid())",
+    "utime": "os.utime(path, (0, 0))",
+    "setxattr": "os.setxattr(path, 'user.x', b'x')",
+    "truncate": "os.truncate(path, 0)",
+    "open to truncate": "os.open(path, os.O_RDONLY | os.O_TRUNC)",
+}
+"""What the owner of a file may do to it; Landlock mediates the last two in its newer versions."""
+
+
+@pytest.mark.parametrize("what", OWNER_CAN)
+def test_no_program_changes_another_file_of_its_user(tier: EmbeddedSandbox, what: str) -> None:
+    """A file of the user that runs programs, beside the job's directory."""
+    if tier.isolation["tier"] != "landlock":
+        pytest.skip("no such file is there (namespaces), or nothing keeps it (limits)")
+    uid = tier.isolation["uid"]
+    folder = Path(tempfile.mkdtemp(prefix="canary-"))
+    try:
+        file = folder / "file"
+        file.write_text("kept")
+        for path in (folder, file):
+            os.chown(path, uid, uid if os.getuid() == 0 else -1)
+        os.chmod(file, 0o600)
+        before = file.stat()
+        code = (
+            f"import os\npath = {str(file)!r}\n"
+            f"try: {OWNER_CAN[what]}\nexcept PermissionError: print('refused')"
+        )
+        assert stdout(run(tier, code)) == "refused\n"
+        after = file.stat()
+        assert file.read_text() == "kept" and not os.listxattr(file)
+        assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_every_tier_lets_programs_use_files_of_their_own(tier: EmbeddedSandbox) -> None:
+    code = (
+        "import os, pathlib, shutil, tempfile, zipfile\n"
+        "open('a', 'w').write('text')\nopen('a', 'r+').truncate(2)\n"
+        "shutil.copyfile('a', 'b')\nos.truncate('b', 1)\nshutil.move('b', 'c')\n"
+        "pathlib.Path('a').touch()\n"
+        "with zipfile.ZipFile('z', 'w') as z: z.write('a')\n"
+        "with tempfile.TemporaryDirectory() as d: zipfile.ZipFile('z').extractall(d)\n"
+        "with tempfile.NamedTemporaryFile('w+') as f: f.write('x')\n"
+        "print(open('a').read(), open('c').read(), sorted(os.listdir('.')))"
+    )
+    assert stdout(run(tier, code)) == "te t ['a', 'c', 'main.py', 'z']\n"
 
 
 def test_every_tier_ends_the_whole_tree(tier: EmbeddedSandbox) -> None:
@@ -226,23 +279,33 @@ def test_no_tier_lets_a_program_into_the_judge(tier: EmbeddedSandbox) -> None:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_filter_is_a_well_formed_program(machine: str) -> None:
-    program = seccomp.compile_filter(machine)
+@pytest.mark.parametrize("version", [None, 2, 3])
+def test_the_filter_is_a_well_formed_program(machine: str, version: int | None) -> None:
+    program = seccomp.compile_filter(machine, landlock=version)
     assert len(program) < 4096
     for index, (code, if_true, if_false, _) in enumerate(program):
-        assert code in (0x20, 0x15, 0x35, 0x45, 0x06)
+        assert code in (0x20, 0x15, 0x35, 0x45, 0x54, 0x06)
         if code != 0x06:
             assert index + 1 + max(if_true, if_false) < len(program)
     assert program[-1] == (0x06, 0, 0, 0x7FFF0000)
     assert len(set(seccomp.DENIED[machine])) == len(seccomp.DENIED[machine])
 
 
-def run_filter(machine: str, number: int, argument: int = 0, pid: int = 77, second: int = 0) -> int:
+def run_filter(
+    machine: str,
+    number: int,
+    argument: int = 0,
+    *,
+    pid: int = 77,
+    second: int = 0,
+    third: int = 0,
+    version: int | None = None,
+) -> int:
     """An interpreter of the filter, written from the kernel's definition of the instructions."""
     architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
-    words = {0: number, 4: architecture, 16: argument, 24: second}
+    words = {0: number, 4: architecture, 16: argument, 24: second, 32: third}
     accumulator, at = 0, 0
-    program = seccomp.compile_filter(machine)
+    program = seccomp.compile_filter(machine, landlock=version)
     while True:
         code, if_true, if_false, constant = program[at]
         constant = pid if code == 0x15 and constant == 0xFFFFFFFF else constant
@@ -251,6 +314,9 @@ def run_filter(machine: str, number: int, argument: int = 0, pid: int = 77, seco
             return constant
         if code == 0x20:
             accumulator = words[constant]
+            continue
+        if code == 0x54:
+            accumulator &= constant
             continue
         taken = {
             0x15: accumulator == constant,
@@ -312,6 +378,54 @@ def test_what_the_filter_answers_to_second_arguments(
     machine: str, number: int, second: int, outcome: int
 ) -> None:
     assert run_filter(machine, number, argument=3, second=second) == outcome
+
+
+METADATA = {
+    "x86_64": (90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280, 452),
+    "aarch64": (5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88, 452),
+}
+READ, WRITE, BOTH, NEITHER, TRUNCATE = 0, 1, 2, 3, 0o1000
+
+
+@pytest.mark.parametrize("machine", METADATA)
+def test_where_landlock_guards_files_metadata_stays(machine: str) -> None:
+    for number in METADATA[machine]:
+        assert run_filter(machine, number, version=7) == REFUSE
+        assert run_filter(machine, number) == ALLOW
+    for number in (463, 466, 469):  # setxattrat removexattrat file_setattr
+        assert run_filter(machine, number, version=7) == ABSENT
+    ioctl = {"x86_64": 16, "aarch64": 29}[machine]
+    for request in (0x40086602, 0x401C5820, 0x40806685):  # flags of a file, its project, verity
+        assert run_filter(machine, ioctl, second=request, version=7) == REFUSE
+    assert run_filter(machine, ioctl, second=0x5401, version=7) == ALLOW
+
+
+@pytest.mark.parametrize(
+    ("version", "flags", "outcome"),
+    [
+        *((version, flags, ALLOW) for version in (None, 2, 3) for flags in (READ, WRITE, BOTH)),
+        *((version, WRITE | TRUNCATE, ALLOW) for version in (None, 2, 3)),
+        *((version, NEITHER, REFUSE) for version in (2, 3)),
+        (2, READ | TRUNCATE, REFUSE),  # Landlock 2 sees a file that is only read
+        (3, READ | TRUNCATE, ALLOW),
+        (None, NEITHER, ALLOW),
+    ],
+)
+def test_where_landlock_guards_files_it_sees_every_way_to_open(
+    version: int | None, flags: int, outcome: int
+) -> None:
+    for machine, number in (("x86_64", 257), ("aarch64", 56)):
+        assert run_filter(machine, number, third=flags, version=version) == outcome
+    assert run_filter("x86_64", 2, second=flags, version=version) == outcome
+
+
+@pytest.mark.parametrize(("machine", "truncate"), [("x86_64", 76), ("aarch64", 45)])
+def test_where_landlock_is_too_old_to_see_it_nothing_is_truncated_by_name(
+    machine: str, truncate: int
+) -> None:
+    outcomes = [run_filter(machine, truncate, version=version) for version in (None, 2, 3)]
+    assert outcomes == [ALLOW, REFUSE, ALLOW]
+    assert run_filter(machine, 437, version=2) == ABSENT  # openat2 hides its flags
 
 
 def test_landlock_version_is_a_number() -> None:

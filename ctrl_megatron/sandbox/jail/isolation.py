@@ -159,7 +159,7 @@ def establish(
     )
     filters: dict[Profile | None, seccomp.SyscallFilter] = {}
     if filtering:
-        filters[None] = seccomp.SyscallFilter()
+        filters[None] = seccomp.SyscallFilter(landlock=None if isolated else abi)
     if filtering and isolated:
         # Processes only where a pid namespace bounds them.
         filters["binary"] = seccomp.SyscallFilter(execute=True)
@@ -171,12 +171,24 @@ def establish(
 
 
 def check_canaries(confinement: Confinement, directory: str) -> None:
-    """Try what no job may do. Raises ``IsolationRefused`` if any of it succeeds."""
+    """Try what no job may do. Raises ``IsolationRefused`` if any of it succeeds. ``directory`` is
+    empty, and again so afterwards.
+    """
     if not confinement.report.seccomp:
         return
+    outside = None
+    if not confinement.isolated:
+        # A file of the user that runs programs, beside a job's directory.
+        outside, directory = (os.path.join(directory, name) for name in ("outside", "inside"))
+        os.mkdir(directory)
+        with open(outside, "x") as stream:
+            stream.write("canary")
     # Limits that are not the reason why an attempt fails.
     roomy = replace(confinement, limits=SandboxLimits())
-    reason = _in_child(lambda: _try_forbidden(roomy, directory))
+    reason = _in_child(lambda: _try_forbidden(roomy, directory, outside))
+    if outside is not None:
+        os.unlink(outside)
+        os.rmdir(directory)
     if reason:
         raise IsolationRefused(f"the isolation does not hold: {reason}")
 
@@ -229,7 +241,7 @@ def _try_namespaces(staging: str, user: int | None) -> None:
         os._exit(1)
 
 
-def _try_forbidden(confinement: Confinement, directory: str) -> None:
+def _try_forbidden(confinement: Confinement, directory: str, outside: str | None) -> None:
     confinement.apply(directory, memory_mb=1024, cpu_seconds=5)
     attempts: list[tuple[str, Callable[[], object]]] = [
         ("a socket", socket.socket),
@@ -240,6 +252,13 @@ def _try_forbidden(confinement: Confinement, directory: str) -> None:
         attempts += [
             ("a file in the library", lambda: os.open("/usr/lib/canary", os.O_CREAT | os.O_WRONLY)),
             ("the machine's password file", lambda: os.open("/etc/passwd", os.O_RDONLY)),
+        ]
+    if outside is not None:
+        # 3: for neither reading nor writing.
+        attempts += [
+            ("the mode of another file", lambda: os.chmod(outside, 0)),
+            ("another file emptied", lambda: os.truncate(outside, 0)),
+            ("another file open without a right to it", lambda: os.open(outside, 3)),
         ]
     for what, attempt in attempts:
         try:
