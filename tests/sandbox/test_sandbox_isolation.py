@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -95,16 +97,18 @@ def readable_by_all(path: Path) -> bool:
 NOBODY = 65534
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="another user's processes need root to start")
-def test_an_ordinary_user_gets_the_same_isolation() -> None:
-    """A service started by an unprivileged user: nothing of it needs root."""
+@contextmanager
+def ordinary_users_service(level: str) -> Iterator[dict[str, Any]]:
+    """What a service with one worker announces that an unprivileged user has started."""
     python, libraries = readable_python(), Path(aiohttp.__file__).parents[1]
+    if os.getuid() != 0:
+        pytest.skip("another user's processes need root to start")
     if python is None or not (readable_by_all(ROOT) and readable_by_all(libraries)):
         pytest.skip("an ordinary user cannot read the interpreter, the checkout or its libraries")
     process = subprocess.Popen(
         [
             *(python, "-m", "ctrl_megatron.sandbox", "--port", "0", "--workers", "1"),
-            *("--isolation", "strict", "--log-level", "warning"),
+            *("--isolation", level, "--log-level", "error"),
         ],
         cwd="/",
         env={"PATH": os.defpath, "PYTHONPATH": f"{ROOT}:{libraries}"},
@@ -117,18 +121,32 @@ def test_an_ordinary_user_gets_the_same_isolation() -> None:
     try:
         assert process.stdout is not None
         note = json.loads(process.stdout.readline())
-        assert (note["isolation"]["level"], note["isolation"]["uid"]) == ("strict", NOBODY)
-        endpoint = f"http://127.0.0.1:{note['port']}"
-        code = "import os\ntry: os.fork()\nexcept OSError: print(os.getuid(), os.listdir('.'))"
-        assert stdout(run_at(endpoint, code)) == f"{NOBODY} ['main.py']\n"
-        forged = "class E:\n  def __eq__(s, o): return True\ndef f(x): return E()"
-        assert judge_at(endpoint, "def f(x): return x").accepted
-        assert not judge_at(endpoint, forged).accepted
+        yield {**note, "endpoint": f"http://127.0.0.1:{note['port']}"}
     finally:
         process.terminate()
         status = process.wait(30)
         process.stdout.close()  # type: ignore[union-attr]
     assert status == 0 and not Path(note["scratch"]).exists()
+
+
+def test_an_ordinary_user_gets_the_same_isolation() -> None:
+    """A service started by an unprivileged user: nothing of it needs root."""
+    with ordinary_users_service("strict") as note:
+        assert (note["isolation"]["level"], note["isolation"]["uid"]) == ("strict", NOBODY)
+        code = "import os\ntry: os.fork()\nexcept OSError: print(os.getuid(), os.listdir('.'))"
+        assert stdout(run_at(note["endpoint"], code)) == f"{NOBODY} ['main.py']\n"
+        forged = "class E:\n  def __eq__(s, o): return True\ndef f(x): return E()"
+        assert judge_at(note["endpoint"], "def f(x): return x").accepted
+        assert not judge_at(note["endpoint"], forged).accepted
+
+
+@pytest.mark.parametrize("folder", [".", "..", "../.."])
+def test_a_program_that_closes_the_services_directory_costs_no_other(folder: str) -> None:
+    """It can where it runs as the service's user and no isolation was wanted."""
+    with ordinary_users_service("none") as note:
+        run_at(note["endpoint"], f"import os; os.chmod({folder!r}, 0)")
+        for _ in range(2):
+            assert judge_at(note["endpoint"], "def f(x): return x").accepted
 
 
 def test_programs_are_the_first_to_go_when_memory_ends(service: EmbeddedSandbox) -> None:
