@@ -9,7 +9,7 @@ from typing import Literal
 
 Level = Literal["strict", "standard", "none"]
 """``strict`` refuses to start with less than namespaces and a system call filter, ``standard``
-takes what the kernel gives, ``none`` tries nothing."""
+with less than namespaces or, in their place, Landlock and the filter; ``none`` tries nothing."""
 LEVELS: tuple[Level, ...] = ("strict", "standard", "none")
 MECHANISMS: tuple[str, ...] = ("namespaces", "seccomp", "landlock")
 Profile = Literal["binary", "compiler", "shell"]

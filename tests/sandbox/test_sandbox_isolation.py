@@ -76,6 +76,15 @@ def test_strict_refuses_what_the_kernel_does_not_give() -> None:
         EmbeddedSandbox.start(workers=1, isolation="strict", without=("seccomp",))
 
 
+@pytest.mark.parametrize("without", [("namespaces", "landlock"), ("namespaces", "seccomp")])
+def test_standard_refuses_a_kernel_that_keeps_no_files(without: tuple[str, ...]) -> None:
+    with pytest.raises(SandboxStartError) as refused:
+        EmbeddedSandbox.start(workers=2, isolation="standard", without=without)
+    (line,) = str(refused.value).splitlines()
+    assert "isolation standard needs namespaces, or Landlock and seccomp" in line
+    assert "or ask for isolation=none" in line
+
+
 def test_the_service_reports_what_it_reached(service: EmbeddedSandbox) -> None:
     reached = service.isolation
     assert reached["requested"] == "standard"
@@ -165,10 +174,10 @@ def test_a_program_does_not_learn_the_machines_name(service: EmbeddedSandbox) ->
     assert stdout(run(service, "import os; print(os.uname().nodename)")) == "sandbox\n"
 
 
-TIERS = {
-    "namespaces": (),
-    "landlock": ("namespaces",),
-    "limits": ("namespaces", "landlock", "seccomp"),
+TIERS: dict[str, dict[str, Any]] = {
+    "namespaces": {"isolation": "standard"},
+    "landlock": {"isolation": "standard", "without": ("namespaces",)},
+    "limits": {"isolation": "none"},
 }
 
 
@@ -180,8 +189,8 @@ def tier(request: pytest.FixtureRequest) -> Iterator[EmbeddedSandbox]:
     with EmbeddedSandbox.start(
         workers=1,
         python=python,
-        without=TIERS[request.param],
         limits=SandboxLimits(processes=20),
+        **TIERS[request.param],
     ) as running:
         if running.isolation["tier"] != request.param:
             pytest.skip(f"this kernel gives no {request.param}: {running.isolation['missing']}")

@@ -134,6 +134,13 @@ def establish(
             f"isolation strict needs namespaces and seccomp; missing: {'; '.join(missing)}. "
             "Enable unprivileged user namespaces or use isolation standard."
         )
+    guarded = bool(isolated or (abi and filtering))
+    if level == "standard" and not guarded:
+        raise IsolationRefused(
+            "isolation standard needs namespaces, or Landlock and seccomp; missing: "
+            f"{'; '.join(missing)}. Programs could read every file of the user who runs them, "
+            "expected answers too: enable unprivileged user namespaces, or ask for isolation=none."
+        )
     # Each place once, whatever its names: a rule costs every job four system calls.
     readable = tuple(dict.fromkeys(map(os.path.realpath, namespaces.library_paths())))
     process = None
@@ -151,7 +158,7 @@ def establish(
             ) from error
     report = IsolationReport(
         requested=level,
-        tier="namespaces" if isolated else "landlock" if abi and filtering else "limits",
+        tier="namespaces" if isolated else "landlock" if guarded else "limits",
         seccomp=filtering,
         landlock=abi,
         uid=os.getuid(),

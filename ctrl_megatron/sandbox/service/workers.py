@@ -326,13 +326,17 @@ class WorkerPool:
         async def add(number: int) -> None:
             self.queue.release((number, await self._new(number)))
 
+        refusal: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(self.size):
                     group.create_task(add(number))
         except* (IsolationRefused, WorkerFault, OSError) as errors:
+            refusal = errors.exceptions[0]
+        # Not in the clause above: Python 3.11.2 packs what that raises into a group.
+        if refusal is not None:
             await self.stop()
-            raise errors.exceptions[0] from None
+            raise refusal
 
     async def stop(self) -> None:
         """End every worker and remove what they left."""
