@@ -47,6 +47,8 @@ class SandboxLimits:
     """File descriptors of one process."""
     request_bytes: int = 64 << 20
     """Largest HTTP request."""
+    body_seconds: float = 60.0
+    """In which a request's body must arrive; it counts as held meanwhile. Answered 408 then."""
     service_mb: int = 4096
     """MiB of requests that are in work, answers included; a request beyond is answered 503."""
     queue: int = 100_000

@@ -272,7 +272,13 @@ def _client(request: web.Request) -> str:
 
 
 async def _body(request: web.Request, kind: type[BodyT]) -> BodyT:
-    text = await request.read()
+    seconds = request.app[STATE].pool.settings.limits.body_seconds
+    try:
+        async with asyncio.timeout(seconds):
+            text = await request.read()
+    except TimeoutError as error:
+        reason = f"the request's body did not arrive within {seconds:g} s"
+        raise web.HTTPRequestTimeout(reason=reason) from error
     if len(text) > CHECKED_BYTES:
         # Other requests go on meanwhile; the parser itself lets nobody else run.
         await aside(_check_values, text)
