@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -204,6 +206,23 @@ def test_clients_that_never_send_their_body_do_not_keep_others_out() -> None:
 
     with EmbeddedSandbox.start(workers=1, limits=limits) as service:
         asyncio.run(scenario(service))
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity, gzip"])
+def test_a_packed_body_is_refused(service: EmbeddedSandbox, encoding: str) -> None:
+    body = REQUEST.model_dump_json().encode()
+    packed = {"gzip": gzip.compress, "deflate": zlib.compress}.get(encoding, bytes)(body)
+    assert asyncio.run(post(service.endpoint, packed, {"Content-Encoding": encoding})) == 415
+    assert asyncio.run(post(service.endpoint, body, {"Content-Encoding": "Identity"})) == 200
+
+
+async def post(endpoint: str, body: bytes, headers: dict[str, str]) -> int:
+    url = endpoint + "/run_code"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, data=body, headers=headers) as answer,
+    ):
+        return answer.status
 
 
 def test_metrics_are_what_prometheus_reads(guarded: EmbeddedSandbox) -> None:

@@ -217,6 +217,10 @@ async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     if state.draining:
         return _busy("the service is shutting down")
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        # It would hold more memory than the length that it declares.
+        return _refusal(415, f"the body is packed ({encoding[:_CLIENT_LENGTH]}): send it as it is")
     limits, size = state.pool.settings.limits, request.content_length
     # A body of unknown length may be as long as any. Text takes up to four bytes a character.
     size = 4 * VERDICT_CHARACTERS + (limits.request_bytes if size is None else size)
