@@ -87,6 +87,8 @@ _SIGNALS = {"x86_64": (62, 234), "aarch64": (129, 131)}  # kill, tgkill
 _PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _FCNTL = {"x86_64": 72, "aarch64": 25}
 _IOCTL = {"x86_64": 16, "aarch64": 29}
+_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+_LOCAL, _STREAM, _KIND = 1, 1, 0xF
 _SET_OWNER, _SET_SIGNAL, _SET_OWNER_EX = 8, 10, 15
 _LOCKS = (5, 6, 7, 36, 37, 38)
 """Record locks of a process and of an open file: ask, set, set and wait."""
@@ -159,6 +161,10 @@ def compile_filter(
         program += _on_call(number, first_argument, (_EQUAL, 0, 1, target), if_same, if_other)
     own = (_EQUAL, 1, 0, 0), (_EQUAL, 0, 1, _OWN_PID)
     program += _on_call(_PRLIMIT[name], first_argument, *own, allow, fail)
+    # Of any other kind a socket of a pair can still send to an address, though it may not connect.
+    stream = (_LOAD, 0, 0, _SECOND_OFFSET), (_MASK, 0, 0, _KIND), (_EQUAL, 1, 0, _STREAM)
+    local = (_EQUAL, 1, 0, _LOCAL), fail
+    program += _on_call(_SOCKETPAIR[name], first_argument, *local, *stream, fail, allow)
     # The owner of a descriptor gets a signal of the setter's choice when data arrive.
     refused = (_SET_OWNER, _SET_SIGNAL, _SET_OWNER_EX, *_LOCKS, *_LEASE_AND_NOTIFY)
     program += _deny_second(_FCNTL[name], refused)
