@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,13 @@ def judge(service: EmbeddedSandbox, code: str) -> EvalResult:
     return judge_at(service.endpoint, code)
 
 
-def judge_at(endpoint: str, code: str) -> EvalResult:
+TESTS = ("assert f(1) == 1", "assert f(2) == 2")
+
+
+def judge_at(endpoint: str, code: str, tests: Sequence[str] = TESTS) -> EvalResult:
     async def call() -> EvalResult:
         async with SandboxClient(endpoint, attempts=1) as client:
-            data = {"test_list": ["assert f(1) == 1", "assert f(2) == 2"]}
+            data = {"test_list": list(tests)}
             return await client.submit(
                 submission(code, dataset_type="MBPPDataset", provided_data=data)
             )
@@ -212,6 +215,19 @@ def test_every_tier_has_a_private_directory(tier: EmbeddedSandbox) -> None:
     )
     for _ in range(2):
         assert stdout(run(tier, code)) == "['main.py'] {}\n"
+
+
+def test_every_tier_starts_a_program_anew_in_an_empty_directory(tier: EmbeddedSandbox) -> None:
+    """One that died is replaced: what it has written of earlier calls is not there any more."""
+    code = (
+        "import os\ndef f(x):\n    left = os.listdir('.')\n"
+        "    open(f'seen-{x}', 'w').close()\n    os.mkdir(f'hidden-{x}', 0o300)\n"
+        "    os.mkdir(f'hidden-{x}/inner', 0)\n"
+        "    if x == 1: os._exit(0)\n    return left"
+    )
+    tests = ["assert f(1) == []", "assert f(2) == []"]
+    judged = judge_at(tier.endpoint, code, tests)
+    assert [case.passed for case in judged.tests] == [False, True], judged.tests
 
 
 def test_every_tier_removes_what_a_program_left(tier: EmbeddedSandbox) -> None:

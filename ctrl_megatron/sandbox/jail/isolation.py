@@ -64,12 +64,15 @@ class Confinement:
         every capability; the directory's path.
 
         A tmpfs of its own that ends with the process, or ``spec["directory"]`` where there are no
-        mount namespaces.
+        mount namespaces; what an ended program of the job has left there goes first.
         """
         directory = namespaces.TMP if self.isolated else spec["directory"]
         if self.isolated:
             # The worker's own System V namespace serves where the filter refuses its calls.
             namespaces.enter_job(self.limits.disk_mb << 20, ipc=not self.report.seccomp)
+        else:
+            files.remove_tree(directory)
+            os.mkdir(directory, 0o700)
         os.chdir(directory)
         linux.drop_capabilities()
         files.write(directory, spec["files"])
