@@ -40,7 +40,8 @@ class SandboxLimits:
     file_bytes: int = 16 << 20
     """Largest file a program may write."""
     disk_mb: int = 64
-    """Size of the private temporary directory, MiB (enforced where namespaces are available)."""
+    """Size of the private temporary directory, MiB; without namespaces of the files in it that have
+    a name."""
     processes: int = 64
     """Processes and threads."""
     open_files: int = 64
