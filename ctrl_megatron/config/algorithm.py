@@ -215,7 +215,8 @@ class Sandbox:
     )
     """File whose first line is the bearer token of the services at endpoint."""
     isolation: Literal["strict", "standard", "none"] = key("standard", read=_EMBEDDED)
-    """Isolation level of the embedded service; strict refuses to start without namespaces."""
+    """Isolation level of the embedded service; strict refuses to start without namespaces, standard
+    where neither they nor Landlock keep programs from the machine's files."""
     workers: int | None = key(None, AT_LEAST_1, read=_EMBEDDED)
     """Programs that a host's embedded service runs at the same time; None for one per core that the
     process may use, less one for each rank of the host."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 Level = Literal["strict", "standard", "none"]
 """``strict`` refuses to start with less than namespaces and a system call filter, ``standard``
-takes what the kernel gives, ``none`` tries nothing."""
+with less than namespaces or, in their place, Landlock and the filter; ``none`` tries nothing."""
 LEVELS: tuple[Level, ...] = ("strict", "standard", "none")
 MECHANISMS: tuple[str, ...] = ("namespaces", "seccomp", "landlock")
 Profile = Literal["binary", "compiler", "shell"]
@@ -40,13 +40,16 @@ class SandboxLimits:
     file_bytes: int = 16 << 20
     """Largest file a program may write."""
     disk_mb: int = 64
-    """Size of the private temporary directory, MiB (enforced where namespaces are available)."""
+    """Size of the private temporary directory, MiB; without namespaces of the files in it that have
+    a name."""
     processes: int = 64
     """Processes and threads."""
     open_files: int = 64
     """File descriptors of one process."""
     request_bytes: int = 64 << 20
     """Largest HTTP request."""
+    body_seconds: float = 60.0
+    """In which a request's body must arrive; it counts as held meanwhile. Answered 408 then."""
     service_mb: int = 4096
     """MiB of requests that are in work, answers included; a request beyond is answered 503."""
     queue: int = 100_000

@@ -81,7 +81,8 @@ def client_of(url: str | list[str], **options: Any) -> SandboxClient:
 
 
 @pytest.mark.parametrize(
-    "fault", ["hang up", (500, "x"), (503, "busy"), SANDBOX_ERROR, {"not": "the contract"}]
+    "fault",
+    ["hang up", (408, "x"), (500, "x"), (503, "busy"), SANDBOX_ERROR, {"not": "the contract"}],
 )
 def test_faults_of_the_service_are_retried(fault: Any) -> None:
     async def scenario() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import os
@@ -10,13 +11,14 @@ import re
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
 from ctrl_megatron.sandbox.access import (
     OpenAddress,
     is_allowed,
@@ -177,6 +179,50 @@ def test_one_request_does_not_wait_for_another_clients_hundred(guarded: Embedded
             await asyncio.gather(*many)
 
     asyncio.run(scenario())
+
+
+def test_clients_that_never_send_their_body_do_not_keep_others_out() -> None:
+    limits = SandboxLimits(service_mb=128, body_seconds=3.0)
+    size = limits.request_bytes - 1
+
+    async def silent(host: str, port: str) -> bytes:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            f"POST /submit HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n{{".encode()
+        )
+        answer = await reader.readuntil(b"\r\n")
+        writer.close()
+        return answer
+
+    async def scenario(service: EmbeddedSandbox) -> None:
+        host, _, port = service.endpoint.removeprefix("http://").partition(":")
+        waiting = asyncio.create_task(silent(host, port))
+        await until_running(service.endpoint, 1)
+        assert (await silent(host, port)).split()[1] == b"503", "a second one is too much"
+        assert (await waiting).split()[1] == b"408"
+        async with SandboxClient(service.endpoint, attempts=1) as client:
+            assert (await client.run_code(REQUEST)).status is RunStatus.SUCCESS
+        assert "sandbox_requests_bytes 0\n" in (await get(service.endpoint + "/metrics", None))[1]
+
+    with EmbeddedSandbox.start(workers=1, limits=limits) as service:
+        asyncio.run(scenario(service))
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity, gzip"])
+def test_a_packed_body_is_refused(service: EmbeddedSandbox, encoding: str) -> None:
+    body = REQUEST.model_dump_json().encode()
+    packed = {"gzip": gzip.compress, "deflate": zlib.compress}.get(encoding, bytes)(body)
+    assert asyncio.run(post(service.endpoint, packed, {"Content-Encoding": encoding})) == 415
+    assert asyncio.run(post(service.endpoint, body, {"Content-Encoding": "Identity"})) == 200
+
+
+async def post(endpoint: str, body: bytes, headers: dict[str, str]) -> int:
+    url = endpoint + "/run_code"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, data=body, headers=headers) as answer,
+    ):
+        return answer.status
 
 
 def test_metrics_are_what_prometheus_reads(guarded: EmbeddedSandbox) -> None:

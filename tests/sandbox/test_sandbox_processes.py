@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -82,6 +83,24 @@ def test_a_killed_worker_is_replaced_and_its_job_repeated(
 
     on_loop(scenario())
     assert wait_until(lambda: len(descendants(own.pid)) == 2 * IDLE)
+
+
+def test_a_worker_is_replaced_even_if_its_directories_cannot_be_removed(
+    on_loop: BackgroundLoop,
+) -> None:
+    async def scenario(service: EmbeddedSandbox) -> None:
+        async with SandboxClient(service.endpoint, attempts=1, timeout=60) as client:
+            # Gone already: there is nothing that removing them could not stumble over.
+            for folder in Path(service.scratch).iterdir():
+                shutil.rmtree(folder)
+            for worker in descendants(service.pid):
+                os.kill(worker, signal.SIGKILL)
+            answers = [await client.run_code(request("print(1)")) for _ in range(2)]
+            assert [answer.status for answer in answers] == [RunStatus.SUCCESS] * 2
+
+    with EmbeddedSandbox.start(workers=1) as service:
+        on_loop(scenario(service))
+        assert "of an ended worker stays behind" in service.log()
 
 
 def test_a_worker_killed_during_a_job_does_not_lose_the_job(

@@ -64,12 +64,15 @@ class Confinement:
         every capability; the directory's path.
 
         A tmpfs of its own that ends with the process, or ``spec["directory"]`` where there are no
-        mount namespaces.
+        mount namespaces; what an ended program of the job has left there goes first.
         """
         directory = namespaces.TMP if self.isolated else spec["directory"]
         if self.isolated:
             # The worker's own System V namespace serves where the filter refuses its calls.
             namespaces.enter_job(self.limits.disk_mb << 20, ipc=not self.report.seccomp)
+        else:
+            files.remove_tree(directory)
+            os.mkdir(directory, 0o700)
         os.chdir(directory)
         linux.drop_capabilities()
         files.write(directory, spec["files"])
@@ -134,6 +137,13 @@ def establish(
             f"isolation strict needs namespaces and seccomp; missing: {'; '.join(missing)}. "
             "Enable unprivileged user namespaces or use isolation standard."
         )
+    guarded = bool(isolated or (abi and filtering))
+    if level == "standard" and not guarded:
+        raise IsolationRefused(
+            "isolation standard needs namespaces, or Landlock and seccomp; missing: "
+            f"{'; '.join(missing)}. Programs could read every file of the user who runs them, "
+            "expected answers too: enable unprivileged user namespaces, or ask for isolation=none."
+        )
     # Each place once, whatever its names: a rule costs every job four system calls.
     readable = tuple(dict.fromkeys(map(os.path.realpath, namespaces.library_paths())))
     process = None
@@ -151,7 +161,7 @@ def establish(
             ) from error
     report = IsolationReport(
         requested=level,
-        tier="namespaces" if isolated else "landlock" if abi and filtering else "limits",
+        tier="namespaces" if isolated else "landlock" if guarded else "limits",
         seccomp=filtering,
         landlock=abi,
         uid=os.getuid(),
@@ -159,7 +169,7 @@ def establish(
     )
     filters: dict[Profile | None, seccomp.SyscallFilter] = {}
     if filtering:
-        filters[None] = seccomp.SyscallFilter()
+        filters[None] = seccomp.SyscallFilter(landlock=None if isolated else abi)
     if filtering and isolated:
         # Processes only where a pid namespace bounds them.
         filters["binary"] = seccomp.SyscallFilter(execute=True)
@@ -171,12 +181,24 @@ def establish(
 
 
 def check_canaries(confinement: Confinement, directory: str) -> None:
-    """Try what no job may do. Raises ``IsolationRefused`` if any of it succeeds."""
+    """Try what no job may do. Raises ``IsolationRefused`` if any of it succeeds. ``directory`` is
+    empty, and again so afterwards.
+    """
     if not confinement.report.seccomp:
         return
+    outside = None
+    if not confinement.isolated:
+        # A file of the user that runs programs, beside a job's directory.
+        outside, directory = (os.path.join(directory, name) for name in ("outside", "inside"))
+        os.mkdir(directory)
+        with open(outside, "x") as stream:
+            stream.write("canary")
     # Limits that are not the reason why an attempt fails.
     roomy = replace(confinement, limits=SandboxLimits())
-    reason = _in_child(lambda: _try_forbidden(roomy, directory))
+    reason = _in_child(lambda: _try_forbidden(roomy, directory, outside))
+    if outside is not None:
+        os.unlink(outside)
+        os.rmdir(directory)
     if reason:
         raise IsolationRefused(f"the isolation does not hold: {reason}")
 
@@ -229,7 +251,7 @@ def _try_namespaces(staging: str, user: int | None) -> None:
         os._exit(1)
 
 
-def _try_forbidden(confinement: Confinement, directory: str) -> None:
+def _try_forbidden(confinement: Confinement, directory: str, outside: str | None) -> None:
     confinement.apply(directory, memory_mb=1024, cpu_seconds=5)
     attempts: list[tuple[str, Callable[[], object]]] = [
         ("a socket", socket.socket),
@@ -240,6 +262,13 @@ def _try_forbidden(confinement: Confinement, directory: str) -> None:
         attempts += [
             ("a file in the library", lambda: os.open("/usr/lib/canary", os.O_CREAT | os.O_WRONLY)),
             ("the machine's password file", lambda: os.open("/etc/passwd", os.O_RDONLY)),
+        ]
+    if outside is not None:
+        # 3: for neither reading nor writing.
+        attempts += [
+            ("the mode of another file", lambda: os.chmod(outside, 0)),
+            ("another file emptied", lambda: os.truncate(outside, 0)),
+            ("another file open without a right to it", lambda: os.open(outside, 3)),
         ]
     for what, attempt in attempts:
         try:

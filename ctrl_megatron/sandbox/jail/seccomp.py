@@ -5,7 +5,8 @@ Denied: new processes and programs, sockets, signals to others, tracing, anonymo
 files, shared memory outside the address-space limit, keys, eBPF, io_uring, mounts, namespaces,
 clocks and scheduling, signals by way of a descriptor's owner; and what would make the library files
 that all jobs share a channel between them: locks, watches, leases, a look at or a say in what the
-page cache holds. Threads work. Source: Linux ``include/uapi/linux/seccomp.h`` and ``bpf_common.h``.
+page cache holds. Threads work. Where Landlock alone guards the machine's files, what it does not
+mediate is denied too. Source: Linux ``include/uapi/linux/seccomp.h`` and ``bpf_common.h``.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from ctrl_megatron.sandbox.jail.linux import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
 Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant."""
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _MASK, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENT_OFFSET, _SECOND_OFFSET = 0, 4, 16, 24
+_NUMBER_OFFSET, _ARCHITECTURE_OFFSET = 0, 4
+_ARGUMENT_OFFSET, _SECOND_OFFSET, _THIRD_OFFSET = 16, 24, 32
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 _CLONE_THREAD = 0x00010000
@@ -85,20 +87,55 @@ _SIGNALS = {"x86_64": (62, 234), "aarch64": (129, 131)}  # kill, tgkill
 _PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _FCNTL = {"x86_64": 72, "aarch64": 25}
 _IOCTL = {"x86_64": 16, "aarch64": 29}
+_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+_LOCAL, _STREAM, _KIND = 1, 1, 0xF
 _SET_OWNER, _SET_SIGNAL, _SET_OWNER_EX = 8, 10, 15
 _LOCKS = (5, 6, 7, 36, 37, 38)
 """Record locks of a process and of an open file: ask, set, set and wait."""
 _LEASE_AND_NOTIFY = (1024, 1025, 1026)
 _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
+_UNMEDIATED = {
+    "x86_64": (
+        *(90, 91, 268, 452),  # chmod fchmod fchmodat fchmodat2
+        *(92, 93, 94, 260),  # chown fchown lchown fchownat
+        *(132, 235, 261, 280),  # utime utimes futimesat utimensat
+        *(188, 189, 190, 197, 198, 199),  # (l|f)setxattr (l|f)removexattr
+    ),
+    "aarch64": (
+        *(52, 53, 452),
+        *(54, 55),
+        *(88,),
+        *(5, 6, 7, 14, 15, 16),
+    ),
+}
+"""Calls on a file's metadata, which no version of Landlock mediates; ``setxattrat`` and
+``removexattrat`` are newer than the list."""
+_SETFLAGS, _FSSETXATTR, _ENABLE_VERITY = 0x40086602, 0x401C5820, 0x40806685
+_OPEN = {
+    "x86_64": ((2, _SECOND_OFFSET), (257, _THIRD_OFFSET)),
+    "aarch64": ((56, _THIRD_OFFSET),),
+}
+"""``open`` and ``openat``, and where their flags are."""
+_OPENAT2 = 437
+_TRUNCATE = {"x86_64": 76, "aarch64": 45}
+_ACCESS_MODE, _TO_TRUNCATE = 3, 0o1000
+_LANDLOCK_TRUNCATES = 3
+"""First version of Landlock that mediates truncation."""
 
 
 def compile_filter(
-    name: str, *, execute: bool = False, processes: bool = False
+    name: str,
+    *,
+    execute: bool = False,
+    processes: bool = False,
+    landlock: int | None = None,
 ) -> list[Instruction]:
     """The filter for machine ``name``; comparisons with the own pid hold a place holder.
 
     ``execute`` lets the process become another program, ``processes`` lets it start processes (in
     no new namespace) and signal all of its job but pid 1, which needs a pid namespace around it.
+    ``landlock`` is the version of Landlock that guards the machine's files, None where namespaces
+    do: what it does not mediate is refused.
     """
     fail, allow = (_RETURN, 0, 0, _FAIL | errno.EPERM), (_RETURN, 0, 0, _ALLOW)
     absent = (_RETURN, 0, 0, _FAIL | errno.ENOSYS)
@@ -124,12 +161,27 @@ def compile_filter(
         program += _on_call(number, first_argument, (_EQUAL, 0, 1, target), if_same, if_other)
     own = (_EQUAL, 1, 0, 0), (_EQUAL, 0, 1, _OWN_PID)
     program += _on_call(_PRLIMIT[name], first_argument, *own, allow, fail)
+    # Of any other kind a socket of a pair can still send to an address, though it may not connect.
+    stream = (_LOAD, 0, 0, _SECOND_OFFSET), (_MASK, 0, 0, _KIND), (_EQUAL, 1, 0, _STREAM)
+    local = (_EQUAL, 1, 0, _LOCAL), fail
+    program += _on_call(_SOCKETPAIR[name], first_argument, *local, *stream, fail, allow)
     # The owner of a descriptor gets a signal of the setter's choice when data arrive.
     refused = (_SET_OWNER, _SET_SIGNAL, _SET_OWNER_EX, *_LOCKS, *_LEASE_AND_NOTIFY)
     program += _deny_second(_FCNTL[name], refused)
-    program += _deny_second(_IOCTL[name], (_FIOSETOWN, _SIOCSPGRP))
+    requests = (_FIOSETOWN, _SIOCSPGRP)
+    denied = DENIED[name]
+    if landlock is not None:
+        requests += (_SETFLAGS, _FSSETXATTR, _ENABLE_VERITY)
+        denied += _UNMEDIATED[name]
+        if landlock < _LANDLOCK_TRUNCATES:
+            denied += (_TRUNCATE[name],)
+        for number, flags in _OPEN[name]:
+            program += _on_call(number, *_judge_flags((_LOAD, 0, 0, flags), landlock), allow)
+        # Its flags are behind a pointer; the C library does not use it.
+        program += [(_EQUAL, 0, 1, _OPENAT2), absent]
+    program += _deny_second(_IOCTL[name], requests)
     permitted = (_EXECUTE[name] if execute else ()) + (_START[name] if processes else ())
-    for number in DENIED[name]:
+    for number in denied:
         if number not in permitted:
             program += [(_EQUAL, 0, 1, number), fail]
     return [*program, allow]
@@ -144,6 +196,18 @@ def _deny_second(number: int, values: tuple[int, ...]) -> list[Instruction]:
     return _on_call(number, (_LOAD, 0, 0, _SECOND_OFFSET), *tests, allow, fail)
 
 
+def _judge_flags(load_flags: Instruction, landlock: int) -> list[Instruction]:
+    """Refuse to open a file in a way that Landlock does not see."""
+    fail = (_RETURN, 0, 0, _FAIL | errno.EPERM)
+    # Neither for reading nor for writing: Landlock asks for no right at all.
+    tests = [load_flags, (_MASK, 0, 0, _ACCESS_MODE), (_EQUAL, 0, 1, _ACCESS_MODE), fail]
+    if landlock < _LANDLOCK_TRUNCATES:
+        # For reading, and emptied all the same.
+        mask = _ACCESS_MODE | _TO_TRUNCATE
+        tests += [load_flags, (_MASK, 0, 0, mask), (_EQUAL, 0, 1, _TO_TRUNCATE), fail]
+    return tests
+
+
 def _on_call(number: int, *body: Instruction) -> list[Instruction]:
     return [(_EQUAL, 0, len(body), number), *body]
 
@@ -155,8 +219,10 @@ class _FilterProgram(ctypes.Structure):
 class SyscallFilter:
     """A compiled filter, built once per worker and installed by each of its jobs."""
 
-    def __init__(self, *, execute: bool = False, processes: bool = False) -> None:
-        program = compile_filter(machine(), execute=execute, processes=processes)
+    def __init__(
+        self, *, execute: bool = False, processes: bool = False, landlock: int | None = None
+    ) -> None:
+        program = compile_filter(machine(), execute=execute, processes=processes, landlock=landlock)
         self._code = (ctypes.c_uint64 * len(program))(
             *(code | yes << 16 | no << 24 | constant << 32 for code, yes, no, constant in program)
         )

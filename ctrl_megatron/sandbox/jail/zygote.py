@@ -6,6 +6,7 @@ Started as ``python -I -S -B -c "...; main(fd)"``; the descriptor is a socket to
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -50,7 +51,9 @@ def main(fd: int) -> None:
         site.sethelper()
         confinement, process = _isolate(setup)
     except (isolation.IsolationRefused, OSError, ImportError) as error:
-        frames.send(fd, {"kind": "refused", "reason": str(error)})
+        # The service may be gone: it ends at the first refusal, which another worker told it.
+        with contextlib.suppress(frames.PeerGone):
+            frames.send(fd, {"kind": "refused", "reason": str(error)})
         os._exit(_REFUSED)
     # Changing the user id forgets the parent-death signal.
     linux.die_with_parent()

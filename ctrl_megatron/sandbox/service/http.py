@@ -217,6 +217,10 @@ async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     if state.draining:
         return _busy("the service is shutting down")
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        # It would hold more memory than the length that it declares.
+        return _refusal(415, f"the body is packed ({encoding[:_CLIENT_LENGTH]}): send it as it is")
     limits, size = state.pool.settings.limits, request.content_length
     # A body of unknown length may be as long as any. Text takes up to four bytes a character.
     size = 4 * VERDICT_CHARACTERS + (limits.request_bytes if size is None else size)
@@ -272,7 +276,13 @@ def _client(request: web.Request) -> str:
 
 
 async def _body(request: web.Request, kind: type[BodyT]) -> BodyT:
-    text = await request.read()
+    seconds = request.app[STATE].pool.settings.limits.body_seconds
+    try:
+        async with asyncio.timeout(seconds):
+            text = await request.read()
+    except TimeoutError as error:
+        reason = f"the request's body did not arrive within {seconds:g} s"
+        raise web.HTTPRequestTimeout(reason=reason) from error
     if len(text) > CHECKED_BYTES:
         # Other requests go on meanwhile; the parser itself lets nobody else run.
         await aside(_check_values, text)

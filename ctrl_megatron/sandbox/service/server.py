@@ -69,7 +69,14 @@ async def serve(settings: WorkerSettings, *, workers: int, options: ServerOption
     pool = WorkerPool(settings, workers)
     app = build_app(pool, token=options.token)
     state = app[STATE]
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        shutdown_timeout=0.1,
+        access_log=None,
+        # A body may take what was counted for it, its declared length.
+        auto_decompress=False,
+    )
     await runner.setup()
     try:
         site = web.TCPSite(runner, options.host, options.port, backlog=_BACKLOG)

@@ -9,6 +9,7 @@ import bisect
 import contextlib
 import itertools
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -40,6 +41,8 @@ _FIRST_UID, _UID_BLOCKS, _UIDS_PER_SERVICE = 20_001, 256, 128
 _START_SECONDS, _END_SECONDS = 60.0, 2.0
 _JOB_MARGIN_SECONDS = 30.0
 _CANCEL_SECONDS = 5.0
+_SCRATCH_MODE = 0o711
+_log = logging.getLogger(__name__)
 _HONEST = {
     "kind": "program",
     "code": "print('well')",
@@ -239,7 +242,13 @@ class SandboxWorker:
             self._process.kill()
             self._process.wait()
         for folder in self._folders:
-            files.remove_tree(folder)
+            try:
+                # A program of our own user that nothing held back may have closed it to us.
+                os.chmod(os.path.dirname(folder), _SCRATCH_MODE)
+                files.remove_tree(folder)
+            except OSError as error:
+                # The worker is gone all the same, and its place wanted.
+                _log.warning("%s of an ended worker stays behind: %s", folder, error)
 
     async def _introduce(self, settings: WorkerSettings, scratch: str, number: int) -> None:
         self._folders = staging, private = (
@@ -305,7 +314,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Start every worker. Raises ``IsolationRefused`` or ``WorkerFault``."""
         self._scratch = tempfile.TemporaryDirectory(prefix="sandbox-")
-        os.chmod(self._scratch.name, 0o711)
+        os.chmod(self._scratch.name, _SCRATCH_MODE)
         if self.settings.level == "none":
             self._no_cgroups = "switched off by the configuration"
         else:
@@ -317,13 +326,17 @@ class WorkerPool:
         async def add(number: int) -> None:
             self.queue.release((number, await self._new(number)))
 
+        refusal: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(self.size):
                     group.create_task(add(number))
         except* (IsolationRefused, WorkerFault, OSError) as errors:
+            refusal = errors.exceptions[0]
+        # Not in the clause above: Python 3.11.2 packs what that raises into a group.
+        if refusal is not None:
             await self.stop()
-            raise errors.exceptions[0] from None
+            raise refusal
 
     async def stop(self) -> None:
         """End every worker and remove what they left."""
@@ -436,9 +449,11 @@ class WorkerPool:
     async def _replace(self, number: int, worker: SandboxWorker | None) -> None:
         """Stop a worker that cannot be trusted; the next job on its place starts another."""
         self._workers.pop(number, None)
-        if worker is not None:
-            await asyncio.shield(worker.stop())
-        self.queue.release((number, None))
+        try:
+            if worker is not None:
+                await asyncio.shield(worker.stop())
+        finally:
+            self.queue.release((number, None))
 
     async def _new(self, number: int) -> SandboxWorker:
         assert self._scratch is not None
