@@ -119,6 +119,7 @@ def test_function_problem_request(make: Make) -> None:
         "test_list": function_record()["selected_uts"],
         "test_setup_code": "import math",
         "entry_point": "add",
+        "prompt": "Add two numbers.",
     }
 
 
