@@ -207,6 +207,55 @@ def test_an_answer_that_makes_no_sense_is_an_error(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def finished(code: int | None, **more: Any) -> dict[str, Any]:
+    return {"status": "Finished", "return_code": code, "stdout": "", "stderr": "", **more}
+
+
+LATE = {"status": "TimeLimitExceeded", "execution_time": 10.0}
+BROKEN = {"status": "Error", "stderr": "exception on running command: no space left"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"compile_result": LATE, "run_result": None}, TIMED_OUT),
+        ({"compile_result": finished(0), "run_result": LATE}, TIMED_OUT),
+        (
+            {"compile_result": finished(1, stderr="main.cpp:1: error: x"), "run_result": None},
+            "exit status 1: main.cpp:1: error: x",
+        ),
+        ({"compile_result": finished(0), "run_result": finished(-11)}, "exit status -11"),
+        ({"compile_result": finished(0), "run_result": finished(0, stdout="1\n")}, ""),
+        ({"compile_result": finished(0), "run_result": None}, None),
+        ({"compile_result": BROKEN, "run_result": None}, None),
+        ({"run_result": BROKEN}, None),
+        ({"run_result": finished(None, stdout="1\n")}, None),
+        ({"compile_result": finished(None), "run_result": finished(0, stdout="1\n")}, None),
+        ({}, None),
+    ],
+)
+def test_what_sandbox_fusion_says_of_compiler_and_program(
+    answer: dict[str, Any], expected: str | None, tmp_path: Path
+) -> None:
+    """The verdict's detail, empty where it passed; None where the answer tells of no ending."""
+    row = stdio_row(selected_uts=[{"input": {"stdin": ""}, "output": {"stdout": "1"}}])
+    job = grading_job("```cpp\nint main(){}\n```", row, run_all_cases=True, language="cpp")
+
+    async def main() -> None:
+        service = FakeService(faults=[(200, {"status": "Failed", "message": "", **answer})])
+        async with provider("sandbox_fusion", tmp_path, service=service, attempts=1) as made:
+            if expected is None:
+                with pytest.raises(ProviderError):
+                    await grade(made, job)
+                return
+            verdict = await grade(made, job)
+            assert verdict.passed == (expected == "",)
+            assert verdict.timed_out == (expected == TIMED_OUT)
+            assert verdict.detail[0].startswith(expected)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("status", "message", "told"),
     [
