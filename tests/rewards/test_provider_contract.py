@@ -194,6 +194,12 @@ def test_an_answer_that_makes_no_sense_is_an_error(tmp_path: Path) -> None:
                 {"run": {}},
                 [1],
                 {"run": {"stdout": "", "code": 0, "status": "XX"}},
+                {"run": {"stdout": ""}},
+                {"run": {"stdout": "", "code": None, "signal": None, "status": None}},
+                {"run": {"stdout": "", "code": "0"}},
+                {"run": {"stdout": "", "code": True}},
+                {"compile": {"stdout": ""}, "run": {"stdout": "", "code": 0}},
+                {"compile": {"stdout": "", "code": 0}, "run": None},
             ):
                 service.faults = [(200, answer)]
                 with pytest.raises(ProviderError):
@@ -246,6 +252,45 @@ def test_what_sandbox_fusion_says_of_compiler_and_program(
         async with provider("sandbox_fusion", tmp_path, service=service, attempts=1) as made:
             if expected is None:
                 with pytest.raises(ProviderError):
+                    await grade(made, job)
+                return
+            verdict = await grade(made, job)
+            assert verdict.passed == (expected == "",)
+            assert verdict.timed_out == (expected == TIMED_OUT)
+            assert verdict.detail[0].startswith(expected)
+
+    asyncio.run(main())
+
+
+SIGKILL = {"stdout": "", "stderr": "", "code": None, "signal": "SIGKILL"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"compile": {**SIGKILL, "status": "TO"}}, TIMED_OUT),
+        ({"compile": SIGKILL, "run": None}, TIMED_OUT),
+        ({"compile": {"code": None, "signal": "SIGKILL"}}, TIMED_OUT),
+        ({"compile": {"code": 1, "stderr": "main.cpp:1: error: x"}}, "exit status 1: "),
+        ({"compile": {**SIGKILL, "status": "EL", "stderr": "a.cpp: error: x"}}, "exit status None"),
+        ({"run": {**SIGKILL, "signal": "SIGSEGV", "status": "SG"}}, "exit status None"),
+        ({"run": {**SIGKILL, "signal": "SIGSEGV"}}, "exit status None"),
+        ({"run": {"stdout": "1\n", "code": 0, "signal": None}}, ""),
+        ({"compile": {"code": 0}, "run": {"stdout": "1\n", "code": 0}}, ""),
+    ],
+)
+def test_what_piston_says_of_compiler_and_program(
+    answer: dict[str, Any], expected: str | None, tmp_path: Path
+) -> None:
+    """The verdict's detail, empty where it passed; None where nobody knows."""
+    row = stdio_row(selected_uts=[{"input": {"stdin": ""}, "output": {"stdout": "1"}}])
+    job = grading_job("```cpp\nint main(){}\n```", row, run_all_cases=True, language="cpp")
+
+    async def main() -> None:
+        service = FakeService(faults=[(200, answer)])
+        async with provider("piston", tmp_path, service=service, attempts=1) as made:
+            if expected is None:
+                with pytest.raises(ProviderError, match="raise the limit"):
                     await grade(made, job)
                 return
             verdict = await grade(made, job)
