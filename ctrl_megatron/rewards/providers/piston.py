@@ -28,6 +28,8 @@ _LANGUAGES = {"python": "python", "cpp": "c++", "bash": "bash"}
 _FILES = {"python": "main.py", "cpp": "main.cpp", "bash": "main.sh"}
 _FLOODED = ("OL", "EL")
 """``status`` of a stage that was stopped for its output, or for its errors."""
+_READ = 1 << 16
+"""Bytes of output that Piston takes or drops at once."""
 _COMPILE_ERROR = "error: "
 _HTTP_SLACK = 60.0
 """Seconds that a request may wait in Piston's queue and be compiled."""
@@ -158,6 +160,9 @@ def _ended(stage: dict[str, Any], text: str, output_limit: int) -> ScriptResult:
     # Releases without `status` kill for output, time and memory alike. The last two are taken for a
     # time-out, which is never remembered as a verdict.
     killed = stage.get("signal") == "SIGKILL" and status is None
+    if status == "OL":
+        # It drops what would go beyond the limit, and keeps what is short enough after that.
+        stdout = stdout[: max(0, output_limit - _READ)]
     flooded = status in _FLOODED or (killed and max(len(stdout), len(stderr)) >= output_limit)
     return ScriptResult(
         stdout=stdout,
