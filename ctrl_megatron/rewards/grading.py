@@ -131,11 +131,14 @@ def cases_of(row: Row) -> list[dict[str, Any]]:
 
 
 async def grade(judge: Judge, job: GradingJob) -> Verdict:
-    """Have ``job`` judged; ``SandboxError`` if the service fails or answers for other tests."""
+    """Have ``job`` judged; ``SandboxError`` if the service fails or answers for other tests: fewer
+    are an answer only where judging ends at the first failure.
+    """
     result = await judge.submit(job.request)
     cases = result.tests
+    to_first_failure = not job.request.config.extra.get("run_all_cases", False)
     finished = len(cases) == job.total or (
-        cases and len(cases) < job.total and not cases[-1].passed
+        to_first_failure and cases and len(cases) < job.total and not cases[-1].passed
     )
     if not finished or result.accepted != all(case.passed for case in cases):
         raise SandboxError(
