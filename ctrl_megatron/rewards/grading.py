@@ -53,7 +53,9 @@ class GradingJob:
 
     @property
     def key(self) -> str:
-        """Equal only for equal programs, tests, set-up, entry point, time limit and mode."""
+        """Equal only for equal programs, tests, set-up, entry point, statement of a function
+        problem, time limit and mode.
+        """
         return fingerprint(GRADER_VERSION, self.request.model_dump(mode="json"))
 
 
@@ -105,6 +107,8 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
             "test_list": list(row.selected_uts),
             "test_setup_code": row.test_setup,
             "entry_point": names if len(names := row.entry_point.split(", ")) > 1 else names[0],
+            # Of a statement that is a program without its end, answers use the beginning.
+            "prompt": row.problem,
         }
         return "MBPPDataset", data, len(row.selected_uts)
     if row.prompter_type == "code_contests":
@@ -127,11 +131,14 @@ def cases_of(row: Row) -> list[dict[str, Any]]:
 
 
 async def grade(judge: Judge, job: GradingJob) -> Verdict:
-    """Have ``job`` judged; ``SandboxError`` if the service fails or answers for other tests."""
+    """Have ``job`` judged; ``SandboxError`` if the service fails or answers for other tests: fewer
+    are an answer only where judging ends at the first failure.
+    """
     result = await judge.submit(job.request)
     cases = result.tests
+    to_first_failure = not job.request.config.extra.get("run_all_cases", False)
     finished = len(cases) == job.total or (
-        cases and len(cases) < job.total and not cases[-1].passed
+        to_first_failure and cases and len(cases) < job.total and not cases[-1].passed
     )
     if not finished or result.accepted != all(case.passed for case in cases):
         raise SandboxError(

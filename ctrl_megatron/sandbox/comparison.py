@@ -58,6 +58,20 @@ def difference(got: str, want: str, *, ignore_case: bool = False) -> str | None:
     return _first_difference(_lines(got), _lines(want), _equal_lines)
 
 
+def beginning_difference(got: str, want: str) -> str | None:
+    """What distinguishes every output that begins with ``got`` from ``want``, or None where one of
+    them may be accepted. A last line without its line break may go on.
+    """
+    lines = [line.strip() for line in got.lstrip().split("\n")[:-1]]
+    while lines and not lines[-1]:  # white space at the end counts for nothing
+        lines.pop()
+    expected = _lines(want)
+    both = min(len(lines), len(expected))
+    if reason := _first_difference(lines[:both], expected[:both], _equal_lines):
+        return reason
+    return f"more lines of output, expected {both}" if len(lines) > both else None
+
+
 def common_oj_difference(got: str, want: str) -> str | None:
     """The same by SandboxFusion's own rule, to compare services with. Never for a reward."""
     return _first_difference(_lines(got.lower()), _lines(want.lower()), _common_oj_close)

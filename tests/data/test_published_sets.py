@@ -225,6 +225,33 @@ def judged(programs: list[tuple[Problem, str]]) -> list[float]:
         return asyncio.run(run(service.endpoint))
 
 
+HELPED = {
+    "task_id": "HumanEval/3",
+    "prompt": "import math\nfrom typing import List\n\n\ndef root(x: float) -> float:\n"
+    "    return math.sqrt(x)\n\n\ndef roots(xs: List[float]) -> List[float]:\n"
+    '    """The root of each."""\n',
+    "entry_point": "roots",
+    "canonical_solution": "    return [root(x) for x in xs]\n",
+    "test": "def check(candidate):\n    assert candidate([4.0, 9.0]) == [2.0, 3.0]\n",
+}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [HELPED, {key: HELPED[key] for key in HELPED if key != "test"} | {"base_input": [[[4.0]]]}],
+    ids=["tests", "inputs only"],
+)
+def test_an_answer_need_not_repeat_what_its_statement_gives(
+    record: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "one.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    (problem,) = read_published("humanevalplus", [file])[0]
+    answer = "def roots(xs: List[float]):\n    return [root(x) for x in xs]"
+    wrong = "def root(x): return x\ndef roots(xs: List[float]):\n    return [root(x) for x in xs]"
+    assert judged([(problem, answer), (problem, wrong)]) == [1.0, 0.0]
+
+
 def test_every_format_becomes_problems_that_are_judged_rightly(
     problems: dict[str, Problem], tmp_path: Path
 ) -> None:

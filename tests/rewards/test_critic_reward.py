@@ -119,6 +119,7 @@ def test_function_problem_request(make: Make) -> None:
         "test_list": function_record()["selected_uts"],
         "test_setup_code": "import math",
         "entry_point": "add",
+        "prompt": "Add two numbers.",
     }
 
 
@@ -183,6 +184,24 @@ def test_order_length_and_bound_of_a_batch(make: Make) -> None:
     assert len(sandbox.requests) == 400
     assert sandbox.most_under_way == MAX_REQUESTS
     assert asyncio.run(model.get_reward_all([], [], [])) == []
+
+
+def test_an_answer_for_some_tests_is_one_only_where_the_first_failure_ends_it(make: Make) -> None:
+    """``function_row`` has three tests."""
+    for run_all_cases, marks, expected in (
+        (True, "+-", None),
+        (True, "-", None),
+        (True, "++", None),
+        (False, "+-", 0.0),
+        (False, "++", None),
+        (True, "+--", 1 / 3),
+    ):
+        model, _ = make(run_all_cases=run_all_cases)
+        if expected is not None:
+            assert reward(model, CORRECT, block(f"# {marks}"), function_row()) == expected
+            continue
+        with pytest.raises(SandboxError, match=rf"{len(marks)} verdict\(s\), .* for 3 test\(s\)"):
+            reward(model, CORRECT, block(f"# {marks}"), function_row())
 
 
 def test_the_bound_and_the_seconds_per_test_can_be_chosen(make: Make) -> None:

@@ -194,6 +194,12 @@ def test_an_answer_that_makes_no_sense_is_an_error(tmp_path: Path) -> None:
                 {"run": {}},
                 [1],
                 {"run": {"stdout": "", "code": 0, "status": "XX"}},
+                {"run": {"stdout": ""}},
+                {"run": {"stdout": "", "code": None, "signal": None, "status": None}},
+                {"run": {"stdout": "", "code": "0"}},
+                {"run": {"stdout": "", "code": True}},
+                {"compile": {"stdout": ""}, "run": {"stdout": "", "code": 0}},
+                {"compile": {"stdout": "", "code": 0}, "run": None},
             ):
                 service.faults = [(200, answer)]
                 with pytest.raises(ProviderError):
@@ -203,6 +209,96 @@ def test_an_answer_that_makes_no_sense_is_an_error(tmp_path: Path) -> None:
             service.faults = [(200, {"run": broken})]
             with pytest.raises(ProviderError, match=r"did not start.*python3: not found"):
                 await made.submit(function_request(ADD_ONE, TESTS[:1]))
+
+    asyncio.run(main())
+
+
+def finished(code: int | None, **more: Any) -> dict[str, Any]:
+    return {"status": "Finished", "return_code": code, "stdout": "", "stderr": "", **more}
+
+
+LATE = {"status": "TimeLimitExceeded", "execution_time": 10.0}
+BROKEN = {"status": "Error", "stderr": "exception on running command: no space left"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"compile_result": LATE, "run_result": None}, TIMED_OUT),
+        ({"compile_result": finished(0), "run_result": LATE}, TIMED_OUT),
+        (
+            {"compile_result": finished(1, stderr="main.cpp:1: error: x"), "run_result": None},
+            "exit status 1: main.cpp:1: error: x",
+        ),
+        ({"compile_result": finished(0), "run_result": finished(-11)}, "exit status -11"),
+        ({"compile_result": finished(0), "run_result": finished(0, stdout="1\n")}, ""),
+        ({"compile_result": finished(0), "run_result": None}, None),
+        ({"compile_result": BROKEN, "run_result": None}, None),
+        ({"run_result": BROKEN}, None),
+        ({"run_result": finished(None, stdout="1\n")}, None),
+        ({"compile_result": finished(None), "run_result": finished(0, stdout="1\n")}, None),
+        ({}, None),
+    ],
+)
+def test_what_sandbox_fusion_says_of_compiler_and_program(
+    answer: dict[str, Any], expected: str | None, tmp_path: Path
+) -> None:
+    """The verdict's detail, empty where it passed; None where the answer tells of no ending."""
+    row = stdio_row(selected_uts=[{"input": {"stdin": ""}, "output": {"stdout": "1"}}])
+    job = grading_job("```cpp\nint main(){}\n```", row, run_all_cases=True, language="cpp")
+
+    async def main() -> None:
+        service = FakeService(faults=[(200, {"status": "Failed", "message": "", **answer})])
+        async with provider("sandbox_fusion", tmp_path, service=service, attempts=1) as made:
+            if expected is None:
+                with pytest.raises(ProviderError):
+                    await grade(made, job)
+                return
+            verdict = await grade(made, job)
+            assert verdict.passed == (expected == "",)
+            assert verdict.timed_out == (expected == TIMED_OUT)
+            assert verdict.detail[0].startswith(expected)
+
+    asyncio.run(main())
+
+
+SIGKILL = {"stdout": "", "stderr": "", "code": None, "signal": "SIGKILL"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"compile": {**SIGKILL, "status": "TO"}}, TIMED_OUT),
+        ({"compile": SIGKILL, "run": None}, TIMED_OUT),
+        ({"compile": {"code": None, "signal": "SIGKILL"}}, TIMED_OUT),
+        ({"compile": {"code": 1, "stderr": "main.cpp:1: error: x"}}, "exit status 1: "),
+        ({"compile": {**SIGKILL, "status": "EL", "stderr": "a.cpp: error: x"}}, "exit status None"),
+        ({"compile": {**SIGKILL, "status": "EL", "stderr": "a.cpp: warning: x"}}, None),
+        ({"compile": {**SIGKILL, "stderr": "w" * 65536}}, None),
+        ({"run": {**SIGKILL, "signal": "SIGSEGV", "status": "SG"}}, "exit status None"),
+        ({"run": {**SIGKILL, "signal": "SIGSEGV"}}, "exit status None"),
+        ({"run": {"stdout": "1\n", "code": 0, "signal": None}}, ""),
+        ({"compile": {"code": 0}, "run": {"stdout": "1\n", "code": 0}}, ""),
+    ],
+)
+def test_what_piston_says_of_compiler_and_program(
+    answer: dict[str, Any], expected: str | None, tmp_path: Path
+) -> None:
+    """The verdict's detail, empty where it passed; None where nobody knows."""
+    row = stdio_row(selected_uts=[{"input": {"stdin": ""}, "output": {"stdout": "1"}}])
+    job = grading_job("```cpp\nint main(){}\n```", row, run_all_cases=True, language="cpp")
+
+    async def main() -> None:
+        service = FakeService(faults=[(200, answer)])
+        async with provider("piston", tmp_path, service=service, attempts=1) as made:
+            if expected is None:
+                with pytest.raises(ProviderError, match="raise the limit"):
+                    await grade(made, job)
+                return
+            verdict = await grade(made, job)
+            assert verdict.passed == (expected == "",)
+            assert verdict.timed_out == (expected == TIMED_OUT)
+            assert verdict.detail[0].startswith(expected)
 
     asyncio.run(main())
 
@@ -247,22 +343,72 @@ def test_what_piston_is_sent(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_output_beyond_the_providers_limit(tmp_path: Path) -> None:
-    """Wrong where the right answer fits; where it does not, nobody knows."""
-    over = {"stdout": "", "stderr": "", "code": None, "signal": "SIGKILL", "status": "OL"}
-    old = {"stdout": "x" * 1100, "stderr": "", "code": None, "signal": "SIGKILL"}
+LIMIT = 1024
+HALVES = ("0.5\n" * 200, "0.500000000000\n" * 200)
+"""What is expected, and a right answer to it."""
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "reason"),
+    [
+        (HALVES[1], HALVES[0], None),
+        ("short\n" + " " * 3000, "short", None),
+        ("x" * 3000, "short", None),  # who knows where the line ends
+        ("1\n" * 3000, "1\n1\n", "more lines of output, expected 2"),
+        ("0.5\n0.7\n" * 400, HALVES[0], "line 2 differs: '0.7', expected '0.5'"),
+        ("\n0.5\n" + "0.7\n" * 800, HALVES[0], "line 2 differs: '0.7', expected '0.5'"),
+    ],
+)
+def test_output_beyond_the_providers_limit(
+    written: str, expected: str, reason: str | None, tmp_path: Path
+) -> None:
+    """Wrong where its lines are wrong already; where they are not, nobody knows."""
+    stage = {"stdout": written[: LIMIT + 100], "code": None, "signal": "SIGKILL"}
+    row = stdio_row(selected_uts=[{"input": {"stdin": ""}, "output": {"stdout": expected}}])
+    job = grading_job(block("..."), row, run_all_cases=True)
 
     async def main() -> None:
-        service = FakeService()
-        options = {"service": service, "output_limit": 1024, "attempts": 1}
+        service = FakeService(faults=[(200, {"run": stage})])
+        options = {"service": service, "output_limit": LIMIT, "attempts": 1}
         async with provider("piston", tmp_path, **options) as made:
-            for stage in (over, old):
+            if reason is None:
+                with pytest.raises(ProviderError, match=r"limit of 1024 .* raise the limit"):
+                    await grade(made, job)
+                return
+            verdict = await grade(made, job)
+            assert verdict.passed == (False,) and not verdict.timed_out
+            assert verdict.detail == (f"output limit exceeded: {reason}",)
+
+    asyncio.run(main())
+
+
+def test_what_piston_keeps_of_an_output_that_it_stopped(tmp_path: Path) -> None:
+    """Of an output beyond the limit (OL) it may keep the end without the middle; of one that it
+    stopped for its errors (EL), the beginning.
+    """
+    wrong = "0.5\n0.7\n" + "0.5\n" * 30_000
+    cases = [
+        ("OL", LIMIT, "0.5\n", "0.7\n0.5\n", None),
+        ("OL", LIMIT, "", "1\n", None),
+        ("OL", 1 << 17, wrong, "0.5\n" * 40_000, "line 2 differs"),
+        ("EL", LIMIT, "0.5\n", "0.7\n0.5\n", "line 1 differs"),
+        ("EL", LIMIT, "0.5\n", "0.5\n", None),
+    ]
+
+    async def main() -> None:
+        for status, limit, kept, expected, reason in cases:
+            service = FakeService()
+            options = {"service": service, "output_limit": limit, "attempts": 1}
+            async with provider("piston", tmp_path, **options) as made:
+                stage = {"stdout": kept, "code": None, "signal": "SIGABRT", "status": status}
                 service.faults = [(200, {"run": stage})]
-                result = await made.submit(stdio_request("...", [("", "short")]))
-                assert result.tests[0].test_info == {"reason": "output limit exceeded"}
-                service.faults = [(200, {"run": stage})]
-                with pytest.raises(ProviderError, match="1024"):
-                    await made.submit(stdio_request("...", [("", "y" * 2000)]))
+                request = stdio_request("...", [("", expected)])
+                if reason is None:
+                    with pytest.raises(ProviderError, match="raise the limit"):
+                        await made.submit(request)
+                else:
+                    result = await made.submit(request)
+                    assert reason in (result.tests[0].test_info or {})["reason"]
                 service.faults = [(200, {"run": stage})]
                 with pytest.raises(ProviderError, match="output limit"):
                     await made.submit(function_request(ADD_ONE, TESTS[:1]))
@@ -366,7 +512,8 @@ def test_a_large_input_arrives_whole(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["e2b", "morph"])
 def test_a_flood_of_output_is_cut_off_on_the_machine(name: str, tmp_path: Path) -> None:
     (result,) = judged(name, tmp_path, stdio_request("while True: print('x' * 999)", [("", "1")]))
-    assert result.tests[0].test_info == {"reason": "output limit exceeded"}
+    reason = "output limit exceeded: line 1 differs: "
+    assert (result.tests[0].test_info or {})["reason"].startswith(reason)
 
 
 @pytest.mark.parametrize(("name", "variable"), [("e2b", "E2B_API_KEY"), ("morph", "MORPH_API_KEY")])

@@ -276,10 +276,71 @@ def test_a_check_that_is_no_list_of_asserts_stays_whole(submit: Submit) -> None:
     assert len(read_human_eval(data).tests) == 1
 
 
+PROMPT = (
+    "from __future__ import annotations\nfrom typing import List\n\nBASE = 3\nmain = 'double'\n\n"
+    "def half(x: int) -> int:\n    return x // 2\n\nalso = double\n\n"
+    "def double(xs: List[int]) -> List[int]:\n    '''Twice each.'''\n"
+)
+DOUBLED = "def check(candidate):\n    assert [half(x) for x in candidate([5, 7])] == [5, 7]\n"
+
+
+@pytest.mark.parametrize("kind", ["HumanEvalDataset", "MBPPDataset"])
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT.partition("    '''Twice")[0]])
+def test_a_program_may_use_what_its_prompt_imports_and_defines(
+    submit: Submit, kind: str, prompt: str
+) -> None:
+    data: dict[str, Any] = {"entry_point": "double", "prompt": prompt}
+    if kind == "HumanEvalDataset":
+        data["test"] = DOUBLED
+    else:
+        data["test_list"] = ["assert double([5, 7]) == [10, 14]"]
+    answer = (
+        "def double(xs: List[int]) -> List[int]:\n    return [half(x * (BASE + 1)) for x in xs]"
+    )
+    assert submit(kind, answer, data).accepted
+    # Without the prompt's text the same answer has nothing to stand on.
+    data["prompt"] = "def half(x): return x // 2\n\ndef double(xs):\n    '''Twice each.'''\n"
+    assert reason(submit(kind, answer, data)).endswith("name 'List' is not defined (line 1)")
+
+
+def test_a_prompt_answers_for_no_program_and_for_no_test(submit: Submit) -> None:
+    """Its unfinished function is no answer; its helper in the program is not the test's."""
+    test = "def check(candidate):\n    assert candidate(1) is None\n"
+    data = {"entry_point": "f", "prompt": "def f(x):\n    '''Nothing.'''\n", "test": test}
+    assert reason(submit("HumanEvalDataset", "g = 1", data)) == "NameError: name 'f' is not defined"
+    method = {
+        "entry_point": "Solution().f",
+        "prompt": "class Solution:\n    def f(self, x: int):\n",
+        "test_list": ["assert Solution().f(1) is None"],
+    }
+    for kind in ("HumanEvalDataset", "MBPPDataset"):
+        assert not submit(kind, "g = 1", method).accepted
+        assert submit(kind, "class Solution:\n    def f(self, x): pass", method).accepted
+    helped = {"entry_point": "double", "prompt": PROMPT, "test": DOUBLED}
+    for cheat in (
+        "def half(x): return x",
+        "half.__code__ = (lambda x: x).__code__",
+        "import builtins\nbuiltins.half = lambda x: x",
+    ):
+        answer = f"{cheat}\ndef double(xs): return xs"
+        assert reason(submit("HumanEvalDataset", answer, helped)).startswith("AssertionError")
+
+
+def test_what_of_a_prompt_reaches_the_program() -> None:
+    read = read_human_eval({"entry_point": "double", "prompt": PROMPT, "test": DOUBLED})
+    names: dict[str, Any] = {}
+    exec(read.prelude, names)
+    assert set(names) - {"__builtins__"} == {"List", "BASE", "main", "half"}
+    for prose in ("Write a function double.", "", "import:"):
+        text = {"entry_point": "double", "prompt": prose, "test_list": ["assert double(1)"]}
+        assert read_human_eval(text).prelude == ""
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         ({"test": CHECK}, "entry_point"),
+        ({"test": CHECK, "entry_point": "f", "prompt": 3}, "prompt must be text"),
         ({"test": "x = 1", "entry_point": "f"}, "defines no function check"),
         ({"test": "def check(", "entry_point": "f"}, "not valid Python"),
         ({"test": 3, "entry_point": "f"}, "must be text"),

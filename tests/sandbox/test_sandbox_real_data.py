@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,21 @@ def test_human_eval_references_pass(
     everything = list(read(shared_data))  # type: ignore[call-overload]
     assert len(everything) == 164
     assert agreement(everything[::4]).differences == ()
+
+
+def test_human_eval_answers_without_the_prompts_imports_and_helpers_pass(
+    agreement: Check, shared_data: Path
+) -> None:
+    """As models write them: the function alone."""
+    alone = []
+    for known in human_eval_pack(shared_data):
+        body = ast.parse(known.code).body
+        entry = known.data["entry_point"]
+        function = [node for node in body if getattr(node, "name", None) == entry]
+        if len(function) < len(body):
+            alone.append(replace(known, code="\n".join(map(ast.unparse, function))))
+    assert len(alone) == 26
+    assert agreement(alone).differences == ()
 
 
 def test_buggy_versions_do_not_pass(agreement: Check, shared_data: Path) -> None:

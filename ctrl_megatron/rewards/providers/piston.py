@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -25,6 +26,11 @@ from ctrl_megatron.rewards.providers.contract import (
 
 _LANGUAGES = {"python": "python", "cpp": "c++", "bash": "bash"}
 _FILES = {"python": "main.py", "cpp": "main.cpp", "bash": "main.sh"}
+_FLOODED = ("OL", "EL")
+"""``status`` of a stage that was stopped for its output, or for its errors."""
+_READ = 1 << 16
+"""Bytes of output that Piston takes or drops at once."""
+_COMPILE_ERROR = "error: "
 _HTTP_SLACK = 60.0
 """Seconds that a request may wait in Piston's queue and be compiled."""
 
@@ -129,28 +135,43 @@ def _result(text: str, output_limit: int) -> ScriptResult:
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise ProviderError(f"malformed answer: {text[:300]!r}")
+        raise _malformed(text)
     compiled, run = answer.get("compile"), answer.get("run")
-    if isinstance(compiled, dict) and compiled.get("code") != 0:
-        _check_service(compiled)
-        return ScriptResult(stdout="", stderr=str(compiled.get("stderr") or ""), exit_code=1)
-    if not isinstance(run, dict) or not isinstance(run.get("stdout"), str):
-        raise ProviderError(f"malformed answer: {text[:300]!r}")
-    _check_service(run)
-    status, code, stdout = run.get("status"), run.get("code"), run["stdout"]
+    if isinstance(compiled, dict):
+        result = _ended({"stdout": "", **compiled}, text, output_limit)
+        if result.exit_code != 0:
+            # A compiler that was stopped for what it wrote may have written warnings only.
+            known = result.cut_at is None or _COMPILE_ERROR in result.stderr
+            return replace(result, stdout="", cut_at=None if known else result.cut_at)
+    if not isinstance(run, dict):
+        raise _malformed(text)
+    return _ended(run, text, output_limit)
+
+
+def _ended(stage: dict[str, Any], text: str, output_limit: int) -> ScriptResult:
+    """How a compiler or program ended. Raises ``ProviderError`` where the answer does not say."""
+    status, code, stdout = stage.get("status"), stage.get("code"), stage.get("stdout")
+    if status == "XX":
+        raise ProviderError(f"internal error of Piston: {stage.get('message')}")
+    stopped = code is None and bool(status or stage.get("signal"))
+    if not isinstance(stdout, str) or not (type(code) is int or stopped):
+        raise _malformed(text)
+    stderr = str(stage.get("stderr") or "")
     # Releases without `status` kill for output, time and memory alike. The last two are taken for a
     # time-out, which is never remembered as a verdict.
-    killed = run.get("signal") == "SIGKILL" and status is None
-    flooded = status == "OL" or (killed and len(stdout) >= output_limit)
+    killed = stage.get("signal") == "SIGKILL" and status is None
+    if status == "OL":
+        # It drops what would go beyond the limit, and keeps what is short enough after that.
+        stdout = stdout[: max(0, output_limit - _READ)]
+    flooded = status in _FLOODED or (killed and max(len(stdout), len(stderr)) >= output_limit)
     return ScriptResult(
         stdout=stdout,
-        stderr=str(run.get("stderr") or "") or str(run.get("message") or ""),
-        exit_code=code if isinstance(code, int) else None,
+        stderr=stderr or str(stage.get("message") or ""),
+        exit_code=code,
         timed_out=status == "TO" or (killed and not flooded),
         cut_at=output_limit if flooded else None,
     )
 
 
-def _check_service(stage: dict[str, Any]) -> None:
-    if stage.get("status") == "XX":
-        raise ProviderError(f"internal error of Piston: {stage.get('message')}")
+def _malformed(text: str) -> ProviderError:
+    return ProviderError(f"malformed answer: {text[:300]!r}")

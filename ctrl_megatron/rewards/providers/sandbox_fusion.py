@@ -70,15 +70,23 @@ class SandboxFusionBackend:
 
 
 def _result(response: RunCodeResponse) -> ScriptResult:
-    run = response.run_result
-    if run is None:  # a program that does not compile is never run
-        compiled = response.compile_result
-        if compiled is None:
-            raise ProviderError(f"the answer has no result at all: {response.message[:300]}")
-        return ScriptResult(stdout="", stderr=compiled.stderr or "", exit_code=1)
+    """Raises ``ProviderError`` for an answer that does not say how the program ended."""
+    compiled, run = response.compile_result, response.run_result
+    stages = [stage for stage in (compiled, run) if stage is not None]
+    for stage in stages:
+        finished = stage.status is CommandRunStatus.FINISHED
+        if stage.status is CommandRunStatus.ERROR or (finished and stage.return_code is None):
+            raise ProviderError(
+                f"the service could not run a command: status {stage.status}, return code "
+                f"{stage.return_code}: {(stage.stderr or response.message)[:300]}"
+            )
+    # A program that does not compile is never run.
+    failed = next((stage for stage in stages if stage.return_code != 0), run)
+    if failed is None:
+        raise ProviderError(f"the answer has no result of a run: {response.message[:300]}")
     return ScriptResult(
-        stdout=run.stdout or "",
-        stderr=run.stderr or "",
-        exit_code=run.return_code,
-        timed_out=run.status is CommandRunStatus.TIME_LIMIT_EXCEEDED,
+        stdout=(failed.stdout or "") if failed is run else "",
+        stderr=failed.stderr or "",
+        exit_code=failed.return_code,
+        timed_out=failed.status is CommandRunStatus.TIME_LIMIT_EXCEEDED,
     )

@@ -29,7 +29,7 @@ from ctrl_megatron.rewards.providers.contract import (
     ScriptResult,
     judged,
 )
-from ctrl_megatron.sandbox.comparison import difference
+from ctrl_megatron.sandbox.comparison import beginning_difference, difference
 from ctrl_megatron.sandbox.wire import EvalResult, EvalTestCase, SubmitRequest
 
 DEFAULT_SECONDS = 10.0
@@ -141,13 +141,14 @@ class StdioJob:
         if result.timed_out:
             return [judged(False, "time limit exceeded", timed_out=True)]
         if result.cut_at is not None:
-            # More output than the right answer has is wrong; below that, nobody knows.
-            if result.cut_at < len(self.expected):
+            # How long a right output is, nobody knows: numbers may have more digits.
+            reason = beginning_difference(result.stdout, self.expected)
+            if reason is None:
                 raise ProviderError(
-                    f"the provider's output limit is {result.cut_at} characters, the expected "
-                    f"answer has {len(self.expected)}; raise the limit"
+                    f"the provider's output limit of {result.cut_at} characters has cut off an "
+                    "output that may be right; raise the limit"
                 )
-            return [judged(False, "output limit exceeded")]
+            return [judged(False, f"output limit exceeded: {reason}")]
         if result.exit_code != 0:
             return [judged(False, result.failure)]
         reason = difference(result.stdout, self.expected) or ""

@@ -73,13 +73,20 @@ _METHOD = re.compile(rf"{_CLASS}\(\)\.([A-Za-z_]\w*)")
 def read_human_eval(data: Mapping[str, Any]) -> FunctionProblem:
     """What ``human_eval_tests`` makes of a record, read as MBPP's. Raises ``ValueError``."""
     tests, setup = human_eval_tests(data)
-    entry = data.get("entry_point")
-    return read_function_tests({"test_list": tests, "entry_point": entry, "test_setup_code": setup})
+    return read_function_tests(
+        {
+            "test_list": tests,
+            "test_setup_code": setup,
+            "entry_point": data.get("entry_point"),
+            "prompt": data.get("prompt"),
+        }
+    )
 
 
 def human_eval_tests(data: Mapping[str, Any]) -> tuple[Any, str]:
     """Tests and their setup from ``test_list``, or ``test`` (text that defines ``check``) with
-    ``entry_point``; tests may call the functions of ``prompt`` that are not to be written.
+    ``entry_point``; tests may use what ``prompt`` imports and defines, all but what is to be
+    written.
 
     A ``check`` that consists of asserts becomes one test per assert; any other stays one test, that
     calls it. Raises ``ValueError``.
@@ -97,23 +104,44 @@ def human_eval_tests(data: Mapping[str, Any]) -> tuple[Any, str]:
         if not isinstance(text, str):
             raise ValueError("provided_data.test must be text that defines check(candidate)")
         around, tests = _split_check(text, name)
-    helpers = _prompt_helpers(text_field(data.get("prompt") or "", "provided_data.prompt"), entry)
-    return tests, "\n".join(filter(None, (helpers, setup, around)))
+    prompt = text_field(data.get("prompt") or "", "provided_data.prompt")
+    public = _prompt_code(prompt, entry if isinstance(entry, list) else [entry])
+    return tests, "\n".join(filter(None, (public, setup, around)))
 
 
-def _prompt_helpers(prompt: str, entry: Any) -> str:
-    """What a prompt defines for its user: all but the entry point, with its imports."""
-    try:
-        body = ast.parse(prompt).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ""  # prose, or half a function: nothing that a test could call
-    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign)
-    names = [entry] if isinstance(entry, str) else entry if isinstance(entry, list) else []
+def _prompt_code(prompt: str, written: Iterable[Any]) -> str:
+    """What a prompt imports and defines for the program that follows it: without the names that
+    are to be ``written``, class ``Solution``, and constants that are made of them.
+    """
+    names = {_CLASS, *(name for name in written if isinstance(name, str))}
+    kinds = (
+        *(ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
+        *(ast.Assign, ast.AnnAssign),
+    )
     kept: list[ast.stmt] = [
-        n for n in body if isinstance(n, kinds) and getattr(n, "name", None) not in names
+        node
+        for node in _prompt_body(prompt)
+        if isinstance(node, kinds)
+        and getattr(node, "name", None) not in names
+        # It would have to come first, and would reach no further than this text.
+        and not (isinstance(node, ast.ImportFrom) and node.module == "__future__")
+        and not (
+            isinstance(node, (ast.Assign, ast.AnnAssign))
+            and any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
+        )
     ]
-    defines = any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in kept)
-    return ast.unparse(ast.Module(body=kept, type_ignores=[])) if defines else ""
+    return ast.unparse(ast.Module(body=kept, type_ignores=[]))
+
+
+def _prompt_body(prompt: str) -> list[ast.stmt]:
+    """Its statements; none where it is prose."""
+    # The last function, or method, may lack its body.
+    for body in ("", "\n    pass", "\n        pass"):
+        try:
+            return ast.parse(prompt + body).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+    return []
 
 
 def calls_problem(
@@ -162,7 +190,8 @@ if "Solution" in globals() and hasattr(globals()["Solution"], "{name}"):
 def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
     """From ``provided_data`` with ``test_list`` (a list, or its text as JSON or a Python literal),
     ``test_setup_code`` and ``entry_point`` (a name or several, or ``Solution().name`` for a
-    method), as MBPP has them.
+    method), as MBPP has them. Of ``prompt``, the text that the program was asked for with, the
+    program gets what is Python but for what it has to define.
 
     Which names are calls into the program follows from the record alone, never from the program.
     With entry points these are, and class ``Solution`` where the tests call the entry point as its
@@ -181,6 +210,7 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
     setup = data.get("test_setup_code") or ""
     if not isinstance(setup, str):
         raise ValueError("provided_data.test_setup_code must be a string")
+    prompt = text_field(data.get("prompt") or "", "provided_data.prompt")
     given = data.get("entry_point") or ()
     if not isinstance(given, (str, list, tuple)):
         raise ValueError(
@@ -194,12 +224,14 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
         raise ValueError(
             f"provided_data.entry_point must be a function's name, got {given!r}"[:200]
         )
-    small = len(setup) + sum(map(len, tests)) <= _REMEMBERED_CHARACTERS
-    problem = (_read_once if small else _read)(tuple(tests), setup, entries)
+    small = len(setup) + len(prompt) + sum(map(len, tests)) <= _REMEMBERED_CHARACTERS
+    problem = (_read_once if small else _read)(tuple(tests), setup, entries, prompt)
     return replace(problem, adapter=adapter) if adapter else problem
 
 
-def _read(tests: tuple[str, ...], setup: str, entries: tuple[str, ...]) -> FunctionProblem:
+def _read(
+    tests: tuple[str, ...], setup: str, entries: tuple[str, ...], prompt: str
+) -> FunctionProblem:
     setup_tree = _parse(setup, "provided_data.test_setup_code")
     trees = [_parse(t, f"provided_data.test_list[{i}]") for i, t in enumerate(tests)]
     if entries and "candidate" in _free_names([setup_tree, *trees]) - set(entries):
@@ -219,14 +251,11 @@ def _read(tests: tuple[str, ...], setup: str, entries: tuple[str, ...]) -> Funct
         stubs = _inferred_stubs(free) or _shadowed_builtin(trees, setup_tree)
     helpers = "".join(_import_of(name) for name in sorted(free - stubs))
     setup = _keeping(tuple(sorted(stubs)) if entries else (), f"{helpers}{setup}")
+    imports = [node for node in setup_tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     return FunctionProblem(
         tests=tests,
         setup=setup,
-        prelude="\n".join(
-            ast.unparse(node)
-            for node in setup_tree.body
-            if isinstance(node, (ast.Import, ast.ImportFrom))
-        ),
+        prelude="\n".join(filter(None, (*map(ast.unparse, imports), _prompt_code(prompt, stubs)))),
         stubs=tuple(sorted(stubs)),
         in_place=tuple(
             i

@@ -16,7 +16,8 @@ class FunctionProblem:
     setup: str
     """Runs in the judge before the tests."""
     prelude: str
-    """Imports that run in the program's module before it: all of the setup that it gets."""
+    """Runs in the program's module before it: of the setup the imports and no more, of the prompt
+    what it imports and defines."""
     stubs: tuple[str, ...]
     """Names that the program has to define: all that a test may call in it."""
     in_place: tuple[int, ...] = ()
