@@ -20,6 +20,7 @@ from ctrl_megatron.sft.selection import (
     Shares,
     choose_examples,
     distinct_attempts,
+    problems_in_turn,
 )
 from ctrl_megatron.types import Attempt, Problem, Verdict
 
@@ -170,6 +171,25 @@ def test_problems_fall_into_three_parts_by_their_names() -> None:
     assert [p == "val" for p in parts] == [p == "val" for p in other]
     assert {Shares(val=0, sft=0).part_of(name) for name in names} == {"rl"}
     assert {Shares(val=0, sft=1).part_of(name) for name in names} == {"sft"}
+
+
+def test_every_problem_is_held_out_before_any_is_held_out_again() -> None:
+    judged = [
+        (attempt(problem=replace(FUNCTION, id=f"level{n // 10}/{n}"), id=f"{n}/{i}"), verdict(""))
+        for n in range(40)
+        for i in range(1 + n % 3)
+    ]
+    found = [a for a, _ in problems_in_turn(judged, 1)]
+    assert {a.id for a in found} == {a.id for a, _ in judged}
+    # 40 problems, of which 26 have a second attempt and 13 a third.
+    numbers = [int(a.id.partition("/")[2]) for a in found]
+    assert numbers == [0] * 40 + [1] * 26 + [2] * 13
+    levels = [a.problem.id.partition("/")[0] for a in found[:20]]
+    assert min(map(levels.count, ("level0", "level1", "level2", "level3"))) >= 2
+    # Whatever problem was read first, and otherwise for another seed.
+    other_files = sorted(judged, key=lambda j: -int(j[0].problem.id.partition("/")[2]))
+    assert [a for a, _ in problems_in_turn(other_files, 1)] == found
+    assert [a for a, _ in problems_in_turn(judged, 2)] != found
 
 
 def test_a_journal_goes_on_behind_its_last_whole_line(tmp_path: Path) -> None:
