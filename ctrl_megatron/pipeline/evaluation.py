@@ -91,9 +91,11 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
     with session(config) as run:
         first = run.groups.is_first
         if first:
+            aside = begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
             for name in anew:
                 print(f"{name}: its weights have changed, so it is drawn anew", flush=True)
-            begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
+            if aside is not None:
+                print(f"the transcripts of the weights before stand in {aside}", flush=True)
         services = run.start_services()
         loaded = weights[todo[0][0]]
         worker = rollout_worker(run, services, loaded, inputs)
@@ -145,8 +147,8 @@ def settings_of(config: Config, job: EvaluationJob) -> dict[str, Any]:
     family, plan = config.actor_rollout_ref, job.plan
     drawn = {"top_p": family.rollout.top_p, "top_k": family.rollout.top_k}
     return {
-        "rows": {path: _digest(Path(path)) for path in config.data.val_files},
-        "pairs": None if job.pairs is None else {str(job.pairs): _digest(job.pairs)},
+        "rows": [_file(Path(path)) for path in config.data.val_files],
+        "pairs": None if job.pairs is None else _file(job.pairs),
         "proxy": _weights(family.proxy.model.path or family.model.path),
         "samples": plan.samples,
         "turns": plan.turns,
@@ -160,15 +162,16 @@ def settings_of(config: Config, job: EvaluationJob) -> dict[str, Any]:
     }
 
 
-def _digest(path: Path) -> str:
+def _file(path: Path) -> dict[str, str]:
     with users_input():
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return {"path": str(path), "digest": digest}
 
 
 def _weights(directory: str) -> dict[str, str]:
     """The critic's path, and what changes when its weights or written critiques do."""
     if is_written(directory):
-        return {"path": directory, "weights": _digest(Path(directory))}
+        return {"path": directory, "weights": _file(Path(directory))["digest"]}
     return {"path": directory, "weights": SafetensorsDirectory(directory).fingerprint()}
 
 
