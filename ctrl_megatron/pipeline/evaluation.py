@@ -11,6 +11,7 @@ from typing import Any
 
 from ctrl_megatron.checkpoint.run_directory import check_run_directory
 from ctrl_megatron.config import Config
+from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.eval.pairwise import ResponsePair, read_pairs
 from ctrl_megatron.eval.transcripts import (
@@ -145,11 +146,14 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
 def settings_of(config: Config, job: EvaluationJob) -> dict[str, Any]:
     """What all transcripts of one directory must share, so that critics can be compared."""
     family, plan = config.actor_rollout_ref, job.plan
+    tokenizer = family.model.tokenizer
     drawn = {"top_p": family.rollout.top_p, "top_k": family.rollout.top_k}
     return {
         "rows": [_file(Path(path)) for path in config.data.val_files],
         "pairs": None if job.pairs is None else _file(job.pairs),
         "proxy": _weights(family.proxy.model.path or family.model.path),
+        "tokenizer": {"path": tokenizer, "digest": TextCodec(tokenizer).fingerprint()},
+        "prompt_key": config.data.prompt_key,
         "samples": plan.samples,
         "turns": plan.turns,
         "temperature": plan.temperature,
@@ -159,6 +163,7 @@ def settings_of(config: Config, job: EvaluationJob) -> dict[str, Any]:
         "max_prompt_length": config.data.max_prompt_length,
         "max_response_length": config.data.max_response_length,
         "revision_max_tokens": family.rollout.revision_max_tokens,
+        "run_timeout": config.reward.run_timeout,
     }
 
 

@@ -672,6 +672,14 @@ CASES = [
             ("onto others' files", "--out model", "model is there and holds no", lambda f: None),
             ("onto a run", "--out made", "made is there and holds no", _metrics("")),
             ("other settings", "--out made", "turns: 2 -> 1", _evaluation(turns=2)),
+            *(
+                (f"other {name}", "--out made", f"{name}: 0.5 -> {now}", _evaluation(**{name: 0.5}))
+                for name, now in (
+                    ("prompt_key", "prompt"),
+                    ("run_timeout", "10.0"),
+                    ("tokenizer", "{'path': 'model', 'digest': "),
+                )
+            ),
             ("no settings", "--out made", "not that of an evaluation", _settings("{}")),
             ("no pairs", "--pairs none.jsonl", "none.jsonl", lambda f: None),
             ("pair without label", "--pairs p.jsonl", "'label'", _text("p.jsonl", _PAIR)),
