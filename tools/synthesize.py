@@ -20,7 +20,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import get_args
@@ -86,12 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_model_len=options.max_model_len,
         threads=options.threads,
     )
-    opened: dict[str, OpenChat] = {}
-    for role in _ROLES:
-        model, url = getattr(options, role), getattr(options, f"{role}_url")
-        if model:
-            check_source(f"--{role}", ChatSource(model, url), engines)
-            opened[role] = _opener(ChatSource(model, url), engines)
+    sources = {
+        role: ChatSource(model, getattr(options, f"{role}_url"))
+        for role in _ROLES
+        if (model := getattr(options, role))
+    }
+    for role, source in sources.items():
+        check_source(f"--{role}", source, engines)
+    opened = {role: _opener(source, engines) for role, source in sources.items()}
     journal_folder = options.out / _JOURNAL
     begun = journal_folder.is_dir()
     require_own_files(options.out, _FILES, _TOOL, overwrite=options.overwrite or begun)
@@ -99,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(journal_folder, ignore_errors=True)
     for left in options.out.glob(f".{_TOOL}.*"):  # of a kill while the files were written
         shutil.rmtree(left)
-    journal = StageJournal(journal_folder, _settings(options, records, given))
+    journal = StageJournal(journal_folder, _settings(options, records, given, sources))
     if not options.overwrite and begun and own_files_whole(options.out, _TOOL):
         print(f"{options.out}: everything is finished, nothing to do")
         return 0
@@ -225,7 +227,10 @@ def _read_solutions(
 
 
 def _settings(
-    options: argparse.Namespace, records: Sequence[dict], given: Sequence[Attempt]
+    options: argparse.Namespace,
+    records: Sequence[dict],
+    given: Sequence[Attempt],
+    sources: Mapping[str, ChatSource],
 ) -> dict[str, object]:
     """All that the files depend on, by the flag that says it."""
     kept = {
@@ -239,7 +244,8 @@ def _settings(
     }
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     flags = {f"--{name.replace('_', '-')}": value for name, value in {**kept, **digests}.items()}
-    return {**flags, "rules": _RULES}
+    weights = {f"weights of --{role}": source.weights() for role, source in sources.items()}
+    return {**flags, **weights, "rules": _RULES}
 
 
 def _opener(source: ChatSource, engines: EngineOptions) -> OpenChat:

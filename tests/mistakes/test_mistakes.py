@@ -825,6 +825,37 @@ def arguments(case: Case, ranks: int) -> list[str]:
     return [*given, *(("--nproc-per-node", "2", "trainer.n_gpus_per_node=2") if ranks == 2 else ())]
 
 
+def test_weights_that_have_changed_do_not_go_on_with_what_others_wrote(
+    right: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    async def drawn(*_: object) -> dict[str, dict[str, int]]:
+        return {}
+
+    monkeypatch.setattr("ctrl_megatron.commands.generate._grow", lambda *_: None)
+    monkeypatch.setattr("tools.synthesize._run", drawn)
+    folder = tmp_path / "given"
+    shutil.copytree(right, folder)
+    monkeypatch.chdir(folder)
+    grow = partial(import_module(MODULES["generate"]).main, [*_TREE.split(), "--engine", "hf"])
+    synthesise = partial(import_module(MODULES["synthesize"]).main, _SOLVE.split())
+    for _ in range(2):
+        assert grow() == synthesise() == 0
+    typed = [*_TREE.split(), "--engine", "hf", "--dtype", "float32"]
+    assert import_module(MODULES["generate"]).main(typed) == 2
+    assert "dtype: bfloat16, now float32" in capsys.readouterr().err
+    file = folder / "model/model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    assert grow() == synthesise() == 2
+    told = capsys.readouterr().err
+    assert "generator_weights: " in told and "critic_weights: " in told
+    assert "begun with other weights of --solver" in told
+
+
 def test_there_are_enough_mistakes() -> None:
     assert len(CASES) >= 80 and len({(case.tool, case.name) for case in CASES}) == len(CASES)
     assert {case.tool for case in CASES} == set(MODULES)
