@@ -52,7 +52,8 @@ RATES = {
 PAIR_RATES = {
     "choice_accuracy": "better response named, asked in both orders; a tie is wrong",
     "choice_consistency": "the same response named in both orders",
-    "choice_first_rate": "answers that name what stands first; 0.5 is no bias",
+    "choice_answered_rate": "questions in either order that are answered",
+    "choice_first_rate": "share of answers that name what stands first; 0.5 is no bias",
     "critique_accuracy": "better response judged correct more often; a tie is wrong",
 }
 JUDGED = tuple(name for name in RATES if name.startswith(("precision", "recall", "f1")))
@@ -450,8 +451,7 @@ def _pair_rates(
     found: dict[str, Estimate] = {}
     for name in PAIR_RATES:
         parts = [
-            (seeds.index(p.seed), names.index(p.pair_id), (pair_columns(p)[name], 1.0))
-            for p in pairs
+            (seeds.index(p.seed), names.index(p.pair_id), pair_columns(p)[name]) for p in pairs
         ]
         value = plan(len(names), len(seeds)).estimate(
             cells_of(parts, len(seeds), len(names)), ratio

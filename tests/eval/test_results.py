@@ -220,10 +220,15 @@ def test_pairs_worked_out_by_hand() -> None:
     assert values(result.pairs["all"]) == {
         "choice_accuracy": 0.5,
         "choice_consistency": 0.5,
-        "choice_first_rate": pytest.approx((1 / 2 + 0 + 0 + 1 / 2) / 4),
+        # Seven answers to eight questions, two of them for what stood first.
+        "choice_answered_rate": 7 / 8,
+        "choice_first_rate": pytest.approx(2 / 7),
         "critique_accuracy": 0.25,
     }
     assert result.pairs["all"].keys() == PAIR_RATES.keys()
+    (silent,) = evaluate_turns(TWO_TURNS, [pair("A>B", (None, None), "C", "I")])
+    rates = values(silent.pairs["all"])
+    assert rates["choice_answered_rate"] == 0.0 and "choice_first_rate" not in rates
     mixed = [
         dataclasses.replace(p, source=f"{'mmlu-pro-' * (n % 2)}{n % 2}")
         for n, p in enumerate(pairs)
