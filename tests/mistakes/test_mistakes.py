@@ -598,6 +598,12 @@ CASES = [
         "problem is no JSON", _MUTATE, "problems.jsonl: line 1", _text("problems.jsonl", "{\n")
     ),
     mutants("nothing to change", _MUTATE + " --max-difficulty -1", "no reference"),
+    mutants(
+        "reference is no Python",
+        _MUTATE,
+        "the reference of seven is no Python",
+        _text("problems.jsonl", json.dumps(PROBLEM | {"reference": "print(7"})),
+    ),
     mutants("level as a word", _MUTATE + " --max-difficulty hard", "--max-difficulty"),
     mutants("onto a file", _MUTATE.replace("new.jsonl", "run.yaml"), "run.yaml is there"),
     mutants("part of others", _MUTATE, "new.jsonl.part", _text("new.jsonl.part", '{"x": 1}\n')),
