@@ -8,6 +8,7 @@ Goes on where it was stopped: what is judged stands in ``OUT.part`` until the fi
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import sys
 from collections import Counter
@@ -38,8 +39,16 @@ _UNSEEN_PROBLEMS, _UNSEEN_MUTANTS = 0.2, 0.3
 """Shares of the problems, and of the mutants of the others, that are kept for tests."""
 
 
-async def judge(todo: Sequence[tuple[str, Problem, Mutation]], part: Path) -> None:
-    """Append the pass rate of every mutant to ``part``, by name."""
+def digest_of(attempt: Attempt) -> str:
+    """Of all that its pass rate depends on: a problem may be corrected between two calls."""
+    problem = attempt.problem
+    tests = problem.selected_uts, problem.test_setup, problem.entry_point, problem.time_limit
+    known = repr((attempt.solution, problem.prompter_type, tests))
+    return hashlib.sha256(known.encode(errors="backslashreplace")).hexdigest()
+
+
+async def judge(todo: Sequence[Attempt], part: Path) -> None:
+    """Append the pass rate of every mutant to ``part``, with its digest."""
     columns = TextColumn("judging mutants"), BarColumn(), MofNCompleteColumn()
     with (
         EmbeddedSandbox.start() as sandbox,
@@ -49,27 +58,29 @@ async def judge(todo: Sequence[tuple[str, Problem, Mutation]], part: Path) -> No
         bar = progress.add_task("", total=len(todo))
         async with SandboxClient(sandbox.endpoint) as client:
             for start in range(0, len(todo), _PART):
-                attempts = [
-                    Attempt(id=name, problem=problem, solution=fenced(mutation.code))
-                    for name, problem, mutation in todo[start : start + _PART]
-                ]
                 # One by one: mutants that never end take their problem's time limit in every test.
                 judged = await judge_attempts(
-                    client, attempts, advance=lambda: progress.advance(bar)
+                    client, todo[start : start + _PART], advance=lambda: progress.advance(bar)
                 )
                 for attempt, _ in judged:
-                    lines.append({"id": attempt.id, "pass_rate": attempt.pass_rate})
+                    lines.append(
+                        {
+                            "id": attempt.id,
+                            "digest": digest_of(attempt),
+                            "pass_rate": attempt.pass_rate,
+                        }
+                    )
 
 
 def judged_already(part: Path) -> dict[str, float]:
-    """Pass rates by name; a line that was cut off counts as not written."""
+    """Pass rates by digest; a line that was cut off counts as not written."""
     rates = {}
     for number, entry in enumerate(read_json_lines(part) if part.exists() else (), start=1):
-        if entry.keys() != {"id", "pass_rate"}:
+        if entry.keys() != {"id", "digest", "pass_rate"}:
             raise UserError(
                 f"{part} line {number} is no judged mutant", remedy="move it or name another --out"
             )
-        rates[entry["id"]] = entry["pass_rate"]
+        rates[entry["digest"]] = entry["pass_rate"]
     return rates
 
 
@@ -90,12 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out.exists():
         raise UserError(f"--out: {options.out} is there", remedy="name another file or move it")
-    mutants = dict[str, tuple[Problem, Mutation]]()
+    mutants = list[tuple[Attempt, Mutation]]()
     for record in read_problem_records(options.problems):
         if record["difficulty"] <= options.max_difficulty and record["reference"].strip():
             problem = problem_from(record)
-            for number, mutation in enumerate(mutations(record["reference"].strip())):
-                mutants[f"{problem.id}/mutant{number}"] = problem, mutation
+            for number, mutation in enumerate(_mutations(problem)):
+                name, solution = f"{problem.id}/mutant{number}", fenced(mutation.code)
+                mutants.append((Attempt(id=name, problem=problem, solution=solution), mutation))
     if not mutants:
         raise UserError(
             f"--problems: no reference in {options.problems} can be changed",
@@ -104,22 +116,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part = options.out.with_name(options.out.name + ".part")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     known = judged_already(part)
-    todo = [(name, *found) for name, found in mutants.items() if name not in known]
-    asyncio.run(judge(todo, part))
+    digests = {attempt.id: digest_of(attempt) for attempt, _ in mutants}
+    asyncio.run(judge([a for a, _ in mutants if digests[a.id] not in known], part))
     rates = judged_already(part)
     found = [
         Mutant(
-            id=name,
-            problem_id=problem.id,
-            split=split_of(problem.id, name),
+            id=attempt.id,
+            problem_id=attempt.problem.id,
+            split=split_of(attempt.problem.id, attempt.id),
             kind=mutation.kind,
             code=mutation.code,
             wrong=mutation.wrong,
             right=mutation.right,
-            pass_rate=rates[name],
+            pass_rate=rates[digests[attempt.id]],
         )
-        for name, (problem, mutation) in mutants.items()
-        if rates[name] < 1
+        for attempt, mutation in mutants
+        if rates[digests[attempt.id]] < 1
     ]
     write_whole(options.out, "".join(json.dumps(asdict(m)) + "\n" for m in found))
     part.unlink()
@@ -130,6 +142,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{dict(Counter(m.kind for m in found))}; {harmless} that pass every test left out"
     )
     return 0
+
+
+def _mutations(problem: Problem) -> list[Mutation]:
+    try:
+        return mutations(problem.reference.strip())
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        raise UserError(
+            f"--problems: the reference of {problem.id} is no Python: {error}",
+            remedy="correct it or leave it out",
+        ) from error
 
 
 if __name__ == "__main__":

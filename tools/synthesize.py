@@ -20,9 +20,10 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,14 +44,22 @@ from ctrl_megatron.prompts import critique_messages, fenced, generation_messages
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.sft.examples import write_examples
 from ctrl_megatron.sft.journal import StageJournal
-from ctrl_megatron.sft.selection import Shares, choose_examples, distinct_attempts
+from ctrl_megatron.sft.selection import (
+    Part,
+    Shares,
+    choose_examples,
+    distinct_attempts,
+    problems_in_turn,
+)
 from ctrl_megatron.sft.stages import OpenChat, SynthesisStages
-from ctrl_megatron.types import Attempt, Problem, SamplingParams, Verdict
+from ctrl_megatron.types import Attempt, Problem, SamplingParams
 
 _TOOL, _JOURNAL = "synthesize", ".synthesis"
 _PARQUET = [f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val", "solve")]
 _FILES = [*_PARQUET, "solutions.jsonl", "synthesis.json"]
 _SFT_VAL_SIZE = 64
+_RULES = 2
+"""What else the kept parts depend on, order above all; raised with every change of it."""
 _ROLES = ("solver", "critic", "reviser")
 
 
@@ -77,12 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_model_len=options.max_model_len,
         threads=options.threads,
     )
-    opened: dict[str, OpenChat] = {}
-    for role in _ROLES:
-        model, url = getattr(options, role), getattr(options, f"{role}_url")
-        if model:
-            check_source(f"--{role}", ChatSource(model, url), engines)
-            opened[role] = _opener(ChatSource(model, url), engines)
+    sources = {
+        role: ChatSource(model, getattr(options, f"{role}_url"))
+        for role in _ROLES
+        if (model := getattr(options, role))
+    }
+    for role, source in sources.items():
+        check_source(f"--{role}", source, engines)
+    opened = {role: _opener(source, engines) for role, source in sources.items()}
     journal_folder = options.out / _JOURNAL
     begun = journal_folder.is_dir()
     require_own_files(options.out, _FILES, _TOOL, overwrite=options.overwrite or begun)
@@ -90,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(journal_folder, ignore_errors=True)
     for left in options.out.glob(f".{_TOOL}.*"):  # of a kill while the files were written
         shutil.rmtree(left)
-    journal = StageJournal(journal_folder, _settings(options, records, given))
+    journal = StageJournal(journal_folder, _settings(options, records, given, sources))
     if not options.overwrite and begun and own_files_whole(options.out, _TOOL):
         print(f"{options.out}: everything is finished, nothing to do")
         return 0
@@ -216,7 +227,10 @@ def _read_solutions(
 
 
 def _settings(
-    options: argparse.Namespace, records: Sequence[dict], given: Sequence[Attempt]
+    options: argparse.Namespace,
+    records: Sequence[dict],
+    given: Sequence[Attempt],
+    sources: Mapping[str, ChatSource],
 ) -> dict[str, object]:
     """All that the files depend on, by the flag that says it."""
     kept = {
@@ -229,7 +243,9 @@ def _settings(
         "solutions": json.dumps([(a.id, a.solution) for a in given]),
     }
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-    return {f"--{name.replace('_', '-')}": value for name, value in {**kept, **digests}.items()}
+    flags = {f"--{name.replace('_', '-')}": value for name, value in {**kept, **digests}.items()}
+    weights = {f"weights of --{role}": source.weights() for role, source in sources.items()}
+    return {**flags, **weights, "rules": _RULES}
 
 
 def _opener(source: ChatSource, engines: EngineOptions) -> OpenChat:
@@ -292,9 +308,14 @@ async def _run(
     }
     judged = [(a, v) for a, v in judged if a.id not in bad]
     names = {attempt.id for attempt in attempts}
-    own = {part: _of(part, judged, shares, names) for part in ("rl", "val")}
-    # Of what is held out, only as much as validation shows.
-    told = _of("sft", judged, shares, None) + _of("val", judged, shares, None)[:_SFT_VAL_SIZE]
+    of = {
+        part: [(a, v) for a, v in judged if shares.part_of(a.problem.id) == part]
+        for part in get_args(Part)
+    }
+    # Of what is held out, only as much as validation shows: every problem before any again.
+    of["val"] = problems_in_turn(of["val"], options.seed)
+    own = {part: [a for a, _ in of[part] if a.id in names] for part in ("rl", "val")}
+    told = of["sft"] + of["val"][:_SFT_VAL_SIZE]
     drafts = await stages.critiques(
         told,
         SamplingParams(
@@ -362,14 +383,6 @@ async def _run(
         (folder / "solutions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         (folder / "synthesis.json").write_text(json.dumps(table, indent=1) + "\n")
     return table
-
-
-def _of(
-    part: str, judged: Sequence[tuple[Attempt, Verdict]], shares: Shares, names: set[str] | None
-) -> list:
-    """Judged attempts of a part; only the attempts themselves of those in ``names``."""
-    found = [(a, v) for a, v in judged if shares.part_of(a.problem.id) == part]
-    return found if names is None else [a for a, _ in found if a.id in names]
 
 
 def _written(records: Sequence[dict], known: dict[str, Problem], shares: Shares) -> list[Attempt]:

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problems = _read(options.problems)[: options.limit]
     tree = _tree_options(options)
     sources, engines = chat_sources(options, required="generator")
-    settings = _settings(options, problems)
+    settings = _settings(options, problems, sources)
     with _directory(options.out, settings):
         try:
             _grow(options, problems, tree, sources, engines)
@@ -133,15 +133,23 @@ def _tree_options(options: argparse.Namespace) -> TreeOptions:
     )
 
 
-def _settings(options: argparse.Namespace, problems: Sequence[Problem]) -> dict[str, Any]:
+def _settings(
+    options: argparse.Namespace, problems: Sequence[Problem], sources: Mapping[str, ChatSource]
+) -> dict[str, Any]:
     """What the saved parts depend on; the widths are in the parts' names."""
     from ctrl_megatron.generation.search_tree import problem_fingerprint
+    from ctrl_megatron.rollout.engine import default_engine
 
     names = ("generator", "generator_url", "critic", "critic_url", "critiques", "top_p", "seed")
     names += ("stop_when_correct", "max_model_len")
     names += tuple(f"{name}_{what}" for name in _TEXTS for what in ("temperature", "max_tokens"))
     judged = {"judged": options.sandbox != "none", "problems": problem_fingerprint(problems)}
-    return {name: getattr(options, name) for name in names} | judged
+    own: dict[str, Any] = {
+        f"{role}_weights": source.weights() for role, source in sources.items() if not source.url
+    }
+    if own:
+        own |= {"engine": options.engine or default_engine(), "dtype": options.dtype}
+    return {name: getattr(options, name) for name in names} | judged | own
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

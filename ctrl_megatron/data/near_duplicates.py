@@ -35,7 +35,10 @@ class NearDuplicates:
         return best
 
     def add(self, key: str, text: str) -> None:
-        """Remember ``text`` under ``key``, which nothing else has."""
+        """Remember ``text`` under ``key``. Raises ``ValueError`` for a key that another text has:
+        what both share would be counted twice, against the size of one."""
+        if key in self._sizes:
+            raise ValueError(f"another text was added as {key!r}")
         shingles = self._shingles(text)
         self._sizes[key], self._order[key] = len(shingles), len(self._order)
         for shingle in shingles:

@@ -85,7 +85,7 @@ def read_published(
     if split is not None and (format != "mbpp" or split not in SPLITS):
         raise UserError(f"--split={split}: only mbpp has splits, and they are {', '.join(SPLITS)}")
     if format == OWN:
-        return [problem for path in paths for problem in read_problems(path)], Dropped()
+        return _read_own(paths), Dropped()
     read, dropped, problems = FORMATS[format], Dropped(), list[Problem]()
     seen: dict[str, str] = {}
     records = [record for path in paths for record in read_records(path)]
@@ -112,20 +112,37 @@ def read_published(
     return problems, dropped
 
 
+def _read_own(paths: Sequence[Path]) -> list[Problem]:
+    found = dict[str, tuple[Path, Problem]]()
+    for path in paths:
+        for problem in read_problems(path):
+            if problem.id in found:
+                raise UserError(
+                    f"{path}: key 'id' repeats {problem.id!r} of {found[problem.id][0]}",
+                    remedy="name the file once, or give one of the problems another id",
+                )
+            found[problem.id] = path, problem
+    return [problem for _, problem in found.values()]
+
+
 def select(
     problems: Iterable[Problem], limits: Limits, *, against: Iterable[Problem] = ()
 ) -> tuple[list[Problem], Dropped]:
     """The problems within ``limits`` whose statement is neither nearly one of ``against`` (test
-    sets) nor nearly an earlier one's; and what was dropped.
+    sets, which may share ids) nor nearly an earlier one's; and what was dropped.
+
+    Raises ``ValueError`` for two ``problems`` with one id.
     """
     tested, earlier, kept, dropped = NearDuplicates(), NearDuplicates(), list[Problem](), Dropped()
-    for problem in against:
-        tested.add(problem.id, problem.statement)
+    # By number: two test sets may share ids, as HumanEval and HumanEval+ do.
+    tests = {str(number): problem for number, problem in enumerate(against)}
+    for number, problem in tests.items():
+        tested.add(number, problem.statement)
     for problem in problems:
         reason = _outside(problem, limits)
         if not reason and (twin := tested.find(problem.statement)) is not None:
             reason = "nearly a problem of a test set"
-            problem = replace(problem, id=f"{problem.id} ({twin})")
+            problem = replace(problem, id=f"{problem.id} ({tests[twin].id})")
         if not reason and (twin := earlier.find(problem.statement)) is not None:
             reason = "nearly an earlier problem"
             problem = replace(problem, id=f"{problem.id} ({twin})")

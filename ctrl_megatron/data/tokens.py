@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -74,6 +75,15 @@ class TextCodec:
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    def fingerprint(self) -> str:
+        """Changes where vocabulary, chat template or end-of-text tokens do, and is the same
+        wherever the same tokenizer is written: 16 hex digits. Raises ``ValueError`` where the
+        tokenizer cannot be used.
+        """
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        known = (vocabulary, self.tokenizer.chat_template, self.eos_token_ids)
+        return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ correct wins (CTRL's way; a tie counts as wrong).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -109,19 +109,16 @@ def read_pairs(path: Path) -> list[ResponsePair]:
     return list(pairs.values())
 
 
-def pair_columns(pair: JudgedPair) -> Mapping[str, float]:
-    """0 or 1 by name of the rate that it is averaged into."""
+def pair_columns(pair: JudgedPair) -> Mapping[str, tuple[float, float]]:
+    """What a pair adds to both sides of the ratio that each rate is."""
+    answered = len(pair.choices) - pair.choices.count(None)
     return {
-        "choice_accuracy": float(pair.decision == pair.label),
-        "choice_consistency": float(pair.consistent),
-        "choice_first_rate": _first_rate(pair.choices),
-        "critique_accuracy": float(pair.critique_decision == pair.label),
+        "choice_accuracy": (pair.decision == pair.label, 1),
+        "choice_consistency": (pair.consistent, 1),
+        "choice_answered_rate": (answered, len(pair.choices)),
+        "choice_first_rate": (pair.choices.count("first"), answered),
+        "critique_accuracy": (pair.critique_decision == pair.label, 1),
     }
-
-
-def _first_rate(choices: Sequence[str | None]) -> float:
-    """Share of the two questions that were answered with what stood first; 0.5 has no bias."""
-    return choices.count("first") / len(choices)
 
 
 def _sign(number: int) -> str | None:

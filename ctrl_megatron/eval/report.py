@@ -135,7 +135,9 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
     found = [
         _rates_table(
             "Solved after revision",
-            "After the last turn; up and down count from the first solutions.",
+            " ".join(
+                ["After the last turn; up and down count from the first solutions.", *_few(results)]
+            ),
             results,
             [*_MAIN[:1], *_more_ks(results), *_MAIN[1:]],
             before=True,
@@ -147,15 +149,8 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
             _SAID,
         ),
     ]
-    gains = [name for name in RATES if any(name in result.gains for result in results)]
-    if gains:
-        rows = [
-            [result.critic, *(_signed(result.gains.get(n), n) for n in gains)]
-            for result in results
-            if result.gains
-        ]
-        note = f"Differences to {results[0].critic} in percentage points, paired by problem."
-        found.append(("Gains", note, ["critic", *map(_words, gains)], rows))
+    if len(results) > 1:
+        found.append(_gains_table(results))
     levels = sorted({level for result in results for level in result.by_difficulty})
     if len(levels) > 1:
         rows = [
@@ -191,6 +186,36 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
     head += ["chains left out (sandbox failed)", "turns left out (prompt too long)"]
     found.append(("What was counted", "", head, rows))
     return found
+
+
+def _few(results: Sequence[CriticResult]) -> Iterable[str]:
+    """A sentence for every pass@K that is not of all problems."""
+    for result in results:
+        for name, (count, places) in result.too_few.items():
+            least = name.partition("@")[2]
+            yield (
+                f"{result.critic}: {name} leaves out {count} of {places} problems (times seeds) "
+                f"with fewer than {least} judged chains."
+            )
+
+
+def _gains_table(results: Sequence[CriticResult]) -> Table:
+    """A row for every critic but the first, also where there is nothing to compare."""
+    first, *others = results
+    names = [name for name in RATES if any(name in result.gains for result in others)]
+    rows = [
+        [
+            result.critic,
+            "not the same" if result.compared is None else "{} of {}".format(*result.compared),
+            *(_signed(result.gains.get(name), name) for name in names),
+        ]
+        for result in others
+    ]
+    note = (
+        f"Differences to {first.critic} in percentage points, paired by problem, over the first "
+        "solutions (times seeds) that both were judged on."
+    )
+    return "Gains", note, ["critic", "first solutions", *map(_words, names)], rows
 
 
 def _rates_table(

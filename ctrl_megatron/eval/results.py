@@ -52,7 +52,8 @@ RATES = {
 PAIR_RATES = {
     "choice_accuracy": "better response named, asked in both orders; a tie is wrong",
     "choice_consistency": "the same response named in both orders",
-    "choice_first_rate": "answers that name what stands first; 0.5 is no bias",
+    "choice_answered_rate": "questions in either order that are answered",
+    "choice_first_rate": "share of answers that name what stands first; 0.5 is no bias",
     "critique_accuracy": "better response judged correct more often; a tie is wrong",
 }
 JUDGED = tuple(name for name in RATES if name.startswith(("precision", "recall", "f1")))
@@ -109,8 +110,13 @@ class CriticResult:
     """By turn, 0 being the first solutions; a rate without a value is left out."""
     by_difficulty: dict[int, LevelResult]
     gains: dict[str, Estimate]
-    """Over the first critic, paired by problem; empty for the first, and where the two have not
-    been given the same attempts and seeds."""
+    """Over the first critic, paired by problem, over what both were judged on."""
+    compared: tuple[int, int] | None
+    """First solutions, times seeds, that both critics were judged on, and that both were given;
+    None for the first critic, and where the two were not given the same: no gains then."""
+    too_few: dict[str, tuple[int, int]]
+    """For pass@K the problems, times seeds, that have fewer than K judged chains and are left out
+    of it, and all of them; without what leaves out none."""
     pairs: dict[str, dict[str, Estimate]]
     """Rates of ``PAIR_RATES`` by source of the questions, ``all`` first; empty without pairs."""
     per_problem: tuple[ProblemResult, ...]
@@ -125,6 +131,9 @@ class CriticResult:
 
 
 Chain = tuple[Turn, ...]
+Given = tuple[int, str, str, str]
+"""Seed, problem, first solution's id and text. An id alone does not do: another evaluation's rows
+may have the same ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +144,16 @@ class _Played:
     """By seed and problem."""
     seeds: tuple[int, ...]
     problems: tuple[str, ...]
+    given: frozenset[Given]
+    """Judged or not."""
     unjudged: int
     cells: dict[tuple[int, str], Cells] = field(default_factory=dict)
     """By turn and rate; all rates of ``JUDGED`` share theirs."""
 
     @property
-    def attempts(self) -> set[tuple[str, str, int]]:
-        """What two critics must share to be compared in pairs."""
-        every = (chain[0] for chains in self.chains.values() for chain in chains)
-        return {(first.problem_id, first.attempt, first.seed) for first in every}
+    def judged(self) -> set[Given]:
+        """Of ``given``, what at least one chain is known of."""
+        return {_given(chain) for chains in self.chains.values() for chain in chains}
 
 
 def evaluate_turns(
@@ -156,7 +166,7 @@ def evaluate_turns(
 ) -> list[CriticResult]:
     """Results of every critic, in the order in which they come.
 
-    ``ks`` are those of pass@k; one that some problem has too few chains for is left out. Intervals
+    ``ks`` are those of pass@k, which is of the problems with at least k judged chains. Intervals
     hold ``level`` of ``draws`` bootstrap values. UserError for chains that are not whole, and for a
     critic of which nothing could be judged.
     """
@@ -174,7 +184,7 @@ def evaluate_turns(
     results = []
     for critic, mine in played.items():
         _measure(mine, ks)
-        results.append(_result(critic, mine, base, judged.get(critic, []), plan))
+        results.append(_result(critic, mine, base, judged.get(critic, []), ks, plan))
         base = base or mine
     return results
 
@@ -200,10 +210,20 @@ def _chains(turns: Iterable[Turn]) -> dict[str, list[Chain]]:
     return chains
 
 
+def _given(chain: Chain) -> Given:
+    first = chain[0]
+    return first.seed, first.problem_id, first.attempt, first.solution
+
+
 def _played(critic: str, chains: list[Chain]) -> _Played:
     known = [c for c in chains if all(t.before is not None and t.after is not None for t in c)]
     if not known:
         raise UserError(f"the sandbox judged no chain of {critic} to its end: nothing to report")
+    given = frozenset(map(_given, chains))
+    return _of_chains(known, given=given, unjudged=len(chains) - len(known))
+
+
+def _of_chains(known: Iterable[Chain], *, given: frozenset[Given], unjudged: int) -> _Played:
     by_place: dict[tuple[int, str], list[Chain]] = {}
     for chain in known:
         by_place.setdefault((chain[0].seed, chain[0].problem_id), []).append(chain)
@@ -211,8 +231,23 @@ def _played(critic: str, chains: list[Chain]) -> _Played:
         chains=by_place,
         seeds=tuple(sorted({seed for seed, _ in by_place})),
         problems=tuple(sorted({problem for _, problem in by_place})),
-        unjudged=len(chains) - len(known),
+        given=given,
+        unjudged=unjudged,
     )
+
+
+def _only(played: _Played, wanted: set[Given]) -> _Played:
+    """The chains of ``wanted`` alone, measured."""
+    if wanted == played.judged:
+        return played
+    every = (chain for chains in played.chains.values() for chain in chains)
+    kept = _of_chains(
+        [chain for chain in every if _given(chain) in wanted],
+        given=played.given,
+        unjudged=played.unjudged,
+    )
+    _measure(kept, ())
+    return kept
 
 
 # Cells: what a rate is made of, by seed and problem
@@ -221,11 +256,10 @@ def _played(critic: str, chains: list[Chain]) -> _Played:
 def _measure(played: _Played, ks: Sequence[int]) -> None:
     """Fill in ``played.cells``."""
     parts: dict[tuple[int, str], list[tuple[int, int, Sequence[float]]]] = {}
-    fewest = min(map(len, played.chains.values()))
     for (seed, problem), chains in played.chains.items():
         place = played.seeds.index(seed), played.problems.index(problem)
         for turn in range(len(chains[0]) + 1):
-            for name, values in _of_problem(chains, turn, [k for k in ks if k <= fewest]).items():
+            for name, values in _of_problem(chains, turn, ks).items():
                 parts.setdefault((turn, name), []).append((*place, values))
     sizes = len(played.seeds), len(played.problems)
     played.cells.update({key: cells_of(found, *sizes) for key, found in parts.items()})
@@ -257,7 +291,9 @@ def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[s
             "revision_tokens": [t.revision_tokens for t in at if t.critique is not None],
         }
         right = sum(program.accepted for program in now)
-        found |= {f"pass@{k}": [pass_at_k(len(now), right, k), 1.0] for k in ks if k > 1}
+        found |= {
+            f"pass@{k}": [pass_at_k(len(now), right, k), 1.0] for k in ks if 1 < k <= len(now)
+        }
         found["judgments"] = judgment_counts(judged).tolist()
     found |= {name: [sum(v) / len(v), 1.0] for name, v in means.items() if v}
     return found
@@ -308,6 +344,7 @@ def _result(
     mine: _Played,
     base: _Played | None,
     pairs: Sequence[JudgedPair],
+    ks: Sequence[int],
     plan: Callable[[int, int], Resampling],
 ) -> CriticResult:
     every = [chain for chains in mine.chains.values() for chain in chains]
@@ -321,15 +358,10 @@ def _result(
         for turn in range(last + 1)
     ]
     gains: dict[str, Estimate] = {}
-    if base is not None and base.attempts == mine.attempts:
-        for name in _COMPARED:
-            # Judgments are compared where both critics judge the same programs.
-            turns = (1, 1) if name in (*JUDGED, "judgment_accuracy") else (last, _turns(base))
-            given = _statistics(mine, turns[0]).get(name)
-            against = _statistics(base, turns[1]).get(name)
-            if given and against:
-                gain = plan(*size).difference(given[0], against[0], given[1])
-                gains |= {} if gain is None else {name: gain}
+    compared = None
+    if base is not None and base.given == mine.given:
+        gains, shared = _gains(mine, base, plan)
+        compared = shared, len(mine.given)
     return CriticResult(
         critic=critic,
         problems=len(mine.problems),
@@ -341,9 +373,41 @@ def _result(
         curves=tuple(curves),
         by_difficulty=_by_difficulty(mine, last, plan),
         gains=gains,
+        compared=compared,
+        too_few=_too_few(mine, ks),
         pairs=_by_source(pairs, plan),
         per_problem=tuple(_per_problem(critic, mine)),
     )
+
+
+def _gains(
+    mine: _Played, base: _Played, plan: Callable[[int, int], Resampling]
+) -> tuple[dict[str, Estimate], int]:
+    """Over what both were judged on: a verdict that the judge lost takes its first solution out on
+    both sides, and no more. Also how many are left.
+    """
+    shared = mine.judged & base.judged
+    if not shared:
+        return {}, 0
+    mine, base = _only(mine, shared), _only(base, shared)
+    gains: dict[str, Estimate] = {}
+    for name in _COMPARED:
+        # Judgments are compared where both critics judge the same programs.
+        judged = name in (*JUDGED, "judgment_accuracy")
+        turns = (1, 1) if judged else (_turns(mine), _turns(base))
+        given = _statistics(mine, turns[0]).get(name)
+        against = _statistics(base, turns[1]).get(name)
+        if given and against:
+            resampling = plan(len(mine.problems), len(mine.seeds))
+            gain = resampling.difference(given[0], against[0], given[1])
+            gains |= {} if gain is None else {name: gain}
+    return gains, len(shared)
+
+
+def _too_few(mine: _Played, ks: Sequence[int]) -> dict[str, tuple[int, int]]:
+    places = {(seed, problem) for seed, problem, *_ in mine.given}
+    counts = {k: sum(len(mine.chains.get(place, ())) < k for place in places) for k in ks if k > 1}
+    return {f"pass@{k}": (count, len(places)) for k, count in counts.items() if count}
 
 
 def _turns(played: _Played) -> int:
@@ -387,8 +451,7 @@ def _pair_rates(
     found: dict[str, Estimate] = {}
     for name in PAIR_RATES:
         parts = [
-            (seeds.index(p.seed), names.index(p.pair_id), (pair_columns(p)[name], 1.0))
-            for p in pairs
+            (seeds.index(p.seed), names.index(p.pair_id), pair_columns(p)[name]) for p in pairs
         ]
         value = plan(len(names), len(seeds)).estimate(
             cells_of(parts, len(seeds), len(names)), ratio

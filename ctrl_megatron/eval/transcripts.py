@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ctrl_megatron.metrics.json_lines import read_json_lines
 from ctrl_megatron.types import Verdict
 
 SETTINGS_FILE, TURNS_FOLDER, PAIRS_FOLDER = "evaluation.json", "transcripts", "pairs"
+_OUTDATED = "outdated"
 _TOOL = "ctrl-evaluate"
 
 
@@ -173,11 +175,10 @@ def open_evaluation(
 
     ``folder`` must be new, empty or an evaluation with the same ``settings``, to which critics may
     be added; with ``overwrite`` any evaluation. UserError otherwise, and where two critics' files
-    would have one name.
+    would have one name. What stands under ``path`` in settings and critics is for the reader: a
+    file or directory is known by its content, however it is spelled.
     """
-    named = {part_file(folder, critic, 0) for critic in critics}
-    if len(named) < len(critics):
-        raise UserError("two critics have names that differ in signs only: name them differently")
+    _check_names(folder, critics)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return []
     if not folder.is_dir() or not is_evaluation(folder):
@@ -187,15 +188,41 @@ def open_evaluation(
     found = read_settings(folder)
     if overwrite:
         return []
+    _check_names(folder, {**found["critics"], **critics})
     before, now = found["settings"], dict(settings)
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    changed = [
+        key
+        for key in {**before, **now}
+        if _without_paths(before.get(key)) != _without_paths(now.get(key))
+    ]
     if changed:
         told = (f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed)
         raise UserError(
             f"--out: {folder} holds an evaluation with other settings ({'; '.join(told)})",
             remedy="name another directory, or replace it with --overwrite",
         )
-    return [name for name in critics if found["critics"].get(name, critics[name]) != critics[name]]
+    known = {name: _without_paths(critic) for name, critic in found["critics"].items()}
+    return [
+        name for name in critics if name in known and known[name] != _without_paths(critics[name])
+    ]
+
+
+def _check_names(folder: Path, critics: Iterable[str]) -> None:
+    of_file: dict[Path, str] = {}
+    for critic in critics:
+        other = of_file.setdefault(part_file(folder, critic, 0), critic)
+        if other != critic:
+            raise UserError(
+                f"the critics {other!r} and {critic!r} would have one file: their names differ in "
+                "signs only",
+                remedy="name one of them differently",
+            )
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_paths(one) for key, one in value.items() if key != "path"}
+    return [_without_paths(one) for one in value] if isinstance(value, list) else value
 
 
 def begin_evaluation(
@@ -205,19 +232,48 @@ def begin_evaluation(
     *,
     anew: Sequence[str],
     overwrite: bool,
-) -> None:
-    """Write the settings and remove the transcripts that are to be drawn anew."""
+) -> Path | None:
+    """Write the settings. The transcripts that are to be drawn ``anew`` are moved to a new folder,
+    which is returned and is an evaluation too; with ``overwrite`` all transcripts are removed.
+    """
     kept: dict[str, Any] = {}
+    aside = None
     if is_evaluation(folder):
         old = read_settings(folder)
         kept = {} if overwrite else old["critics"]
-        for critic in old["critics"] if overwrite else anew:
-            for kind in (TURNS_FOLDER, PAIRS_FOLDER):
-                plain = part_file(folder, critic, 0, kind).name.removesuffix("0.jsonl")
-                for path in (folder / kind).glob("*.jsonl"):
-                    if re.fullmatch(re.escape(plain) + r"-?\d+\.jsonl", path.name):
-                        path.unlink()
+        found = [
+            path
+            for critic in (old["critics"] if overwrite else anew)
+            for kind in (TURNS_FOLDER, PAIRS_FOLDER)
+            for path in _parts(folder, critic, kind)
+        ]
+        if overwrite:
+            for path in found:
+                path.unlink()
+        elif found:
+            aside = _new_folder(folder / _OUTDATED)
+            for path in found:
+                moved = aside / path.relative_to(folder)
+                moved.parent.mkdir(exist_ok=True)
+                path.rename(moved)
+            named = {name: old["critics"][name] for name in anew}
+            text = json.dumps({**old, "critics": named}, indent=1) + "\n"
+            write_whole(aside / SETTINGS_FILE, text)
     # In the order in which they were given last: gains are over the first.
     named = {**critics, **{name: kept[name] for name in kept if name not in critics}}
     content = {"tool": _TOOL, "settings": dict(settings), "critics": named}
     write_whole(folder / SETTINGS_FILE, json.dumps(content, indent=1) + "\n")
+    return aside
+
+
+def _parts(folder: Path, critic: str, kind: str) -> list[Path]:
+    plain = part_file(folder, critic, 0, kind).name.removesuffix("0.jsonl")
+    of_seed = re.compile(re.escape(plain) + r"-?\d+\.jsonl")
+    return [path for path in (folder / kind).glob("*.jsonl") if of_seed.fullmatch(path.name)]
+
+
+def _new_folder(parent: Path) -> Path:
+    """The first of ``parent``/1, ``parent``/2, ... that is not there, made."""
+    folder = next(there for n in count(1) if not (there := parent / str(n)).exists())
+    folder.mkdir(parents=True)
+    return folder

@@ -29,6 +29,12 @@ class ChatSource:
     url: str = ""
     """The server's, usually ending in ``/v1``; empty for an engine of our own."""
 
+    def weights(self) -> str | None:
+        """What changes where the directory's weights do; None for a server's, which nobody sees.
+        Raises ``ValueError`` for a directory that cannot be read.
+        """
+        return None if self.url else SafetensorsDirectory(self.model).fingerprint()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ctrl_megatron.checkpoint.run_directory import check_run_directory
 from ctrl_megatron.config import Config
+from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.eval.pairwise import ResponsePair, read_pairs
 from ctrl_megatron.eval.transcripts import (
@@ -91,9 +92,11 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
     with session(config) as run:
         first = run.groups.is_first
         if first:
+            aside = begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
             for name in anew:
                 print(f"{name}: its weights have changed, so it is drawn anew", flush=True)
-            begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
+            if aside is not None:
+                print(f"the transcripts of the weights before stand in {aside}", flush=True)
         services = run.start_services()
         loaded = weights[todo[0][0]]
         worker = rollout_worker(run, services, loaded, inputs)
@@ -143,11 +146,14 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
 def settings_of(config: Config, job: EvaluationJob) -> dict[str, Any]:
     """What all transcripts of one directory must share, so that critics can be compared."""
     family, plan = config.actor_rollout_ref, job.plan
+    tokenizer = family.model.tokenizer
     drawn = {"top_p": family.rollout.top_p, "top_k": family.rollout.top_k}
     return {
-        "rows": {path: _digest(Path(path)) for path in config.data.val_files},
-        "pairs": None if job.pairs is None else {str(job.pairs): _digest(job.pairs)},
+        "rows": [_file(Path(path)) for path in config.data.val_files],
+        "pairs": None if job.pairs is None else _file(job.pairs),
         "proxy": _weights(family.proxy.model.path or family.model.path),
+        "tokenizer": {"path": tokenizer, "digest": TextCodec(tokenizer).fingerprint()},
+        "prompt_key": config.data.prompt_key,
         "samples": plan.samples,
         "turns": plan.turns,
         "temperature": plan.temperature,
@@ -157,18 +163,20 @@ def settings_of(config: Config, job: EvaluationJob) -> dict[str, Any]:
         "max_prompt_length": config.data.max_prompt_length,
         "max_response_length": config.data.max_response_length,
         "revision_max_tokens": family.rollout.revision_max_tokens,
+        "run_timeout": config.reward.run_timeout,
     }
 
 
-def _digest(path: Path) -> str:
+def _file(path: Path) -> dict[str, str]:
     with users_input():
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return {"path": str(path), "digest": digest}
 
 
 def _weights(directory: str) -> dict[str, str]:
     """The critic's path, and what changes when its weights or written critiques do."""
     if is_written(directory):
-        return {"path": directory, "weights": _digest(Path(directory))}
+        return {"path": directory, "weights": _file(Path(directory))["digest"]}
     return {"path": directory, "weights": SafetensorsDirectory(directory).fingerprint()}
 
 

@@ -14,6 +14,9 @@ _HINT = re.compile(r"\bhints?\b|\btest (?:case|suite)s?\b|\b(?:unit|hidden|faili
 _CODE = re.compile(r"```|^\s*(?:def|class) \w+.*:\s*$", re.MULTILINE)
 _SHORTEST = 4
 """Characters of a value that cannot stand in a critique by chance."""
+_LITERAL = (
+    ast.Constant | ast.List | ast.Tuple | ast.Set | ast.Dict | ast.UnaryOp | ast.BinOp  # -1, 2 ** 9
+)
 _SHORTEST_LINE = 12
 """Characters of a line of the reference that is more than ``return n``."""
 
@@ -31,10 +34,11 @@ def leak_of(critique: str, attempt: Attempt) -> str:
     known = _squeezed(f"{problem.statement}\n{extract_code(attempt.solution)}")
     if any(_squeezed(test) in squeezed for test in _tests(attempt)):
         return "quotes a test"
-    for value in _expected(attempt):
+    for value in _values(attempt):
         word = _squeezed(value)
-        if len(word) >= _SHORTEST and word not in known and word in squeezed:
-            return "quotes an expected value"
+        told = len(word) >= _SHORTEST and word not in known and word in squeezed
+        if told and _stands_alone(word, critique):
+            return "quotes a value of a test"
     lines = {_squeezed(line) for line in problem.reference.splitlines()}
     if any(len(s) >= _SHORTEST_LINE and s not in known and s in squeezed for s in lines):
         return "quotes the solution"
@@ -42,6 +46,7 @@ def leak_of(critique: str, attempt: Attempt) -> str:
 
 
 def _tests(attempt: Attempt) -> Iterator[str]:
+    """Whole ones; an input that is long enough is one."""
     tests = attempt.problem.selected_uts
     if isinstance(tests, str):
         for case in json.loads(tests):
@@ -53,11 +58,17 @@ def _tests(attempt: Attempt) -> Iterator[str]:
         yield test.removeprefix("assert ")
 
 
-def _expected(attempt: Attempt) -> Iterator[str]:
-    """Literals that a test compares with, outputs of programs."""
+def _values(attempt: Attempt) -> Iterator[str]:
+    """What tests give a program and what they want of it: literals at any place in an assert,
+    and parts of them; lines of stdin and stdout, and stdout as a whole.
+    """
     tests = attempt.problem.selected_uts
     if isinstance(tests, str):
-        yield from (case["output"]["stdout"].strip() for case in json.loads(tests))
+        for case in json.loads(tests):
+            stdout = case["output"]["stdout"]
+            yield stdout
+            yield from case["input"].get("stdin", "").splitlines()
+            yield from stdout.splitlines()
         return
     for test in tests:
         try:
@@ -65,10 +76,16 @@ def _expected(attempt: Attempt) -> Iterator[str]:
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue  # the sandbox says so; there is no value to quote
         for node in ast.walk(tree):
-            if isinstance(node, ast.Compare):
-                for side in node.comparators:
-                    if not isinstance(side, ast.Name | ast.Call):
-                        yield ast.unparse(side)
+            if isinstance(node, _LITERAL):
+                yield ast.unparse(node)
+
+
+def _stands_alone(word: str, critique: str) -> bool:
+    """Whether ``word`` is no part of a longer word or number; white space and quotes do not count
+    within it.
+    """
+    inner = r"[\s`'\"]*".join(map(re.escape, word))
+    return re.search(rf"(?<!\w){inner}(?!\w)", critique) is not None
 
 
 def _squeezed(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ from ctrl_megatron.prompts import critique_messages, extract_code, parse_judgmen
 from ctrl_megatron.rewards.normalize import normalize_code
 from ctrl_megatron.sft.examples import SftExample
 from ctrl_megatron.sft.leaks import leak_of
-from ctrl_megatron.types import Attempt
+from ctrl_megatron.types import Attempt, Verdict
 
 Part = Literal["sft", "rl", "val"]
 
@@ -109,6 +109,23 @@ def distinct_attempts(attempts: Sequence[Attempt]) -> tuple[list[Attempt], Dropp
             kept.append(attempt)
         seen.add(key)
     return kept, dropped
+
+
+def problems_in_turn(
+    judged: Iterable[tuple[Attempt, Verdict]], seed: int
+) -> list[tuple[Attempt, Verdict]]:
+    """One attempt of every problem, then a second one of each that has it, and so on; an attempt's
+    place among those of its problem is kept. Problems are drawn by their ids and ``seed``: whatever
+    is cut off behind, the rest is as varied as it can be, in whatever order files were read.
+    """
+    numbers = Counter[str]()
+    placed: list[tuple[int, int, str, tuple[Attempt, Verdict]]] = []
+    for attempt, verdict in judged:
+        name = attempt.problem.id
+        drawn = crc32(f"{seed}/{name}".encode())
+        placed.append((numbers[name], drawn, name, (attempt, verdict)))
+        numbers[name] += 1
+    return [found for *_, found in sorted(placed, key=lambda place: place[:3])]
 
 
 def _balanced(drafts: Sequence[CritiqueDraft], seed: int, dropped: Dropped) -> list[CritiqueDraft]:

@@ -369,6 +369,17 @@ def test_selection_counts_every_reason() -> None:
     assert [p.id for p in select(kept, Limits(min_tests=3))[0]] == []
 
 
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_test_sets_that_share_ids_leave_out_what_each_does(copies: int) -> None:
+    text = "return the sum of all even numbers in a list of integers given by the user"
+    # 8 and 11 shingles, 3 of them shared: 3 / 16, far below 0.7.
+    other = "return the sum of all even numbers in a tuple of floats"
+    tests = [numbered(9, text)] * copies + [numbered(9, "Reverse the order of the words of it.")]
+    kept, dropped = select([numbered(0, text), numbered(1, other)], Limits(), against=tests)
+    assert [p.id for p in kept] == ["p/1"]
+    assert dropped.reasons == {"nearly a problem of a test set": ["p/0 (p/9)"]}
+
+
 def test_near_duplicates_are_those_of_the_definition() -> None:
     index = NearDuplicates(words=2, least=0.5)
     index.add("a", "one two three four")
@@ -376,6 +387,8 @@ def test_near_duplicates_are_those_of_the_definition() -> None:
     assert index.find("One, two: three FOUR five") == "b"
     assert index.find("one two three") == "a"  # 2 of 3 shingles, and 2 of 4
     assert index.find("two one") is None and index.find("") is None
+    with pytest.raises(ValueError, match="'a'"):
+        index.add("a", "six seven eight")
 
 
 def test_a_loop_is_unrolled_and_other_programs_are_not() -> None:
@@ -403,6 +416,19 @@ def test_the_tool_writes_the_same_file_again_and_no_other(
     against = ["--against", f"humaneval={write(tmp_path, 'humaneval')}"]
     assert main([*arguments, *against, "--overwrite"]) == 0
     assert "HumanEval/1 (HumanEval/0)" in capsys.readouterr().out
+
+
+def test_an_id_may_stand_in_one_input_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / f"{name}.jsonl" for name in "ab"]
+    for file, statement in zip(files, ("Add two numbers.", "Sort a list of words."), strict=True):
+        file.write_text(json.dumps(own_record(numbered(1, statement))) + "\n")
+    out = tmp_path / "out.jsonl"
+    arguments = ["--format", "ctrl", "--input", *map(str, files), "--out", str(out)]
+    assert main(arguments) == 2 and not out.exists()
+    told = capsys.readouterr().err
+    assert f"{files[1]}: key 'id' repeats 'p/1' of {files[0]}" in told.replace("\n", "")
 
 
 REAL = {

@@ -57,6 +57,17 @@ def test_a_conversation_ends_where_the_answer_starts(codec: TextCodec) -> None:
     assert codec.decode(closed) == "user\nhi\nassistant\nyo\n"
 
 
+def test_the_fingerprint_is_that_of_what_becomes_tokens(tmp_path: Path) -> None:
+    first = TextCodec(save_tokenizer(tmp_path / "a")).fingerprint()
+    assert len(first) == 16 and TextCodec(save_tokenizer(tmp_path / "b")).fingerprint() == first
+    others = (
+        save_tokenizer(tmp_path / "template", template=TEMPLATE.replace("<s>", "<s> ")),
+        save_tokenizer(tmp_path / "end", eos="<s>"),
+        save_tokenizer(tmp_path / "vocabulary", pad="<pad>"),
+    )
+    assert len({first, *(TextCodec(path).fingerprint() for path in others)}) == 4
+
+
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_text_comes_back_untouched(codec: TextCodec, text: str) -> None:
     if "<s>" not in text and "<e>" not in text:

@@ -96,15 +96,48 @@ def test_a_directory_is_continued_only_with_its_settings(tmp_path: Path) -> None
         open_evaluation(tmp_path / "new", SETTINGS, _weights("x y", "x-y!", "x y!"), overwrite=True)
 
 
-def test_only_what_is_drawn_anew_is_removed(tmp_path: Path) -> None:
+def test_a_file_or_directory_is_known_by_its_content(tmp_path: Path) -> None:
+    def settings(path: str, digest: str = "1") -> dict[str, Any]:
+        file = {"path": path, "digest": digest}
+        return {"rows": [file], "pairs": file, "proxy": {"path": path, "weights": digest}}
+
+    folder = tmp_path / "e"
+    begin_evaluation(folder, settings("x"), _weights("a"), anew=[], overwrite=False)
+    spelled = {"a": {"path": f"{tmp_path}/./a", "weights": "1"}}
+    assert open_evaluation(folder, settings("./x"), spelled, overwrite=False) == []
+    with pytest.raises(UserError, match=r"rows: .*; pairs: .*; proxy: "):
+        open_evaluation(folder, settings("x", "2"), _weights("a"), overwrite=False)
+
+
+def test_names_that_make_one_file_are_told_over_several_commands(tmp_path: Path) -> None:
+    folder = made(tmp_path / "e", critics=("after SFT",))
+    with pytest.raises(UserError, match="'after SFT' and 'after_SFT'"):
+        open_evaluation(folder, SETTINGS, _weights("after_SFT"), overwrite=False)
+    assert open_evaluation(folder, SETTINGS, _weights("after_SFT"), overwrite=True) == []
+
+
+def test_only_what_is_drawn_anew_is_moved_aside(tmp_path: Path) -> None:
     folder = made(tmp_path / "e", critics=("a", "a.seed", "b"))
+    before = part_file(folder, "a", 0).read_bytes()
+    write_part(part_file(folder, "a", 1, "pairs"), [pair("A>B", ("first", None))])
     (folder / "transcripts/a.seedless.jsonl").touch()
     (folder / "notes.md").touch()
-    begin_evaluation(folder, SETTINGS, _weights("a", written="2"), anew=["a"], overwrite=False)
+    changed = _weights("a", written="2")
+    aside = begin_evaluation(folder, SETTINGS, changed, anew=["a"], overwrite=False)
+    assert aside is not None and aside == folder / "outdated/1"
+    assert not list((folder / "pairs").iterdir())
+    assert part_file(aside, "a", 0).read_bytes() == before
+    outdated = read_evaluation(aside)
+    assert len(outdated.turns) == len(TWO_TURNS)
+    assert outdated.settings["critics"] == _weights("a") and len(outdated.pairs) == 1
     names = {path.name for path in (folder / "transcripts").iterdir()}
     assert names == {"a.seed.seed0.jsonl", "b.seed0.jsonl", "a.seedless.jsonl"}
     settings = json.loads((folder / "evaluation.json").read_text())
     assert list(settings["critics"]) == ["a", "a.seed", "b"]
+    assert begin_evaluation(folder, SETTINGS, changed, anew=["a"], overwrite=False) is None
+    write_part(part_file(folder, "a", 0), TWO_TURNS)
+    again = begin_evaluation(folder, SETTINGS, _weights("a"), anew=["a"], overwrite=False)
+    assert again == folder / "outdated/2" and part_file(aside, "a", 0).read_bytes() == before
     begin_evaluation(folder, {"samples": 5}, _weights("c"), anew=[], overwrite=True)
     assert {path.name for path in (folder / "transcripts").iterdir()} == {"a.seedless.jsonl"}
     assert (folder / "notes.md").exists()

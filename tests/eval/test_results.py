@@ -10,6 +10,7 @@ from evaluated import TWO_TURNS, chain, pair, program
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.critique_revision import summarise
+from ctrl_megatron.eval.report import tables
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import PAIR_RATES, RATES, CriticResult, evaluate_turns
 from ctrl_megatron.eval.transcripts import Turn
@@ -125,8 +126,45 @@ def test_gains_are_over_the_first_critic_on_the_same_attempts() -> None:
     )
     assert same.last == copied.last
     assert set(copied.gains.values()) == {Estimate(0.0, 0.0, 0.0)}
+    assert first.compared is None and second.compared == (12 * 3, 12 * 3)
     others = [turn for turn in strong if turn.problem_id != "p3"]
     assert evaluate_turns([*weak, *others])[1].gains == {}
+    # Rows of another file may have the same ids.
+    other = [
+        dataclasses.replace(turn, solution=turn.solution + " " * (turn.problem_id == "p3"))
+        for turn in strong
+    ]
+    for turns in (others, other):
+        result = evaluate_turns([*weak, *turns])[1]
+        assert (result.gains, result.compared) == ({}, None)
+        (told,) = [rows for title, _, _, rows in tables([first, result]) if title == "Gains"]
+        assert told == [["strong", "not the same"]]
+
+
+def test_a_lost_verdict_takes_its_first_solution_alone_out_of_the_gains() -> None:
+    weak, strong = random_turns("weak", 1), random_turns("strong", 2, shift=0.4)
+
+    def lost(turn: Turn) -> bool:
+        return (turn.problem_id, turn.seed) == ("p3", 1)
+
+    # Both samples of one problem and seed on one side, one sample of another on the other side.
+    some = [dataclasses.replace(turn, after=None) if lost(turn) else turn for turn in strong]
+    place = next(i for i, t in enumerate(weak) if (t.problem_id, t.seed) == ("p5", 0))
+    weak[place] = dataclasses.replace(weak[place], after=None)
+    result = evaluate_turns([*weak, *some], ks=(1, 2))[1]
+    assert result.compared == (35, 36) and result.unjudged == 2
+    both = [[t for t in turns if not lost(t)] for turns in (weak, strong)]
+    without = evaluate_turns([*both[0], *both[1]])[1]
+    assert result.gains == without.gains and without.compared == (35, 35)
+    (told,) = [rows for title, _, _, rows in tables([without, result]) if title == "Gains"]
+    assert told[0][1] == "35 of 36"
+    # pass@2 is that of the places which have two chains.
+    assert result.too_few == {"pass@2": (1, 36)}
+    assert result.last["pass@2"] == evaluate_turns(both[1], ks=(1, 2))[0].last["pass@2"]
+    note = tables([result])[0][1]
+    assert "strong: pass@2 leaves out 1 of 36 problems (times seeds) with fewer than 2" in note
+    nothing = evaluate_turns([*weak, *some], ks=(1, 4))[1]
+    assert nothing.too_few == {"pass@4": (36, 36)} and "pass@4" not in nothing.last
 
 
 def test_chains_that_could_not_be_judged_are_left_out_and_counted() -> None:
@@ -182,10 +220,15 @@ def test_pairs_worked_out_by_hand() -> None:
     assert values(result.pairs["all"]) == {
         "choice_accuracy": 0.5,
         "choice_consistency": 0.5,
-        "choice_first_rate": pytest.approx((1 / 2 + 0 + 0 + 1 / 2) / 4),
+        # Seven answers to eight questions, two of them for what stood first.
+        "choice_answered_rate": 7 / 8,
+        "choice_first_rate": pytest.approx(2 / 7),
         "critique_accuracy": 0.25,
     }
     assert result.pairs["all"].keys() == PAIR_RATES.keys()
+    (silent,) = evaluate_turns(TWO_TURNS, [pair("A>B", (None, None), "C", "I")])
+    rates = values(silent.pairs["all"])
+    assert rates["choice_answered_rate"] == 0.0 and "choice_first_rate" not in rates
     mixed = [
         dataclasses.replace(p, source=f"{'mmlu-pro-' * (n % 2)}{n % 2}")
         for n, p in enumerate(pairs)

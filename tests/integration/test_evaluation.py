@@ -70,11 +70,14 @@ def test_an_evaluation_is_kept_continued_and_reported(job: Job, tmp_path: Path) 
     assert len((out / "problems.jsonl").read_text().splitlines()) == 8
     assert not (job.folder / "training").exists()
 
-    # What is missing is drawn as it was; another critic comes beside it.
+    # What is missing is drawn as it was, though paths are spelled otherwise; another critic comes
+    # beside it.
     transcript = out / "transcripts/after_SFT.seed1.jsonl"
     kept = transcript.read_bytes()
     transcript.unlink()
-    second = evaluate(job, two[1:], (*DRAWN, *PAIRS))
+    spelled = [word.replace(str(job.actor), f"{job.actor}/.") for word in two[1:]]
+    assert spelled != two[1:]
+    second = evaluate(job, spelled, (*DRAWN, "--pairs", "./examples/pairs/own.jsonl"))
     assert second["code"] == 0, second["output"]
     assert [line for line in second["output"].splitlines() if line.endswith(", seed 1")] == [
         *("zero-shot: transcripts, seed 1", "zero-shot: pairs, seed 1"),

@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import re
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ def test_a_missing_file_is_said(tmp_path: Path, file: str, note: str) -> None:
     assert note in report(run_dir).text
 
 
-def write_metrics(run_dir: Path, *records: tuple[int, dict[str, float | str]]) -> None:
+def write_metrics(run_dir: Path, *records: tuple[int, Mapping[str, float | str]]) -> None:
     write_lines(run_dir / "metrics.jsonl", [{"step": s, "metrics": m} for s, m in records])
 
 
@@ -265,11 +266,39 @@ def test_zero_is_a_value(tmp_path: Path) -> None:
     assert "Reward 0 first step 0" in report(tmp_path).text
 
 
-def test_a_resumed_run_counts_the_later_line_of_a_step(tmp_path: Path) -> None:
-    rows = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9)]
-    write_metrics(tmp_path, *((step, {"reward/mean": value}) for step, value in rows))
-    series = read_run_files(tmp_path).series
-    assert series == {"reward/mean": [(1, 0.1), (2, 0.9), (3, 0.3)]}
+def test_a_resumed_run_counts_the_later_line_of_a_step_and_none_that_it_went_back_behind(
+    tmp_path: Path,
+) -> None:
+    # Steps 2 to 4 were left behind for the checkpoint of step 1; step 3 is not there yet.
+    steps = (1, 2, 3, 4, 2)
+    write_metrics(
+        tmp_path,
+        *((step, {"reward/mean": n / 10}) for n, step in enumerate(steps[:4])),
+        (4, {"val/nll": 0.5}),
+        (2, {"reward/mean": 0.4}),
+    )
+    write_lines(
+        tmp_path / "timeline.jsonl",
+        [{"step": s, "rank": 0, "phases": PHASES[: n + 1]} for n, s in enumerate(steps[1:])],
+    )
+    write_lines(
+        tmp_path / "warnings.jsonl",
+        [{"step": step, "warning": "flat", "text": f"line {n}"} for n, step in enumerate(steps)],
+    )
+    found = read_run_files(tmp_path)
+    assert found.series == {"reward/mean": [(1, 0.0), (2, 0.4)]}
+    assert found.timelines is not None and found.timelines.keys() == {(2, 0)}
+    assert len(found.timelines[2, 0]) == 4
+    assert [w["text"] for w in found.warnings or ()] == ["line 0", "line 4"]
+
+
+def test_a_checkpoint_that_is_validated_once_more_keeps_its_training(tmp_path: Path) -> None:
+    trained = ((step, {"reward/mean": step / 10}) for step in (1, 2, 3))
+    write_metrics(tmp_path, *trained, (2, {"val/nll": 0.5}))
+    assert read_run_files(tmp_path).series == {
+        "reward/mean": [(1, 0.1), (2, 0.2)],
+        "val/nll": [(2, 0.5)],
+    }
 
 
 def test_non_finite_values_do_not_break_the_drawing(tmp_path: Path) -> None:

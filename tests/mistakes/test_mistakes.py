@@ -618,6 +618,12 @@ CASES = [
         "problem is no JSON", _MUTATE, "problems.jsonl: line 1", _text("problems.jsonl", "{\n")
     ),
     mutants("nothing to change", _MUTATE + " --max-difficulty -1", "no reference"),
+    mutants(
+        "reference is no Python",
+        _MUTATE,
+        "the reference of seven is no Python",
+        _text("problems.jsonl", json.dumps(PROBLEM | {"reference": "print(7"})),
+    ),
     mutants("level as a word", _MUTATE + " --max-difficulty hard", "--max-difficulty"),
     mutants("onto a file", _MUTATE.replace("new.jsonl", "run.yaml"), "run.yaml is there"),
     mutants("part of others", _MUTATE, "new.jsonl.part", _text("new.jsonl.part", '{"x": 1}\n')),
@@ -692,6 +698,14 @@ CASES = [
             ("onto others' files", "--out model", "model is there and holds no", lambda f: None),
             ("onto a run", "--out made", "made is there and holds no", _metrics("")),
             ("other settings", "--out made", "turns: 2 -> 1", _evaluation(turns=2)),
+            *(
+                (f"other {name}", "--out made", f"{name}: 0.5 -> {now}", _evaluation(**{name: 0.5}))
+                for name, now in (
+                    ("prompt_key", "prompt"),
+                    ("run_timeout", "10.0"),
+                    ("tokenizer", "{'path': 'model', 'digest': "),
+                )
+            ),
             ("no settings", "--out made", "not that of an evaluation", _settings("{}")),
             ("no pairs", "--pairs none.jsonl", "none.jsonl", lambda f: None),
             ("pair without label", "--pairs p.jsonl", "'label'", _text("p.jsonl", _PAIR)),
@@ -835,6 +849,37 @@ def arguments(case: Case, ranks: int) -> list[str]:
     if case.tool == "evaluate":
         return given
     return [*given, *(("--nproc-per-node", "2", "trainer.n_gpus_per_node=2") if ranks == 2 else ())]
+
+
+def test_weights_that_have_changed_do_not_go_on_with_what_others_wrote(
+    right: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    async def drawn(*_: object) -> dict[str, dict[str, int]]:
+        return {}
+
+    monkeypatch.setattr("ctrl_megatron.commands.generate._grow", lambda *_: None)
+    monkeypatch.setattr("tools.synthesize._run", drawn)
+    folder = tmp_path / "given"
+    shutil.copytree(right, folder)
+    monkeypatch.chdir(folder)
+    grow = partial(import_module(MODULES["generate"]).main, [*_TREE.split(), "--engine", "hf"])
+    synthesise = partial(import_module(MODULES["synthesize"]).main, _SOLVE.split())
+    for _ in range(2):
+        assert grow() == synthesise() == 0
+    typed = [*_TREE.split(), "--engine", "hf", "--dtype", "float32"]
+    assert import_module(MODULES["generate"]).main(typed) == 2
+    assert "dtype: bfloat16, now float32" in capsys.readouterr().err
+    file = folder / "model/model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    assert grow() == synthesise() == 2
+    told = capsys.readouterr().err
+    assert "generator_weights: " in told and "critic_weights: " in told
+    assert "begun with other weights of --solver" in told
 
 
 def test_there_are_enough_mistakes() -> None:

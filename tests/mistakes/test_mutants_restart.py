@@ -50,3 +50,24 @@ def test_a_kill_changes_nothing(tmp_path: Path) -> None:
     code, output = run(TOOL, ARGUMENTS, killed)
     assert code == 0, output[-4000:]
     assert (killed / "mutants.jsonl").read_bytes() == made and not part.exists()
+
+
+def test_a_problem_that_was_corrected_is_judged_by_its_new_tests(tmp_path: Path) -> None:
+    folder = write_problems(tmp_path / "given")
+    stopped = Interrupt(f"{TOOL}:write_whole", KILL, 1)
+    code, output = run(TOOL, ARGUMENTS, folder, interrupt=stopped)
+    assert code == -KILL, output[-4000:]
+    lines = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]
+    # The first problem's tests are ones that no program fails, the second's reference is another:
+    # its mutants have the names that those of the first call had.
+    lines[0]["tests"] = ["assert above is not None"]
+    lines[1]["reference"] = "def above(a, b):\n    return a + b > 1"
+    (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    anew = tmp_path / "anew"
+    anew.mkdir()
+    (anew / "problems.jsonl").write_bytes((folder / "problems.jsonl").read_bytes())
+    for there in (folder, anew):
+        code, output = run(TOOL, ARGUMENTS, there)
+        assert code == 0 and "mutants of 9 problems" in output, output[-4000:]
+    made = (folder / "mutants.jsonl").read_bytes()
+    assert made == (anew / "mutants.jsonl").read_bytes() and b"p/0/" not in made

@@ -20,6 +20,7 @@ from ctrl_megatron.sft.selection import (
     Shares,
     choose_examples,
     distinct_attempts,
+    problems_in_turn,
 )
 from ctrl_megatron.types import Attempt, Problem, Verdict
 
@@ -83,7 +84,7 @@ def test_the_hint_of_a_program_shows_its_case_in_short() -> None:
         ("Write\n```python\nx\n```", "writes out code"),
         ("Write\n    def total(values):\n", "writes out code"),
         ("`total([20,21]) == 4711` fails.", "quotes a test"),
-        ("For these values 4711 is expected.", "quotes an expected value"),
+        ("For these values 4711 is expected.", "quotes a value of a test"),
         ("Use `return min(sum(values), 1000)`.", "quotes the solution"),
     ],
 )
@@ -91,10 +92,44 @@ def test_what_a_critique_gives_away(critique: str, leak: str) -> None:
     assert leak_of(critique, attempt()) == leak
 
 
+@pytest.mark.parametrize(
+    ("test", "critique"),
+    [
+        ("assert f([17, 28, 39]) == 84", "for [17, 28, 39] it returns 67 but 84 is expected."),
+        ("assert f([17, 28, 39]) == 84", "f([17, 28, 39]) should be 84."),
+        ("assert f((17, 28)) == 84", "It fails for `(17,28)`."),
+        ("assert f({17: 'a'}, x={28, 39}) == 84", "It fails with {17: 'a'}."),
+        ("assert f({17: 'a'}, x={28, 39}) == 84", "It fails where x is {28, 39}."),
+        ("assert 123456 == f([123000, 456])", "for the list [123000, 456] it is wrong."),
+        ("assert 123456 == f([123000, 456])", "the result must be 123456."),
+        ("assert math.isclose(f([1.5, 2.25]), 3.755555)", "the result must be 3.755555."),
+        ("assert abs(f([1.5, 2.25]) - 3.755555) < 1e-6", "the result must be 3.755555."),
+        ("assert f([3, 1]) == set([31337, 4242])", "expected set([31337, 4242])."),
+        ("assert f('ab cd') == -4711", "It is wrong for 'ab cd'."),
+        ("assert f('ab cd') == -4711", "It must be below zero: -4711."),
+        ("assert f(2) == 2 ** 31", "It must be 2**31."),
+        ("12 34 567", "for the input 12 34 567 it is wrong."),
+        ("12 34 567", "the second line must be beta 2."),
+    ],
+)
+def test_a_value_of_a_test_is_found_in_prose(test: str, critique: str) -> None:
+    case = {"input": {"stdin": f"1\n{test}"}, "output": {"stdout": "alpha 1\nbeta 2\ngamma 3"}}
+    tests = json.dumps([case]) if test[0].isdigit() else (test,)
+    tried = attempt(problem=replace(FUNCTION, selected_uts=tests))
+    assert leak_of(f"Analysis: {critique}\nOverall judgment: Incorrect", tried)
+
+
+def test_a_value_within_a_longer_word_or_number_is_none() -> None:
+    values = ("assert total([1234, 'rose']) == 84",)
+    tried = attempt(problem=replace(FUNCTION, selected_uts=values))
+    assert leak_of("It prose-like adds 12345 to 91234, as prosecuted.", tried) == ""
+    assert leak_of("It fails for `rose`.", tried) == "quotes a value of a test"
+
+
 def test_what_the_attempt_says_itself_is_no_leak() -> None:
     own = attempt("def total(values):\n    return min(sum(values), 1000) + 4711")
     assert leak_of("It adds 4711 to `return min(sum(values), 1000)`.", own) == ""
-    assert leak_of("It prints 4711.", attempt(problem=PROGRAM)) == "quotes an expected value"
+    assert leak_of("It prints 4711.", attempt(problem=PROGRAM)) == "quotes a value of a test"
 
 
 def draft(
@@ -129,7 +164,7 @@ def test_every_reason_is_counted() -> None:
         "no judgment": 1,
         "judgment against the sandbox": 1,
         "goes on behind its judgment": 1,
-        "quotes an expected value": 1,
+        "quotes a value of a test": 1,
         "its revision fails": 1,
         "nearly another example of its problem": 1,
     }
@@ -170,6 +205,25 @@ def test_problems_fall_into_three_parts_by_their_names() -> None:
     assert [p == "val" for p in parts] == [p == "val" for p in other]
     assert {Shares(val=0, sft=0).part_of(name) for name in names} == {"rl"}
     assert {Shares(val=0, sft=1).part_of(name) for name in names} == {"sft"}
+
+
+def test_every_problem_is_held_out_before_any_is_held_out_again() -> None:
+    judged = [
+        (attempt(problem=replace(FUNCTION, id=f"level{n // 10}/{n}"), id=f"{n}/{i}"), verdict(""))
+        for n in range(40)
+        for i in range(1 + n % 3)
+    ]
+    found = [a for a, _ in problems_in_turn(judged, 1)]
+    assert {a.id for a in found} == {a.id for a, _ in judged}
+    # 40 problems, of which 26 have a second attempt and 13 a third.
+    numbers = [int(a.id.partition("/")[2]) for a in found]
+    assert numbers == [0] * 40 + [1] * 26 + [2] * 13
+    levels = [a.problem.id.partition("/")[0] for a in found[:20]]
+    assert min(map(levels.count, ("level0", "level1", "level2", "level3"))) >= 2
+    # Whatever problem was read first, and otherwise for another seed.
+    other_files = sorted(judged, key=lambda j: -int(j[0].problem.id.partition("/")[2]))
+    assert [a for a, _ in problems_in_turn(other_files, 1)] == found
+    assert [a for a, _ in problems_in_turn(judged, 2)] != found
 
 
 def test_a_journal_goes_on_behind_its_last_whole_line(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def read_run_files(run_dir: Path) -> RunFiles:
     readers: dict[str, tuple[str, Callable[[Path], Any]]] = {
         "metrics.jsonl": ("series", _series),
         "timeline.jsonl": ("timelines", _timelines),
-        "examples.jsonl": ("examples", _examples),
+        "examples.jsonl": ("examples", _past),
         "summary.json": ("summary", _summary),
         "warnings.jsonl": ("warnings", _warnings),
         "config.yaml": ("config", partial(Path.read_text, encoding="utf-8")),
@@ -58,40 +58,46 @@ def _series(path: Path) -> Series:
     # A step is logged in parts (training, then validation), and a resumed run logs some steps
     # again: what was logged last counts, for every metric on its own.
     values: dict[str, dict[int, float]] = {}
+    last = -1
     for record in read_json_lines(path):
         step = int(_field(record, "step", path))
+        if step < last:
+            # Not this step's: it may be the checkpoint's, validated once more.
+            values = {n: {s: v for s, v in of.items() if s <= step} for n, of in values.items()}
+        last = step
         for name, value in _field(record, "metrics", path).items():
             values.setdefault(name, {})[step] = float(value)
-    return {name: sorted(points.items()) for name, points in values.items()}
+    return {name: sorted(points.items()) for name, points in values.items() if points}
 
 
 def _timelines(path: Path) -> Timelines:
     timelines: Timelines = {}
-    for record in read_json_lines(path):
-        step, rank, phases = (_field(record, name, path) for name in ("step", "rank", "phases"))
-        timelines[int(step), int(rank)] = [
+    for record in _past(path):
+        rank, phases = (_field(record, name, path) for name in ("rank", "phases"))
+        timelines[record["step"], int(rank)] = [
             Phase(p["name"], p["kind"], float(p["start"]), float(p["end"])) for p in phases
         ]
     return {place: phases for place, phases in timelines.items() if phases}
 
 
-def _examples(path: Path) -> list[dict[str, Any]]:
+def _warnings(path: Path) -> list[dict[str, Any]]:
+    records = _past(path)
+    for record in records:
+        for name in ("warning", "text"):
+            _field(record, name, path)
+    return records
+
+
+def _past(path: Path) -> list[dict[str, Any]]:
+    """The records in the order of their steps."""
     kept: list[dict[str, Any]] = []
     for record in read_json_lines(path):
         step = int(_field(record, "step", path))
         if kept and step < kept[-1]["step"]:
             # A resumed run went back: what had come after its checkpoint is not its past.
-            kept = [example for example in kept if example["step"] < step]
+            kept = [one for one in kept if one["step"] < step]
         kept.append({**record, "step": step})
     return kept
-
-
-def _warnings(path: Path) -> list[dict[str, Any]]:
-    records = read_json_lines(path)
-    for record in records:
-        for name in ("step", "warning", "text"):
-            _field(record, name, path)
-    return records
 
 
 def _summary(path: Path) -> list[dict[str, Any]]:
