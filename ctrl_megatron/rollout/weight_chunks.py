@@ -107,7 +107,7 @@ class SharedSegment:
 
 def segment_names(count: int) -> list[str]:
     """New names for segments of this process, by which ``remove_segments`` knows them."""
-    base = f"ctrl-{_pid_namespace()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    base = f"ctrl-{os.getpid()}-{_pid_namespace()}-{uuid.uuid4().hex[:12]}"
     return [f"{base}-{number}" for number in range(count)]
 
 
@@ -126,7 +126,7 @@ def remove_segments(made_by: Callable[[int], bool]) -> None:
     here = _pid_namespace()
     for name in os.listdir(SHARED_MEMORY):
         ours = _OURS.fullmatch(name)
-        if ours and int(ours[1]) == here and made_by(int(ours[2])):
+        if ours and int(ours[2]) == here and made_by(int(ours[1])):
             remove_segment(name)
 
 
