@@ -88,7 +88,7 @@ class CheckpointStore:
     def all(self) -> list[Checkpoint]:
         """Finished checkpoints, oldest first."""
         found = [
-            Checkpoint(path=path, step=int(path.name.removeprefix(_PREFIX)))
+            Checkpoint(path=path, step=_step_of(path))
             for path in self.directory.glob(f"{_PREFIX}*")
             if path.name.removeprefix(_PREFIX).isdigit()
         ]
@@ -102,19 +102,20 @@ class CheckpointStore:
         """
         if resume_mode == "disable":
             return None
-        newest = self.all()[-1] if self.all() else None
+        newest = max(self.all(), key=lambda one: one.step, default=None)
         if resume_mode == "auto":
             return newest
-        path = Path(resume_mode)
-        began = self.directory / _BEGAN_FILE
-        if newest is not None and began.is_file() and began.read_text() == str(path.resolve()):
+        path, began = Path(resume_mode), self.directory / _BEGAN_FILE
+        same = began.is_file() and began.read_text() == str(path.resolve())
+        # What lay there before and is not ahead of the path was not saved since.
+        if same and newest is not None and newest.step > _step_of(path):
             return newest
         if not (path / STATE_FILE).is_file() or not path.name.startswith(_PREFIX):
             raise UserError(
                 f"trainer.resume_mode={resume_mode} is not a checkpoint; give auto, disable, or a "
                 f"directory {_PREFIX}N that holds {STATE_FILE}"
             )
-        return Checkpoint(path=path, step=int(path.name.removeprefix(_PREFIX)))
+        return Checkpoint(path=path, step=_step_of(path))
 
     def begin(self, resume_mode: str, checkpoint: Checkpoint | None) -> list[Path]:
         """Before a run continues from ``checkpoint``, which ``find`` has given: what others saved
@@ -122,21 +123,18 @@ class CheckpointStore:
         run saves. Gives the new places. Only for one rank.
         """
         began, start = self.directory / _BEGAN_FILE, checkpoint.step if checkpoint else 0
-        if resume_mode == "disable":
-            began.unlink(missing_ok=True)
-        ahead = [one for one in self.all() if one.step > start]
-        aside = self.directory / LEFT_FOLDER
-        places = [aside / one.path.name for one in ahead]
-        for one, place in zip(ahead, places, strict=True):
+        aside, places = self.directory / LEFT_FOLDER, list[Path]()
+        for ahead in (one.path for one in self.all() if one.step > start):
             aside.mkdir(exist_ok=True)
+            place = aside / ahead.name
             if place.exists():
                 shutil.rmtree(place)
-            one.path.rename(place)
-        if checkpoint is not None and resume_mode not in ("auto", "disable"):
-            path = Path(resume_mode).resolve()
-            if checkpoint.path.resolve() == path:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                write_whole(began, str(path))
+            ahead.rename(place)
+            places.append(place)
+        if resume_mode == "disable":
+            began.unlink(missing_ok=True)
+        elif resume_mode != "auto":
+            write_whole(began, str(Path(resume_mode).resolve()))
         return places
 
     def save(self, models: Mapping[str, ParallelModel], step: int, state: dict[str, Any]) -> None:
@@ -281,6 +279,10 @@ def read_state(
                 remedy=anew,
             )
     return state
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix(_PREFIX))
 
 
 def _remove(old: Path) -> None:

@@ -105,6 +105,16 @@ def test_a_run_that_was_begun_elsewhere_goes_on_here(tmp_path: Path) -> None:
     assert [path.name for path in store.begin(str(other), elsewhere)] == ["global_step_3"]
 
 
+def test_what_lay_there_before_is_not_what_the_run_has_saved(tmp_path: Path) -> None:
+    store_with(tmp_path / "kept", "global_step_2")
+    store, origin = store_with(tmp_path / "runs", "global_step_1"), tmp_path / "kept/global_step_2"
+    found = Checkpoint(path=origin, step=2)
+    assert store.find(str(origin)) == found
+    assert store.begin(str(origin), found) == []
+    # Stopped before it has saved.
+    assert store.find(str(origin)) == found
+
+
 def test_a_run_that_starts_over_sets_all_aside_and_replaces_what_lay_there(tmp_path: Path) -> None:
     store = store_with(tmp_path, "global_step_1", "abandoned/global_step_1")
     (tmp_path / "abandoned/global_step_1/old").touch()
