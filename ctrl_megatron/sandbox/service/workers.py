@@ -326,17 +326,13 @@ class WorkerPool:
         async def add(number: int) -> None:
             self.queue.release((number, await self._new(number)))
 
-        refusal: Exception | None = None
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number in range(self.size):
-                    group.create_task(add(number))
-        except* (IsolationRefused, WorkerFault, OSError) as errors:
-            refusal = errors.exceptions[0]
-        # Not in the clause above: Python 3.11.2 packs what that raises into a group.
-        if refusal is not None:
+        # Each comes to its own end: a start that is cancelled while it removes its directories
+        # would go on removing them beside `stop`.
+        ends = await asyncio.gather(*map(add, range(self.size)), return_exceptions=True)
+        refusals = [end for end in ends if end is not None]
+        if refusals:
             await self.stop()
-            raise refusal
+            raise refusals[0]
 
     async def stop(self) -> None:
         """End every worker and remove what they left."""
