@@ -19,14 +19,9 @@ from ctrl_megatron.checkpoint.files import nearest_existing
 from ctrl_megatron.errors import UserError
 
 LOCK_FILE, MARKER_FILE = "run.lock", ".ctrl_megatron_run"
-_WRITTEN = ("config.yaml", "metrics.jsonl", "timeline.jsonl", "examples.jsonl", "warnings.jsonl")
-_WRITTEN += (
-    "summary.json",
-    "report.html",
-    "checkpoints",
-    "hf",
-    "hf_exports",
-    "engine.log",
+_WRITTEN = (
+    *("config.yaml", "metrics.jsonl", "timeline.jsonl", "examples.jsonl", "warnings.jsonl"),
+    *("summary.json", "report.html", "checkpoints", "hf", "hf_exports", "engine.log"),
     "tensorboard",
 )
 _BEAT_SECONDS = 5.0

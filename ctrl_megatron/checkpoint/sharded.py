@@ -52,6 +52,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 STEPS_FILE = "optimizer.json"
 """The steps that the optimizer and its schedule have counted; weights alone have none."""
 
+_ANOTHER = "copy it anew, or name another with trainer.resume_mode"
 _FILE_BYTES = 1 << 30
 _NO_ROOM = 1 << 20
 
@@ -341,7 +342,7 @@ def require_whole(directory: Path) -> None:
         if there < size:
             raise UserError(
                 f"{file} has {there} of {size} bytes: the checkpoint is not whole",
-                remedy="copy it anew, or name another with trainer.resume_mode",
+                remedy=_ANOTHER,
             )
 
 
@@ -354,7 +355,7 @@ def _metadata(directory: Path) -> Metadata:
     except Exception as error:
         raise UserError(
             f"{directory} is not a whole checkpoint: {error}",
-            remedy="copy it anew, or name another with trainer.resume_mode",
+            remedy=_ANOTHER,
         ) from error
     return metadata
 
@@ -372,7 +373,7 @@ def _steps(directory: Path) -> dict[str, int] | None:
         raise UserError(
             f"cannot be read: {error}",
             file=file,
-            remedy="copy it anew, or name another with trainer.resume_mode",
+            remedy=_ANOTHER,
         ) from error
     return steps
 
