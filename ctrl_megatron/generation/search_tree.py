@@ -22,7 +22,6 @@ from typing import Any
 
 from rich.progress import Progress
 
-from ctrl_megatron.data.rows import row_of
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import Chat, ChatAnswer
 from ctrl_megatron.generation.nodes import (
@@ -36,6 +35,7 @@ from ctrl_megatron.generation.nodes import (
     vote,
     write_records,
 )
+from ctrl_megatron.generation.solutions import attempt_job
 from ctrl_megatron.prompts import (
     critique_messages,
     generation_messages,
@@ -43,7 +43,7 @@ from ctrl_megatron.prompts import (
     sanitized_answer,
 )
 from ctrl_megatron.rewards.cache import VerdictCache
-from ctrl_megatron.rewards.grading import CachedJudge, Judge, grading_job
+from ctrl_megatron.rewards.grading import CachedJudge, Judge
 from ctrl_megatron.rewards.reward_sum import gathered
 from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest
 from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams
@@ -330,8 +330,7 @@ class SearchTree:
                 return node  # the parent's solution, with what was found out about it
             problem = self._problems[node.task_id]
             attempt = Attempt(id=node.hash, problem=problem, solution=node.solution)
-            job = grading_job(node.solution, row_of(attempt, ()), run_all_cases=True)
-            verdict, _ = await cached.grade(job, all_at_once)
+            verdict, _ = await cached.grade(attempt_job(attempt), all_at_once)
             return replace(node, success=verdict.accepted, pass_rate=verdict.pass_rate)
 
         return await gathered([partial(one, node) for node in nodes])

@@ -10,7 +10,7 @@ from typing import Literal
 from ctrl_megatron.data.rows import row_of
 from ctrl_megatron.generation.chat import Chat
 from ctrl_megatron.prompts import generation_messages, settle_answer
-from ctrl_megatron.rewards.grading import Judge, grade, grading_job
+from ctrl_megatron.rewards.grading import GradingJob, Judge, grade, grading_job
 from ctrl_megatron.types import Attempt, Problem, SamplingParams, Verdict
 
 Fate = Literal["as written", "normalised", "unreadable", "no room"]
@@ -57,6 +57,11 @@ async def first_solutions(
     ]
 
 
+def attempt_job(attempt: Attempt) -> GradingJob:
+    """How an attempt is judged: on every test."""
+    return grading_job(attempt.solution, row_of(attempt, ()), run_all_cases=True)
+
+
 async def judge_attempts(
     judge: Judge,
     attempts: Sequence[Attempt],
@@ -68,9 +73,8 @@ async def judge_attempts(
     slots = asyncio.Semaphore(at_once)
 
     async def one(attempt: Attempt) -> tuple[Attempt, Verdict]:
-        job = grading_job(attempt.solution, row_of(attempt), run_all_cases=True)
         async with slots:
-            verdict = await grade(judge, job)
+            verdict = await grade(judge, attempt_job(attempt))
         advance()
         return replace(attempt, pass_rate=verdict.pass_rate), verdict
 

@@ -221,6 +221,35 @@ LATE = {"status": "TimeLimitExceeded", "execution_time": 10.0}
 BROKEN = {"status": "Error", "stderr": "exception on running command: no space left"}
 
 
+def check_verdict(
+    name: str,
+    answer: dict[str, Any],
+    expected: str | None,
+    folder: Path,
+    *,
+    error: str | None = None,
+) -> None:
+    """What ``name`` makes of a service's ``answer`` about a C++ program: a verdict whose detail
+    begins with ``expected``, empty where it passed; None for a ``ProviderError``, with ``error``.
+    """
+    row = stdio_row(selected_uts=[{"input": {"stdin": ""}, "output": {"stdout": "1"}}])
+    job = grading_job("```cpp\nint main(){}\n```", row, run_all_cases=True, language="cpp")
+
+    async def main() -> None:
+        service = FakeService(faults=[(200, answer)])
+        async with provider(name, folder, service=service, attempts=1) as made:
+            if expected is None:
+                with pytest.raises(ProviderError, match=error):
+                    await grade(made, job)
+                return
+            verdict = await grade(made, job)
+            assert verdict.passed == (expected == "",)
+            assert verdict.timed_out == (expected == TIMED_OUT)
+            assert verdict.detail[0].startswith(expected)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
@@ -244,22 +273,8 @@ def test_what_sandbox_fusion_says_of_compiler_and_program(
     answer: dict[str, Any], expected: str | None, tmp_path: Path
 ) -> None:
     """The verdict's detail, empty where it passed; None where the answer tells of no ending."""
-    row = stdio_row(selected_uts=[{"input": {"stdin": ""}, "output": {"stdout": "1"}}])
-    job = grading_job("```cpp\nint main(){}\n```", row, run_all_cases=True, language="cpp")
-
-    async def main() -> None:
-        service = FakeService(faults=[(200, {"status": "Failed", "message": "", **answer})])
-        async with provider("sandbox_fusion", tmp_path, service=service, attempts=1) as made:
-            if expected is None:
-                with pytest.raises(ProviderError):
-                    await grade(made, job)
-                return
-            verdict = await grade(made, job)
-            assert verdict.passed == (expected == "",)
-            assert verdict.timed_out == (expected == TIMED_OUT)
-            assert verdict.detail[0].startswith(expected)
-
-    asyncio.run(main())
+    reply = {"status": "Failed", "message": "", **answer}
+    check_verdict("sandbox_fusion", reply, expected, tmp_path)
 
 
 SIGKILL = {"stdout": "", "stderr": "", "code": None, "signal": "SIGKILL"}
@@ -285,22 +300,7 @@ def test_what_piston_says_of_compiler_and_program(
     answer: dict[str, Any], expected: str | None, tmp_path: Path
 ) -> None:
     """The verdict's detail, empty where it passed; None where nobody knows."""
-    row = stdio_row(selected_uts=[{"input": {"stdin": ""}, "output": {"stdout": "1"}}])
-    job = grading_job("```cpp\nint main(){}\n```", row, run_all_cases=True, language="cpp")
-
-    async def main() -> None:
-        service = FakeService(faults=[(200, answer)])
-        async with provider("piston", tmp_path, service=service, attempts=1) as made:
-            if expected is None:
-                with pytest.raises(ProviderError, match="raise the limit"):
-                    await grade(made, job)
-                return
-            verdict = await grade(made, job)
-            assert verdict.passed == (expected == "",)
-            assert verdict.timed_out == (expected == TIMED_OUT)
-            assert verdict.detail[0].startswith(expected)
-
-    asyncio.run(main())
+    check_verdict("piston", answer, expected, tmp_path, error="raise the limit")
 
 
 @pytest.mark.parametrize(
