@@ -37,6 +37,8 @@ class Problem:
     """Seconds of wall clock that one test may take."""
     reference: str = ""
     """A solution known to pass every test; empty where none is known."""
+    buggy: tuple[str, ...] = ()
+    """Programs known to be wrong."""
     difficulty: int = 0
     """0 (one line) to 4 (hard); only used to report and to split."""
 

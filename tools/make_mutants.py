@@ -8,7 +8,6 @@ Goes on where it was stopped: what is judged stands in ``OUT.part`` until the fi
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import sys
 from collections import Counter
@@ -25,9 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.data.mutations import Mutation, mutations
-from ctrl_megatron.data.problems import problem_from, read_problem_records
+from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.generation.solutions import judge_attempts
+from ctrl_megatron.generation.solutions import attempt_job, judge_attempts
 from ctrl_megatron.metrics import JsonlWriter, read_json_lines
 from ctrl_megatron.prompts import fenced
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
@@ -39,16 +38,10 @@ _UNSEEN_PROBLEMS, _UNSEEN_MUTANTS = 0.2, 0.3
 """Shares of the problems, and of the mutants of the others, that are kept for tests."""
 
 
-def digest_of(attempt: Attempt) -> str:
-    """Of all that its pass rate depends on: a problem may be corrected between two calls."""
-    problem = attempt.problem
-    tests = problem.selected_uts, problem.test_setup, problem.entry_point, problem.time_limit
-    known = repr((attempt.solution, problem.prompter_type, tests))
-    return hashlib.sha256(known.encode(errors="backslashreplace")).hexdigest()
-
-
 async def judge(todo: Sequence[Attempt], part: Path) -> None:
-    """Append the pass rate of every mutant to ``part``, with its digest."""
+    """Append the pass rate of every mutant to ``part``, with what it depends on: a problem may be
+    corrected between two calls.
+    """
     columns = TextColumn("judging mutants"), BarColumn(), MofNCompleteColumn()
     with (
         EmbeddedSandbox.start() as sandbox,
@@ -66,7 +59,7 @@ async def judge(todo: Sequence[Attempt], part: Path) -> None:
                     lines.append(
                         {
                             "id": attempt.id,
-                            "digest": digest_of(attempt),
+                            "digest": attempt_job(attempt).key,
                             "pass_rate": attempt.pass_rate,
                         }
                     )
@@ -102,9 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out.exists():
         raise UserError(f"--out: {options.out} is there", remedy="name another file or move it")
     mutants = list[tuple[Attempt, Mutation]]()
-    for record in read_problem_records(options.problems):
-        if record["difficulty"] <= options.max_difficulty and record["reference"].strip():
-            problem = problem_from(record)
+    for problem in read_problems(options.problems):
+        if problem.difficulty <= options.max_difficulty and problem.reference.strip():
             for number, mutation in enumerate(_mutations(problem)):
                 name, solution = f"{problem.id}/mutant{number}", fenced(mutation.code)
                 mutants.append((Attempt(id=name, problem=problem, solution=solution), mutation))
@@ -116,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part = options.out.with_name(options.out.name + ".part")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     known = judged_already(part)
-    digests = {attempt.id: digest_of(attempt) for attempt, _ in mutants}
+    digests = {attempt.id: attempt_job(attempt).key for attempt, _ in mutants}
     asyncio.run(judge([a for a, _ in mutants if digests[a.id] not in known], part))
     rates = judged_already(part)
     found = [

@@ -19,15 +19,8 @@ from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import require_replaceable, write_whole
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.data.published import (
-    FORMATS,
-    OWN,
-    Dropped,
-    Limits,
-    own_record,
-    read_published,
-    select,
-)
+from ctrl_megatron.data.problems import own_record, read_problems
+from ctrl_megatron.data.published import FORMATS, OWN, Dropped, Limits, read_published, select
 from ctrl_megatron.errors import UserError, users_input
 
 _SHOWN = 3
@@ -97,10 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _own_file(path: Path) -> bool:
-    from ctrl_megatron.data.problems import read_problem_records
-
     try:
-        return bool(read_problem_records(path))
+        return bool(read_problems(path))
     except UserError:
         return False
 

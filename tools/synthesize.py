@@ -34,7 +34,7 @@ from rich.table import Table
 from ctrl_megatron.checkpoint.files import new_files, own_files_whole, require_own_files
 from ctrl_megatron.commands.chat_flags import DTYPES
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.data.problems import problem_from, read_placed_lines, read_problem_records
+from ctrl_megatron.data.problems import own_record, read_placed_lines, read_problems
 from ctrl_megatron.data.published import Dropped
 from ctrl_megatron.data.rows import row_of, write_rows
 from ctrl_megatron.errors import UserError, users_input
@@ -68,11 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check, run what is left, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     options = _parse(arguments)
     with users_input("--problems"):
-        records = read_problem_records(options.problems)
-    known = {record["id"] for record in records}
+        problems = read_problems(options.problems)
+    known = {problem.id for problem in problems}
     hardest = 4 if options.max_difficulty is None else options.max_difficulty
-    records = [record for record in records if record["difficulty"] <= hardest]
-    problems = [problem_from(record) for record in records]
+    problems = [problem for problem in problems if problem.difficulty <= hardest]
     shares = Shares(val=options.val_share, sft=options.sft_share)
     _check_parts(problems, shares)
     given, dropped = (
@@ -101,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(journal_folder, ignore_errors=True)
     for left in options.out.glob(f".{_TOOL}.*"):  # of a kill while the files were written
         shutil.rmtree(left)
-    journal = StageJournal(journal_folder, _settings(options, records, given, sources))
+    journal = StageJournal(journal_folder, _settings(options, problems, given, sources))
     if not options.overwrite and begun and own_files_whole(options.out, _TOOL):
         print(f"{options.out}: everything is finished, nothing to do")
         return 0
@@ -123,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed=options.seed,
             progress=progress,
         )
-        table = asyncio.run(_run(options, stages, problems, records, given, dropped, shares))
+        table = asyncio.run(_run(options, stages, problems, given, dropped, shares))
     _show(options.out, table)
     return 0
 
@@ -228,7 +227,7 @@ def _read_solutions(
 
 def _settings(
     options: argparse.Namespace,
-    records: Sequence[dict],
+    problems: Sequence[Problem],
     given: Sequence[Attempt],
     sources: Mapping[str, ChatSource],
 ) -> dict[str, object]:
@@ -239,7 +238,7 @@ def _settings(
         if name not in ("out", "overwrite", "problems", "solutions", "threads")
     }
     texts = {
-        "problems": json.dumps(records),
+        "problems": json.dumps([own_record(problem) for problem in problems]),
         "solutions": json.dumps([(a.id, a.solution) for a in given]),
     }
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
@@ -271,7 +270,6 @@ async def _run(
     options: argparse.Namespace,
     stages: SynthesisStages,
     problems: Sequence[Problem],
-    records: Sequence[dict],
     given: Sequence[Attempt],
     dropped: Dropped,
     shares: Shares,
@@ -295,7 +293,7 @@ async def _run(
             drawn.append(attempt)
     table = {"solutions": {"kept": len(drawn), **dropped.counts()}}
     attempts, again = distinct_attempts(drawn)
-    written = _written(records, {problem.id: problem for problem in problems}, shares)
+    written = _written(problems, shares)
     judged = await stages.verdicts([*attempts, *written])
     for attempt, verdict in judged:
         if attempt.id.endswith("/reference") and not verdict.accepted:
@@ -385,15 +383,15 @@ async def _run(
     return table
 
 
-def _written(records: Sequence[dict], known: dict[str, Problem], shares: Shares) -> list[Attempt]:
+def _written(problems: Sequence[Problem], shares: Shares) -> list[Attempt]:
     """References and known wrong programs, as further attempts of fine-tuning."""
     return [
-        Attempt(id=f"{record['id']}/{kind}", problem=known[record["id"]], solution=fenced(code))
-        for record in records
-        if shares.part_of(record["id"]) != "rl"
+        Attempt(id=f"{problem.id}/{kind}", problem=problem, solution=fenced(code))
+        for problem in problems
+        if shares.part_of(problem.id) != "rl"
         for kind, code in [
-            *([("reference", record["reference"])] if record["reference"].strip() else []),
-            *((f"buggy{i}", code) for i, code in enumerate(record["buggy"])),
+            *([("reference", problem.reference)] if problem.reference.strip() else []),
+            *((f"buggy{i}", code) for i, code in enumerate(problem.buggy)),
         ]
     ]
 

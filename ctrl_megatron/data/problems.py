@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import zlib
 from collections.abc import Mapping
 from os import PathLike
@@ -15,6 +16,8 @@ from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, decode_tests
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Problem, PrompterType
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""How JSON writes the halves of a character; one alone is no text for a file or a tokenizer."""
 _KEYS = {
     "id": str,
     "statement": str,
@@ -37,60 +40,51 @@ _DEFAULTS = {
 }
 
 
-def read_problems(path: str | PathLike[str]) -> list[Problem]:
-    """The problems of a ``.jsonl`` file, or of all such files of a directory in name order.
-
-    Raises ``ValueError`` where :func:`read_problem_records` does.
-    """
-    return [problem_from(record) for record in read_problem_records(path)]
-
-
-def read_problem_records(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Like :func:`read_problems`, as checked objects with all keys; ``buggy`` lists wrong programs.
+def read_problems(*paths: str | PathLike[str]) -> list[Problem]:
+    """The problems of ``.jsonl`` files, of a directory those of all its files in name order.
 
     Raises ``ValueError`` naming file, line and key for an unknown, missing or ill-typed key, for an
     id that occurs twice and for a path without problems.
     """
-    path = Path(path)
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    records: list[dict[str, Any]] = []
-    seen: dict[str, str] = {}
-    for file in files:
-        for place, given in read_placed_lines(file):
-            record = {**_DEFAULTS, **given}
-            _check(record, place)
-            if record["id"] in seen:
-                raise UserError(
-                    f"{place}: key 'id' repeats {record['id']!r} of {seen[record['id']]}"
-                )
-            seen[record["id"]] = place
-            records.append(record)
-    if not records:
-        raise UserError(f"no problems in {path}; expected .jsonl with one JSON object per line")
-    return records
+    found = dict[str, tuple[str, Problem]]()
+    for path in map(Path, paths):
+        before = len(found)
+        for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+            for place, given in read_placed_lines(file):
+                problem = _checked({**_DEFAULTS, **given}, place)
+                if problem.id in found:
+                    raise UserError(
+                        f"{place}: key 'id' repeats {problem.id!r} of {found[problem.id][0]}",
+                        remedy="name a file once, or give one of the problems another id",
+                    )
+                found[problem.id] = place, problem
+        if len(found) == before:
+            raise UserError(f"no problems in {path}; expected .jsonl with one JSON object per line")
+    return [problem for _, problem in found.values()]
 
 
-def problem_from(record: Mapping[str, Any]) -> Problem:
-    """The problem of a checked object. Raises ``ValueError`` for unusable tests."""
-    kind = cast(PrompterType, record["prompter_type"])
-    return Problem(
-        id=record["id"],
-        statement=record["statement"],
-        prompter_type=kind,
-        selected_uts=decode_tests(kind, record["tests"]),
-        entry_point=record["entry_point"],
-        test_setup=record["test_setup"],
-        time_limit=float(record["time_limit"]),
-        reference=record["reference"],
-        difficulty=record["difficulty"],
-    )
+def own_record(problem: Problem) -> dict[str, Any]:
+    """The object that stands for a problem in its file; ``read_problems`` reads it back."""
+    tests = problem.selected_uts
+    return {
+        "id": problem.id,
+        "statement": problem.statement,
+        "prompter_type": problem.prompter_type,
+        "entry_point": problem.entry_point,
+        "test_setup": problem.test_setup,
+        "tests": json.loads(tests) if isinstance(tests, str) else list(tests),
+        "reference": problem.reference,
+        "buggy": list(problem.buggy),
+        "difficulty": problem.difficulty,
+        "time_limit": problem.time_limit,
+    }
 
 
 def read_placed_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     """``(place, object)`` for every non-empty line; ``place`` is for error messages.
 
-    A file that ends in ``.gz`` is unpacked. Raises ``ValueError`` for a file that cannot be read
-    and for a line that is not a JSON object.
+    A file that ends in ``.gz`` is unpacked. Raises ``ValueError`` for a file that cannot be read,
+    for a line that is not a JSON object and for text that UTF-8 cannot hold.
     """
     try:
         data = file.read_bytes()
@@ -110,11 +104,17 @@ def read_placed_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
             raise UserError(f"{place} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise UserError(f"{place} is not a JSON object")
+        if _SURROGATE.search(line):
+            try:
+                json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = f"\\u{ord(error.object[error.start]):x}"
+                raise UserError(f"{place} has half of a character, {half} alone") from error
         found.append((place, record))
     return found
 
 
-def _check(record: Mapping[str, Any], place: str) -> None:
+def _checked(record: Mapping[str, Any], place: str) -> Problem:
     if unknown := record.keys() - _KEYS.keys():
         raise UserError(f"{place}: unknown key(s) {', '.join(sorted(unknown))}")
     if missing := _KEYS.keys() - record.keys():
@@ -139,6 +139,18 @@ def _check(record: Mapping[str, Any], place: str) -> None:
     if (kind == "mbppplus") != bool(record["entry_point"]):
         raise UserError(f"{place}: key 'entry_point' must be set for function problems only")
     try:
-        problem_from(record)
+        tests = decode_tests(cast(PrompterType, kind), record["tests"])
     except ValueError as error:
         raise UserError(f"{place}: key 'tests' {error}") from error
+    return Problem(
+        id=record["id"],
+        statement=record["statement"],
+        prompter_type=cast(PrompterType, kind),
+        selected_uts=tests,
+        entry_point=record["entry_point"],
+        test_setup=record["test_setup"],
+        time_limit=float(record["time_limit"]),
+        reference=record["reference"],
+        buggy=tuple(record["buggy"]),
+        difficulty=record["difficulty"],
+    )

@@ -85,7 +85,7 @@ def read_published(
     if split is not None and (format != "mbpp" or split not in SPLITS):
         raise UserError(f"--split={split}: only mbpp has splits, and they are {', '.join(SPLITS)}")
     if format == OWN:
-        return _read_own(paths), Dropped()
+        return read_problems(*paths), Dropped()
     read, dropped, problems = FORMATS[format], Dropped(), list[Problem]()
     seen: dict[str, str] = {}
     records = [record for path in paths for record in read_records(path)]
@@ -110,19 +110,6 @@ def read_published(
         wanted = SPLITS[split]  # type: ignore[index]
         problems = [p for p in problems if int(p.id.removeprefix("mbpp/")) in wanted]
     return problems, dropped
-
-
-def _read_own(paths: Sequence[Path]) -> list[Problem]:
-    found = dict[str, tuple[Path, Problem]]()
-    for path in paths:
-        for problem in read_problems(path):
-            if problem.id in found:
-                raise UserError(
-                    f"{path}: key 'id' repeats {problem.id!r} of {found[problem.id][0]}",
-                    remedy="name the file once, or give one of the problems another id",
-                )
-            found[problem.id] = path, problem
-    return [problem for _, problem in found.values()]
 
 
 def select(
@@ -158,22 +145,6 @@ def number_of_tests(problem: Problem) -> int:
     """Asserts, or cases of stdin and stdout."""
     tests = problem.selected_uts
     return len(json.loads(tests)) if isinstance(tests, str) else len(tests)
-
-
-def own_record(problem: Problem) -> dict[str, Any]:
-    """The object of our own problem files; ``problem_from`` reads it back."""
-    tests = problem.selected_uts
-    return {
-        "id": problem.id,
-        "statement": problem.statement,
-        "prompter_type": problem.prompter_type,
-        "entry_point": problem.entry_point,
-        "test_setup": problem.test_setup,
-        "tests": json.loads(tests) if isinstance(tests, str) else list(tests),
-        "reference": problem.reference,
-        "difficulty": problem.difficulty,
-        "time_limit": problem.time_limit,
-    }
 
 
 def _outside(problem: Problem, limits: Limits) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ctrl_megatron.data.problems import problem_from, read_problem_records, read_problems
+from ctrl_megatron.data.problems import own_record, read_problems
 
 FUNCTION: dict[str, Any] = {
     "id": "t/double",
@@ -50,10 +50,11 @@ def test_a_directory_is_read_in_name_order(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", FUNCTION)
     write(tmp_path / "a.jsonl", PROGRAM)
     (tmp_path / "README.md").write_text("not a problem")
-    records = read_problem_records(tmp_path)
-    assert [record["id"] for record in records] == ["t/next", "t/double"]
-    assert [record["buggy"] for record in records] == [[], FUNCTION["buggy"]]
-    assert [problem_from(record) for record in records] == read_problems(tmp_path)
+    problems = read_problems(tmp_path)
+    assert [problem.id for problem in problems] == ["t/next", "t/double"]
+    assert [problem.buggy for problem in problems] == [(), tuple(FUNCTION["buggy"])]
+    records = [own_record(problem) for problem in problems]
+    assert read_problems(write(tmp_path / "again.json", *records)) == problems
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,11 @@ def test_other_mistakes(tmp_path: Path) -> None:
         read_problems(tmp_path)
     (tmp_path / "b.jsonl").write_text("\n{\n")
     with pytest.raises(ValueError, match=r"b\.jsonl: line 2 is not JSON"):
+        read_problems(tmp_path)
+    (tmp_path / "b.jsonl").write_text('{"statement": "\\ud83d\\ude00 \\ud83d"}\n')
+    with pytest.raises(
+        ValueError, match=r"b\.jsonl: line 1 has half of a character, \\ud83d alone"
+    ):
         read_problems(tmp_path)
     (tmp_path / "b.jsonl").write_text("[]\n")
     with pytest.raises(ValueError, match="line 1 is not a JSON object"):

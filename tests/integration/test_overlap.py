@@ -10,9 +10,9 @@ import torch
 from in_process import in_process
 from tiny_run import REPOSITORY
 
-from ctrl_megatron.data.problems import problem_from, read_problem_records
+from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.data.rows import row_of, write_rows
-from ctrl_megatron.types import Attempt
+from ctrl_megatron.types import Attempt, Problem
 
 # A busy machine may be several times slower than an idle one.
 pytestmark = pytest.mark.timeout(900)
@@ -25,13 +25,12 @@ SLEEPY = "import time\ntime.sleep(1.5)\n"
 @pytest.fixture(scope="module")
 def judged(actor_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Nine critiques of three problems; what the nodes made of them."""
-    records = read_problem_records(REPOSITORY / "examples/problems")[:3]
-    problems = [problem_from(record) for record in records]
+    problems = read_problems(REPOSITORY / "examples/problems")[:3]
     data = tmp_path_factory.mktemp("rows") / "train.parquet"
     attempts = [Attempt(id=p.id, problem=p, solution="pass", pass_rate=0.0) for p in problems]
     write_rows(data, [row_of(attempt) for attempt in attempts])
-    right = [record["reference"] for record in records]
-    wrong = [record["buggy"][0] for record in records]
+    right = [problem.reference for problem in problems]
+    wrong = [problem.buggy[0] for problem in problems]
     written = [
         (0, f"Good. {YES}", SLEEPY + right[0]),
         (0, f"Bad. {NO}", wrong[0]),
@@ -61,14 +60,14 @@ def judged(actor_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         f"{family}.actor.ppo_epochs=2",
     ]
     found = in_process("judge_beside_log_probs", overrides=overrides, rows=rows, lost=LOST)
-    return {**found, "wrong": _share(wrong[0], records[0])}
+    return {**found, "wrong": _share(wrong[0], problems[0])}
 
 
-def _share(program: str, record: dict[str, Any]) -> float:
+def _share(program: str, problem: Problem) -> float:
     """The pass rate of a program, found without a sandbox."""
     space: dict[str, Any] = {}
     exec(program, space)
-    passed = [bool(eval(test.removeprefix("assert "), space)) for test in record["tests"]]
+    passed = [bool(eval(test.removeprefix("assert "), space)) for test in problem.selected_uts]
     return sum(passed) / len(passed)
 
 
