@@ -25,6 +25,7 @@ from tenacity import (
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import ChatAnswer, ChatError, TextListener
 from ctrl_megatron.rewards.reward_sum import gathered
+from ctrl_megatron.sandbox.access import split_credentials
 from ctrl_megatron.types import FinishReason, Message, SamplingParams
 
 _TRY_AGAIN = (408, 409, 425, 429)
@@ -132,16 +133,16 @@ class OpenAIChat:
         budget: TokenBudget | None = None,
         extra_body: Mapping[str, Any] | None = None,
     ) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise UserError(f"{base_url!r} is no http:// or https:// URL")
+        address, self._headers = split_credentials(base_url.rstrip("/"))
         if not model:
             raise UserError("the model's name is empty")
         if attempts < 1 or max_concurrency < 1:
             raise UserError("attempts and max_concurrency must be at least 1")
         self.model = model
         self.counters = ChatCounters()
-        self._url = base_url.rstrip("/") + "/chat/completions"
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._url = address + "/chat/completions"
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._limit, self._attempts, self._backoff = max_concurrency, attempts, backoff
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._budget, self._extra = budget, dict(extra_body or {})

@@ -1,18 +1,23 @@
-"""Who may talk to a service and where it is reached: the bearer token and its file, the addresses a
-service may listen on without one, the file that holds its address.
+"""Who may talk to a service and where it is reached: the bearer token and its file, the name and
+password that an address may have, the addresses a service may listen on without a token, the file
+that holds its own.
 """
 
 from __future__ import annotations
 
+import base64
 import hmac
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 from ctrl_megatron.errors import UserError
 
 _SHORTEST_TOKEN = 16
+_ADDRESS = re.compile(r"(https?://)(?:([^/?#]*)@)?([^/?#@]+(?:[/?#].*)?)")
 
 
 class OpenAddress(ValueError):
@@ -28,6 +33,23 @@ def read_token(path: str | Path) -> str:
             "make one with: openssl rand -hex 32"
         )
     return token
+
+
+def split_credentials(address: str) -> tuple[str, dict[str, str]]:
+    """An address without the name and password before its host, as messages may show it, and the
+    headers that carry them (RFC 7617); without any, no header.
+
+    Raises ``ValueError`` for what is no ``http://`` or ``https://`` address.
+    """
+    found = _ADDRESS.fullmatch(address)
+    if found is None:
+        raise UserError(f"{address.rpartition('@')[2]!r} is no http:// or https:// URL")
+    scheme, given, rest = found.groups()
+    if not given:
+        return scheme + rest, {}
+    name, _, password = given.partition(":")
+    pair = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
+    return scheme + rest, {"Authorization": f"Basic {pair}"}
 
 
 def is_allowed(authorization: str, token: str | None) -> bool:

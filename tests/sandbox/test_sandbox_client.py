@@ -37,8 +37,10 @@ class Script:
         self.at_once = 0
         self.most_at_once = 0
         self.url = ""
+        self.authorized: set[str] = set()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.authorized.add(request.headers.get("Authorization", ""))
         reply = self.replies[min(self.calls, len(self.replies) - 1)]
         self.calls += 1
         self.at_once += 1
@@ -108,6 +110,27 @@ def test_lasting_faults_raise_and_name_the_endpoint(fault: Any, text: str) -> No
             assert (client.counters.retries, client.counters.failures) == (2, 1)
 
     asyncio.run(scenario())
+
+
+def test_a_password_in_an_address_is_sent_and_never_shown() -> None:
+    async def scenario() -> None:
+        async with serving(Script((500, "why"))) as script:
+            secret = script.url.replace("//", "//me:s%40cret@")
+            async with client_of(secret) as client:
+                for call in (client.run_code(REQUEST), client.ping(), client.identity()):
+                    with pytest.raises(SandboxError) as caught:
+                        await call
+                    assert script.url in str(caught.value)
+                    assert "cret" not in str(caught.value)
+            assert script.authorized == {"Basic bWU6c0BjcmV0"}  # me:s@cret
+
+    asyncio.run(scenario())
+    for wrong in ("ftp://me:secret@host", "http://me:secret@", "me:secret@host:80"):
+        with pytest.raises(ValueError, match="is no http:// or https:// URL") as caught:
+            client_of(wrong)
+        assert "secret" not in str(caught.value)
+    with pytest.raises(ValueError, match="leave one out"):
+        client_of("http://me:secret@host", token="t" * 16)
 
 
 def test_faults_inside_a_submission_are_faults() -> None:
@@ -220,5 +243,5 @@ def test_several_endpoints_share_the_load() -> None:
     ],
 )
 def test_bad_settings_are_refused(make: Callable[[], SandboxClient]) -> None:
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(ValueError, match="must be|is no http:// or https:// URL"):
         make()

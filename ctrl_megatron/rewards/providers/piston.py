@@ -23,6 +23,7 @@ from ctrl_megatron.rewards.providers.contract import (
     Script,
     ScriptResult,
 )
+from ctrl_megatron.sandbox.access import split_credentials
 
 _LANGUAGES = {"python": "python", "cpp": "c++", "bash": "bash"}
 _FILES = {"python": "main.py", "cpp": "main.cpp", "bash": "main.sh"}
@@ -56,13 +57,15 @@ class PistonBackend:
         memory_mb: int | None = None,
         output_limit: int = 1024,
     ) -> None:
-        if not endpoint or not endpoint.startswith(("http://", "https://")):
+        try:
+            self._url, self._headers = split_credentials((endpoint or "").rstrip("/"))
+        except ValueError as error:
             raise ProviderSetupError(
-                f"the provider piston needs endpoint, an http:// URL such as that of "
-                f"PISTON_ENDPOINT, got {endpoint!r}"
-            )
-        self._url = endpoint.rstrip("/")
-        self._headers = {"Authorization": api_key} if api_key else {}
+                "the provider piston needs endpoint, an http:// URL such as that of "
+                f"PISTON_ENDPOINT: {error}"
+            ) from error
+        if api_key:
+            self._headers["Authorization"] = api_key
         self.identity = {"version": version, "memory_mb": memory_mb}
         self._version, self._memory_mb = version, memory_mb
         self._output_limit = output_limit

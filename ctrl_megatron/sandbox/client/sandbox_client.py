@@ -17,6 +17,7 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from ctrl_megatron.sandbox import wire
+from ctrl_megatron.sandbox.access import split_credentials
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
@@ -58,6 +59,7 @@ class _Endpoint:
     """One service as the client sees it."""
 
     url: str
+    headers: dict[str, str]
     in_flight: int = 0
     """Requests of this client that it works on."""
     healthy: bool = True
@@ -89,11 +91,15 @@ class SandboxClient:
         name: str | None = None,
     ) -> None:
         texts = endpoint.split(",") if isinstance(endpoint, str) else endpoint
-        self.endpoints = tuple(dict.fromkeys(text.strip().rstrip("/") for text in texts))
-        valid = (url.startswith(("http://", "https://")) for url in self.endpoints)
-        if not self.endpoints or not all(valid):
-            raise ValueError(f"sandbox endpoint must be one or more http:// URLs, got {endpoint!r}")
-        self._services = [_Endpoint(url) for url in self.endpoints]
+        try:
+            services = dict(split_credentials(text.strip().rstrip("/")) for text in texts)
+        except ValueError as error:
+            raise ValueError(f"sandbox endpoint: {error}") from error
+        if not services:
+            raise ValueError("sandbox endpoint must be one or more http:// URLs")
+        if token is not None and any(services.values()):
+            raise ValueError("sandbox endpoint has a password, and a token is given: leave one out")
+        self._services = [_Endpoint(url, headers) for url, headers in services.items()]
         if attempts < 1 or max_concurrency < 1:
             raise ValueError("attempts and max_concurrency must be at least 1")
         self.counters = ClientCounters()
@@ -122,10 +128,10 @@ class SandboxClient:
         Raises ``SandboxError`` naming one that does not answer.
         """
         levels = {}
-        for endpoint in self.endpoints:
-            trouble, levels[endpoint] = await self._health(endpoint)
+        for service in self._services:
+            trouble, levels[service.url] = await self._health(service)
             if trouble:
-                raise SandboxError(f"sandbox {endpoint} {trouble}")
+                raise SandboxError(f"sandbox {service.url} {trouble}")
         return levels
 
     async def identity(self) -> list[Any]:
@@ -134,17 +140,19 @@ class SandboxClient:
 
         Raises ``SandboxError`` naming one that does not say.
         """
-        said = [await self._identity_of(endpoint) for endpoint in self.endpoints]
+        said = [await self._identity_of(service) for service in self._services]
         return [json.loads(text) for text in sorted({json.dumps(item) for item in said})]
 
-    async def _identity_of(self, endpoint: str) -> Any:
+    async def _identity_of(self, service: _Endpoint) -> Any:
         for failed in range(self._attempts):
             try:
-                async with self._open_session().get(endpoint + "/") as response:
+                async with self._open_session().get(
+                    service.url + "/", headers=service.headers
+                ) as response:
                     return (await response.json())["identity"]
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError) as error:
                 if failed + 1 == self._attempts:
-                    text = f"sandbox {endpoint} does not say what it is: {_text(error)}"
+                    text = f"sandbox {service.url} does not say what it is: {_text(error)}"
                     raise SandboxError(text) from error
             await asyncio.sleep(self._pause(failed))
         raise AssertionError("unreachable")
@@ -210,7 +218,8 @@ class SandboxClient:
             tried.add(endpoint.url)
             endpoint.in_flight += 1
             try:
-                async with self._open_session().post(url, data=body, headers=_JSON) as response:
+                headers = {**_JSON, **endpoint.headers}
+                async with self._open_session().post(url, data=body, headers=headers) as response:
                     status, text = response.status, await response.text()
                     retry_after = _seconds(response.headers.get("Retry-After", ""))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -233,16 +242,18 @@ class SandboxClient:
             self._checks[endpoint.url] = asyncio.create_task(self._check(endpoint))
 
     async def _check(self, endpoint: _Endpoint) -> None:
-        while (await self._health(endpoint.url))[0]:
+        while (await self._health(endpoint))[0]:
             await asyncio.sleep(_CHECK_PAUSE_SECONDS)
         endpoint.healthy = True
         del self._checks[endpoint.url]
 
-    async def _health(self, url: str) -> tuple[str, str]:
+    async def _health(self, service: _Endpoint) -> tuple[str, str]:
         """What is wrong with a service, empty when it is healthy, and its isolation level."""
         limit = aiohttp.ClientTimeout(total=_CHECK_SECONDS)
         try:
-            async with self._open_session().get(url + "/v1/ping", timeout=limit) as response:
+            async with self._open_session().get(
+                service.url + "/v1/ping", timeout=limit, headers=service.headers
+            ) as response:
                 status, level = response.status, response.headers.get(wire.LEVEL_HEADER, "")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return f"does not answer: {_text(error)}", ""
