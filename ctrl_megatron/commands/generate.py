@@ -236,7 +236,7 @@ def _grow(
 
 async def _finish(options: argparse.Namespace, tree: SearchTree) -> None:
     """Grow, choose, write and print."""
-    from ctrl_megatron.generation.nodes import (
+    from ctrl_megatron.generation.search_nodes import (
         SearchNode,
         best_leaves,
         leaves_of,

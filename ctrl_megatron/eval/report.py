@@ -13,7 +13,6 @@ from typing import Any
 
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.critique_revision import summarise
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import (
     JUDGED,
@@ -24,6 +23,7 @@ from ctrl_megatron.eval.results import (
     evaluate_turns,
 )
 from ctrl_megatron.eval.transcripts import Evaluation, Turn, read_evaluation
+from ctrl_megatron.eval.validation_rates import summarise
 from ctrl_megatron.metrics.display import format_number
 from ctrl_megatron.metrics.report import write_page
 

@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import Chat, ChatAnswer
-from ctrl_megatron.generation.nodes import (
+from ctrl_megatron.generation.search_nodes import (
     CriticScore,
     Record,
     SearchNode,

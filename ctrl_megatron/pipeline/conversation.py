@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.eval.critique_revision import summarise
 from ctrl_megatron.eval.pairwise import JudgedPair, ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan, ProgramResult, Turn
+from ctrl_megatron.eval.validation_rates import summarise
 from ctrl_megatron.pipeline.critique_revision import judgment_of, read_critique, revise
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.sampling import generate, greedy_params, validation_batches

@@ -48,7 +48,7 @@ OWNERS = {
     "wandb": ("metrics/sinks.py",),
     "mlflow": ("metrics/sinks.py",),
     "omegaconf": ("config/",),
-    "pyarrow": ("data/", "sft/examples.py", "generation/nodes.py"),
+    "pyarrow": ("data/", "sft/examples.py", "generation/search_nodes.py"),
 }
 """Where a library may be imported at all: paths inside the package, by their beginnings."""
 

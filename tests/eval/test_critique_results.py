@@ -9,8 +9,8 @@ from evaluated import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.eval.critique_revision import summarise
 from ctrl_megatron.eval.transcripts import Turn
+from ctrl_megatron.eval.validation_rates import summarise
 
 programs = st.integers(0, 4)
 results = st.builds(lambda *given: one(*given), st.sampled_from("CI-"), programs, programs)

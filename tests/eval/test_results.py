@@ -9,11 +9,11 @@ import pytest
 from evaluated import TWO_TURNS, chain, pair, program
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.critique_revision import summarise
 from ctrl_megatron.eval.report import tables
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import PAIR_RATES, RATES, CriticResult, evaluate_turns
 from ctrl_megatron.eval.transcripts import Turn
+from ctrl_megatron.eval.validation_rates import summarise
 
 
 def one(turns: list[Turn], **options: object) -> CriticResult:

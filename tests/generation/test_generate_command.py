@@ -10,7 +10,7 @@ import pytest
 from scripted_server import Scripted, good, served
 
 from ctrl_megatron.commands.generate import main
-from ctrl_megatron.generation.nodes import SearchNode, read_records
+from ctrl_megatron.generation.search_nodes import SearchNode, read_records
 
 RIGHT, WRONG = "return a + b", "return a - b"
 

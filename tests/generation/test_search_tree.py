@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import ChatAnswer, ChatError
-from ctrl_megatron.generation.nodes import (
+from ctrl_megatron.generation.search_nodes import (
     CriticScore,
     SearchNode,
     best_leaves,
