@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import time
 
+from ctrl_megatron.errors import UserError
+
 _PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bGB200\b", 2500e12),
     (r"\bB200\b", 2250e12),
@@ -63,9 +65,10 @@ def peak_flops(device_name: str) -> float:
     for pattern, peak in _PEAKS:
         if re.search(pattern, device_name.replace("-", " "), re.IGNORECASE):
             return peak
-    raise ValueError(
-        f"the peak of the device {device_name!r} is not known; set trainer.peak_tflops_per_device "
-        f"to its dense bf16 peak in TFLOP/s"
+    raise UserError(
+        f"the peak of the device {device_name!r} is not known",
+        key="trainer.peak_tflops_per_device",
+        remedy="set it to the device's dense bf16 peak in TFLOP/s",
     )
 
 
