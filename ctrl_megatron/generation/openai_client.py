@@ -133,7 +133,9 @@ class OpenAIChat:
         budget: TokenBudget | None = None,
         extra_body: Mapping[str, Any] | None = None,
     ) -> None:
-        address, self._headers = split_credentials(base_url.rstrip("/"))
+        address, self._headers = split_credentials(
+            base_url.rstrip("/"), f"Bearer {api_key}" if api_key else None
+        )
         if not model:
             raise UserError("the model's name is empty")
         if attempts < 1 or max_concurrency < 1:
@@ -141,8 +143,6 @@ class OpenAIChat:
         self.model = model
         self.counters = ChatCounters()
         self._url = address + "/chat/completions"
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
         self._limit, self._attempts, self._backoff = max_concurrency, attempts, backoff
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._budget, self._extra = budget, dict(extra_body or {})

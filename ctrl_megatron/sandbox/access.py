@@ -35,21 +35,23 @@ def read_token(path: str | Path) -> str:
     return token
 
 
-def split_credentials(address: str) -> tuple[str, dict[str, str]]:
+def split_credentials(address: str, authorization: str | None = None) -> tuple[str, dict[str, str]]:
     """An address without the name and password before its host, as messages may show it, and the
-    headers that carry them (RFC 7617); without any, no header.
+    headers that carry them (RFC 7617), or ``authorization`` in their place.
 
-    Raises ``ValueError`` for what is no ``http://`` or ``https://`` address.
+    Raises ``ValueError`` for what is no ``http://`` or ``https://`` address and for both at once.
     """
     found = _ADDRESS.fullmatch(address)
     if found is None:
         raise UserError(f"{address.rpartition('@')[2]!r} is no http:// or https:// URL")
     scheme, given, rest = found.groups()
-    if not given:
-        return scheme + rest, {}
-    name, _, password = given.partition(":")
-    pair = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
-    return scheme + rest, {"Authorization": f"Basic {pair}"}
+    if given and authorization:
+        raise UserError(f"{rest} has a password, and a token is given: leave one out")
+    if given:
+        name, _, password = given.partition(":")
+        pair = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
+        authorization = f"Basic {pair}"
+    return scheme + rest, {"Authorization": authorization} if authorization else {}
 
 
 def is_allowed(authorization: str, token: str | None) -> bool:

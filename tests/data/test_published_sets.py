@@ -436,7 +436,7 @@ REAL = {
 
 @needs_data
 @pytest.mark.parametrize("kind", REAL)
-def test_all_rows_of_the_real_sets_load(kind: str) -> None:
+def test_all_rows_of_the_real_sets_load(kind: str, tmp_path: Path) -> None:
     """``tools/check_sandbox_data.py`` judges all their references."""
     file, count = REAL[kind]
     read, dropped = read_published(kind, [SHARED / file])
@@ -444,3 +444,6 @@ def test_all_rows_of_the_real_sets_load(kind: str) -> None:
     assert all(number_of_tests(problem) >= 1 and problem.reference for problem in read)
     few = select(read[:: count // 8], Limits(max_tests=8))[0]
     assert judged([(p, p.reference) for p in few]) == [1.0] * len(few)
+    own = tmp_path / "own.jsonl"
+    own.write_text(json.dumps(own_record(read[0])) + "\n")
+    assert read_problems(own) == [read[0]]

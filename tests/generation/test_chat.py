@@ -260,6 +260,9 @@ def test_an_answer_without_content_is_empty() -> None:
 def test_a_client_that_cannot_work_is_refused(arguments: tuple[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         OpenAIChat(*arguments)
+    with pytest.raises(UserError, match="leave one out") as caught:
+        OpenAIChat("http://me:secret@host", "m", api_key="k")
+    assert "secret" not in str(caught.value)
 
 
 class _Words:

@@ -243,5 +243,5 @@ def test_several_endpoints_share_the_load() -> None:
     ],
 )
 def test_bad_settings_are_refused(make: Callable[[], SandboxClient]) -> None:
-    with pytest.raises(ValueError, match=r"must be|is no http:// or https:// URL"):
+    with pytest.raises(ValueError, match="must be"):
         make()

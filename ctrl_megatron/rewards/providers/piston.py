@@ -58,14 +58,12 @@ class PistonBackend:
         output_limit: int = 1024,
     ) -> None:
         try:
-            self._url, self._headers = split_credentials((endpoint or "").rstrip("/"))
+            self._url, self._headers = split_credentials((endpoint or "").rstrip("/"), api_key)
         except ValueError as error:
             raise ProviderSetupError(
                 "the provider piston needs endpoint, an http:// URL such as that of "
                 f"PISTON_ENDPOINT: {error}"
             ) from error
-        if api_key:
-            self._headers["Authorization"] = api_key
         self.identity = {"version": version, "memory_mb": memory_mb}
         self._version, self._memory_mb = version, memory_mb
         self._output_limit = output_limit

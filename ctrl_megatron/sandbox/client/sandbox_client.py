@@ -91,21 +91,20 @@ class SandboxClient:
         name: str | None = None,
     ) -> None:
         texts = endpoint.split(",") if isinstance(endpoint, str) else endpoint
+        bearer = None if token is None else f"Bearer {token}"
         try:
-            services = dict(split_credentials(text.strip().rstrip("/")) for text in texts)
+            services = dict(split_credentials(text.strip().rstrip("/"), bearer) for text in texts)
         except ValueError as error:
-            raise ValueError(f"sandbox endpoint: {error}") from error
+            raise ValueError(
+                f"sandbox endpoint must be one or more http:// URLs: {error}"
+            ) from error
         if not services:
-            raise ValueError("sandbox endpoint must be one or more http:// URLs")
-        if token is not None and any(services.values()):
-            raise ValueError("sandbox endpoint has a password, and a token is given: leave one out")
+            raise ValueError("sandbox endpoint must be one or more http:// URLs, got none")
         self._services = [_Endpoint(url, headers) for url, headers in services.items()]
         if attempts < 1 or max_concurrency < 1:
             raise ValueError("attempts and max_concurrency must be at least 1")
         self.counters = ClientCounters()
         self._headers = {wire.CLIENT_HEADER: name or secrets.token_hex(8)}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._attempts = attempts
         self._backoff = backoff
