@@ -6,6 +6,10 @@
 # make env    only the environment (.venv) with this package in it, editable; reused while
 #             requirements/cpu.txt and pyproject.toml are unchanged
 # make env-cuda    the same for NVIDIA GPUs, from requirements/cuda.txt; needs nvcc
+# make env-sglang-cuda VENV=DIR  an environment for SGLang's engines alone, which want another torch:
+#                  actor_rollout_ref.rollout.python=DIR/bin/python
+# make test-env-cuda  makes that environment in build/env-cuda and checks that all of it loads: half an
+#                  hour on two cores, with nvcc and without a GPU
 # make test-slurm  the scripts of slurm/ in a SLURM of their own (root; apt install slurmctld slurmd
 #                  slurm-client munge)
 # make test-page   the critic's web page in Chromium (apt install chromium); screenshots in build/page
@@ -18,20 +22,23 @@ PIP_FLAGS ?=
 # Test files that run at the same time; the tests' own processes need two cores for two.
 TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
+LOCK_env := cpu
+LOCK_env-cuda := cuda
+LOCK_env-sglang-cuda := sglang-cuda
 # Drives the browser; stands beside the environment, because only the tests of one page need it.
 PLAYWRIGHT := 1.65.2
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-cuda test types tests test-slurm test-page demo study clean
+.PHONY: help env env-cuda env-sglang-cuda test types tests test-slurm test-page test-env-cuda demo study clean
 
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
 
-env env-cuda:
+env env-cuda env-sglang-cuda:
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 	  echo "$(PYTHON) not found: install Python 3.11 (Debian, Ubuntu: apt install python3.11 python3.11-venv)" \
 	       "or name it with make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@$(PYTHON) tools/make_env.py --venv $(VENV) --lock requirements/$(if $(filter env-cuda,$@),cuda,cpu).txt \
+	@$(PYTHON) tools/make_env.py --venv $(VENV) --lock requirements/$(LOCK_$@).txt \
 	  -- $(PIP_FLAGS)
 
 test: env
@@ -53,6 +60,10 @@ test-page: env
 	@test -d build/playwright/playwright-$(PLAYWRIGHT).dist-info || $(BIN)/python -m pip install -q \
 	  $(PIP_FLAGS) --upgrade --target build/playwright playwright==$(PLAYWRIGHT)
 	$(BIN)/python -m pytest -m page tests/generation/test_page_in_chromium.py
+
+test-env-cuda: env
+	@$(MAKE) --no-print-directory env-cuda VENV=build/env-cuda
+	$(BIN)/python -m pytest -m env_cuda tests/integration/test_cuda_environment.py
 
 demo: env
 	$(BIN)/python tools/demo.py $(if $(ENGINE),--engine $(ENGINE))

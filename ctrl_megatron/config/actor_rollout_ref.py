@@ -188,6 +188,9 @@ class Rollout:
 
     name: Literal["vllm", "sglang", "hf"] = "hf"
     """Engine; hf is transformers' own generation, embedded."""
+    python: str | None = None
+    """Interpreter that engines run in, of an environment of their own (make env-sglang-cuda); None
+    for the trainer's."""
     n: int = key(8, AT_LEAST_1)
     """Critiques per prompt (the group size of GRPO)."""
     temperature: float = key(1.0, _SAMPLES)

@@ -36,6 +36,7 @@ from ctrl_megatron.pipeline.services import Services
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.pipeline.worker import RolloutWorker
 from ctrl_megatron.rewards.build import check_reward_functions, runs_programs
+from ctrl_megatron.rollout.engine import require_engine
 from ctrl_megatron.sandbox import SandboxClient, SandboxError
 from ctrl_megatron.sandbox.limits import LEVELS
 
@@ -49,11 +50,13 @@ def check_run(config: Config) -> TaskGraph:
     Raises UserError, with a line per problem.
     """
     graphs: list[TaskGraph] = []
+    rollout = config.actor_rollout_ref.rollout
     check_together(
         lambda: graphs.append(pipeline_of(config)),
         lambda: check_names(config),
         lambda: check_reward_functions(config),
         lambda: check_models(config, "rl"),
+        lambda: require_engine(rollout.name, rollout.python),
         lambda: check_loggers(config),
         lambda: check_place(config),
         lambda: check_checkpoint(

@@ -246,6 +246,7 @@ def engine_spec(
     share = None if on_gpus or together == 1 else max(1, usable_cores() // together)
     return EngineSpec(
         name=rollout.name,
+        python=rollout.python,
         title=rollout.name if alone else f"{rollout.name} {number} on {hosts.names[place.host]}",
         host=hosts.addresses[place.host],
         devices=place.devices if on_gpus else (),

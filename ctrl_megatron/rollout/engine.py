@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.rollout.interpreter import require_modules
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class EngineSpec:
 
     name: str
     """``vllm``, ``hf`` or ``sglang``."""
+    python: str | None = None
+    """Interpreter of the engine's process, of another environment than ours; None for our own."""
     title: str = ""
     """What errors call the engine; empty for ``name``."""
     host: str = "127.0.0.1"
@@ -200,10 +203,15 @@ def default_engine() -> str:
     return "vllm" if "vllm" in available_engines() else "hf"
 
 
-def require_engine(name: str) -> None:
-    """ValueError if the engine ``name`` cannot be started here, with the remedy."""
+def require_engine(name: str, python: str | None = None) -> None:
+    """UserError if the engine ``name`` cannot be started here, with the remedy; with ``python``, in
+    that interpreter's environment.
+    """
     if name not in ENGINE_MODULES:
         raise UserError(f"unknown engine {name!r}; use one of {sorted(ENGINE_MODULES)}")
+    if python is not None:
+        require_modules(python, ENGINE_MODULES[name])
+        return
     if name not in available_engines():
         raise UserError(
             f"engine {name!r} is not installed here; install the extra that brings "

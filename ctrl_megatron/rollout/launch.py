@@ -11,16 +11,15 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from ctrl_megatron.config.environment import child_environment
 from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.parallel.parent_watch import end_group
 from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, engine_died
 from ctrl_megatron.rollout.engine import EngineAddress, EngineSpec, require_engine
+from ctrl_megatron.rollout.interpreter import import_path
 from ctrl_megatron.rollout.weight_update import read_manifest
 
-_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 _KILL_SECONDS = 10.0
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 _VLLM = {
@@ -49,7 +48,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     kept = child_environment(devices=spec.devices)
     # torchrun sets this to 1 for each of its ranks.
     kept.pop("OMP_NUM_THREADS", None)
-    path = os.pathsep.join(filter(None, (_PACKAGE_PARENT, kept.get("PYTHONPATH"))))
+    path = import_path(spec.python, kept.get("PYTHONPATH"))
     chosen = {**_OFFLINE, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if spec.name == "vllm":
         chosen |= _VLLM
@@ -69,14 +68,15 @@ class EngineProcess:
     """A launched engine. The process that launched it owns it: when that ends, the engine ends."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        require_engine(spec.name)
+        require_engine(spec.name, spec.python)
         read_manifest(spec.model_path, spec.dtype)
         self._host = f"[{spec.host}]" if ":" in spec.host else spec.host
         self._timeout, self._started = spec.startup_timeout, time.monotonic()
         token = secrets.token_urlsafe(32)
         ready, ready_child = os.pipe()
         self._ready = os.fdopen(ready, "rb", buffering=0)
-        command = [sys.executable, "-m", "ctrl_megatron.rollout.server", "--engine", spec.name]
+        python = spec.python or sys.executable
+        command = [python, "-m", "ctrl_megatron.rollout.server", "--engine", spec.name]
         log_path = spec.log_path
         if log_path is None:
             descriptor, log_path = tempfile.mkstemp(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -18,6 +19,7 @@ from preloaded import reserve
 from rollout_models import save, tiny_llama
 
 from ctrl_megatron.parallel.parent_watch import group_members, process_gone
+from ctrl_megatron.rollout import interpreter
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineDied, EngineSpec
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
@@ -150,3 +152,47 @@ def test_the_guard_ends_children_that_nobody_else_would(end: str) -> None:
         wait_until_empty(leader.pid)
         assert process_gone(child)
         leader.wait(10)
+
+
+def other_environment(folder: Path) -> str:
+    """The interpreter of an environment of its own that finds the libraries of ours."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(folder / "bin/python")
+
+
+def test_an_engine_runs_in_an_interpreter_of_its_own(model_path: Path, tmp_path: Path) -> None:
+    python = other_environment(tmp_path / "environment")
+    with launch_engine(tiny_spec(model_path, python=python)) as process:
+        command = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+        assert command[0].decode() == python
+        engine = process.connect()
+        ((completion,),) = asyncio.run(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4)))
+        assert len(completion.token_ids) == 4
+
+
+def test_an_interpreter_that_cannot_run_the_engine_is_refused(
+    model_path: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    key = r"actor_rollout_ref\.rollout\.python="
+    for python, said in (
+        (str(bare / "bin/python"), r".*lacks transformers, aiohttp, .*make env-sglang-cuda"),
+        (str(tmp_path / "absent"), r".*does not run: .*No such file"),
+        ("/bin/false", r".*is no usable Python: exit code 1"),
+        (str(tmp_path), r".*does not run: .*Permission denied"),
+    ):
+        with pytest.raises(ValueError, match=key + said):
+            EngineProcess(tiny_spec(model_path, python=python))
+
+
+def test_another_interpreter_does_not_see_the_packages_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interpreter, "_PACKAGE_PARENT", Path("/env/lib/python3.11/site-packages"))
+    assert interpreter.import_path("/other/bin/python", "/mine") == "/mine"
+    assert interpreter.import_path(None, "/mine") == "/env/lib/python3.11/site-packages:/mine"
+    monkeypatch.setattr(interpreter, "_PACKAGE_PARENT", Path("/checkout"))
+    assert interpreter.import_path("/other/bin/python", None) == "/checkout"

@@ -153,12 +153,114 @@ def test_what_needs_torch_is_compiled_last(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(make_env, "run", note)
     make_env.install(tmp_path, lock, [])
-    assert [command[-1] for command in commands][::2] == [
-        "torch==1.0",
-        "transformer-engine-torch==2.0",
-    ]
+    assert commands[0][-1] == "torch===1.0"
     assert listed == ["torch==1.0", "numpy==1.0"]
-    assert ["--no-build-isolation" in command for command in commands] == [False, False, True]
+    assert not any("--no-build-isolation" in command for command in commands)
+
+
+NVCC = """#!/bin/sh
+case "$1" in
+  --version) echo "Cuda compilation tools, release {release}, V{release}.88" ;;
+  --dryrun) echo '#$ _SPACE_= ' >&2; echo '#$ _HERE_={home}/bin' >&2 ;;
+esac
+"""
+
+
+def toolkit(home: Path, release: str = "13.0") -> Path:
+    """A folder as NVIDIA's toolkit makes it, with an nvcc that compiles nothing."""
+    (home / "bin").mkdir(parents=True)
+    (home / "include").mkdir()
+    (home / "include/cuda_runtime_api.h").touch()
+    nvcc = home / "bin/nvcc"
+    nvcc.write_text(NVCC.format(release=release, home=home))
+    nvcc.chmod(0o755)
+    return home
+
+
+def test_the_toolkit_is_where_nvcc_says_and_not_where_its_link_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = toolkit(tmp_path / "cuda")
+    (tmp_path / "bin").mkdir()
+    wrapper = tmp_path / "bin/nvcc"
+    wrapper.write_text(f'#!/bin/sh\nexec {home}/bin/nvcc "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    assert make_env.cuda_toolkit() == make_env.CudaToolkit(home, "13.0")
+    wrapper.unlink()
+    wrapper.symlink_to(home / "bin/nvcc")
+    assert make_env.cuda_toolkit().home == home
+    other = toolkit(tmp_path / "other", "12.8")
+    monkeypatch.setenv("CUDA_HOME", str(other))
+    assert make_env.cuda_toolkit() == make_env.CudaToolkit(other, "12.8")
+
+
+def test_a_toolkit_that_cannot_compile_is_named_before_anything_is_downloaded(
+    tmp_path: Path, venv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_env, "works", lambda _: True)
+    monkeypatch.setattr(make_env, "check_python", lambda: None)
+    monkeypatch.setattr(make_env, "run", forbid)
+    lock = ROOT / "requirements/cuda.txt"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    with pytest.raises(ValueError, match="nvcc not found: install the CUDA toolkit"):
+        make_env.make_env(venv, lock)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "absent"))
+    with pytest.raises(ValueError, match="absent/bin/nvcc not found"):
+        make_env.make_env(venv, lock)
+    home = toolkit(tmp_path / "cuda")
+    (home / "include/cuda_runtime_api.h").unlink()
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    with pytest.raises(ValueError, match=r"has no include/cuda_runtime_api\.h"):
+        make_env.make_env(venv, lock)
+    (home / "bin/nvcc").write_text("#!/bin/sh\necho broken >&2\n")
+    with pytest.raises(ValueError, match="does not say its version"):
+        make_env.make_env(venv, lock)
+
+
+def fake_torch(venv: Path, cuda: str) -> Path:
+    """A torch in ``venv`` that says so; the folder of the packages."""
+    (packages,) = (venv / "lib").glob("python*/site-packages")
+    (packages / "torch").mkdir()
+    (packages / "torch/__init__.py").write_text("from . import version\n")
+    (packages / "torch/version.py").write_text(f"cuda = {cuda!r}\n")
+    return packages
+
+
+def test_extensions_see_the_headers_that_came_with_torch(
+    tmp_path: Path, venv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_env.CudaToolkit(toolkit(tmp_path / "cuda"), "13.0")
+    packages = fake_torch(venv, "13.0")
+    ran: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(make_env, "run", lambda command, _, env: ran.append((command, env)))
+    with pytest.raises(ValueError, match=r"nvidia/cudnn/include/cudnn\.h is missing"):
+        make_env.compile_for_torch(venv, {"x": "1"}, made)
+    for part, header in (("cudnn", "cudnn.h"), ("nccl", "nccl.h"), ("cu13", "cublas_v2.h")):
+        (packages / "nvidia" / part / "include").mkdir(parents=True)
+        (packages / "nvidia" / part / "include" / header).touch()
+    monkeypatch.setenv("CPATH", "/mine")
+    monkeypatch.setenv("MAX_JOBS", "3")
+    make_env.compile_for_torch(venv, {"x": "1"}, made, ["--flag"])
+    ((command, environment),) = ran
+    assert command[-3:] == ["--flag", "--no-build-isolation", "x==1"]
+    assert environment["CUDA_HOME"] == str(made.home) and environment["MAX_JOBS"] == "3"
+    assert environment["CPATH"].split(":") == [
+        *(str(packages / "nvidia" / part / "include") for part in ("cudnn", "nccl", "cu13")),
+        "/mine",
+    ]
+
+
+@pytest.mark.parametrize("cuda", ["12.8", None])
+def test_a_compiler_of_another_cuda_than_torchs_is_refused(
+    tmp_path: Path, venv: Path, cuda: str | None
+) -> None:
+    fake_torch(venv, cuda) if cuda else fake_torch(venv, "")
+    made = make_env.CudaToolkit(toolkit(tmp_path / "cuda"), "13.0")
+    with pytest.raises(ValueError, match=rf"built for CUDA {cuda or 'no'}.*is 13\.0; install"):
+        make_env.compile_for_torch(venv, {"x": "1"}, made)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
