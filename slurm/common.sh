@@ -66,8 +66,6 @@ set_environment() {
   export PYTHONUNBUFFERED=1
   export TOKENIZERS_PARALLELISM=false
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
-  # Megatron-Core overlaps tensor-parallel communication by the order in which kernels are queued.
-  export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
   export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
   export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
   # CTRL_ names are the package's own; these are meant for the script.

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
-from ctrl_megatron.config.environment import read_launch, read_log_level
+from ctrl_megatron.config.environment import keep_kernel_order, read_launch, read_log_level
 from ctrl_megatron.errors import UserError, user_fault
 
 # When this file is loaded, so that processes which a command spawns are quiet too.
@@ -224,6 +224,7 @@ def training_config(
     config = checked_config(options.config, options.overrides, purpose)
     check_world_size(config, launch.world_size if ranks is None else ranks, purpose)
     if ranks is None:
+        keep_kernel_order(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
         return config
     check(config)
     return _start_ranks(name, ranks, ["--config", options.config, *options.overrides])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,7 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OF_LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|CTRL)_.*", re.DOTALL
 )
+_KERNEL_ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SLURM_TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _OURS = ("CTRL_LOG_LEVEL", "CTRL_MASTER_PORT")
 _OF_SCRIPTS = "CTRL_VENV"
@@ -117,11 +118,13 @@ def child_environment(
 ) -> dict[str, str]:
     """The environment for a helper process: ours without the launcher's variables.
 
-    An engine that saw RANK or MASTER_ADDR would try to join the trainer's process group.
+    An engine that saw RANK or MASTER_ADDR would try to join the trainer's process group, and with
+    ``CUDA_DEVICE_MAX_CONNECTIONS=1`` its kernels would wait for each other.
     ``devices`` are those of our GPUs that it sees; empty for all. ValueError for one that we do not
     see.
     """
     kept = {name: value for name, value in environ.items() if not _OF_LAUNCHER.fullmatch(name)}
+    kept.pop(_KERNEL_ORDER, None)
     if devices:
         ours = environ.get("CUDA_VISIBLE_DEVICES")
         names = ours.split(",") if ours else [str(device) for device in range(max(devices) + 1)]
@@ -132,6 +135,17 @@ def child_environment(
             )
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(names[device] for device in devices)
     return kept
+
+
+def keep_kernel_order(tensor: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have CUDA run this rank's kernels in the order in which they are queued, before it starts.
+
+    Megatron-Core relies on that order where it overlaps the communication of ``tensor`` ranks with
+    products (``tensor_parallel/layers.py``). Nothing else does: it keeps other overlaps away, those
+    of an engine among them. What the user has set stays.
+    """
+    if tensor > 1:
+        environ.setdefault(_KERNEL_ORDER, "1")
 
 
 def gpus_are_hidden(environ: Mapping[str, str] = os.environ) -> bool:

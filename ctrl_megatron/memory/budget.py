@@ -201,7 +201,10 @@ class _Stage:
             phases["start: engine"] = self._process() | self._engine_awake()
         phases["start: models"] = self._building()
         if rl:
-            phases |= {"generate": self._generating(), "log-probs": self._log_probs()}
+            phases["generate"] = self._generating()
+            if self.config.writes_revisions:
+                phases["sync proxy"] = self._pushing_proxy()
+            phases["log-probs"] = self._log_probs()
         phases["update"] = self._updating()
         if rl:
             phases["sync"] = self._pushing()
@@ -339,6 +342,12 @@ class _Stage:
             held["engine's tensors on arrival"] = engine.reload
         sent = {"actor's parameters": self.trained["actor"].parameters}
         return self._process() | held | self._staying() | sent | self._reference()
+
+    def _pushing_proxy(self) -> dict[str, int]:
+        """The proxy's weights come from files while the engine is awake as a whole: its cache stays
+        between critiques and revisions."""
+        arriving = 0 if self.engine is None else self.engine.reload
+        return self._generating() | {"engine's tensors on arrival": arriving}
 
     def _saving(self, *, gradients: bool) -> dict[str, int]:
         states = self._states(weights=True, gradients=gradients, optimizer=True)

@@ -7,16 +7,23 @@ graphs never notice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import mmap
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
+
+_ALIGNMENT = 64
+"""Bytes; a multiple of every element's size, so that each copy is a view of any type."""
 
 
 class OffloadedTensors:
     """Some tensors, looked up each time, whose memory is on the device or away.
 
     What ``keep`` is on for is copied to host memory, page-locked where the device is a GPU; the
-    host's copy is allocated once. Without ``keep`` the tensors come back as zeros.
+    host's copies lie behind each other in one block, which is allocated once. Without ``keep`` the
+    tensors come back as zeros.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], *, keep: bool) -> None:
@@ -35,9 +42,10 @@ class OffloadedTensors:
             return
         storages = storages_of(self._tensors())
         self._copies = {known: self._copies[known] for known in storages.keys() & self._copies}
-        for identity, storage in storages.items():
-            if self._keep:
-                self._copy_of(identity, storage).copy_(_bytes_of(storage))
+        if self._keep:
+            self._reserve(storages)
+            for identity, storage in storages.items():
+                self._copies[identity].copy_(_bytes_of(storage))
         for storage in storages.values():
             self._empty.append((storage, storage.nbytes()))
             storage.resize_(0)
@@ -61,17 +69,51 @@ class OffloadedTensors:
         if copy is None or storage.nbytes():
             return None
         view = torch.empty(0, dtype=tensor.dtype, device=copy.device)
-        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        begin = copy.storage_offset() // tensor.itemsize + tensor.storage_offset()
+        place = begin, tensor.size(), tensor.stride()
         return view.set_(copy.untyped_storage(), *place)  # type: ignore[call-overload]
 
-    def _copy_of(self, identity: int, storage: torch.UntypedStorage) -> torch.Tensor:
-        copy = self._copies.get(identity)
-        if copy is None or copy.numel() != storage.nbytes():
-            copy = torch.empty(
-                storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
-            )
-            self._copies[identity] = copy
-        return copy
+    def _reserve(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
+        """A copy's place for every storage that has none yet: an optimizer's moments appear with
+        its first step."""
+        sizes = {
+            identity: storage.nbytes()
+            for identity, storage in storages.items()
+            if identity not in self._copies or self._copies[identity].numel() != storage.nbytes()
+        }
+        if not sizes:
+            return
+        on_gpu = any(storages[identity].device.type == "cuda" for identity in sizes)
+        block, begin = host_block(sum(map(_aligned, sizes.values())), page_locked=on_gpu), 0
+        for identity, size in sizes.items():
+            self._copies[identity] = block[begin : begin + size]
+            begin += _aligned(size)
+
+
+def host_block(size: int, *, page_locked: bool, runtime: Any = None) -> torch.Tensor:
+    """``size`` bytes of host memory, uint8, of which a GPU may read and write without a detour
+    where it is ``page_locked``. RuntimeError where CUDA refuses.
+
+    PyTorch's own allocator of such memory rounds every tensor up to a power of two. This one takes
+    whole pages from the system, so that nothing else lies in them, and has the CUDA ``runtime``
+    (``torch.cuda.cudart()``) lock them.
+    """
+    if not page_locked:
+        return torch.empty(size, dtype=torch.uint8)
+    block = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    runtime = torch.cuda.cudart() if runtime is None else runtime
+    if code := int(runtime.cudaHostRegister(block.data_ptr(), size, 0)):
+        raise RuntimeError(
+            f"CUDA cannot lock {size} bytes of host memory (cudaHostRegister: error {code}); raise "
+            "the limit of locked memory (ulimit -l), or offload less"
+        )
+    # Its views are gone before the storage is, and with the storage goes the memory.
+    weakref.finalize(block.untyped_storage(), runtime.cudaHostUnregister, block.data_ptr())
+    return block
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:

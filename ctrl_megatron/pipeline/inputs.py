@@ -24,6 +24,7 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, all_of, users_input
 from ctrl_megatron.memory.fit import require_fit
 from ctrl_megatron.memory.shapes import model_shapes
+from ctrl_megatron.metrics.flops import peak_flops
 from ctrl_megatron.models.families import check_tensor_size
 from ctrl_megatron.models.hf_config import ModelShape, read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
@@ -86,23 +87,28 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
     all_of(problems)
 
 
-def check_memory(config: Config, purpose: Purpose) -> None:
-    """ValueError with phase, largest items and remedy where this rank's GPU cannot hold the run.
+def check_gpu(config: Config, purpose: Purpose) -> None:
+    """UserError where this rank's GPU cannot hold the run, with phase, largest items and remedy,
+    and where its peak is neither known nor configured.
 
     Nothing is checked where there is no CUDA device: the host's memory is everybody's.
     """
-    gpu_memory = total_memory()
-    if gpu_memory is not None:
-        kernels = "te" if has_transformer_engine() else "torch"
-        shapes = model_shapes(config, purpose)
-        require_fit(config, shapes, gpu_memory=gpu_memory, purpose=purpose, kernels=kernels)
+    if (gpu := this_gpu()) is None:
+        return
+    name, memory = gpu
+    if config.trainer.peak_tflops_per_device is None:
+        peak_flops(name)
+    kernels = "te" if has_transformer_engine() else "torch"
+    shapes = model_shapes(config, purpose)
+    require_fit(config, shapes, gpu_memory=memory, purpose=purpose, kernels=kernels)
 
 
-def total_memory() -> int | None:
-    """Bytes of this rank's CUDA device; None without one."""
+def this_gpu() -> tuple[str, int] | None:
+    """Name of this rank's CUDA device, and its bytes; None without one."""
     if not torch.cuda.is_available():
         return None
-    return torch.cuda.get_device_properties(read_launch().local_rank).total_memory
+    device = torch.cuda.get_device_properties(read_launch().local_rank)
+    return device.name, device.total_memory
 
 
 def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:

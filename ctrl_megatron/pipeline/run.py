@@ -20,8 +20,8 @@ from ctrl_megatron.pipeline.executor import check_calls
 from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
 from ctrl_megatron.pipeline.inputs import (
     check_checkpoint,
+    check_gpu,
     check_loggers,
-    check_memory,
     check_models,
     check_place,
     check_together,
@@ -65,7 +65,7 @@ def check_run(config: Config) -> TaskGraph:
             ("sampler", *_PARTS),
         ),
     )
-    check_memory(config, "rl")
+    check_gpu(config, "rl")
     return graphs[0]
 
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 from pathlib import Path
 
+from ctrl_megatron.config.environment import child_environment
 from ctrl_megatron.errors import UserError
 
 _KEY = "actor_rollout_ref.rollout.python"
@@ -38,7 +39,8 @@ def import_path(python: str | None, given: str | None) -> str:
 
 def require_modules(python: str, engine_module: str) -> None:
     """UserError unless ``python`` runs and finds what an engine's process imports."""
-    environment = {**os.environ, "PYTHONPATH": import_path(python, os.environ.get("PYTHONPATH"))}
+    kept = child_environment()
+    environment = {**kept, "PYTHONPATH": import_path(python, kept.get("PYTHONPATH"))}
     try:
         done = subprocess.run(
             [python, "-c", _ASK, engine_module, *_SERVER_MODULES],

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from ctrl_megatron.config.environment import child_environment
@@ -37,6 +38,10 @@ _SGLANG = {
     # Scheduler processes of one host talk over loopback.
     "GLOO_SOCKET_IFNAME": "lo",
 }
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXACT = "pinned_max_round_threshold_mb"
+"""The setting of PyTorch's allocator above which page-locked memory is not rounded up to a power of
+two. vLLM keeps weights of an engine that sleeps there, tensor by tensor."""
 _SPINS = "8000"
 """How often an OpenMP thread looks for the next work before it sleeps. The default, 300,000, is
 many times what passes between two layers: where other work takes a core, threads use their time up
@@ -61,7 +66,14 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         chosen["OMP_NUM_THREADS"] = str(spec.threads)
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & kept.keys():
         chosen["GOMP_SPINCOUNT"] = _SPINS
-    return {**kept, **chosen}
+    return {**kept, **chosen, **_exact_memory(kept)}
+
+
+def _exact_memory(kept: Mapping[str, str]) -> dict[str, str]:
+    """The allocator's settings, the user's kept, with ``_EXACT`` from one MiB on."""
+    name = next((n for n in _ALLOCATOR if n in kept), _ALLOCATOR[0])
+    given = kept.get(name, "")
+    return {} if _EXACT in given else {name: ",".join(filter(None, (given, f"{_EXACT}:1")))}
 
 
 class EngineProcess:

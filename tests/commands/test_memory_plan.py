@@ -24,7 +24,7 @@ def test_a_run_on_4096_gpus_is_printed(capsys: pytest.CaptureFixture[str]) -> No
     rows = [line.split("  ")[0] for line in out.splitlines()]
     for phase in ("generate", "log-probs", "update", "sync", "save", "save-on-stop", "resume"):
         assert phase in rows
-    assert "fullest: start: engine, rank 0 (pipeline stage 0)" in out
+    assert "fullest: sync proxy, rank 0 (pipeline stage 0)" in out
     assert "\nhost " in out and "\ncheckpoint: " in out
 
 
@@ -77,8 +77,13 @@ def test_a_run_that_its_gpu_cannot_hold_does_not_start(
     for module in (run, sft_run):
         monkeypatch.setattr(module, "session", lambda *_: started.append(1))
         monkeypatch.setattr(module, "check_models", lambda *_: None)  # there are no weights
-    monkeypatch.setattr(inputs, "total_memory", lambda: 24 * 2**30)
     train = run.train if purpose == "rl" else sft_run.train_sft
+    monkeypatch.setattr(inputs, "this_gpu", lambda: ("NVIDIA Z100 next", 80 * 2**30))
+    with pytest.raises(
+        ValueError, match=r"trainer\.peak_tflops_per_device: .*Z100 next.* not known"
+    ):
+        train(config)
+    monkeypatch.setattr(inputs, "this_gpu", lambda: ("NVIDIA H100 80GB HBM3", 24 * 2**30))
     with pytest.raises(ValueError, match=r"needs .* GiB on rank 0 .*largest: "):
         train(config)
     assert not started

@@ -27,7 +27,10 @@ from ctrl_megatron.parallel.layout import Layout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODELS = {"ctrl_7b.yaml": "qwen2.5-7b.json", "ctrl_70b.yaml": "qwen2.5-72b.json"}
-PHASES = ("start: engine", "start: models", "generate", "log-probs", "update", "sync", "save")
+PHASES = (
+    *("start: engine", "start: models", "generate", "sync proxy", "log-probs", "update", "sync"),
+    "save",
+)
 MEMORY = 80 * GIB
 M, R = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.rollout."
 
@@ -75,6 +78,25 @@ def test_every_phase_of_a_run_is_there_in_its_order(file: str) -> None:
     assert tuned.engine is None
 
 
+def test_the_proxy_arrives_beside_the_cache() -> None:
+    """Its push follows the critiques, without a sleep between: the engine is awake as a whole."""
+    config, shapes = example("ctrl_70b.yaml")
+    budget = memory_budget(config, shapes, gpu_memory=MEMORY)
+    found, engine = totals(budget), budget.engine
+    assert engine is not None
+    assert found["sync proxy"] == found["generate"] + engine.reload
+    assert found["sync proxy"] > 68 * GIB > 2 * found["sync"]
+    grpo = "dag.custom_pipeline_fn=ctrl_megatron.pipeline:grpo_pipeline"
+    plain, shapes = example("ctrl_70b.yaml", grpo, "reward.reward_funcs=[code]")
+    assert "sync proxy" not in totals(memory_budget(plain, shapes, gpu_memory=MEMORY))
+
+
+def test_an_engine_that_fills_its_gpu_has_no_room_for_the_proxys_tensors() -> None:
+    config, shapes = example("ctrl_70b.yaml", f"{R}gpu_memory_utilization=0.87")
+    with pytest.raises(ValueError, match=r"^sync proxy needs 7\d\.\d GiB .* fits with .*0\.85"):
+        require_fit(config, shapes, gpu_memory=MEMORY)
+
+
 TOO_LARGE = {
     "nothing leaves": (f"{M}param_offload=false", f"{M}optimizer_offload=false"),
     "long micro-batches": ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",),
@@ -94,7 +116,9 @@ def test_what_does_not_fit_is_refused_in_a_line_whose_remedy_helps(name: str) ->
     with pytest.raises(ValueError) as caught:
         require_fit(config, shapes, gpu_memory=MEMORY)
     text = str(caught.value)
-    assert "\n" not in text and re.match(r"(start: \w+|generate|update|log-probs|sync) needs", text)
+    assert "\n" not in text and re.match(
+        r"(start: \w+|generate|update|log-probs|sync|sync proxy) needs", text
+    )
     assert re.search(r"largest: [a-z' -]+ \d+\.\d GiB, ", text)
     _, _, remedy = text.partition("it fits with ")
     assert remedy, text
