@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from ctrl_megatron.commands.prepare_data import main
 from ctrl_megatron.data.evalplus import unrolled_tests
 from ctrl_megatron.data.near_duplicates import NearDuplicates
 from ctrl_megatron.data.problems import own_record, read_problems
@@ -26,7 +27,6 @@ from ctrl_megatron.prompts import fenced
 from ctrl_megatron.rewards.grading import grade, grading_job
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.types import Attempt, Problem
-from tools.prepare_data import main
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not here")
