@@ -167,7 +167,8 @@ class Reward:
 
     reward_funcs: tuple[str, ...] = ("critic",)
     """Reward functions whose weighted sum a critique earns: critic (the pass rate of its revision),
-    code, binary_code, code_format, ioi_code, soft_overlong_punishment, or module:function."""
+    code, binary_code, code_format, ioi_code, soft_overlong_punishment, module:function or
+    FILE.py:function."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; empty for 1 each."""
     reward_options: dict[str, Any] = field(default_factory=dict)

@@ -217,6 +217,11 @@ def _sizes(config: Config, purpose: Purpose) -> Iterator[str]:
     asked = {"val_before_train": trainer.val_before_train, "test_freq": trainer.test_freq > 0}
     for key in (k for k, is_on in asked.items() if is_on and not data.val_files):
         yield f"trainer.{key} needs data.val_files; set them, or leave trainer.{key} out"
+    if len(set(data.val_sets)) < len(data.val_sets) or "reward" in data.val_sets:
+        yield (
+            f"data.val_files would be reported as {', '.join(data.val_sets)}, which must differ "
+            "and not be reward; rename a file or its folder"
+        )
 
 
 def _parallelism(config: Config) -> Iterator[str]:

@@ -44,7 +44,8 @@ class Data:
     train_files: tuple[str, ...] = ()
     """Parquet file or list of parquet files to train on (required)."""
     val_files: tuple[str, ...] = ()
-    """Parquet file or list of parquet files to validate on; empty for no validation."""
+    """Parquet file or list of parquet files to validate on; empty for no validation.
+    Each of several has metrics of its own, val/NAME/..., called by the file's name."""
     prompt_key: str = "prompt"
     """Column that holds the critique prompt."""
     max_prompt_length: int = key(1536, AT_LEAST_1)
@@ -61,6 +62,21 @@ class Data:
     """Draw the training rows in a new random order every epoch."""
     filter_overlong_prompts: bool = True
     """Drop (and count) rows whose prompt exceeds max_prompt_length; False makes them an error."""
+
+    @property
+    def val_sets(self) -> tuple[str, ...]:
+        """Of each of several ``val_files`` the name under which it is reported: the file's, with
+        its folder's before it where files share one. None for one file.
+        """
+        if len(self.val_files) < 2:
+            return ()
+        paths = [Path(file).absolute() for file in self.val_files]
+        stems = [path.stem for path in paths]
+        names = (
+            path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}_{path.stem}"
+            for path in paths
+        )
+        return tuple(re.sub(r"[^\w.-]", "_", name) for name in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

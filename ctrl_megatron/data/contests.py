@@ -62,7 +62,6 @@ def code_contests_problem(record: Mapping[str, Any], number: int) -> Problem:
     if not any(_cases(record.get(f"{kind}_tests")) for kind in ("public", "private", "generated")):
         raise NoTests("has no tests")
     graded = read_code_contests(record)
-    rating = record.get("cf_rating") or 0
     solutions = object_field(record.get("solutions") or {}, "solutions")
     written = zip(solutions.get("language") or (), solutions.get("solution") or (), strict=True)
     return _problem(
@@ -70,7 +69,7 @@ def code_contests_problem(record: Mapping[str, Any], number: int) -> Problem:
         text_field(record.get("description"), "description"),
         graded,
         reference=next((code for language, code in written if language == _PYTHON3), ""),
-        difficulty=1 + sum(rating >= bound for bound in _RATINGS) if rating else 0,
+        difficulty=level_of_rating(record.get("cf_rating")),
     )
 
 
@@ -94,15 +93,27 @@ def _input_output(record: Mapping[str, Any], name: str) -> Problem:
         raise NoTests("has no tests")
     given = json_field(record.get("solutions") or "[]", "solutions")
     solutions = list_field(given, "solutions") if given else []
-    return _problem(
+    return problem_of_tests(
         name,
         text_field(record.get("question"), "question"),
-        read_input_output({"input_output": tests}),
+        tests,
         starter=record.get("starter_code") or "",
         reference=text_field(solutions[0], "solutions[0]") if solutions else "",
         difficulty=_level(record),
         seconds=_seconds(record.get("time_limit")),
     )
+
+
+def problem_of_tests(name: str, statement: str, tests: Mapping[str, Any], **known: Any) -> Problem:
+    """The problem that an object with ``inputs``, ``outputs`` and, for functions, ``fn_name``
+    judges. ``known``: ``starter``, ``reference``, ``difficulty``, ``seconds``. ValueError.
+    """
+    return _problem(name, statement, read_input_output({"input_output": dict(tests)}), **known)
+
+
+def level_of_rating(rating: float | None) -> int:
+    """Our level of Codeforces' rating; 0 without one."""
+    return 1 + sum(rating >= bound for bound in _RATINGS) if rating else 0
 
 
 def _problem(

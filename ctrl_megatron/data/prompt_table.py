@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ctrl_megatron.data.rows import Row, read_rows
@@ -19,6 +19,8 @@ class PromptTable:
     prompts: tuple[tuple[int, ...], ...]
     dropped: int
     """Rows left out because their prompt is too long."""
+    sets: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Of several files that are reported one by one: name -> ids of its rows, never none."""
 
     @cached_property
     def number_of(self) -> Mapping[str, int]:
@@ -37,13 +39,15 @@ def load_prompt_table(
     max_prompt_length: int,
     filter_overlong: bool,
     prompt_key: str = "prompt",
+    sets: Sequence[str] = (),
 ) -> PromptTable:
     """Read and tokenise; every rank does the same and gets the same.
 
-    The messages stand in the column ``prompt_key``.
+    The messages stand in the column ``prompt_key``. ``sets`` names the files that are reported one
+    by one; a row that stands in several is in the set of each.
 
     Raises ValueError for a prompt above ``max_prompt_length`` unless such rows are filtered, and if
-    no row is left.
+    no row is left, be it of one of ``sets``.
     """
     named = files if isinstance(files, str) else ", ".join(files)
     rows, prompts, dropped = [], [], 0
@@ -65,4 +69,13 @@ def load_prompt_table(
             f"{named}: no row has a prompt of at most "
             f"data.max_prompt_length={max_prompt_length} tokens"
         )
-    return PromptTable(rows=tuple(rows), prompts=tuple(prompts), dropped=dropped)
+    kept, of_sets = {row.id for row in rows}, dict[str, frozenset[str]]()
+    for name, file in zip(sets, files if sets else (), strict=True):
+        own = {row.id for row in read_rows(file, prompt_key=prompt_key)}
+        of_sets[name] = frozenset(own & kept)
+        if not of_sets[name]:
+            raise UserError(
+                f"{file}: no row has a prompt of at most "
+                f"data.max_prompt_length={max_prompt_length} tokens"
+            )
+    return PromptTable(rows=tuple(rows), prompts=tuple(prompts), dropped=dropped, sets=of_sets)

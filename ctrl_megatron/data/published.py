@@ -17,22 +17,30 @@ from ctrl_megatron.data.contests import (
     taco_problem,
 )
 from ctrl_megatron.data.evalplus import human_eval_problem, mbpp_plus_problem
+from ctrl_megatron.data.kodcode import kodcode_problem
 from ctrl_megatron.data.mbpp import SPLITS, mbpp_problem
 from ctrl_megatron.data.near_duplicates import NearDuplicates
+from ctrl_megatron.data.open_r1 import codeforces_problem, verifiable_problem
 from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.data.records import read_records
+from ctrl_megatron.data.verl_form import verl_problem
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Problem
 
 FORMATS: dict[str, Callable[[Mapping[str, Any], int], Problem]] = {
     "apps": apps_problem,
     "code_contests": code_contests_problem,
+    "codeforces": codeforces_problem,
+    "eurus": verl_problem,
     "humaneval": human_eval_problem,
     "humanevalplus": human_eval_problem,
+    "kodcode": kodcode_problem,
     "livecodebench": live_code_bench_problem,
     "mbpp": mbpp_problem,
     "mbppplus": mbpp_plus_problem,
+    "open_r1": verifiable_problem,
     "taco": taco_problem,
+    "verl": verl_problem,
 }
 """A row and its number over all files, from 1 -> the problem. Each raises ``ValueError`` or
 ``SyntaxError`` for a row that is not its set's, ``NoTests`` for one that has none."""

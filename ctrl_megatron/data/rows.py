@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from ctrl_megatron.data.verl_form import is_verl_form, own_columns
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.types import Attempt, Message, Problem, PrompterType
@@ -128,7 +129,8 @@ def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
     """The rows of one or several parquet files, in order; column ``prompt_key`` is the prompt:
     messages, or the text of a user's one message. Only it and ``id`` must be there.
 
-    None reads no prompts. A row that occurs twice is one row. Raises ``ValueError`` naming file,
+    Rows in verl's form get what they lack (``verl_form``). None reads no prompts. A row that occurs
+    twice is one row. Raises ``ValueError`` naming file,
     row and column for anything that does not fit the schema, for different rows with one ``id``
     and for files without any row.
     """
@@ -138,14 +140,21 @@ def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
     for file in files:
         table = read_parquet(file)
         present = table.column_names
-        wanted = ("id", *(() if prompt_key is None else (prompt_key,)))
+        verl = is_verl_form(present)
+        wanted = (*(() if verl else ("id",)), *(() if prompt_key is None else (prompt_key,)))
         if missing := [name for name in wanted if name not in present]:
             raise UserError(
                 f"{file}: column(s) {', '.join(missing)} missing; "
                 f"it has {', '.join(present) or 'none'}"
             )
         for number, record in enumerate(table.to_pylist(), start=1):
-            rows.append(row_from(record, f"{file}: row {number}", prompt_key))
+            place = f"{file}: row {number}"
+            if verl:
+                try:
+                    record = own_columns(record)
+                except ValueError as error:
+                    raise UserError(f"{place}: {error}") from error
+            rows.append(row_from(record, place, prompt_key))
     if not rows:
         raise UserError(f"no rows in {', '.join(files) or 'an empty list of files'}")
     return list(rows_by_id(rows).values())

@@ -114,6 +114,7 @@ METRICS: dict[str, Metric] = {
     "val/rounds": Metric("attempts that the rates are over"),
     "val/unjudged": Metric("attempts left out, for the sandbox failed to judge them"),
     "val/reward/NAME": Metric("the reward function NAME over greedy completions (grpo_pipeline)"),
+    "val/NAME/RATE": Metric("RATE of the file NAME alone, where data.val_files has several"),
     "val/nll": Metric("held-out cross-entropy of fine-tuning, nats per token"),
 }
 
@@ -123,8 +124,18 @@ def metric_of(name: str) -> Metric | None:
     exact = METRICS.get(name)
     if exact is not None:
         return exact
-    return next((m for pattern, m in METRICS.items() if _matches(pattern, name)), None)
+    found = next((m for pattern, m in METRICS.items() if _matches(pattern, name)), None)
+    rate = rate_of_all(name)
+    return metric_of(rate) if found is None and rate is not None else found
+
+
+def rate_of_all(name: str) -> str | None:
+    """Of a rate of one validation file, ``val/NAME/RATE``, that of all of them, ``val/RATE``; None
+    for any other name.
+    """
+    parts = re.fullmatch(r"val/(?!reward/)[\w.-]+/(.+)", name)
+    return f"val/{parts[1]}" if parts else None
 
 
 def _matches(pattern: str, name: str) -> bool:
-    return "NAME" in pattern and bool(re.fullmatch(pattern.replace("NAME", r"[\w:.]+"), name))
+    return "NAME" in pattern and bool(re.fullmatch(pattern.replace("NAME", r"[\w:./-]+"), name))

@@ -12,7 +12,12 @@ from ctrl_megatron.eval.transcripts import ChainPlan, ProgramResult, Turn
 from ctrl_megatron.eval.validation_rates import summarise
 from ctrl_megatron.pipeline.critique_revision import judgment_of, read_critique, revise
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
-from ctrl_megatron.pipeline.sampling import generate, greedy_params, validation_batches
+from ctrl_megatron.pipeline.sampling import (
+    generate,
+    greedy_params,
+    rates_by_set,
+    validation_batches,
+)
 from ctrl_megatron.pipeline.worker import RolloutWorker
 from ctrl_megatron.prompts import choice_messages, critique_messages, parse_choice
 from ctrl_megatron.rewards import RewardOutcome
@@ -35,9 +40,12 @@ class _Chain:
 @reads(*REVISIONS, *REWARDS)
 def validate(worker: RolloutWorker) -> dict[str, float]:
     """Rates over one greedy critique and one greedy revision of every validation row. Rows that the
-    sandbox failed to judge are counted as ``unjudged`` and left out of the rates. Collective.
+    sandbox failed to judge are counted as ``unjudged`` and left out of the rates. Of several
+    validation files each has rates of its own too. Collective.
     """
-    return summarise(converse(worker, ChainPlan(), critic="", seed=0))
+    assert worker.validation is not None
+    turns = converse(worker, ChainPlan(), critic="", seed=0)
+    return rates_by_set(worker.validation.sets, [(t.attempt, t) for t in turns], summarise)
 
 
 def converse(

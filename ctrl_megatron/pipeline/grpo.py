@@ -9,7 +9,7 @@ is the second half of CTRL's step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from ctrl_megatron.pipeline.sampling import (
     generate,
     greedy_params,
     length_metrics,
+    rates_by_set,
     sampled,
     validation_batches,
 )
@@ -173,25 +174,37 @@ def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, 
 def validate_completions(worker: RolloutWorker) -> dict[str, float]:
     """Mean of every reward over one greedy completion per validation row. Collective.
 
-    ``unjudged`` counts rewards that a failing service could not give.
+    ``unjudged`` counts rewards that a failing service could not give. Of several validation files
+    each has means of its own too.
     """
     table = worker.validation
     assert table is not None
     params = greedy_params(worker, worker.config.data.max_response_length)
     items: list[RewardItem] = []
+    ids: list[str] = []
     with worker.timeline.phase("validate_completions"):
         for batch in validation_batches(worker):
             drawn = generate(worker, "actor", [table.prompts[row] for row in batch], params)
             answers = [worker.codec.decode(group[0].token_ids) for group in drawn]
             sizes = [len(group[0].token_ids) for group in drawn]
-            items += completion_items([table.rows[row] for row in batch], answers, sizes)
+            rows = [table.rows[row] for row in batch]
+            items += completion_items(rows, answers, sizes)
+            ids += [row.id for row in rows]
     with worker.timeline.phase("validate_rewards"):
         mine = worker.ask(lambda: worker.score(items)).parts
-    results: dict[str, float] = {"unjudged": 0.0}
-    for name in mine:
-        rewards = [r for part in worker.groups.from_data_ranks(mine[name]) for r in part]
-        judged = [r for r in rewards if r is not None]
-        results["unjudged"] += len(rewards) - len(judged)
+    own = [(id_, {name: mine[name][i] for name in mine}) for i, id_ in enumerate(ids)]
+    results = [result for part in worker.groups.from_data_ranks(own) for result in part]
+    return rates_by_set(table.sets, results, mean_rewards)
+
+
+def mean_rewards(rewards: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """``reward/NAME`` of every function over the texts that it could judge; ``unjudged`` counts the
+    others.
+    """
+    means = {"unjudged": 0.0}
+    for name in rewards[0] if rewards else ():
+        judged = [r for of_text in rewards if (r := of_text[name]) is not None]
+        means["unjudged"] += len(rewards) - len(judged)
         if judged:
-            results[f"reward/{name}"] = sum(judged) / len(judged)
-    return results
+            means[f"reward/{name}"] = sum(judged) / len(judged)
+    return means

@@ -282,12 +282,15 @@ def prompt_tables(
     """
     train = _table(config, codec, "data.train_files", config.data.train_files)
     files = config.data.val_files if validates else ()
-    validation = _table(config, codec, "data.val_files", files) if files else None
+    sets = config.data.val_sets
+    validation = _table(config, codec, "data.val_files", files, sets) if files else None
     rows_by_id([*train.rows, *(validation.rows if validation else ())])
     return train, validation
 
 
-def _table(config: Config, codec: TextCodec, key: str, files: tuple[str, ...]) -> PromptTable:
+def _table(
+    config: Config, codec: TextCodec, key: str, files: tuple[str, ...], sets: Sequence[str] = ()
+) -> PromptTable:
     data = config.data
     with users_input(key):
         return load_prompt_table(
@@ -296,4 +299,5 @@ def _table(config: Config, codec: TextCodec, key: str, files: tuple[str, ...]) -
             max_prompt_length=data.max_prompt_length,
             filter_overlong=data.filter_overlong_prompts,
             prompt_key=data.prompt_key,
+            sets=sets,
         )

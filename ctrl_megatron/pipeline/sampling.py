@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
     from ctrl_megatron.resharding.engine_weights import Role
 
-
+T = TypeVar("T")
 EXAMPLES_PER_STEP = 6
 """Samples of a step that are kept for the report."""
 
@@ -131,6 +131,21 @@ def validation_batches(worker: RolloutWorker) -> list[list[int]]:
         list(range(start, min(start + size, total)))[place.dp :: layout.data]
         for start in range(0, total, size)
     ]
+
+
+def rates_by_set(
+    sets: Mapping[str, Collection[str]],
+    results: Sequence[tuple[str, T]],
+    rates: Callable[[list[T]], Mapping[str, float]],
+) -> dict[str, float]:
+    """``rates`` of all ``results``, each with the id of its row, and under ``NAME/`` of those in
+    each of ``sets``.
+    """
+    found = dict(rates([result for _, result in results]))
+    for name, ids in sets.items():
+        own = rates([result for row, result in results if row in ids])
+        found |= {f"{name}/{rate}": value for rate, value in own.items()}
+    return found
 
 
 def share_prompts(

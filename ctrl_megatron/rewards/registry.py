@@ -8,9 +8,15 @@ import asyncio
 import importlib
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
+from zlib import crc32
 
 from ctrl_megatron.errors import UserError, users_code
 from ctrl_megatron.rewards.code_rewards import (
@@ -21,6 +27,7 @@ from ctrl_megatron.rewards.code_rewards import (
 )
 from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.rewards.reward_sum import RewardFunction, RewardItem, Rewards
+from ctrl_megatron.rewards.score_function import is_score_function, per_item
 from ctrl_megatron.rewards.shaping import (
     OVERLONG,
     JudgmentReward,
@@ -63,7 +70,7 @@ def get_reward(name: str) -> Callable[..., Any]:
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         raise UserError(
             f"unknown reward {name!r}{hint} known: {', '.join(sorted(_FACTORIES))}, and any "
-            "function as module:function"
+            "function as module:function or FILE.py:function"
         )
     return _FACTORIES[name]
 
@@ -86,9 +93,10 @@ def columns_read_by(name: str) -> tuple[str, ...]:
 def make_reward(name: str, **options: Any) -> RewardFunction:
     """The reward function called ``name``, made with ``options``.
 
-    A name with a colon is an import path, ``module:function``: that function is called with the
-    items and ``options``, may be a coroutine, and gives one float or None per item. Raises
-    ``ValueError`` for a name that does not exist and for options that do not fit.
+    A name with a colon is an import path, ``module:function`` or ``FILE.py:function``: the function
+    is called with the items and ``options``, may be a coroutine, and gives one float or None per
+    item; or it is verl's ``compute_score`` (``score_function``). Raises ``ValueError`` for a name
+    that does not exist and for options that do not fit.
     """
     if ":" in name:
         return CustomReward(name, options)
@@ -137,13 +145,35 @@ class CustomReward:
 
 
 def _imported(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    if not module or not name or module.startswith("."):
-        raise UserError(f"reward {path!r} is not an import path 'module:function'")
+    """The function at ``module:function`` or ``FILE.py:function``; verl's ``compute_score`` becomes
+    a function of all items.
+    """
+    module, _, name = path.rpartition(":")
+    is_file = module.endswith(".py")
+    if not module or not name or (module.startswith(".") and not is_file):
+        raise UserError(
+            f"reward {path!r} is not an import path 'module:function' or 'FILE.py:function'"
+        )
     with users_code(f"cannot import the reward {path!r}"):
-        found: Any = importlib.import_module(module)
+        found: Any = _module_at(Path(module)) if is_file else importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     if not callable(found):
         raise UserError(f"reward {path!r} is not callable")
-    return found
+    return per_item(path, found) if is_score_function(found) else found
+
+
+def _module_at(file: Path) -> ModuleType:
+    """The module of a Python file, loaded once."""
+    file = file.resolve()
+    name = f"reward_{file.stem}_{crc32(os.fsencode(file)):08x}"
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -119,6 +119,6 @@ def _was_right(row: Row) -> bool:
         raise UserError(
             f"{row.place or 'a row'}: row {row.id!r} has no pass_rate, which "
             "reward.judgment_weight and reward.transition compare with; judge the first "
-            "solutions (tools/synthesize.py) or leave these keys at 0"
+            "solutions (ctrl-synthesize) or leave these keys at 0"
         )
     return row.pass_rate >= 1.0

@@ -11,10 +11,10 @@ MODEL=${MODEL:-runs/models/smollm2}
 OUT=${OUT:-runs/mbpp_to_critic}
 RANKS=${RANKS:-2} ENGINE=${ENGINE:-vllm}
 
-python tools/prepare_data.py --format mbpp --input "$MBPP" --split train \
+ctrl-prepare-data --format mbpp --input "$MBPP" --split train \
   --out "$OUT/problems.jsonl" ${SELECT:-}
 
-python tools/synthesize.py --problems "$OUT/problems.jsonl" --solver "$MODEL" --engine "$ENGINE" \
+ctrl-synthesize --problems "$OUT/problems.jsonl" --solver "$MODEL" --engine "$ENGINE" \
   --out "$OUT/data" ${SYNTHESIZE:-}
 
 ctrl-train-sft --nproc-per-node "$RANKS" --config "$CONFIG" \

@@ -11,7 +11,7 @@ OUT=${OUT:-runs/own_problems}
 RANKS=${RANKS:-2} ENGINE=${ENGINE:-vllm}
 SOLVE=${SOLVE:---solver $MODEL --engine $ENGINE} # or --solutions FILE, if you have some
 
-python tools/synthesize.py --problems "$PROBLEMS" $SOLVE --out "$OUT/data"
+ctrl-synthesize --problems "$PROBLEMS" $SOLVE --out "$OUT/data"
 
 ctrl-train-sft --nproc-per-node "$RANKS" --config "$CONFIG" \
   "actor_rollout_ref.model.path=$MODEL" "sft.train_files=$OUT/data/sft_train.parquet" \

@@ -104,7 +104,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise RuntimeError("the arguments are right")
 
     for place in (
-        *("tools.synthesize._run", "tools.prepare_data.write_whole"),
+        *(
+            "ctrl_megatron.commands.synthesize._run",
+            "ctrl_megatron.commands.prepare_data.write_whole",
+        ),
         *("tools.prepare_smollm2.convert", "ctrl_megatron.sandbox.__main__.serve"),
     ):
         monkeypatch.setattr(place, starts)

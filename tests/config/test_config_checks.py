@@ -95,6 +95,8 @@ MEGATRON = ACTOR + "megatron."
         (("trainer.experiment_name=../x",), ["experiment_name", "plain directory name"]),
         (("trainer.val_before_train=true",), ["data.val_files"]),
         (("trainer.test_freq=5",), ["data.val_files"]),
+        (("data.val_files=[a/t.pq, a/t.pq]",), ["would be reported as a_t, a_t", "rename"]),
+        (("data.val_files=[a/t.pq, b/reward.pq]",), ["reported as t, reward", "rename"]),
         (("trainer.save_freq=0",), ["save_freq=0", "-1 or at least 1"]),
         (("data.max_prompt_length=0",), ["data.max_prompt_length=0", "at least 1"]),
         (("dag.custom_pipeline_fn=my.module.fn",), ["package.module:function"]),
@@ -124,6 +126,21 @@ def test_a_key_of_another_trainer_is_refused_with_what_holds_here() -> None:
         assert messages(f"{key}=1") == [
             f"override '{key}=1': unknown key '{key}': {instead}; leave it out"
         ]
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        ("[]", ()),
+        ("test.parquet", ()),
+        ("[math.parquet, gsm8k.parquet]", ("math", "gsm8k")),
+        ("[gsm8k/test.parquet, math/test.parquet]", ("gsm8k_test", "math_test")),
+        ("[a/test.parquet, b/test.parquet, b/hard.parquet]", ("a_test", "b_test", "hard")),
+        ("['my set (2).parquet', b.parquet]", ("my_set__2_", "b")),
+    ],
+)
+def test_validation_files_are_told_apart_by_their_names(files: str, names: tuple[str, ...]) -> None:
+    assert load_config(None, [f"data.val_files={files}"], "none").data.val_sets == names
 
 
 def test_the_pipeline_without_revisions_needs_nothing_of_them() -> None:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from ctrl_megatron.commands.prepare_data import main
 from ctrl_megatron.data.evalplus import unrolled_tests
 from ctrl_megatron.data.near_duplicates import NearDuplicates
 from ctrl_megatron.data.problems import own_record, read_problems
@@ -26,7 +27,6 @@ from ctrl_megatron.prompts import fenced
 from ctrl_megatron.rewards.grading import grade, grading_job
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.types import Attempt, Problem
-from tools.prepare_data import main
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not here")
@@ -169,8 +169,89 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {
             "metadata": json.dumps({"func_name": "total"}),
         },
     ],
+    "open_r1": [
+        {
+            "problem_id": "vcp_1",
+            "problem": "Solve the following coding problem using the programming language python:"
+            "\n\nAdd two numbers.\n\nThe input will be stdin and you should print your solution to "
+            "stdout\n\n\nNow solve the problem and return the code.",
+            "gold_standard_solution": f"```python\n{ADDER}```",
+            "verification_info": {
+                "language": "python",
+                "test_cases": [
+                    {"fn_name": None, "input": i, "output": o, "type": "stdin_stdout"}
+                    for i, o in zip(SUMS["inputs"], SUMS["outputs"], strict=True)
+                ],
+            },
+        },
+        {
+            "problem_id": "vcp_2",
+            "prompt": "Double a number.",
+            "gold_standard_solution": f"```python\n{TWICE}```",
+            "verification_info": json.dumps(
+                {
+                    "language": "python",
+                    "test_cases": [
+                        {"fn_name": "twice", "input": "1", "output": "2", "type": "function_call"},
+                        {"fn_name": "twice", "input": "[3]", "output": "[3, 3]"},
+                    ],
+                }
+            ),
+        },
+    ],
+    "codeforces": [
+        {
+            "id": "4/A",
+            "title": "Sum",
+            "description": "Add both.",
+            "input_format": "Two numbers.",
+            "output_format": "Their sum.",
+            "interaction_format": None,
+            "note": "",
+            "examples": [{"input": "1 2", "output": "3"}],
+            "official_tests": [
+                {"input": "1 2\n", "output": "3\n"},
+                {"input": "4 4", "output": "8"},
+            ],
+            "input_mode": "stdio",
+            "generated_checker": None,
+            "time_limit": 1.5,
+            "rating": 1300,
+        }
+    ],
+    "eurus": [
+        {
+            "data_source": "taco",
+            "prompt": [
+                {"role": "system", "content": "Think in steps."},
+                {
+                    "role": "user",
+                    "content": "Add two.\n\nWrite Python code to solve the problem. Present the "
+                    "code in \n```python\nYour code\n```\nat the end.",
+                },
+            ],
+            "ability": "code",
+            "reward_model": {"ground_truth": json.dumps(SUMS), "style": "rule"},
+            "extra_info": {"index": 0, "split": "dummy"},
+        },
+        {
+            "data_source": "apps",
+            "prompt": [{"role": "user", "content": "Double a number."}],
+            "ability": "code",
+            "reward_model": {
+                "ground_truth": json.dumps(
+                    {"fn_name": "twice", "inputs": [[1], [2]], "outputs": [2, 4]}
+                ),
+                "style": "rule",
+            },
+            "extra_info": {"index": 0, "split": "dummy"},
+        },
+    ],
 }
 ANSWERS = {
+    "verl/taco/1": ADDER,
+    "verl/apps/2": TWICE,
+    "codeforces/4/A": ADDER,
     "livecodebench/abc301_a": ADDER,
     "livecodebench/2727": "class Solution:\n    def total(self, v: List[int]) -> int:\n"
     "        return sum(v)\n",
@@ -252,16 +333,24 @@ def test_every_format_becomes_problems_that_are_judged_rightly(
     assert list(problems) == [
         *("mbpp/601", "mbppplus/2", "mbppplus/3", "HumanEval/0", "HumanEval/1", "HumanEval/2"),
         *("apps/7", "apps/8", "taco/1", "code_contests/1_A. Sum"),
-        *("livecodebench/abc301_a", "livecodebench/2727"),
+        *("livecodebench/abc301_a", "livecodebench/2727", "open_r1/vcp_1", "open_r1/vcp_2"),
+        *("codeforces/4/A", "verl/taco/1", "verl/apps/2"),
     ]
     counts = [number_of_tests(problem) for problem in problems.values()]
-    assert counts == [1, 3, 4, 2, 4, 2, 2, 2, 2, 2, 2, 1]
+    assert counts == [1, 3, 4, 2, 4, 2, 2, 2, 2, 2, 2, 1, 2, 2, 2, 2, 2]
     assert problems["mbpp/601"].entry_point == "chain, Pair"
     assert problems["apps/8"].entry_point == "Solution().twice"
     assert [problems[n].difficulty for n in ("apps/7", "taco/1", "code_contests/1_A. Sum")] == [
         *(2, 4, 2)
     ]
     assert problems["taco/1"].time_limit == 2.5
+    # What a set says around its statements is left out; our prompts have their own words.
+    assert problems["open_r1/vcp_1"].statement == "Add two numbers."
+    assert problems["verl/taco/1"].statement == "Add two."
+    assert problems["codeforces/4/A"].statement == (
+        "Add both.\n\nInput\n\nTwo numbers.\n\nOutput\n\nTheir sum.\n\nExample 1\n\nInput:\n1 2"
+        "\n\nOutput:\n3"
+    )
     assert problems["code_contests/1_A. Sum"].time_limit == 3.5
     # Our own file holds all of it.
     out = tmp_path / "own.jsonl"
@@ -288,6 +377,20 @@ def test_a_set_is_the_same_in_every_kind_of_file(suffix: str, tmp_path: Path) ->
     )
 
 
+KODCODE = {
+    "style": "instruct",
+    "question_id": "Prefill_1_I",
+    "question": "Write twice(x), which doubles x.",
+    "solution": TWICE,
+    "test": "import pytest\nfrom solution import twice\n\n"
+    "def test_one():\n    assert twice(1) == 2\n\n"
+    "def test_text():\n    assert twice('a') == 'aa'\n",
+    "test_info": [{"function_name": "twice", "parameter_list": "(x)"}],
+    "gpt_difficulty": "easy",
+}
+CASE = {"input": "1", "output": "2"}
+FIRST = {**{kind: rows[0] for kind, rows in SAMPLES.items()}, "kodcode": KODCODE}
+FIRST["verl"] = FIRST["eurus"]
 MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mbpp": ("mbpp", {"test_list": ["assert other(1)"]}, "0 functions"),
     "no code": ("mbpp", {"code": None}, "code"),
@@ -299,6 +402,33 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "uneven": ("taco", {"input_output": '{"inputs": ["1"], "outputs": ["1", "2"]}'}, "2 outputs"),
     "no name": ("code_contests", {"name": None}, "name"),
     "uneven cases": ("code_contests", {"public_tests": {"input": ["1"], "output": []}}, "inputs"),
+    "no outputs": ("open_r1", {"verification_info": {"test_cases": [{"input": "1"}]}}, "output"),
+    "no verification": ("open_r1", {"verification_info": None}, "verification_info"),
+    "two functions": (
+        "open_r1",
+        {"verification_info": {"test_cases": [{**CASE, "fn_name": n} for n in ("f", "g")]}},
+        "f, g",
+    ),
+    "no statement": ("open_r1", {"problem": None}, "problem"),
+    "no id": ("codeforces", {"id": None}, "id"),
+    "tests of another kind": ("codeforces", {"official_tests": ["1"]}, "official_tests"),
+    "no output": ("codeforces", {"official_tests": [{"input": "1"}]}, "outputs"),
+    "no ground truth": ("eurus", {"reward_model": {"style": "rule"}}, "ground_truth"),
+    "no reward model": ("verl", {"reward_model": "rule"}, "reward_model"),
+    "prompt is text": ("verl", {"prompt": "Add two."}, "'prompt' must be a list of messages"),
+    "no source": ("verl", {"data_source": None}, "data_source"),
+    "uneven truth": (
+        "verl",
+        {"reward_model": {"ground_truth": '{"inputs": ["1"], "outputs": ["1", "2"]}'}},
+        "2 outputs",
+    ),
+    "no import": (
+        "kodcode",
+        {"test": "def test_it():\n    assert True", "test_info": []},
+        "imports nothing from solution",
+    ),
+    "no Python": ("kodcode", {"test": "def test_it(:"}, "invalid syntax"),
+    "no solution": ("kodcode", {"solution": None}, "solution"),
     "broken payload": ("livecodebench", {"private_test_cases": "!"}, "private_test_cases"),
 }
 
@@ -307,7 +437,7 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_a_malformed_row_is_named_by_file_and_row(
     kind: str, change: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    right, wrong = SAMPLES[kind][0], {**SAMPLES[kind][0], **change}
+    right, wrong = FIRST[kind], {**FIRST[kind], **change}
     file = tmp_path / "set.jsonl"
     file.write_text(f"{json.dumps(right)}\n\n{json.dumps(wrong)}\n")
     with pytest.raises(ValueError, match=rf"set\.jsonl: line 3: .*{named}"):
@@ -316,6 +446,51 @@ def test_a_malformed_row_is_named_by_file_and_row(
     assert len(read) == 1
     (place,) = dropped.reasons["malformed"]
     assert "set.jsonl: line 3" in place and named in place
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "why"),
+    [
+        ("codeforces", {"interaction_format": "Ask."}, "is interactive"),
+        ("codeforces", {"generated_checker": "print(1)"}, "has several right outputs"),
+        ("codeforces", {"input_mode": "file"}, "reads or writes a file"),
+        ("codeforces", {"official_tests": []}, "has no tests"),
+        ("open_r1", {"verification_info": {"language": "cpp"}}, "is asked for in cpp"),
+        ("open_r1", {"verification_info": {"test_cases": []}}, "has no tests"),
+        ("verl", {"reward_model": {"ground_truth": "72"}}, "has an answer in place of tests"),
+        ("eurus", {"reward_model": {"ground_truth": "x + 1"}}, "has an answer in place of tests"),
+        ("kodcode", {"test": ""}, "has no tests"),
+    ],
+)
+def test_what_cannot_be_judged_is_counted(
+    kind: str, change: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "set.jsonl"
+    file.write_text("".join(json.dumps({**FIRST[kind], **c}) + "\n" for c in ({}, change)))
+    read, dropped = read_published(kind, [file])
+    assert len(read) == 1 and dropped.counts() == {why: 1}
+
+
+def test_what_a_file_of_pytest_functions_imports_are_the_entry_points(tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    both = KODCODE["test"].replace("import twice", "import twice, Pair as P")  # type: ignore[attr-defined]
+    whole = KODCODE["test"].replace("from solution import twice", "from solution import *")  # type: ignore[attr-defined]
+    older = {k: v for k, v in KODCODE.items() if k not in ("test", "test_info", "question_id")}
+    rows = [
+        KODCODE,
+        {**KODCODE, "question_id": "two", "test": both},
+        {**KODCODE, "question_id": "all", "test": whole},
+        {**older, "test_code": KODCODE["test"], "conversation_id": "older"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read, _ = read_published("kodcode", [file])
+    assert [(p.id, p.entry_point) for p in read] == [
+        ("kodcode/Prefill_1_I", "twice"),
+        ("kodcode/two", "twice, Pair"),
+        ("kodcode/all", "twice"),
+        ("kodcode/older", "twice"),
+    ]
+    assert read[0].selected_uts == (KODCODE["test"],) and read[0].difficulty == 1
 
 
 def test_rows_without_tests_are_counted(tmp_path: Path) -> None:

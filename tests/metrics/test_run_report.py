@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ctrl_megatron.metrics.names import metric_of
 from ctrl_megatron.metrics.report import write_report
 from ctrl_megatron.metrics.report.charts import charts, tiles
 from ctrl_megatron.metrics.report.figures import trailing_mean, value_range
@@ -232,6 +233,25 @@ def test_shares_of_a_group_are_drawn_together_four_at_a_time() -> None:
     assert [c.metrics for c in charts(series)] == [tuple(names[:4]), tuple(names[4:])]
     series["test/b_rate"] = [(1, 7.0)]  # called a rate and none
     assert [c.metrics for c in charts(series)][-1] == ("test/b_rate",)
+
+
+def test_a_rate_of_several_validation_files_is_one_chart() -> None:
+    rates = ("solved_after", "reward/m:f", "pass_rate")
+    files = ("", "gsm8k/", "math_test/")
+    series = {f"val/{f}{rate}": [(1, 0.5)] for f in files for rate in rates}
+    assert sorted(c.metrics for c in charts(series)) == sorted(
+        tuple(f"val/{f}{rate}" for f in files) for rate in rates
+    )
+    told = {name: metric_of(f"val/math_test/{name}") for name in rates[:2]}
+    assert told == {name: metric_of(f"val/{name}") for name in told}
+    assert None not in told.values()
+    # One file's rates have charts as they had: shares together, the others alone.
+    alone = {f"val/{rate}": [(1, 0.5)] for rate in (*rates, "valid_rate")}
+    assert [c.metrics for c in charts(alone)] == [
+        ("val/pass_rate", "val/valid_rate"),
+        ("val/solved_after",),
+        ("val/reward/m:f",),
+    ]
 
 
 def test_what_every_trainer_logs_is_drawn_by_name_and_nothing_twice() -> None:

@@ -128,9 +128,9 @@ def test_what_has_been_trained_is_saved_whole(
             Interrupt("ctrl_megatron.checkpoint.convert:load_tensors", TERM),
         ),
         (
-            "tools.prepare_data",
+            "ctrl_megatron.commands.prepare_data",
             ["--format", "ctrl", "--input", "problems.jsonl", "--out", "new"],
-            Interrupt("tools.prepare_data:select", TERM),
+            Interrupt("ctrl_megatron.commands.prepare_data:select", TERM),
         ),
     ],
     ids=["converting", "exporting", "reading"],

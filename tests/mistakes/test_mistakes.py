@@ -749,9 +749,9 @@ MODULES = {
         name: f"ctrl_megatron.commands.{name}"
         for name in ("plan", "check_env", "serve_sandbox", "report", "generate", "serve_critic")
     },
+    **{name: f"ctrl_megatron.commands.{name}" for name in ("prepare_data", "synthesize")},
     "convert_hf_to_megatron": "ctrl_megatron.commands.convert_hf_to_megatron",
     "convert_megatron_to_hf": "ctrl_megatron.commands.convert_megatron_to_hf",
-    **{name: f"tools.{name}" for name in ("prepare_data", "synthesize")},
     **{name: f"tools.{name}" for name in ("prepare_smollm2", "make_env")},
     **{name: f"tools.{name}" for name in ("make_mutants", "prepare_mutants", "study")},
 }
@@ -791,8 +791,12 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (
         *("ctrl_megatron.pipeline.run.session", "ctrl_megatron.sft.run.session"),
         "ctrl_megatron.pipeline.evaluation.session",
-        *("ctrl_megatron.commands.start._start_ranks", "tools.synthesize._run"),
-        *("tools.prepare_data.write_whole", "tools.prepare_smollm2.convert", "tools.make_env.run"),
+        *("ctrl_megatron.commands.start._start_ranks", "ctrl_megatron.commands.synthesize._run"),
+        *(
+            "ctrl_megatron.commands.prepare_data.write_whole",
+            "tools.prepare_smollm2.convert",
+            "tools.make_env.run",
+        ),
         "ctrl_megatron.sandbox.__main__.serve",
         *("tools.make_mutants.judge", "tools.prepare_mutants.new_files", "tools.study._run"),
         *("ctrl_megatron.commands.generate._grow", "ctrl_megatron.generation.sources.open_chats"),
@@ -863,7 +867,7 @@ def test_weights_that_have_changed_do_not_go_on_with_what_others_wrote(
         return {}
 
     monkeypatch.setattr("ctrl_megatron.commands.generate._grow", lambda *_: None)
-    monkeypatch.setattr("tools.synthesize._run", drawn)
+    monkeypatch.setattr("ctrl_megatron.commands.synthesize._run", drawn)
     folder = tmp_path / "given"
     shutil.copytree(right, folder)
     monkeypatch.chdir(folder)

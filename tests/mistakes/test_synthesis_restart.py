@@ -18,6 +18,7 @@ from ctrl_megatron.prompts import REVISION_SENTENCE, parse_judgment
 from ctrl_megatron.sft.examples import read_examples
 
 KILL = signal.SIGKILL
+SYNTHESIZE = "ctrl_megatron.commands.synthesize"
 FILES = ("train", "val", "sft_train", "sft_val", "solve")
 
 
@@ -91,7 +92,7 @@ def arguments(server: str, tmp_path_factory: pytest.TempPathFactory) -> list[str
 @pytest.fixture(scope="module")
 def whole(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    code, output = run("tools.synthesize", arguments, folder)
+    code, output = run(SYNTHESIZE, arguments, folder)
     assert code == 0, output[-4000:]
     return folder
 
@@ -134,15 +135,15 @@ def test_a_kill_in_any_stage_changes_nothing(
         Interrupt(written, KILL, 3),  # verdicts
         Interrupt("ctrl_megatron.sft.stages:execution_hint", KILL, 20),
         Interrupt(written, KILL, 4),
-        Interrupt("tools.synthesize:choose_examples", KILL, 2),
+        Interrupt(f"{SYNTHESIZE}:choose_examples", KILL, 2),
         Interrupt(moved, KILL, 8),  # some files have their places already
     ):
-        code, output = run("tools.synthesize", arguments, tmp_path, interrupt=interrupt)
+        code, output = run(SYNTHESIZE, arguments, tmp_path, interrupt=interrupt)
         assert code == -KILL, output[-4000:]
         stages |= {path.stem for path in (tmp_path / "data/.synthesis").glob("*.jsonl")}
     assert stages == {"solutions", "verdicts", "critiques", "revisions", "revision_verdicts"}
     assert final_files(tmp_path).keys() < final_files(whole).keys()
-    code, output = run("tools.synthesize", arguments, tmp_path)
+    code, output = run(SYNTHESIZE, arguments, tmp_path)
     assert code == 0, output[-4000:]
     assert final_files(tmp_path) == final_files(whole)
     assert [p.name for p in (tmp_path / "data").iterdir() if p.is_dir()] == [".synthesis"]
@@ -152,16 +153,16 @@ def test_what_is_finished_is_not_done_again_and_not_mixed(
     arguments: list[str], whole: Path
 ) -> None:
     before = final_files(whole)
-    code, output = run("tools.synthesize", arguments, whole)
+    code, output = run(SYNTHESIZE, arguments, whole)
     assert code == 0 and "nothing to do" in output
-    code, output = run("tools.synthesize", [*arguments, "--seed", "2"], whole)
+    code, output = run(SYNTHESIZE, [*arguments, "--seed", "2"], whole)
     assert code == 2 and "was begun with other --seed" in output
     assert final_files(whole) == before
 
 
 def test_a_signal_keeps_what_is_finished(arguments: list[str], tmp_path: Path) -> None:
     interrupt = Interrupt("ctrl_megatron.sft.stages:judge_attempts", signal.SIGINT)
-    code, output = run("tools.synthesize", arguments, tmp_path, interrupt=interrupt)
+    code, output = run(SYNTHESIZE, arguments, tmp_path, interrupt=interrupt)
     assert code == 130 and "Traceback" not in output, output[-4000:]
     assert "synthesize: stopped; what is finished is kept" in output
     assert [p.name for p in (tmp_path / "data").iterdir()] == [".synthesis"]

@@ -21,9 +21,16 @@ ATTEMPT = Attempt(id="p/0", problem=PROBLEM, solution="pass", pass_rate=0.0)
 CODEC: Any = SimpleNamespace(encode_chat=lambda messages, add_generation_prompt: [1, 2])
 
 
-def tables(train: Path, validation: Path) -> Any:
-    overrides = [f"data.train_files={train}", f"data.val_files={validation}"]
-    return prompt_tables(load_config(None, overrides, "none"), CODEC)
+LONG: Any = SimpleNamespace(
+    encode_chat=lambda messages, add_generation_prompt: (
+        [1] * (9 if messages[-1]["content"] == "very long" else 2)
+    )
+)
+
+
+def tables(train: Path, validation: object, *more: str, codec: Any = CODEC) -> Any:
+    overrides = [f"data.train_files={train}", f"data.val_files={validation}", *more]
+    return prompt_tables(load_config(None, overrides, "none"), codec)
 
 
 def test_one_file_may_serve_both(tmp_path: Path) -> None:
@@ -31,6 +38,29 @@ def test_one_file_may_serve_both(tmp_path: Path) -> None:
     write_rows(file, [row_of(ATTEMPT)])
     train, validation = tables(file, file)
     assert train.rows == validation.rows
+
+
+def test_of_several_validation_files_each_is_a_set(tmp_path: Path) -> None:
+    train, one, two = (tmp_path / f"{name}.parquet" for name in ("train", "one", "two"))
+    both, other = row_of(ATTEMPT), row_of(replace(ATTEMPT, id="p/1"))
+    write_rows(train, [both])
+    write_rows(one, [both])
+    write_rows(two, [both, other])
+    _, validation = tables(train, one)
+    assert validation.sets == {}
+    _, validation = tables(train, f"[{one},{two}]")
+    assert [row.id for row in validation.rows] == ["p/0", "p/1"]
+    assert validation.sets == {"one": {"p/0"}, "two": {"p/0", "p/1"}}
+
+
+def test_a_validation_file_without_a_row_that_fits_is_named(tmp_path: Path) -> None:
+    train, one, two = (tmp_path / f"{name}.parquet" for name in ("train", "one", "two"))
+    long = [{"role": "user", "content": "very long"}]
+    write_rows(train, [row_of(ATTEMPT)])
+    write_rows(one, [row_of(ATTEMPT)])
+    write_rows(two, [row_of(replace(ATTEMPT, id="p/1"), long)])
+    with pytest.raises(ValueError, match=r"val_files: .*two\.parquet: no row has a prompt"):
+        tables(train, f"[{one},{two}]", "data.max_prompt_length=2", codec=LONG)
 
 
 def test_different_rows_with_one_id_are_refused(tmp_path: Path) -> None:

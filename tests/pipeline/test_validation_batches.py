@@ -13,7 +13,7 @@ import pytest
 from ctrl_megatron.config import load_config
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.pipeline import conversation
+from ctrl_megatron.pipeline import conversation, grpo
 from ctrl_megatron.types import Completion, Verdict
 
 JUDGMENT = "Overall judgment: Incorrect"
@@ -34,7 +34,9 @@ class Rank:
         self.judged: list[int] = []
         self.timeline = Timeline()
         positions = [Row(id=str(i), solution=f"first {i}") for i in range(rows)]
-        self.validation = SimpleNamespace(rows=positions, prompts=[[i] for i in range(rows)])
+        self.validation = SimpleNamespace(
+            rows=positions, prompts=[[i] for i in range(rows)], sets={}
+        )
         self.groups = SimpleNamespace(
             place=SimpleNamespace(dp=rank),
             layout=SimpleNamespace(data=ranks),
@@ -71,6 +73,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
         return [completion(int(row.id)) for row in rows]
 
     monkeypatch.setattr(conversation, "generate", generate)
+    monkeypatch.setattr(grpo, "generate", generate)
     monkeypatch.setattr(conversation, "revise", revise)
 
 
@@ -103,3 +106,35 @@ def test_a_row_that_the_sandbox_lost_is_counted_and_left_out() -> None:
     assert rates["judgment_accuracy"] == 1.0
     nothing = conversation.validate(Rank(1, 4, 0, 1, lost=0))  # type: ignore[arg-type]
     assert nothing == {"rounds": 0.0, "unjudged": 1.0}
+
+
+def test_every_file_of_several_has_rates_of_its_own() -> None:
+    worker = Rank(4, 4, 0, 1, lost=2)
+    worker.validation.sets = {"easy": {"0", "1"}, "hard": {"1", "2", "3"}, "lost": {"2"}}
+    rates = conversation.validate(worker)  # type: ignore[arg-type]
+    assert rates["rounds"] == 3.0 and rates["unjudged"] == 1.0
+    # A row that stands in two files counts in both, and once in all.
+    assert rates["easy/rounds"] == 2.0 and "easy/unjudged" not in rates
+    assert (rates["hard/rounds"], rates["hard/unjudged"]) == (2.0, 1.0)
+    assert rates["lost/rounds"] == 0.0 and "lost/solved_after" not in rates
+
+
+def test_every_file_of_several_has_rewards_of_its_own() -> None:
+    worker: Any = Rank(4, 4, 0, 1, lost=None)
+    worker.validation.sets = {"even": {"0", "2"}, "odd": {"1", "3"}}
+    worker.codec.decode = lambda tokens: str(tokens[0])
+
+    async def score(items: list[Any]) -> Any:
+        halves = [None if item.text == "2" else int(item.text) / 2 for item in items]
+        return SimpleNamespace(parts={"halves": halves})
+
+    worker.score = score
+    rates = grpo.validate_completions(worker)
+    assert rates == {
+        "unjudged": 1.0,
+        "reward/halves": (0 + 0.5 + 1.5) / 3,
+        "even/unjudged": 1.0,
+        "even/reward/halves": 0.0,
+        "odd/unjudged": 0.0,
+        "odd/reward/halves": 1.0,
+    }

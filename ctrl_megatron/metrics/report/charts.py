@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
-from ctrl_megatron.metrics.names import METRICS, metric_of
+from ctrl_megatron.metrics.names import METRICS, metric_of, rate_of_all
 from ctrl_megatron.metrics.report.run_files import Series
 
 _TITLES = {name: metric.title for name, metric in METRICS.items() if metric.title}
@@ -39,18 +40,27 @@ class Chart:
 
 def charts(series: Series) -> list[Chart]:
     """The reward, what the pipeline measures, the trainer's part, and where the time goes."""
-    own = _of_pipeline(series)
+    own, of_files = _of_pipeline(series), dict[str, list[str]]()
+    for name in own:
+        if (rate := rate_of_all(name)) in series:
+            of_files.setdefault(rate, []).append(name)
+    own = [name for name in own if rate_of_all(name) not in series]
     named = [name for name in _TITLES if name in series]
     shares: dict[str, list[str]] = {}
     for name in own:
-        if name not in named and is_share(name, series):
+        if name not in named and name not in of_files and is_share(name, series):
             shares.setdefault(_group(name), []).append(name)
     shown = [_chart([name], series) for name in named if name in own]
     for names in shares.values():
         parts = range(0, len(names), _CURVES_PER_CHART)
         shown += [_chart(names[start : start + _CURVES_PER_CHART], series) for start in parts]
     drawn = {*named, *(name for names in shares.values() for name in names)}
-    shown += [_chart([name], series) for name in own if name not in drawn]
+    for name in own:
+        if name not in drawn:
+            # All validation files, then each of them.
+            curves = [name, *of_files.get(name, ())]
+            parts = range(0, len(curves), _CURVES_PER_CHART)
+            shown += [_rates(name, curves[start:][:_CURVES_PER_CHART], series) for start in parts]
     shown += [_chart([name], series) for name in named if name not in own]
     shown += _histogram(series)
     device = [name for name in series if re.fullmatch(r"memory/\w+_device_gib", name)]
@@ -97,6 +107,10 @@ def _chart(names: list[str], series: Series) -> Chart:
     note = ", ".join(names) if declared is None else declared.meaning
     percent = all(is_share(name, series) for name in names)
     return Chart(title=title, note=note, metrics=tuple(names), percent=percent)
+
+
+def _rates(name: str, curves: list[str], series: Series) -> Chart:
+    return dataclasses.replace(_chart([name], series), metrics=tuple(curves))
 
 
 def _histogram(series: Series) -> list[Chart]:

@@ -1,0 +1,108 @@
+"""Read a published problem set, select from it, and write it as a problem file of ours.
+
+``ctrl-prepare-data --format mbpp --input mbpp.jsonl --split train --out runs/data/problems.jsonl``
+writes one JSON object per problem, which ``ctrl-synthesize`` turns into training files. The same
+command again changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ctrl_megatron.checkpoint.files import require_replaceable, write_whole
+from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.data.problems import own_record, read_problems
+from ctrl_megatron.data.published import FORMATS, OWN, Dropped, Limits, read_published, select
+from ctrl_megatron.errors import UserError, users_input
+
+_SHOWN = 3
+
+
+@command("prepare_data")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read, select, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
+    parser = CommandParser(__doc__)
+    formats = (*FORMATS, OWN)
+    parser.add_argument("--format", required=True, choices=formats, help=f"{OWN}: our own files")
+    parser.add_argument("--input", required=True, type=Path, nargs="+", help="files or folders")
+    parser.add_argument("--split", help="of mbpp: prompt, test, validation, train")
+    parser.add_argument("--out", required=True, type=Path, help="a .jsonl file")
+    parser.add_argument("--overwrite", action="store_true", help="replace a problem file")
+    parser.add_argument(
+        "--against",
+        metavar="FORMAT=FILE",
+        nargs="+",
+        default=[],
+        help="test sets: problems with nearly one of their statements are left out",
+    )
+    parser.add_argument("--skip-malformed", action="store_true", help="leave out unreadable rows")
+    parser.add_argument("--min-tests", type=int, default=1)
+    parser.add_argument("--max-tests", type=int, help="tests kept of a problem, the first ones")
+    parser.add_argument("--max-statement", type=int, metavar="CHARACTERS")
+    parser.add_argument("--max-reference", type=int, metavar="CHARACTERS")
+    parser.add_argument("--max-difficulty", type=int, choices=range(5))
+    parser.add_argument("--needs-reference", action="store_true")
+    options = parser.parse_args(arguments)
+    for name in ("min_tests", "max_tests", "max_statement", "max_reference"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1")
+    with users_input("--input"):
+        problems, dropped = read_published(
+            options.format,
+            options.input,
+            split=options.split,
+            skip_malformed=options.skip_malformed,
+        )
+    tested = []
+    for text in options.against:
+        kind, _, file = text.partition("=")
+        if kind not in formats or not file:
+            raise UserError(
+                f"--against: {text!r} is not FORMAT=FILE; formats are {', '.join(formats)}"
+            )
+        with users_input("--against"):
+            tested += read_published(kind, [Path(file)])[0]
+    limits = Limits(**{name: getattr(options, name) for name in Limits.__dataclass_fields__})
+    kept, more = select(problems, limits, against=tested)
+    for reason, names in more.reasons.items():
+        for name in names:
+            dropped.add(reason, name)
+    if not kept:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.counts().items())
+        raise UserError(
+            f"no problem is left of {', '.join(map(str, options.input))} ({reasons or 'no rows'})"
+        )
+    lines = [json.dumps(own_record(problem), ensure_ascii=False) for problem in kept]
+    text = "\n".join(lines) + "\n"
+    require_replaceable(options.out, text, _own_file, overwrite=options.overwrite)
+    write_whole(options.out, text)
+    _show(options.out, len(kept), dropped)
+    return 0
+
+
+def _own_file(path: Path) -> bool:
+    try:
+        return bool(read_problems(path))
+    except UserError:
+        return False
+
+
+def _show(out: Path, kept: int, dropped: Dropped) -> None:
+    table = Table(title=str(out))
+    table.add_column("problems", justify="right")
+    table.add_column("what became of them")
+    table.add_column("such as", overflow="fold")
+    table.add_row(str(kept), "kept", "")
+    for reason, names in dropped.reasons.items():
+        table.add_row(str(len(names)), f"left out: {reason}", "; ".join(names[:_SHOWN]))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,108 @@
+"""Rows in verl's form: ``data_source``, ``prompt`` (messages), ``reward_model`` with its
+``ground_truth``, and ``extra_info``. verl's own scripts and Eurus-2-RL-Data write it.
+
+Where ``ground_truth`` is the JSON text of ``{"inputs": [...], "outputs": [...]}``, the row is a
+programming problem with tests; otherwise only a reward function knows what it means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ctrl_megatron.data.contests import NoTests, problem_of_tests
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.sandbox.datasets.problems import text_field
+from ctrl_megatron.types import Problem
+
+COLUMNS = ("data_source", "prompt", "reward_model")
+"""What every row has; ``extra_info`` is optional, as it is there."""
+_HOW_TO_ANSWER = re.compile(
+    r"\s*Write Python code to solve the problem\. Present the code in\s*"
+    r"```python\s*Your code\s*```\s*at the end\.\s*$"
+)
+"""Eurus puts it behind every statement; our prompts say it in their own words."""
+
+
+def is_verl_form(columns: Collection[str]) -> bool:
+    """Whether a file with these columns holds rows in verl's form, which have no ``id``."""
+    return "id" not in columns and "data_source" in columns and "reward_model" in columns
+
+
+def verl_problem(record: Mapping[str, Any], number: int) -> Problem:
+    """The programming problem of a row. ``NoTests`` where ``ground_truth`` holds no tests,
+    ``ValueError`` naming the column of what is wrong.
+    """
+    tests = _tests_of(_ground_truth(record))
+    if tests is None:
+        raise NoTests("has an answer in place of tests")
+    return _problem(record, tests, f"verl/{_source(record)}/{number}")
+
+
+def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with the columns that the trainer's rows have beside its own: ``id``, which follows
+    from its content, and what judges a program where ``ground_truth`` holds tests.
+
+    Raises ``ValueError`` naming the column of what is wrong.
+    """
+    content = json.dumps(record, sort_keys=True, default=str).encode(errors="surrogatepass")
+    name = f"{_source(record)}/{hashlib.blake2b(content, digest_size=6).hexdigest()}"
+    columns: dict[str, Any] = {**record, "id": name}
+    tests = _tests_of(_ground_truth(record))
+    if tests is not None:
+        problem = _problem(record, tests, name)
+        columns |= {
+            "problem": problem.statement,
+            "prompter_type": problem.prompter_type,
+            "selected_uts": problem.selected_uts,
+            "entry_point": problem.entry_point,
+            "test_setup": problem.test_setup,
+        }
+    return columns
+
+
+def _source(record: Mapping[str, Any]) -> str:
+    source = record.get("data_source")
+    if not isinstance(source, str) or not source.strip():
+        raise UserError(f"column 'data_source' must be text, is {source!r:.60}")
+    return source
+
+
+def _ground_truth(record: Mapping[str, Any]) -> Any:
+    given = record.get("reward_model")
+    if not isinstance(given, Mapping):
+        raise UserError(
+            f"column 'reward_model' must be an object with the key ground_truth, is {given!r:.60}"
+        )
+    if given.get("ground_truth") is None:
+        raise UserError("column 'reward_model' has no ground_truth")
+    return given["ground_truth"]
+
+
+def _tests_of(ground_truth: Any) -> Mapping[str, Any] | None:
+    """The object with ``inputs`` and ``outputs``, given as such or as its JSON text."""
+    if isinstance(ground_truth, str):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except (ValueError, RecursionError):
+            return None  # an answer in words
+    if isinstance(ground_truth, Mapping) and {"inputs", "outputs"} <= ground_truth.keys():
+        return ground_truth
+    return None
+
+
+def _problem(record: Mapping[str, Any], tests: Mapping[str, Any], name: str) -> Problem:
+    prompt = record.get("prompt")
+    if not isinstance(prompt, (list, tuple)) or not prompt or not isinstance(prompt[-1], Mapping):
+        raise UserError(f"column 'prompt' must be a list of messages, is {prompt!r:.60}")
+    asked = text_field(prompt[-1].get("content"), "prompt[-1].content")
+    statement = _HOW_TO_ANSWER.sub("", asked).strip()
+    if not statement:
+        raise UserError("column 'prompt' ends in a message without content")
+    try:
+        return problem_of_tests(name, statement, tests)
+    except ValueError as error:
+        raise UserError(f"column 'reward_model': ground_truth: {error}") from error

@@ -1,0 +1,104 @@
+"""verl's form of a reward: ``compute_score(data_source, solution_str, ground_truth, extra_info)``,
+called once per text with the columns of a row in verl's form.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ctrl_megatron.errors import UserError, users_code
+from ctrl_megatron.rewards.reward_sum import RewardItem, gathered, rows_of
+
+_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_COLUMNS = ("data_source", "reward_model")
+
+
+def is_score_function(function: Callable[..., Any]) -> bool:
+    """Whether the function has verl's form, which the names of its parameters say."""
+    try:
+        return {"solution_str", "ground_truth"} <= inspect.signature(function).parameters.keys()
+    except (TypeError, ValueError):  # written in C: it says nothing about its arguments
+        return False
+
+
+def per_item(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which has verl's form, as one of all items and of its further parameters.
+
+    Where it is a coroutine function, so is what is made, and all calls run at once. ``path`` names
+    it in the UserErrors for what it raises and for a result without a score.
+    """
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        given: Sequence[str] = _PARAMETERS
+    else:
+        given = [name for name in _PARAMETERS if name in parameters]
+
+    def arguments(items: Sequence[RewardItem]) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in _arguments(path, item, row).items() if name in given}
+            for item, row in zip(items, rows_of(path, items), strict=True)
+        ]
+
+    async def at_once(items: Sequence[RewardItem], **options: Any) -> list[Any]:
+        async def one(item: RewardItem, values: Mapping[str, Any]) -> Any:
+            with users_code(f"reward {path!r} failed for {_name(item)}"):
+                return _score(path, await function(**values, **options), item)
+
+        calls = zip(items, arguments(items), strict=True)
+        return await gathered([functools.partial(one, *call) for call in calls])
+
+    def in_turn(items: Sequence[RewardItem], **options: Any) -> list[Any]:
+        scores = []
+        for item, values in zip(items, arguments(items), strict=True):
+            with users_code(f"reward {path!r} failed for {_name(item)}"):
+                scores.append(_score(path, function(**values, **options), item))
+        return scores
+
+    called = getattr(function, "__call__", None)  # noqa: B004  of an object that is called
+    score: Any = in_turn
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
+        score = at_once
+    functools.update_wrapper(score, function)
+    score.reads = getattr(function, "reads", _COLUMNS)
+    first = inspect.Parameter("items", inspect.Parameter.POSITIONAL_ONLY)
+    further = [
+        p if p.kind is p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY)
+        for name, p in parameters.items()
+        if name not in _PARAMETERS and p.kind is not p.VAR_POSITIONAL
+    ]
+    score.__signature__ = inspect.Signature([first, *further])
+    return score
+
+
+def _arguments(path: str, item: RewardItem, row: Any) -> dict[str, Any]:
+    model = row["reward_model"]
+    if not isinstance(model, Mapping) or model.get("ground_truth") is None:
+        raise UserError(
+            f"{row.place or row.id}: column 'reward_model' has no ground_truth, which the reward "
+            f"{path!r} reads"
+        )
+    return {
+        "data_source": row["data_source"],
+        "solution_str": item.text,
+        "ground_truth": model["ground_truth"],
+        "extra_info": row.extra.get("extra_info") or {},
+    }
+
+
+def _score(path: str, answer: Any, item: RewardItem) -> Any:
+    """The number in an answer; what is no number is left to who checks all rewards."""
+    score = answer.get("score") if isinstance(answer, Mapping) else answer
+    if score is not None:
+        return score
+    what = f"a dict with the keys {', '.join(map(str, answer))}" if answer else repr(answer)
+    raise UserError(
+        f"reward {path!r} gave {what} for {_name(item)}",
+        remedy="give a number, or a dict with the key 'score'",
+    )
+
+
+def _name(item: RewardItem) -> str:
+    return "a text without a row" if item.row is None else f"row {item.row.id}"
