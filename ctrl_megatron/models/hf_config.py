@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +96,7 @@ def read_model_shape(directory: str | Path) -> ModelShape:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the directory of a Hugging Face model")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    return parse_model_shape(config, str(path))
+    return parse_model_shape(read_json(path), str(path))
 
 
 def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> ModelShape:
