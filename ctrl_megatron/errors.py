@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import sys
 import traceback
 from collections.abc import Iterator
@@ -99,12 +100,20 @@ def read_text(file: str | os.PathLike[str]) -> str:
 
     UserError naming the file, and the line of what is no text, where it cannot be read.
     """
+    return text_of(read_bytes(file), file)
+
+
+def read_bytes(file: str | os.PathLike[str]) -> bytes:
+    """The content of a file that the user gave. UserError where the system does not give it, and
+    for a device, which may have no end.
+    """
     try:
         with open(file, "rb") as opened:
-            data = opened.read()
+            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                raise UserError(f"cannot read {os.fspath(file)}: it is no ordinary file")
+            return opened.read()
     except OSError as error:
         raise UserError(f"cannot read {os.fspath(file)}: {error.strerror}") from error
-    return text_of(data, file)
 
 
 def text_of(data: bytes, file: str | os.PathLike[str]) -> str:

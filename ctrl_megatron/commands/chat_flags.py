@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.start import CommandParser
+from ctrl_megatron.config.flags import count, whole
 from ctrl_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from ctrl_megatron.rewards.grading import Judge
 
 DTYPES = ("bfloat16", "float32")
-_AT_LEAST_ONE = ("max_model_len", "threads", "max_concurrency", "token_budget")
+MOST_THREADS = 4096
 
 
 def add_chat_flags(parser: CommandParser, *, required: str) -> None:
@@ -30,12 +31,12 @@ def add_chat_flags(parser: CommandParser, *, required: str) -> None:
         )
     parser.add_argument("--engine", choices=["vllm", "sglang", "hf"], help="for model directories")
     parser.add_argument(
-        "--max-model-len", type=int, default=2048, help="prompt plus answer, tokens"
+        "--max-model-len", type=count(), default=2048, help="prompt plus answer, tokens"
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of an engine")
-    parser.add_argument("--threads", type=int, help="CPU threads of an engine")
-    parser.add_argument("--max-concurrency", type=int, default=32, help="requests at a server")
-    parser.add_argument("--token-budget", type=int, help="tokens that servers may use in all")
+    parser.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads of an engine")
+    parser.add_argument("--max-concurrency", type=count(), default=32, help="requests at a server")
+    parser.add_argument("--token-budget", type=whole(1), help="tokens that servers may use in all")
     parser.add_argument("--sandbox", default="", metavar="URL|none", help="its own by default")
 
 
@@ -45,7 +46,6 @@ def chat_sources(
     """The source of each role and how to open them. UserError for what cannot be opened."""
     from ctrl_megatron.generation.sources import ChatSource, EngineOptions, check_source
 
-    require_positive(options, *_AT_LEAST_ONE)
     engines = EngineOptions(
         engine=options.engine,
         max_model_len=options.max_model_len,
@@ -64,14 +64,6 @@ def chat_sources(
         flag = role if model else required
         check_source(f"--{flag}-url" if sources[role].url else f"--{flag}", sources[role], engines)
     return sources, engines
-
-
-def require_positive(options: argparse.Namespace, *names: str) -> None:
-    """UserError for a number below 1."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1")
 
 
 @contextmanager

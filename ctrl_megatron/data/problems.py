@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, decode_tests, function_record
-from ctrl_megatron.errors import UserError, text_of
+from ctrl_megatron.errors import UserError, read_bytes, text_of
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.types import Problem, PrompterType
 
@@ -89,7 +89,7 @@ def read_placed_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     for a line that is not a JSON object and for text that UTF-8 cannot hold.
     """
     try:
-        data = file.read_bytes()
+        data = read_bytes(file)
         data = gzip.decompress(data) if file.suffix == ".gz" else data
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {file}: {error}") from error
