@@ -126,6 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for attempt, mutation in mutants
         if rates[digests[attempt.id]] < 1
     ]
+    if not found:
+        raise UserError(
+            f"--problems: all {len(mutants)} changed programs pass every test: {options.out} is "
+            "not written",
+            remedy="give problems whose tests tell programs apart",
+        )
     write_whole(options.out, "".join(json.dumps(asdict(m)) + "\n" for m in found))
     part.unlink()
     harmless = len(mutants) - len(found)

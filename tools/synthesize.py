@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import new_files, own_files_whole, require_own_files
-from ctrl_megatron.commands.chat_flags import DTYPES, MOST_THREADS
+from ctrl_megatron.commands.chat_flags import DTYPES, MOST_THREADS, service_faults
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import (
     count,
@@ -131,7 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed=options.seed,
             progress=progress,
         )
-        table = asyncio.run(_run(options, stages, problems, given, dropped, shares))
+        with service_faults(options.out):
+            table = asyncio.run(_run(options, stages, problems, given, dropped, shares))
     _show(options.out, table)
     return 0
 
@@ -345,6 +346,14 @@ async def _run(
         if part == "sft" and shares.sft > 0 and not kept:
             reasons = ", ".join(f"{count} {reason}" for reason, count in less.counts().items())
             raise UserError(f"no critique is left for fine-tuning ({reasons or 'no attempts'})")
+    if not own["rl"] and not examples["sft"]:
+        reasons = ", ".join(
+            f"{times} {what}"
+            for stage in ("solutions", "attempts")
+            for what, times in table[stage].items()
+            if what not in ("kept", "solved")
+        )
+        raise UserError(f"no row to train on is left ({reasons or 'no solutions'})")
     table["RL rows"] = {"kept": len(own["rl"]), "held out": len(own["val"][: options.val_size])}
     with new_files(options.out, _FILES, _TOOL, overwrite=True) as folder:
         rows = {

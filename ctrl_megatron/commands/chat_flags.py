@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.start import CommandParser
@@ -64,6 +65,18 @@ def chat_sources(
         flag = role if model else required
         check_source(f"--{flag}-url" if sources[role].url else f"--{flag}", sources[role], engines)
     return sources, engines
+
+
+@contextmanager
+def service_faults(out: Path) -> Iterator[None]:
+    """A server or sandbox that does not answer is told in a line; ``out`` keeps what is done."""
+    from ctrl_megatron.generation.chat import ChatError
+    from ctrl_megatron.sandbox import SandboxError
+
+    try:
+        yield
+    except (ChatError, SandboxError) as error:
+        raise UserError(str(error), remedy=f"{out} keeps what is finished: run it again") from error
 
 
 @contextmanager

@@ -26,7 +26,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import write_whole
-from ctrl_megatron.commands.chat_flags import add_chat_flags, chat_sources, sandbox_of
+from ctrl_megatron.commands.chat_flags import (
+    add_chat_flags,
+    chat_sources,
+    sandbox_of,
+    service_faults,
+)
 from ctrl_megatron.commands.start import STOPPED, CommandParser, command
 from ctrl_megatron.config.flags import count, given_path, new_path, number, temperature
 from ctrl_megatron.data.problems import read_problems
@@ -200,10 +205,9 @@ def _grow(
     sources: Mapping[str, ChatSource],
     engines: EngineOptions,
 ) -> None:
-    from ctrl_megatron.generation.chat import ChatError
     from ctrl_megatron.generation.search_tree import SearchTree
     from ctrl_megatron.generation.sources import open_chats
-    from ctrl_megatron.sandbox import SandboxClient, SandboxError
+    from ctrl_megatron.sandbox import SandboxClient
 
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn())
     bars = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
@@ -222,12 +226,8 @@ def _grow(
                 if isinstance(judge, SandboxClient):
                     await judge.close()
 
-        try:
+        with service_faults(options.out):
             asyncio.run(run())
-        except (ChatError, SandboxError) as error:
-            raise UserError(
-                str(error), remedy=f"{options.out} keeps what is finished: run it again"
-            ) from error
 
 
 async def _finish(options: argparse.Namespace, tree: SearchTree) -> None:

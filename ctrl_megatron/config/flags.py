@@ -93,7 +93,8 @@ port = whole(0, 65535)
 def given_path(text: str) -> Path:
     """The type of a flag that names a file or directory to read."""
     path = Path(text)
-    if not (path.is_file() or path.is_dir()):
+    # Unlike Path's, they answer for names that no file can have.
+    if not (os.path.isfile(path) or os.path.isdir(path)):
         there = "is neither a file nor a directory" if os.path.lexists(path) else "does not exist"
         raise _refused(path, there)
     if not os.access(path, os.R_OK):
@@ -123,9 +124,11 @@ def require_writable(path: Path) -> None:
     """UserError where nothing can be written at ``path``: it is a device or a pipe, or its
     directory, or the first one above it that is there, takes no new file. Leaves nothing there.
     """
-    if os.path.lexists(path) and not (path.is_file() or path.is_dir()):
+    is_file = os.path.isfile(path)
+    if os.path.lexists(path) and not (is_file or os.path.isdir(path)):
         raise UserError(f"{path} is no file or directory that can be replaced")
-    places = (path, *path.absolute().parents) if not path.is_file() else (path.absolute().parent,)
+    above = path.absolute().parents
+    places = above if is_file else (path, *above)
     there = next(place for place in places if os.path.lexists(place))
     if not there.is_dir():
         raise UserError(f"{there} is no directory")

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             limits = _limits(options.limits)
         with users_input("--token-file"):
             token = read_token(options.token_file) if options.token_file else None
-        if not os.access(options.python, os.X_OK):
+        if not (os.path.isfile(options.python) and os.access(options.python, os.X_OK)):
             raise UserError(f"--python {options.python} is no program that can be run")
     except UserError as error:
         print(f"sandbox: {error}", file=sys.stderr)
