@@ -7,11 +7,14 @@ code 2. Everything else that is raised is a fault of ours and keeps its tracebac
 from __future__ import annotations
 
 import errno
+import json
 import os
+import stat
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -90,6 +93,46 @@ def users_input(key: str = "") -> Iterator[None]:
         if fault is None and not error.filename:
             raise
         raise UserError(str(fault or f"{error.filename}: {error.strerror}"), key=key) from error
+
+
+def read_text(file: str | os.PathLike[str]) -> str:
+    """The text of a UTF-8 file that the user gave, without the mark that editors put in front.
+
+    UserError naming the file, and the line of what is no text, where it cannot be read.
+    """
+    return text_of(read_bytes(file), file)
+
+
+def read_bytes(file: str | os.PathLike[str]) -> bytes:
+    """The content of a file that the user gave. UserError where the system does not give it, and
+    for a device, which may have no end.
+    """
+    try:
+        with open(file, "rb") as opened:
+            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                raise UserError(f"cannot read {os.fspath(file)}: it is no ordinary file")
+            return opened.read()
+    except OSError as error:
+        raise UserError(f"cannot read {os.fspath(file)}: {error.strerror}") from error
+
+
+def text_of(data: bytes, file: str | os.PathLike[str]) -> str:
+    """``read_text`` of what was read of ``file``."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
+        raise UserError(
+            f"{os.fspath(file)} line {line} is no UTF-8 text: byte 0x{byte:02x}"
+        ) from error
+
+
+def read_json(file: str | os.PathLike[str]) -> Any:
+    """What a JSON file that the user gave holds. UserError naming the file where it is none."""
+    try:
+        return json.loads(read_text(file))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{os.fspath(file)} is not valid JSON: {error}") from error
 
 
 def all_of(problems: list[UserError]) -> None:

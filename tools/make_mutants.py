@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.config.flags import given_path, new_path
 from ctrl_megatron.data.mutations import Mutation, mutations
 from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.errors import UserError
@@ -88,8 +89,8 @@ def split_of(problem_id: str, name: str) -> Split:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, change, judge, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--problems", type=Path, default=Path("examples/problems"))
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--problems", type=given_path, default=Path("examples/problems"))
+    parser.add_argument("--out", type=new_path, required=True)
     parser.add_argument("--max-difficulty", type=int, default=2, help="hardest level used")
     options = parser.parse_args(arguments)
     if options.out.exists():
@@ -125,6 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for attempt, mutation in mutants
         if rates[digests[attempt.id]] < 1
     ]
+    if not found:
+        raise UserError(
+            f"--problems: all {len(mutants)} changed programs pass every test: {options.out} is "
+            "not written",
+            remedy="give problems whose tests tell programs apart",
+        )
     write_whole(options.out, "".join(json.dumps(asdict(m)) + "\n" for m in found))
     part.unlink()
     harmless = len(mutants) - len(found)

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ctrl_megatron.checkpoint.files import new_files, require_own_files
 from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.config.flags import count, given_path, new_path, share
 from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.data.rows import write_rows
 from ctrl_megatron.errors import UserError
@@ -49,32 +50,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Read, split, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     parser = CommandParser(__doc__)
     parser.add_argument("--mutants", type=Path, default=Path("examples/mutants/builtin.jsonl"))
-    parser.add_argument("--problems", type=Path, default=Path("examples/problems"))
-    parser.add_argument("--out", type=Path, default=Path("runs/mutants"))
+    parser.add_argument("--problems", type=given_path, default=Path("examples/problems"))
+    parser.add_argument("--out", type=new_path, default=Path("runs/mutants"))
     parser.add_argument("--overwrite", action="store_true", help="replace this tool's own files")
-    parser.add_argument("--test-size", type=int, default=100, help="attempts of either test")
+    parser.add_argument("--test-size", type=count(), default=100, help="attempts of either test")
     parser.add_argument(
         "--highest-pass-rate",
-        type=float,
+        type=share,
         default=0.25,
         help="share of its tests that an attempt to criticise passes at most",
     )
     parser.add_argument(
-        "--longest-attempt", type=int, help="characters of a program in rl.parquet, at most"
+        "--longest-attempt", type=count(), help="characters of a program in rl.parquet, at most"
     )
     parser.add_argument(
-        "--right-share", type=float, default=0.0, help="of right programs in rl.parquet"
+        "--right-share", type=share, default=0.0, help="of right programs in rl.parquet"
     )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
-    if options.test_size < 1:
-        raise UserError(f"--test-size={options.test_size} must be at least 1")
-    for flag, share in (
-        ("--highest-pass-rate", options.highest_pass_rate),
-        ("--right-share", options.right_share),
-    ):
-        if not 0 <= share < 1:
-            raise UserError(f"{flag}={share} must be at least 0 and below 1")
     require_own_files(options.out, _FILES, _TOOL, overwrite=options.overwrite)
     problems = {
         problem.id: replace(problem, time_limit=TIME_LIMIT)

@@ -194,11 +194,6 @@ def _sizes(directory: Path) -> dict[str, int]:
     return found
 
 
-def nearest_existing(path: Path) -> Path:
-    """``path``, or the first of its parents that exists."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
-
-
 def free_space(directory: Path) -> int:
     """Bytes free on the disk of ``directory``, which may not exist, or be removed meanwhile."""
     for place in (directory, *directory.absolute().parents):

@@ -21,11 +21,13 @@ from ctrl_megatron.resharding.sources import MegatronSource
 
 FILE_BYTES = 4 << 30
 """Most bytes of one safetensors file, unless a tensor is larger."""
-_SIDE_FILES = [
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "chat_template.jinja"),
-]
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"),
+    ".index.json",
+)
+_OF_THE_SOURCE = ("README.md", "trainer_state.json")
+"""What says how other weights came about."""
+_FOLDERS = ("additional_chat_templates",)
 
 
 def load_hf(model: ParallelModel, directory: str | Path) -> None:
@@ -119,8 +121,16 @@ class HfFiles:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copy config.json and the tokenizer's files, those that exist."""
+    """Copy what lies beside the weights: config.json and all that tokenizers and processors of any
+    kind may read, named chat templates among it.
+    """
     target.mkdir(parents=True, exist_ok=True)
-    for name in _SIDE_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    for path in sorted(source.iterdir()):
+        if path.is_dir() and path.name in _FOLDERS:
+            copy_side_files(path, target / path.name)
+        elif path.is_file() and not _is_others(path.name):
+            shutil.copyfile(path, target / path.name)
+
+
+def _is_others(name: str) -> bool:
+    return name.startswith(".") or name in _OF_THE_SOURCE or name.endswith(_WEIGHTS)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from ctrl_megatron.checkpoint.files import nearest_existing
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.config.flags import require_writable
+from ctrl_megatron.errors import UserError, users_input
 
 LOCK_FILE, MARKER_FILE = "run.lock", ".ctrl_megatron_run"
 _WRITTEN = (
@@ -111,16 +111,11 @@ def check_run_directory(directory: Path, key: str = "trainer.default_local_dir")
     """UserError if a run cannot write ``directory``: another one does, files of others lie there,
     or the system refuses. ``key`` is what named it. Writes nothing.
     """
-    there = nearest_existing(directory)
-    if not there.is_dir():
-        raise UserError(f"{there} is no directory", key=key)
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(
-            f"{there} cannot be written by the user with uid {os.geteuid()}",
-            key=key,
-            remedy="name a directory of yours",
-        )
+    with users_input(key):
+        require_writable(directory)
     if not directory.is_dir():
+        if directory.exists():
+            raise UserError(f"{directory} is no directory", key=key)
         return
     holder = _holder(directory / LOCK_FILE)
     if holder is not None and holder.lives(directory / LOCK_FILE):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.start import CommandParser
+from ctrl_megatron.config.flags import count, whole
 from ctrl_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from ctrl_megatron.rewards.grading import Judge
 
 DTYPES = ("bfloat16", "float32")
-_AT_LEAST_ONE = ("max_model_len", "threads", "max_concurrency", "token_budget")
+MOST_THREADS = 4096
 
 
 def add_chat_flags(parser: CommandParser, *, required: str) -> None:
@@ -30,12 +32,12 @@ def add_chat_flags(parser: CommandParser, *, required: str) -> None:
         )
     parser.add_argument("--engine", choices=["vllm", "sglang", "hf"], help="for model directories")
     parser.add_argument(
-        "--max-model-len", type=int, default=2048, help="prompt plus answer, tokens"
+        "--max-model-len", type=count(), default=2048, help="prompt plus answer, tokens"
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of an engine")
-    parser.add_argument("--threads", type=int, help="CPU threads of an engine")
-    parser.add_argument("--max-concurrency", type=int, default=32, help="requests at a server")
-    parser.add_argument("--token-budget", type=int, help="tokens that servers may use in all")
+    parser.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads of an engine")
+    parser.add_argument("--max-concurrency", type=count(), default=32, help="requests at a server")
+    parser.add_argument("--token-budget", type=whole(1), help="tokens that servers may use in all")
     parser.add_argument("--sandbox", default="", metavar="URL|none", help="its own by default")
 
 
@@ -45,7 +47,6 @@ def chat_sources(
     """The source of each role and how to open them. UserError for what cannot be opened."""
     from ctrl_megatron.generation.sources import ChatSource, EngineOptions, check_source
 
-    require_positive(options, *_AT_LEAST_ONE)
     engines = EngineOptions(
         engine=options.engine,
         max_model_len=options.max_model_len,
@@ -66,12 +67,16 @@ def chat_sources(
     return sources, engines
 
 
-def require_positive(options: argparse.Namespace, *names: str) -> None:
-    """UserError for a number below 1."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1")
+@contextmanager
+def service_faults(out: Path) -> Iterator[None]:
+    """A server or sandbox that does not answer is told in a line; ``out`` keeps what is done."""
+    from ctrl_megatron.generation.chat import ChatError
+    from ctrl_megatron.sandbox import SandboxError
+
+    try:
+        yield
+    except (ChatError, SandboxError) as error:
+        raise UserError(str(error), remedy=f"{out} keeps what is finished: run it again") from error
 
 
 @contextmanager

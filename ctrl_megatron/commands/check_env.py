@@ -32,6 +32,7 @@ from ctrl_megatron.commands import train_rl, train_sft
 from ctrl_megatron.commands.start import CommandParser, checked_config, command
 from ctrl_megatron.config import Config, Purpose, check_world_size
 from ctrl_megatron.config.environment import Launch, read_launch
+from ctrl_megatron.config.flags import count
 from ctrl_megatron.errors import UserError
 
 PACKAGE = "ctrl_megatron"
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(__doc__)
     parser.add_argument("--config", help="YAML file of the run that is to follow")
     parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="what it trains")
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="its ranks per machine")
+    parser.add_argument("--nproc-per-node", type=count(), metavar="N", help="its ranks per machine")
     parser.add_argument("overrides", nargs="*", help="key=value, as the run will get them")
     options = parser.parse_args(arguments)
     launch = read_launch()

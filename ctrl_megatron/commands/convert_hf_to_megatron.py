@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.config.flags import new_path
 from ctrl_megatron.metrics import byte_bar
 
 
@@ -17,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the checkpoint, one tensor in memory at a time; 2 for wrong input."""
     parser = CommandParser(__doc__)
     parser.add_argument("--hf", required=True, type=Path, help="directory of a Hugging Face model")
-    parser.add_argument("--out", required=True, type=Path, help="checkpoint directory to write")
+    parser.add_argument("--out", required=True, type=new_path, help="checkpoint directory to write")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace what this tool has written to --out"
     )

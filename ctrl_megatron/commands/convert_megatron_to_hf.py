@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.config.flags import new_path
 from ctrl_megatron.metrics import byte_bar
 
 
@@ -19,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--checkpoint", required=True, type=Path, help="runs/NAME/checkpoints/global_step_N"
     )
-    parser.add_argument("--out", required=True, type=Path, help="directory to write")
+    parser.add_argument("--out", required=True, type=new_path, help="directory to write")
     parser.add_argument("--model", choices=("policy", "value"), default="policy")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace what this tool has written to --out"

@@ -18,6 +18,7 @@ from pathlib import Path
 from ctrl_megatron.commands.start import STOPPED, CommandParser, checked_config, command
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
+from ctrl_megatron.config.flags import count, given_file, new_path, temperature
 from ctrl_megatron.errors import UserError
 
 _CRITIC = "a name and an HF model, or a .jsonl file of critiques by the rows' ids"
@@ -30,13 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
     parser.add_argument("critics", nargs="+", metavar="STAGE=DIR", help=_CRITIC)
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="overrides")
-    parser.add_argument("--out", type=Path, help="directory; RUN_evaluation beside the run's")
+    parser.add_argument("--out", type=new_path, help="directory; RUN_evaluation beside the run's")
     parser.add_argument("--overwrite", action="store_true", help="replace the evaluation in --out")
-    parser.add_argument("--samples", type=int, default=1, help="critiques per first solution")
-    parser.add_argument("--turns", type=int, default=1, help="critiques and revisions in a row")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of critiques; 0 is greedy")
+    parser.add_argument("--samples", type=count(), default=1, help="critiques per first solution")
+    parser.add_argument("--turns", type=count(), default=1, help="critiques and revisions in a row")
+    parser.add_argument(
+        "--temperature", type=temperature, default=0.0, help="of critiques; 0 is greedy"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the draws")
-    parser.add_argument("--pairs", type=Path, help="responses to compare, in JudgeBench's format")
+    parser.add_argument(
+        "--pairs", type=given_file, help="responses to compare, in JudgeBench's format"
+    )
     options = parser.parse_args(arguments)
     critics = dict(text.split("=", 1) for text in options.critics if "=" in text)
     if len(critics) != len(options.critics) or not all(critics):
@@ -62,11 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_draws(options: argparse.Namespace) -> None:
-    for name in ("samples", "turns"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name}={getattr(options, name)} must be at least 1")
-    if not 0 <= options.temperature < float("inf"):
-        raise UserError(f"--temperature={options.temperature} must be at least 0")
     if len(set(options.seeds)) < len(options.seeds):
         raise UserError(f"--seeds: {options.seeds} names a seed twice")
     if options.temperature == 0 and (options.samples > 1 or len(options.seeds) > 1):

@@ -29,10 +29,11 @@ from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.commands.chat_flags import (
     add_chat_flags,
     chat_sources,
-    require_positive,
     sandbox_of,
+    service_faults,
 )
 from ctrl_megatron.commands.start import STOPPED, CommandParser, command
+from ctrl_megatron.config.flags import count, given_path, new_path, number, temperature
 from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.data.rows import read_rows, require_columns
 from ctrl_megatron.errors import UserError, users_input
@@ -51,7 +52,6 @@ _TEXTS = {"solution": (0.7, 1024), "critique": (0.7, 768), "revision": (0.0, 102
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, grow. Exit codes: 0 done, 2 wrong input or a service failed, 130 stopped."""
     options = _parser().parse_args(arguments)
-    require_positive(options, "limit", *(f"{name}_max_tokens" for name in _TEXTS))
     with users_input("--problems"):
         problems = _read(options.problems)[: options.limit]
     tree = _tree_options(options)
@@ -69,29 +69,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(__doc__)
     parser.add_argument(
-        "--problems", required=True, type=Path, help=".jsonl, a folder of it, or rows (.parquet)"
+        "--problems",
+        required=True,
+        type=given_path,
+        help=".jsonl, a folder of it, or rows (.parquet)",
     )
-    parser.add_argument("--limit", type=int, help="only the first so many problems")
-    parser.add_argument("--out", required=True, type=Path, help="directory of the tree")
+    parser.add_argument("--limit", type=count(), help="only the first so many problems")
+    parser.add_argument("--out", required=True, type=new_path, help="directory of the tree")
     add_chat_flags(parser, required="generator")
     parser.add_argument(
         "--widths",
-        type=int,
+        type=count(),
         nargs="+",
         default=[1, 5, 1, 1],
         metavar="W",
         help="1, first solutions per problem, then revisions per solution for every turn",
     )
-    parser.add_argument("--critiques", type=int, default=1, help="per solution; the majority holds")
+    parser.add_argument(
+        "--critiques", type=count(), default=1, help="per solution; the majority holds"
+    )
     parser.add_argument("--stop-when-correct", action="store_true", help="keep what is judged so")
     parser.add_argument("--best-of-n", action="store_true", help="let the critic choose at the end")
-    for name, (temperature, max_tokens) in _TEXTS.items():
+    for name, (default, max_tokens) in _TEXTS.items():
         flag = "--" if name == "solution" else f"--{name}-"
-        about = {"dest": f"{name}_temperature", "type": float, "default": temperature}
+        about = {"dest": f"{name}_temperature", "type": temperature, "default": default}
         parser.add_argument(flag + "temperature", **about, help=f"of a {name}")
-        about = {"dest": f"{name}_max_tokens", "type": int, "default": max_tokens}
+        about = {"dest": f"{name}_max_tokens", "type": count(), "default": max_tokens}
         parser.add_argument(flag + "max-tokens", **about, help=f"of a {name}")
-    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-p", type=number(above=0, most=1), default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -110,20 +115,16 @@ def _read(path: Path) -> list[Problem]:
 def _tree_options(options: argparse.Namespace) -> TreeOptions:
     from ctrl_megatron.generation.search_tree import TreeOptions
 
-    if not 0 < options.top_p <= 1:
-        raise UserError(f"--top-p={options.top_p} must lie in (0, 1]")
     drawn = {}
     for name in _TEXTS:
-        temperature = getattr(options, f"{name}_temperature")
-        if temperature < 0:
-            raise UserError(f"the temperature of a {name} is {temperature}; it must be at least 0")
+        heat = getattr(options, f"{name}_temperature")
         limit = getattr(options, f"{name}_max_tokens")
         if limit >= options.max_model_len:
             raise UserError(
                 f"{limit} tokens of a {name} leave no room for its prompt in --max-model-len="
                 f"{options.max_model_len}"
             )
-        drawn[name] = SamplingParams(max_tokens=limit, temperature=temperature, top_p=options.top_p)
+        drawn[name] = SamplingParams(max_tokens=limit, temperature=heat, top_p=options.top_p)
     return TreeOptions(
         widths=tuple(options.widths),
         critiques=options.critiques,
@@ -204,10 +205,9 @@ def _grow(
     sources: Mapping[str, ChatSource],
     engines: EngineOptions,
 ) -> None:
-    from ctrl_megatron.generation.chat import ChatError
     from ctrl_megatron.generation.search_tree import SearchTree
     from ctrl_megatron.generation.sources import open_chats
-    from ctrl_megatron.sandbox import SandboxClient, SandboxError
+    from ctrl_megatron.sandbox import SandboxClient
 
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn())
     bars = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
@@ -226,12 +226,8 @@ def _grow(
                 if isinstance(judge, SandboxClient):
                     await judge.close()
 
-        try:
+        with service_faults(options.out):
             asyncio.run(run())
-        except (ChatError, SandboxError) as error:
-            raise UserError(
-                str(error), remedy=f"{options.out} keeps what is finished: run it again"
-            ) from error
 
 
 async def _finish(options: argparse.Namespace, tree: SearchTree) -> None:

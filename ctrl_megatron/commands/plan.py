@@ -7,11 +7,10 @@ models comes from the config.json of actor_rollout_ref.model.path, or of --model
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config import check_world_size, load_config
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.config.flags import count, given_file, number
 
 
 @command("plan")
@@ -19,19 +18,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 it fits, 2 wrong input or it does not fit."""
     parser = CommandParser(__doc__)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
-    parser.add_argument("--nodes", type=int, help="machines; trainer.nnodes without it")
+    parser.add_argument("--nodes", type=count(), help="machines; trainer.nnodes without it")
     parser.add_argument(
-        "--gpus-per-node", type=int, help="GPUs of each; trainer.n_gpus_per_node without it"
+        "--gpus-per-node", type=count(), help="GPUs of each; trainer.n_gpus_per_node without it"
     )
-    parser.add_argument("--gpu-memory", type=float, default=80.0, help="GiB of one GPU")
     parser.add_argument(
-        "--model-config", type=Path, help="config.json of all models, in place of their directories"
+        "--gpu-memory", type=number(above=0, most=1e6), default=80.0, help="GiB of one GPU"
+    )
+    parser.add_argument(
+        "--model-config",
+        type=given_file,
+        help="config.json of all models, in place of their directories",
     )
     parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="which training")
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.nnodes=4")
     options = parser.parse_args(arguments)
-    if not options.gpu_memory > 0:
-        raise UserError(f"--gpu-memory={options.gpu_memory} must be greater than 0, in GiB")
     overrides = list(options.overrides)
     if options.nodes is not None:
         overrides.append(f"trainer.nnodes={options.nodes}")

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import require_replaceable, write_whole
 from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.config.flags import count, given_path, new_path
 from ctrl_megatron.data.problems import own_record, read_problems
 from ctrl_megatron.data.published import FORMATS, OWN, Dropped, Limits, read_published, select
 from ctrl_megatron.errors import UserError, users_input
@@ -29,9 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(__doc__)
     formats = (*FORMATS, OWN)
     parser.add_argument("--format", required=True, choices=formats, help=f"{OWN}: our own files")
-    parser.add_argument("--input", required=True, type=Path, nargs="+", help="files or folders")
+    parser.add_argument(
+        "--input", required=True, type=given_path, nargs="+", help="files or folders"
+    )
     parser.add_argument("--split", help="of mbpp: prompt, test, validation, train")
-    parser.add_argument("--out", required=True, type=Path, help="a .jsonl file")
+    parser.add_argument("--out", required=True, type=new_path, help="a .jsonl file")
     parser.add_argument("--overwrite", action="store_true", help="replace a problem file")
     parser.add_argument(
         "--against",
@@ -41,17 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="test sets: problems with nearly one of their statements are left out",
     )
     parser.add_argument("--skip-malformed", action="store_true", help="leave out unreadable rows")
-    parser.add_argument("--min-tests", type=int, default=1)
-    parser.add_argument("--max-tests", type=int, help="tests kept of a problem, the first ones")
-    parser.add_argument("--max-statement", type=int, metavar="CHARACTERS")
-    parser.add_argument("--max-reference", type=int, metavar="CHARACTERS")
+    parser.add_argument("--min-tests", type=count(), default=1)
+    parser.add_argument("--max-tests", type=count(), help="tests kept of a problem, the first ones")
+    parser.add_argument("--max-statement", type=count(), metavar="CHARACTERS")
+    parser.add_argument("--max-reference", type=count(), metavar="CHARACTERS")
     parser.add_argument("--max-difficulty", type=int, choices=range(5))
     parser.add_argument("--needs-reference", action="store_true")
     options = parser.parse_args(arguments)
-    for name in ("min_tests", "max_tests", "max_statement", "max_reference"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1")
     with users_input("--input"):
         problems, dropped = read_published(
             options.format,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.config.flags import count, new_path
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import is_evaluation
 from ctrl_megatron.metrics.report import write_comparison, write_report
@@ -23,17 +24,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 written, 2 wrong input."""
     parser = CommandParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="of a run or evaluation")
-    parser.add_argument("--out", type=Path, help="page of several; comparison.html without it")
+    parser.add_argument("--out", type=new_path, help="page of several; comparison.html without it")
     parser.add_argument(
-        "--pass-at", type=int, nargs="+", default=[1], metavar="K", help="of evaluations: pass@K"
+        "--pass-at",
+        type=count(),
+        nargs="+",
+        default=[1],
+        metavar="K",
+        help="of evaluations: pass@K",
     )
     options = parser.parse_intermixed_args(arguments)
     evaluations = [folder for folder in options.runs if is_evaluation(folder)]
     if evaluations and len(evaluations) < len(options.runs):
         run = next(folder for folder in options.runs if folder not in evaluations)
         raise UserError(f"{evaluations[0]} is an evaluation and {run} is none; compare alike")
-    if min(options.pass_at) < 1:
-        raise UserError(f"--pass-at: {min(options.pass_at)} must be at least 1")
     ks = sorted({1, *options.pass_at})
     if len(options.runs) == 1:
         (folder,) = options.runs

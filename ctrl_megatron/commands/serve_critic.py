@@ -15,13 +15,9 @@ import os
 import socket
 from collections.abc import Sequence
 
-from ctrl_megatron.commands.chat_flags import (
-    add_chat_flags,
-    chat_sources,
-    require_positive,
-    sandbox_of,
-)
+from ctrl_megatron.commands.chat_flags import add_chat_flags, chat_sources, sandbox_of
 from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.config.flags import count, given_file, port
 from ctrl_megatron.errors import UserError, users_input
 
 
@@ -31,20 +27,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(__doc__)
     add_chat_flags(parser, required="critic")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8090, help="0 takes a free one")
-    parser.add_argument("--max-tokens", type=int, default=768, help="of an answer")
-    parser.add_argument("--token-file", help="its first line is what clients must send")
+    parser.add_argument("--port", type=port, default=8090, help="0 takes a free one")
+    parser.add_argument("--max-tokens", type=count(), default=768, help="of an answer")
+    parser.add_argument(
+        "--token-file", type=given_file, help="its first line is what clients must send"
+    )
     parser.add_argument("--allow-open", action="store_true", help="serve anybody without a token")
     options = parser.parse_args(arguments)
-    require_positive(options, "max_tokens")
     from ctrl_megatron.sandbox.access import read_token, require_safe_address
 
     with users_input("--token-file"):
         token = read_token(options.token_file) if options.token_file else None
     with users_input("--host"):
         require_safe_address(options.host, token, allow_open=options.allow_open)
-    if not 0 <= options.port < 65536:
-        raise UserError(f"--port={options.port} must be from 0 to 65535")
     _require_free(options.host, options.port)
     _serve(options, token)
     return 0

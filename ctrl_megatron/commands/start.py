@@ -8,10 +8,10 @@ fault of ours keeps its traceback, once: the launcher ends the ranks that wait b
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,13 +19,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
 from ctrl_megatron.config.environment import keep_kernel_order, read_launch, read_log_level
+from ctrl_megatron.config.flags import CommandParser, count
 from ctrl_megatron.errors import UserError, user_fault
 
 # When this file is loaded, so that processes which a command spawns are quiet too.
@@ -35,6 +35,8 @@ warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor tha
 
 WRONG_INPUT, STOPPED = 2, 130
 """Exit codes: what the user gave cannot be used; stopped by a signal, with the state saved."""
+_OUTPUT_CLOSED = 128 + signal.SIGPIPE
+"""Exit code, as of a program that the system ends: who read what is printed has stopped reading."""
 _SHUTDOWN_SECONDS = 1800
 """What ranks get after a signal to finish the update they are in and to save."""
 _FIRST_WAITS, _OTHERS_WAIT = 10.0, 60.0
@@ -57,12 +59,16 @@ def command(
         def main(arguments: Sequence[str] | None = None) -> int:
             with _signals() as received:
                 try:
-                    return body(arguments)
+                    code = body(arguments)
+                    sys.stdout.flush()
+                    return code
                 except SystemExit:
                     raise
                 except BaseException as error:
+                    if isinstance(error, OSError) and _unread():
+                        return _OUTPUT_CLOSED
                     # A signal in the middle of an import comes out as what the import made of it.
-                    fault = None if received else user_fault(error)
+                    fault = None if received else _output_fault(error) or user_fault(error)
                     if not received and fault is None:
                         try:
                             _let_rank_0_speak()
@@ -138,23 +144,40 @@ def _stopped(name: str, left: str) -> int:
     return STOPPED
 
 
+def _unread() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as behind ``| head``."""
+    try:
+        looked = select.poll()
+        looked.register(sys.stdout.fileno(), 0)
+        closed = any(event & select.POLLERR for _, event in looked.poll(0))
+    except (OSError, ValueError):
+        return False  # it is no file at all
+    if closed:
+        _give_up_output()
+    return closed
+
+
+def _output_fault(error: BaseException) -> UserError | None:
+    """Where ``error`` is that what was printed cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _give_up_output()
+        return user_fault(error)
+    return None
+
+
+def _give_up_output() -> None:
+    """Drop what was printed and not written, or Python would try again at its end and complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _rank() -> int:
     try:
         return read_launch().rank
     except ValueError:
         return 0  # the fault itself; it names the variable
-
-
-class CommandParser(argparse.ArgumentParser):
-    """Raises UserError for wrong arguments, so that they are refused like a wrong key."""
-
-    def __init__(self, description: str | None) -> None:
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=formatter)
-
-    def error(self, message: str) -> NoReturn:
-        """Wrong arguments."""
-        raise UserError(message, remedy="--help shows what there is")
 
 
 def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Config:
@@ -207,15 +230,13 @@ def training_config(
     parser = CommandParser(description)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
     parser.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="start N ranks on this machine"
+        "--nproc-per-node", type=count(), metavar="N", help="start N ranks on this machine"
     )
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.experiment_name=mine")
     # A pipeline or a reward function of the user's own may stand where the command is given.
     sys.path.append(os.getcwd())
     options = parser.parse_intermixed_args(arguments)
     launch, ranks = read_launch(), options.nproc_per_node
-    if ranks is not None and ranks < 1:
-        raise UserError(f"--nproc-per-node={ranks} must be at least 1")
     if ranks is not None and (launch.launcher == "torchrun" or launch.world_size > 1):
         raise UserError(
             f"--nproc-per-node starts ranks, and {launch.launcher} has started this one; leave it "

@@ -29,8 +29,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import new_files, own_files_whole, require_own_files
-from ctrl_megatron.commands.chat_flags import DTYPES
+from ctrl_megatron.commands.chat_flags import DTYPES, MOST_THREADS, service_faults
 from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.config.flags import (
+    count,
+    given_file,
+    given_path,
+    new_path,
+    number,
+    temperature,
+    whole,
+)
 from ctrl_megatron.data.problems import own_record, read_placed_lines, read_problems
 from ctrl_megatron.data.published import Dropped
 from ctrl_megatron.data.rows import row_of, write_rows
@@ -123,17 +132,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed=options.seed,
             progress=progress,
         )
-        table = asyncio.run(_run(options, stages, problems, given, dropped, shares))
+        with service_faults(options.out):
+            table = asyncio.run(_run(options, stages, problems, given, dropped, shares))
     _show(options.out, table)
     return 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("--problems", type=Path, default=Path("examples/problems"))
-    parser.add_argument("--out", type=Path, default=Path("runs/data"))
+    parser.add_argument("--problems", type=given_path, default=Path("examples/problems"))
+    parser.add_argument("--out", type=new_path, default=Path("runs/data"))
     parser.add_argument("--overwrite", action="store_true", help="begin anew, replace own files")
-    parser.add_argument("--solutions", type=Path, help="a .jsonl of first solutions drawn before")
+    parser.add_argument(
+        "--solutions", type=given_file, help="a .jsonl of first solutions drawn before"
+    )
     for role, does in zip(
         _ROLES,
         (
@@ -147,32 +159,23 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{role}-url", metavar="URL", default="")
     parser.add_argument("--engine", choices=["vllm", "sglang", "hf"])
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of an engine")
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--threads", type=int, help="CPU threads of an engine")
-    parser.add_argument("--n", type=int, default=2, help="solutions per problem")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the solver")
-    parser.add_argument("--max-tokens", type=int, default=256, help="of a solution or revision")
-    parser.add_argument("--critique-draws", type=int, default=2, help="the first good one is kept")
-    parser.add_argument("--critique-temperature", type=float, default=0.7)
-    parser.add_argument("--critique-tokens", type=int, default=256)
-    parser.add_argument("--val-share", type=float, default=0.2, help="of all problems")
-    parser.add_argument("--sft-share", type=float, default=0.5, help="of the other problems")
-    parser.add_argument("--val-size", type=int, default=40, help="held-out attempts at most")
+    parser.add_argument("--max-model-len", type=count(), default=2048)
+    parser.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads of an engine")
+    parser.add_argument("--n", type=count(), default=2, help="solutions per problem")
+    parser.add_argument("--temperature", type=temperature, default=0.7, help="of the solver")
+    parser.add_argument("--max-tokens", type=count(), default=256, help="of a solution or revision")
+    parser.add_argument(
+        "--critique-draws", type=count(), default=2, help="the first good one is kept"
+    )
+    parser.add_argument("--critique-temperature", type=temperature, default=0.7)
+    parser.add_argument("--critique-tokens", type=count(), default=256)
+    parser.add_argument("--val-share", type=number(0, 1), default=0.2, help="of all problems")
+    parser.add_argument("--sft-share", type=number(0, 1), default=0.5, help="of the other problems")
+    parser.add_argument("--val-size", type=count(0), default=40, help="held-out attempts at most")
     parser.add_argument("--balance", action="store_true", help="as many right as wrong in SFT")
     parser.add_argument("--max-difficulty", type=int, help="hardest level used")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
-    for name, least in (
-        *dict.fromkeys(("n", "max_tokens", "critique_draws", "critique_tokens"), 1).items(),
-        *(("max_model_len", 1), ("temperature", 0), ("critique_temperature", 0), ("val_size", 0)),
-    ):
-        if getattr(options, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag}={getattr(options, name)} must be at least {least}")
-    for name in ("val_share", "sft_share"):
-        if not 0 <= getattr(options, name) <= 1:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag}={getattr(options, name)} must be between 0 and 1")
     if bool(options.solver) == bool(options.solutions):
         raise UserError("give either --solver or --solutions: where first solutions come from")
     for role in _ROLES:
@@ -346,6 +349,14 @@ async def _run(
         if part == "sft" and shares.sft > 0 and not kept:
             reasons = ", ".join(f"{count} {reason}" for reason, count in less.counts().items())
             raise UserError(f"no critique is left for fine-tuning ({reasons or 'no attempts'})")
+    if not own["rl"] and not examples["sft"]:
+        reasons = ", ".join(
+            f"{times} {what}"
+            for stage in ("solutions", "attempts")
+            for what, times in table[stage].items()
+            if what not in ("kept", "solved")
+        )
+        raise UserError(f"no row to train on is left ({reasons or 'no solutions'})")
     table["RL rows"] = {"kept": len(own["rl"]), "held out": len(own["val"][: options.val_size])}
     with new_files(options.out, _FILES, _TOOL, overwrite=True) as folder:
         rows = {
@@ -404,8 +415,8 @@ def _show(out: Path, table: dict[str, dict[str, int]]) -> None:
     for column in ("stage", "what", "number"):
         shown.add_column(column, justify="right" if column == "number" else "left")
     for stage, counts in table.items():
-        for what, number in counts.items():
-            shown.add_row(stage, what, str(number))
+        for what, times in counts.items():
+            shown.add_row(stage, what, str(times))
             stage = ""
     Console().print(shown)
 

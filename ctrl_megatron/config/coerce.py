@@ -16,6 +16,7 @@ from ctrl_megatron.config.keys import declared, field_types
 from ctrl_megatron.errors import UserError
 
 T = TypeVar("T")
+_LARGEST, _DIGITS = 2**63 - 1, 400
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
@@ -121,9 +122,12 @@ def _scalar(hint: type, value: Any) -> bool | int | float | str:
         raise UserError(f"must be true or false, not {value!r}")
     if hint is int:
         whole = isinstance(value, float) and value.is_integer()
-        if whole or is_int or (isinstance(value, str) and _INTEGER.fullmatch(value)):
-            return int(value)
-        raise UserError(f"must be an integer, not {value!r}")
+        if not (whole or is_int or (isinstance(value, str) and _INTEGER.fullmatch(value))):
+            raise UserError(f"must be an integer, not {value!r}")
+        number = int(value) if len(str(value)) <= _DIGITS else _LARGEST + 1
+        if not -_LARGEST <= number <= _LARGEST:
+            raise UserError(f"must be an integer of 64 bits, not {value!r:.60}")
+        return number
     if hint is float:
         try:
             number = math.nan if is_bool else float(value)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, decode_tests
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, decode_tests, function_record
+from ctrl_megatron.errors import UserError, read_bytes, text_of
+from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.types import Problem, PrompterType
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -87,11 +89,11 @@ def read_placed_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     for a line that is not a JSON object and for text that UTF-8 cannot hold.
     """
     try:
-        data = file.read_bytes()
+        data = read_bytes(file)
         data = gzip.decompress(data) if file.suffix == ".gz" else data
-        text = data.decode("utf-8")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {file}: {error}") from error
+    text = text_of(data, file)
     found = []
     # Not splitlines(): JSON strings may hold U+2028 and other separators that are no line ends.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -142,6 +144,8 @@ def _checked(record: Mapping[str, Any], place: str) -> Problem:
         tests = decode_tests(cast(PrompterType, kind), record["tests"])
     except ValueError as error:
         raise UserError(f"{place}: key 'tests' {error}") from error
+    if kind == "mbppplus":
+        _check_asserts(record, tests, place)
     return Problem(
         id=record["id"],
         statement=record["statement"],
@@ -154,3 +158,20 @@ def _checked(record: Mapping[str, Any], place: str) -> Problem:
         buggy=tuple(record["buggy"]),
         difficulty=record["difficulty"],
     )
+
+
+def _check_asserts(record: Mapping[str, Any], tests: Sequence[str], place: str) -> None:
+    """UserError naming problem and test for what is no Python or no sandbox could judge."""
+    of = f"problem {record['id']!r}"
+    parts = [("key 'test_setup'", record["test_setup"])]
+    parts += [(f"test {number}", test) for number, test in enumerate(tests, start=1)]
+    for part, code in parts:
+        try:
+            ast.parse(code)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise UserError(f"{place}: {part} of {of} is no Python: {error}") from error
+    data = function_record(tests, record["test_setup"], record["entry_point"], record["statement"])
+    try:
+        read_function_tests(data)
+    except ValueError as error:
+        raise UserError(f"{place}: the tests of {of} cannot be judged: {error}") from error

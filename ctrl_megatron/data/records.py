@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.data.problems import read_placed_lines
 from ctrl_megatron.data.rows import read_parquet
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, read_json
 
 Record = tuple[str, dict[str, Any]]
 """A place for messages (file and row, both as the file counts), and the object."""
@@ -49,10 +48,7 @@ def _read_arrow(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_json_list(path: Path) -> list[Record]:
-    try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+    records = read_json(path)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{path} is not a JSON list of problems")
     return [(f"{path}: entry {i}", record) for i, record in enumerate(records)]

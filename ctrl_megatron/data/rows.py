@@ -244,7 +244,8 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
 
     A function problem: a list of asserts, the JSON text of one, or a string that is one test
     program. Otherwise: a JSON list of cases, as a string, as a list of one string, or as a list of
-    objects. Raises ``ValueError`` saying what is wrong.
+    objects; a case of ``code_contests`` may also have its texts under ``input`` and ``output``
+    themselves. Raises ``ValueError`` saying what is wrong.
     """
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str):
         value = value[0]
@@ -272,7 +273,55 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
     # Without a test, every program would pass.
     if not isinstance(cases, list) or not cases or not all(cases):
         raise UserError("must be a non-empty JSON list of cases")
-    return value
+    if kind != "code_contests":
+        return value
+    spelled = [_spelled(case, number) for number, case in enumerate(cases, start=1)]
+    return value if spelled == cases else json.dumps(spelled, ensure_ascii=False)
+
+
+def _spelled(case: object, number: int) -> dict[str, Any]:
+    """A case of stdin and stdout as the sandbox reads it."""
+    record = dict(case) if isinstance(case, Mapping) else {}
+    for name, stream in (("input", "stdin"), ("output", "stdout")):
+        if _is_text(record.get(name)):
+            record[name] = {stream: record[name]}
+        given = record.get(name)
+        # A program that is given nothing may leave its stdin out.
+        least = {} if name == "output" else {stream: ""}
+        if not isinstance(given, Mapping) or not _is_text({**least, **given}.get(stream)):
+            raise UserError(
+                f"case {number} must be an object with the texts input.stdin and output.stdout, or "
+                f"with the texts input and output, is {_shown(json.dumps(case))}"
+            )
+    return record
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a text, or a list of a text's lines, that UTF-8 can hold."""
+    lines = value if isinstance(value, list) else [value]
+    if not all(isinstance(line, str) for line in lines):
+        return False
+    try:
+        "".join(cast("list[str]", lines)).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def function_record(
+    tests: Sequence[str], setup: str, entry_point: str, statement: str
+) -> dict[str, Any]:
+    """The asserts of a function problem as the sandbox reads them; several entry points are one
+    text, with commas between them.
+    """
+    names = entry_point.split(", ")
+    return {
+        "test_list": list(tests),
+        "test_setup_code": setup,
+        "entry_point": names if len(names) > 1 else names[0],
+        # Of a statement that is a program without its end, answers use the beginning.
+        "prompt": statement,
+    }
 
 
 def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> Row:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.checkpoint.files import write_whole
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.eval.pairwise import JudgedPair
 from ctrl_megatron.metrics.json_lines import read_json_lines
 from ctrl_megatron.types import Verdict
@@ -143,7 +143,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """The content of ``evaluation.json``. UserError where it is not this tool's."""
     path = folder / SETTINGS_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         own = found["tool"] == _TOOL and {"settings", "critics"} <= found.keys()
     except (OSError, ValueError, KeyError, TypeError):
         own = False

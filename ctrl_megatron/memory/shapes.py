@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from ctrl_megatron.config import Config, Purpose
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape, value_shape
 
 
@@ -44,7 +43,4 @@ def _shape(directory: str, same: Path | None) -> ModelShape:
             f"{file} does not exist; a plan needs the model's shape, not its weights: give "
             "--model-config FILE with a Hugging Face config.json (two are in examples/shapes/)"
         )
-    try:
-        return parse_model_shape(json.loads(file.read_text(encoding="utf-8")), str(file))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
+    return parse_model_shape(read_json(file), str(file))

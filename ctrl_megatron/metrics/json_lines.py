@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, read_text
 
 
 class JsonlWriter:
@@ -42,7 +42,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     Raises ValueError naming file and line for text that is not a JSON object.
     """
     records: list[dict[str, Any]] = []
-    *lines, _partial = path.read_text(encoding="utf-8").split("\n")
+    *lines, _partial = read_text(path).split("\n")
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,16 @@ _ROPE_KEYS: dict[str, dict[str, type]] = {
         "original_max_position_embeddings": int,
     },
 }
-# Where transformers fills in a number of its own for a missing key, the key must be given.
-_DEMANDED = {"qwen2": ["num_key_value_heads"], "qwen3": ["num_key_value_heads", "head_dim"]}
+# What transformers' configuration classes take for a key that the file does not have. Sizes that
+# only a particular model has (layers, widths, vocabulary) must be given. A key that is null has no
+# value there either, but for the two that follow from others.
+_FILLED_IN: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+_FILLED_IN_ALL = {"rms_norm_eps": 1e-6}
+_THETA = 10000.0
 _FAMILIES = {
     "llama": {"qkv_bias": False, "qk_norm": False},
     "qwen2": {"qkv_bias": True, "qk_norm": False},
@@ -88,11 +96,7 @@ def read_model_shape(directory: str | Path) -> ModelShape:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the directory of a Hugging Face model")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    return parse_model_shape(config, str(path))
+    return parse_model_shape(read_json(path), str(path))
 
 
 def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> ModelShape:
@@ -109,14 +113,13 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
             f"{where}: model_type {family!r} is not supported; known: {', '.join(_FAMILIES)}"
         )
     _refuse_unsupported(config, where)
-    for key in _DEMANDED.get(family, ()):
-        _need(config, key, where)
+    config = {**_FILLED_IN_ALL, **_FILLED_IN[family], **config}
     heads = _need(config, "num_attention_heads", where)
     hidden = _need(config, "hidden_size", where)
     groups = heads
-    if config.get("num_key_value_heads"):
+    if config.get("num_key_value_heads") is not None:
         groups = _need(config, "num_key_value_heads", where)
-    if config.get("head_dim"):
+    if config.get("head_dim") is not None or family == "qwen3":
         _need(config, "head_dim", where)
     _divides(heads, "num_attention_heads", groups, "num_key_value_heads", where)
     if not config.get("head_dim"):
@@ -160,7 +163,7 @@ def _need(config: dict[str, Any], key: str, where: str) -> Any:
     value = config.get(key)
     if value is None:
         raise UserError(f"{where}: the key {key!r} is missing")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise UserError(f"{where}: {key}={value!r} must be a number greater than 0")
     return value
 
@@ -206,9 +209,7 @@ def _rope(config: dict[str, Any], where: str) -> Rope:
     if new and old and new != old:
         raise UserError(f"{where}: rope_parameters and rope_scaling differ; remove one of them")
     scaling = new or old or {}
-    theta = scaling.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise UserError(f"{where}: neither rope_theta nor rope_parameters.rope_theta is given")
+    theta = _need({"rope_theta": _THETA, **config, **scaling}, "rope_theta", where)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in _ROPE_KEYS:
         raise UserError(
@@ -219,5 +220,7 @@ def _rope(config: dict[str, Any], where: str) -> Rope:
     common = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     for key in sorted(scaling.keys() - common - _ROPE_KEYS[kind].keys()):
         raise UserError(f"{where}: {key}={scaling[key]!r} is not supported by rope type {kind!r}")
-    given = {key: number(_need(scaling, key, where)) for key, number in _ROPE_KEYS[kind].items()}
+    context = "original_max_position_embeddings"
+    filled = {context: config["max_position_embeddings"], **scaling}
+    given = {key: number(_need(filled, key, where)) for key, number in _ROPE_KEYS[kind].items()}
     return Rope(theta=float(theta), **given)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.errors import UserError, read_json, users_input
 from ctrl_megatron.models.families import hf_names, hf_shape
 from ctrl_megatron.models.hf_config import ModelShape
 
@@ -31,7 +30,7 @@ class SafetensorsDirectory:
         single = self.directory / "model.safetensors"
         if index.is_file():
             try:
-                file_of = dict(json.loads(index.read_text())["weight_map"])
+                file_of = dict(read_json(index)["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
                     f"is no index of safetensors files: {error!r}", file=index

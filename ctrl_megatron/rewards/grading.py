@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, Row
+from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, Row, function_record
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
@@ -103,14 +103,9 @@ def check_tests(rows: Iterable[Row]) -> None:
 def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
     """``dataset_type``, ``provided_data`` and number of tests of a row."""
     if row.prompter_type == "mbppplus":
-        data = {
-            "test_list": list(row.selected_uts),
-            "test_setup_code": row.test_setup,
-            "entry_point": names if len(names := row.entry_point.split(", ")) > 1 else names[0],
-            # Of a statement that is a program without its end, answers use the beginning.
-            "prompt": row.problem,
-        }
-        return "MBPPDataset", data, len(row.selected_uts)
+        tests = row.selected_uts
+        data = function_record(list(tests), row.test_setup, row.entry_point, row.problem)
+        return "MBPPDataset", data, len(tests)
     if row.prompter_type == "code_contests":
         cases = cases_of(row)
         return "CommonOJDataset", {"test": cases}, len(cases)

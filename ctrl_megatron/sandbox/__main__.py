@@ -8,9 +8,8 @@ import json
 import os
 import sys
 from dataclasses import fields
-from pathlib import Path
-from typing import NoReturn
 
+from ctrl_megatron.config.flags import CommandParser, count, given_file, new_path, number, port
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.sandbox.access import read_token
 from ctrl_megatron.sandbox.cores import usable_cores
@@ -27,15 +26,11 @@ def main(arguments: list[str] | None = None) -> int:
     """
     try:
         options = _parser().parse_args(arguments)
-        if options.workers < 1:
-            raise UserError("--workers must be at least 1")
-        if not 0 <= options.port < 1 << 16:
-            raise UserError(f"--port {options.port} must be between 0 and 65535")
         with users_input("--limits"):
             limits = _limits(options.limits)
         with users_input("--token-file"):
             token = read_token(options.token_file) if options.token_file else None
-        if not os.access(options.python, os.X_OK):
+        if not (os.path.isfile(options.python) and os.access(options.python, os.X_OK)):
             raise UserError(f"--python {options.python} is no program that can be run")
     except UserError as error:
         print(f"sandbox: {error}", file=sys.stderr)
@@ -55,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
             token=token,
             allow_open=options.allow_open,
             drain_seconds=options.drain_seconds,
-            endpoint_file=Path(options.endpoint_file) if options.endpoint_file else None,
+            endpoint_file=options.endpoint_file,
             owner=options.owner,
             owner_main_thread=options.owner_main_thread,
         )
@@ -81,28 +76,27 @@ def _limits(text: str) -> SandboxLimits:
     return SandboxLimits(**given)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, remedy="--help shows what there is")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(description="Run untrusted programs behind SandboxFusion's HTTP contract.")
+def _parser() -> CommandParser:
+    parser = CommandParser("Run untrusted programs behind SandboxFusion's HTTP contract.")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8080, help="0 takes a free port")
-    parser.add_argument("--token-file", help="file whose first line is the clients' bearer token")
+    parser.add_argument("--port", type=port, default=8080, help="0 takes a free port")
+    parser.add_argument(
+        "--token-file", type=given_file, help="file whose first line is the clients' bearer token"
+    )
     parser.add_argument(
         "--allow-open", action="store_true", help="listen beyond loopback without a token"
     )
     parser.add_argument(
         "--drain-seconds",
-        type=float,
+        type=number(0),
         default=10.0,
         help="what running requests get to finish after SIGTERM",
     )
-    parser.add_argument("--endpoint-file", help="file to hold the address while it answers")
+    parser.add_argument(
+        "--endpoint-file", type=new_path, help="file to hold the address while it answers"
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
-    parser.add_argument("--workers", type=int, default=usable_cores())
+    parser.add_argument("--workers", type=count(), default=usable_cores())
     parser.add_argument("--isolation", choices=LEVELS, default="standard")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the programs")
     parser.add_argument("--preload", nargs="*", default=[], help="further modules to import once")

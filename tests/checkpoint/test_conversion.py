@@ -61,6 +61,39 @@ def write_hf(
     return folder
 
 
+BESIDE = {
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+    "additional_chat_templates/rag.jinja": "{{ documents }}",
+    "chat_template.json": "{}",
+    "tokenizer_config.json": '{"chat_template": [{"name": "default", "template": "{{ 1 }}"}]}',
+    "preprocessor_config.json": "{}",
+    "processor_config.json": "{}",
+    "tokenizer.model": "sentences",
+    "spiece.model": "pieces",
+    "vocab.txt": "a",
+    "qwen.tiktoken": "YQ== 0",
+    "tekken.json": "{}",
+    "tokenization_own.py": "class Own: ...",
+    "LICENSE": "Apache-2.0",
+}
+LEFT = ["pytorch_model.bin", "optimizer.pt", "README.md", ".gitattributes", "consolidated.00.pth"]
+
+
+def test_everything_that_a_tokenizer_may_read_goes_there_and_back(tmp_path: Path) -> None:
+    source = write_hf(tmp_path / "hf", value=False)
+    (source / "additional_chat_templates").mkdir()
+    for name in LEFT:
+        (source / name).write_bytes(b"others")
+    for name, text in BESIDE.items():
+        (source / name).write_text(text)
+    hf_to_megatron(source, tmp_path / "checkpoint")
+    megatron_to_hf(tmp_path / "checkpoint", tmp_path / "back")
+    back = tmp_path / "back"
+    assert {name: (back / name).read_text() for name in BESIDE} == BESIDE
+    assert not any((back / name).exists() for name in LEFT)
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 

@@ -92,6 +92,9 @@ def test_a_value_takes_the_type_of_its_field(override: str, read: Any, expected:
         ("trainer.seed=010", ["trainer.seed", "integer", "010"]),
         ("trainer.seed=true", ["trainer.seed", "integer"]),
         ("trainer.seed=", ["trainer.seed", "integer", "None"]),
+        ("trainer.seed=99999999999999999999", ["trainer.seed", "64 bits"]),
+        (f"trainer.seed={'9' * 400}", ["trainer.seed", "64 bits"]),
+        ("actor_rollout_ref.rollout.n=-1e30", ["actor_rollout_ref.rollout.n", "64 bits"]),
         ("data.shuffle=1", ["data.shuffle", "true or false"]),
         ("reward.run_timeout=soon", ["reward.run_timeout", "finite number", "soon"]),
         ("reward.run_timeout=.inf", ["reward.run_timeout", "finite number"]),
@@ -203,7 +206,7 @@ def leaf_strategy(hint: Any) -> st.SearchStrategy[Any]:
     text = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="$\x85\ufeff"))
     plain = {
         bool: st.booleans(),
-        int: st.integers(),
+        int: st.integers(-(2**63) + 1, 2**63 - 1),
         float: st.floats(allow_nan=False, allow_infinity=False),
         str: text | st.sampled_from(["on", "1e-6", "010", "null", "~", "1", "0x1F", "1:30", "="]),
     }

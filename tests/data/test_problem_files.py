@@ -71,6 +71,12 @@ def test_a_directory_is_read_in_name_order(tmp_path: Path) -> None:
         ({"tests": []}, "'tests' must be a non-empty list"),
         ({"tests": [""]}, "'tests' has an entry"),
         ({"buggy": [""]}, "'buggy'"),
+        ({"tests": ["assert double(1) == 2", "assert double(1 == 2"]}, "test 2 of .*t/double"),
+        ({"tests": ["assert double(1) == 2", "not python at all"]}, "test 2 of .*t/double"),
+        ({"tests": ["assert double('\\0') == 2\0"]}, "test 1 of .*t/double.*null"),
+        ({"test_setup": "import (math"}, "'test_setup' of .*t/double"),
+        ({"tests": ["assert missing_name(double(1)) == 2"]}, "tests of .*t/double.*missing_name"),
+        ({"prompter_type": "code_contests", "entry_point": "", "tests": [{"a": 1}]}, "case 1 "),
     ],
 )
 def test_a_bad_value_is_named(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
@@ -117,3 +123,18 @@ def test_a_packed_file_and_a_truncated_one(tmp_path: Path) -> None:
     packed.write_bytes(packed.read_bytes()[:-20])
     with pytest.raises(ValueError, match="cannot read"):
         read_problems(packed)
+
+
+def test_a_file_that_an_editor_of_windows_wrote_is_read(tmp_path: Path) -> None:
+    lines = "\r\n".join(json.dumps(record) for record in (FUNCTION, PROGRAM))
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + lines.encode() + b"\r\n")
+    assert [problem.id for problem in read_problems(file)] == ["t/double", "t/next"]
+
+
+@pytest.mark.parametrize("data", [b'{"id": "\xff"}\n', b"\xff\xfe{\x00}\x00\n\x00", b"\x1f\x8bxx"])
+def test_bytes_that_are_no_text_are_told_with_their_line(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(json.dumps(FUNCTION).encode() + b"\n" + data)
+    with pytest.raises(ValueError, match=r"x\.jsonl line 2 is no UTF-8"):
+        read_problems(file)

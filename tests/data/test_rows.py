@@ -151,6 +151,58 @@ def test_tests_in_their_spellings() -> None:
         assert json.loads(str(decode_tests("code_contests", spelling))) == cases
 
 
+def case(stdin: object, stdout: object) -> dict[str, Any]:
+    return {"input": {"stdin": stdin}, "output": {"stdout": stdout}}
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"input": "1", "output": "2"}, case("1", "2")),
+        ({"input": ["1", "2"], "output": "3"}, case(["1", "2"], "3")),
+        ({"input": "", "output": {"stdout": "3"}}, case("", "3")),
+        ({"input": {"stdin": "4"}, "output": "5", "name": "x"}, {**case("4", "5"), "name": "x"}),
+    ],
+)
+def test_a_case_whose_texts_stand_by_themselves_is_read(
+    tmp_path: Path, given: dict[str, Any], read: dict[str, Any]
+) -> None:
+    tests = json.dumps([case("0", "1"), given])
+    file = write_raw(
+        tmp_path / "rows.parquet", record(prompter_type="code_contests", selected_uts=tests)
+    )
+    (row,) = read_rows(file)
+    assert json.loads(str(row.selected_uts)) == [case("0", "1"), read]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"input": "1"},
+        {"output": "1"},
+        {"inputs": ["1"], "outputs": ["2"]},
+        {"input": {"stdin": 1}, "output": {"stdout": "2"}},
+        {"input": {"stdin": "1"}, "output": {"stdout": None}},
+        {"input": {"stdin": "1"}, "output": {}},
+        {"input": 1, "output": 2},
+        {"input": "1", "output": "\ud800"},
+        ["1", "2"],
+        "1",
+        None,
+        7,
+    ],
+)
+def test_a_case_of_another_form_is_named_with_its_row_and_number(
+    tmp_path: Path, wrong: object
+) -> None:
+    right = record(id="r", prompter_type="code_contests", selected_uts=CASES)
+    row = record(prompter_type="code_contests", selected_uts=json.dumps([case("", "1"), wrong]))
+    file = write_raw(tmp_path / "rows.parquet", right, row)
+    with pytest.raises(ValueError, match=r"rows\.parquet: row 2: column 'selected_uts'") as caught:
+        read_rows(file)
+    assert "case 2 " in str(caught.value) or "non-empty JSON list of cases" in str(caught.value)
+
+
 def test_files_of_others_load(tmp_path: Path) -> None:
     """Only the required columns; a string column of cases; further columns; nulls and NaN."""
     functions = write_raw(tmp_path / "f.parquet", record(labels="x"))

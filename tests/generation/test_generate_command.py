@@ -85,7 +85,7 @@ def test_a_tree_from_a_server_goes_on_after_its_budget(
         (["--limit", "0"], "--limit=0 must be at least 1"),
         (["--problems", "none.jsonl"], "none.jsonl"),
         (["--top-p", "0"], "--top-p"),
-        (["--temperature", "-1"], "temperature of a solution is -1"),
+        (["--temperature", "-1"], "--temperature=-1.0 must be at least 0"),
     ],
     ids=str,
 )

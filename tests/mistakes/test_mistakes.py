@@ -664,7 +664,7 @@ CASES = [
     tree_of("no width", _TREE + " --widths 1 0", "widths"),
     tree_of("no problem", _TREE + " --limit 0", "--limit=0"),
     tree_of("no room", _TREE + " --max-tokens 4096", "--max-model-len"),
-    tree_of("cold", _TREE + " --critique-temperature -1", "temperature of a critique"),
+    tree_of("cold", _TREE + " --critique-temperature -1", "--critique-temperature=-1.0"),
     tree_of("top p of two", _TREE + " --top-p 2", "--top-p"),
     tree_of("onto others' files", _TREE.replace("--out new", "--out model"), "model is not empty"),
     tree_of("onto a file", _TREE.replace("--out new", "--out run.yaml"), "run.yaml is there"),

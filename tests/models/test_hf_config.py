@@ -250,9 +250,6 @@ NEEDED = [
     "num_hidden_layers",
     "intermediate_size",
     "vocab_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
 ]
 
 
@@ -260,16 +257,55 @@ NEEDED = [
     ("model", "key"),
     [
         *((model, key) for model in MODELS for key in NEEDED),
-        # transformers would fill in 32 and 128.
+        # transformers takes 32 of them, which do not divide the 28 heads.
         ("qwen25", "num_key_value_heads"),
-        ("qwen3", "num_key_value_heads"),
-        ("qwen3", "head_dim"),
     ],
 )
 def test_a_missing_key_is_named(model: str, key: str) -> None:
     config = {k: v for k, v in MODELS[model].items() if k != key}
     with pytest.raises(ValueError, match=key):
         parse_model_shape(config)
+
+
+FILLED_IN = [
+    *("rope_theta", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads", "head_dim"),
+    *("hidden_act", "tie_word_embeddings", "attention_bias", "rope_scaling", "rope_parameters"),
+]
+
+
+@pytest.mark.parametrize("key", FILLED_IN)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_key_that_is_missing_has_the_value_that_transformers_takes(model: str, key: str) -> None:
+    config = {k: v for k, v in MODELS[model].items() if k != key}
+    if key == "num_key_value_heads" and model.startswith("qwen"):
+        config |= {"num_attention_heads": 32, "hidden_size": 4096}
+    theirs = transformers.AutoConfig.for_model(**config)
+    ours = parse_model_shape(config)
+    heads = theirs.num_attention_heads
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.norm_epsilon == theirs.rms_norm_eps
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.num_query_groups == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // heads)
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+
+
+def test_a_first_llama_has_the_frequencies_of_its_time() -> None:
+    config = {k: v for k, v in LLAMA31.items() if k not in ("rope_theta", "rope_scaling")}
+    assert parse_model_shape(config).rope == Rope(theta=10000.0)
+    scaled = {**LLAMA3_ROPE, "rope_type": "llama3"}
+    del scaled["original_max_position_embeddings"]
+    theirs = transformers.AutoConfig.for_model(**{**config, "rope_scaling": {**scaled}})
+    ours = parse_model_shape({**config, "rope_scaling": {**scaled}}).rope
+    asked = theirs.rope_parameters["original_max_position_embeddings"]
+    assert ours.original_max_position_embeddings == asked == LLAMA31["max_position_embeddings"]
+    assert ours.theta == theirs.rope_parameters["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "10000", True])
+def test_a_base_that_is_no_number_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="rope_theta"):
+        parse_model_shape({**SMOLLM2, "rope_theta": value})
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, read_json, read_text
 from ctrl_megatron.metrics.json_lines import read_json_lines
 from ctrl_megatron.metrics.timeline import Phase
 
@@ -45,7 +43,7 @@ def read_run_files(run_dir: Path) -> RunFiles:
         "examples.jsonl": ("examples", _past),
         "summary.json": ("summary", _summary),
         "warnings.jsonl": ("warnings", _warnings),
-        "config.yaml": ("config", partial(Path.read_text, encoding="utf-8")),
+        "config.yaml": ("config", read_text),
     }
     there = {file: run_dir / file for file in readers if (run_dir / file).is_file()}
     if not there:
@@ -102,8 +100,8 @@ def _past(path: Path) -> list[dict[str, Any]]:
 
 def _summary(path: Path) -> list[dict[str, Any]]:
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))["table"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        table = read_json(path)["table"]
+    except (KeyError, TypeError) as error:
         raise UserError(f'{path} must be JSON of the form {{"table": [rows]}}') from error
     if not isinstance(table, list) or not all(isinstance(row, dict) for row in table):
         raise UserError(f"{path}: every row of the table must be an object")

@@ -1,0 +1,151 @@
+"""The flags of commands: what a number and a path may be, said once for all of them.
+
+A parser refuses for every flag what is no number (nan, infinities, more than 64 bits). Bounds of a
+flag, and whether its path is read or written, are the flag's type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from ctrl_megatron.errors import UserError
+
+_LARGEST, _MANY = 2**63 - 1, 2**31 - 1
+_VALUE, _SAID = "=", ": "
+"""One of them begins a refusal that goes on from the flag's name."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Raises UserError for wrong arguments, so that they are refused like a wrong key."""
+
+    def __init__(self, description: str | None) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=formatter)
+        self.register("type", int, whole())
+        self.register("type", float, number())
+
+    def error(self, message: str) -> NoReturn:
+        """Wrong arguments."""
+        about_value = re.match(rf"argument (?:\S+/)?(\S+): (?={_VALUE}|{_SAID})", message)
+        if about_value is not None:
+            raise UserError(about_value[1] + message[about_value.end() :])
+        raise UserError(message, remedy="--help shows what there is")
+
+
+def whole(least: int = -_LARGEST, most: int = _LARGEST) -> Callable[[str], int]:
+    """The type of a flag that is a whole number."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise _refused(text, "is no whole number") from None
+        _require(value >= least, text, f"at least {least}")
+        _require(value <= most, text, f"at most {most}")
+        return value
+
+    return read
+
+
+def count(least: int = 1) -> Callable[[str], int]:
+    """The type of a flag that counts something."""
+    return whole(least, _MANY)
+
+
+def number(
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> Callable[[str], float]:
+    """The type of a flag that is a finite number; ``above`` and ``below`` are not in its range."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise _refused(text, "is no number") from None
+        if not math.isfinite(value):
+            raise _refused(value, "must be a finite number")
+        _require(value >= least, value, f"at least {least:g}")
+        _require(value <= most, value, f"at most {most:g}")
+        _require(value > above, value, f"greater than {above:g}")
+        _require(value < below, value, f"below {below:g}")
+        return value
+
+    return read
+
+
+share = number(0, below=1)
+"""The type of a flag that is a part of a whole, never all of it."""
+temperature = number(0, 100)
+port = whole(0, 65535)
+
+
+def given_path(text: str) -> Path:
+    """The type of a flag that names a file or directory to read."""
+    path = Path(text)
+    # Unlike Path's, they answer for names that no file can have.
+    if not (os.path.isfile(path) or os.path.isdir(path)):
+        there = "is neither a file nor a directory" if os.path.lexists(path) else "does not exist"
+        raise _refused(path, there)
+    if not os.access(path, os.R_OK):
+        raise _refused(path, f"may not be read by the user with uid {os.geteuid()}")
+    return path
+
+
+def given_file(text: str) -> Path:
+    """The type of a flag that names a file to read."""
+    path = given_path(text)
+    if path.is_dir():
+        raise _refused(path, "is a directory; name a file")
+    return path
+
+
+def new_path(text: str) -> Path:
+    """The type of a flag that names a file or directory to write."""
+    path = Path(text)
+    try:
+        require_writable(path)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(f"{_SAID}{error}") from None
+    return path
+
+
+def require_writable(path: Path) -> None:
+    """UserError where nothing can be written at ``path``: it is a device or a pipe, or its
+    directory, or the first one above it that is there, takes no new file. Leaves nothing there.
+    """
+    is_file = os.path.isfile(path)
+    if os.path.lexists(path) and not (is_file or os.path.isdir(path)):
+        raise UserError(f"{path} is no file or directory that can be replaced")
+    above = path.absolute().parents
+    places = above if is_file else (path, *above)
+    there = next(place for place in places if os.path.lexists(place))
+    if not there.is_dir():
+        raise UserError(f"{there} is no directory")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        who = f"the user with uid {os.geteuid()}"
+        raise UserError(
+            f"{there} cannot be written by {who}: {error.strerror}", remedy="name another path"
+        ) from error
+
+
+def _require(holds: bool, given: object, what: str) -> None:
+    if not holds:
+        raise _refused(given, f"must be {what}")
+
+
+def _refused(given: object, problem: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"{_VALUE}{given} {problem}")
