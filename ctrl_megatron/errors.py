@@ -7,10 +7,12 @@ code 2. Everything else that is raised is a fault of ours and keeps its tracebac
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import os
 import stat
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -144,15 +146,45 @@ def all_of(problems: list[UserError]) -> None:
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Of a block that runs code of the user's: what it raises is theirs, told with the line."""
+    """Of a block that runs code of the user's: what it raises is theirs, told with the line.
+
+    So is ``sys.exit``, which would end the thread or the event loop that runs the block. A
+    KeyboardInterrupt on the main thread is somebody's Ctrl-C and passes.
+    """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        on_main = threading.current_thread() is threading.main_thread()
+        if isinstance(error, KeyboardInterrupt) and on_main:
+            raise
         line = _line_of(error)
         place = f" ({line})" if line else ""
+        if isinstance(error, SystemExit):
+            said = f"it calls sys.exit({'' if error.code is None else repr(error.code)})"
+            remedy = "; raise an error instead, or guard a script by if __name__ == '__main__'"
+            raise UserError(f"{what}: {said}{place}{remedy}") from error
         raise UserError(f"{what}: {type(error).__name__}: {_first_line(error)}{place}") from error
+
+
+def is_users(function: object) -> bool:
+    """Whether a function or class is not of this package."""
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return module.partition(".")[0] != __name__.partition(".")[0]
+
+
+def place_of(function: object) -> str:
+    """``NAME (FILE line N)`` of a function, a class or an object that is called; only its name
+    where the source is not known.
+    """
+    found: Any = function if hasattr(function, "__qualname__") else type(function)
+    name = getattr(found, "__qualname__", str(found))
+    try:
+        found = inspect.unwrap(found)
+        return f"{name} ({inspect.getsourcefile(found)} line {inspect.getsourcelines(found)[1]})"
+    except (OSError, TypeError, ValueError):
+        return name
 
 
 def _line_of(error: BaseException) -> str:

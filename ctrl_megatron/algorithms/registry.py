@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ctrl_megatron.algorithms.masked import Reduce, nothing_to_add
+from ctrl_megatron.errors import UserError, is_users, place_of, users_code
 
 E = TypeVar("E")
 
@@ -93,15 +94,31 @@ def estimate_advantages(
     given = {k: v for k, v in offered.items() if k in named or takes_anything}
     if "reduce" in named:
         given["reduce"] = reduce
-    advantages, returns = estimator(**given)
-    shape = offered["response_mask"].shape
-    for what, tensor in (("advantages", advantages), ("returns", returns)):
-        if tensor.shape != shape:
-            raise ValueError(
-                f"advantage estimator {key_of(name)!r} gives {what} of shape "
-                f"{tuple(tensor.shape)}; expected {tuple(shape)}, that of response_mask"
+    if not is_users(estimator):
+        found = estimator(**given)
+    else:
+        with users_code(f"advantage estimator {key_of(name)!r} failed"):
+            found = estimator(**given)
+    return _checked(key_of(name), estimator, found, offered["response_mask"])
+
+
+def _checked(
+    name: str, estimator: AdvEstimator, found: Any, response_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    who, place = f"advantage estimator {name!r}", place_of(estimator)
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        kind = type(found).__name__
+        raise UserError(f"{who} gives {kind}, not (advantages, returns): {place}")
+    for what, tensor in zip(("advantages", "returns"), found, strict=True):
+        shape, expected = getattr(tensor, "shape", None), response_mask.shape
+        if shape != expected:
+            raise UserError(
+                f"{who} gives {what} of shape {None if shape is None else tuple(shape)}; expected "
+                f"{tuple(expected)}, that of response_mask: {place}"
             )
-    return advantages, returns
+        if not tensor[response_mask.bool()].isfinite().all():
+            raise UserError(f"{who} gives {what} that are not finite: {place}")
+    return found[0], found[1]
 
 
 def _named_arguments(function: AdvEstimator) -> dict[str, inspect.Parameter]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import traceback
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -30,6 +32,11 @@ class BackgroundLoop:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Start ``work`` and wait for its result."""
         return self.submit(work).result()
+
+    def stack(self) -> list[str]:
+        """Where its thread is now, as lines of a traceback."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return traceback.format_stack(frame) if frame is not None else []
 
     def close(self) -> None:
         """Cancel what still runs and end the thread."""

@@ -30,6 +30,7 @@ from ctrl_megatron.algorithms import (
 )
 from ctrl_megatron.algorithms.rollout_correction import MismatchSums
 from ctrl_megatron.config import Config
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.pipeline import node_keys
 from ctrl_megatron.pipeline.batch import columns, tensors_of, texts
@@ -68,6 +69,7 @@ from ctrl_megatron.pipeline.losses import (
 from ctrl_megatron.pipeline.node_keys import reads
 from ctrl_megatron.pipeline.sampling import sampled
 from ctrl_megatron.pipeline.worker import DAGWorker
+from ctrl_megatron.rewards.reward_sum import LARGEST_REWARD
 
 
 def ctrl_pipeline(config: Config) -> TaskGraph:
@@ -262,6 +264,12 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     False, its mask becomes empty and its uid its own. RuntimeError where no row has one.
     """
     mask, total = batch["response_mask"], batch["score"]
+    if len(huge := total[total.abs() > LARGEST_REWARD]):
+        raise UserError(
+            f"the field score has {float(huge[0]):g}, and a reward may be at most "
+            f"{LARGEST_REWARD:g} in size",
+            remedy="look at the node that writes it; NaN is what is not known",
+        )
     judged = ~total.isnan()
     if "reward_baselines" in batch:
         judged &= ~batch["reward_baselines"].isnan()
@@ -280,6 +288,15 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         measured["reward/total"] = total[judged]
     metrics = worker.means(measured)
     if not metrics["reward/judged_rate"]:
+        known = {first: "reward/mean", **{name: name for name in others}}
+        silent = [name for name in parts if known[name] not in metrics]
+        if silent and all(":" in name for name in silent):
+            raise UserError(
+                f"{', '.join(n.removeprefix('reward/') for n in silent)} gave None for every item "
+                "of the step",
+                key="reward.reward_funcs",
+                remedy="give a number where one is known",
+            )
         raise RuntimeError(
             "none of the step's answers could be judged: look at the faults of the sandbox or the "
             "provider above; the run goes on from its last checkpoint when it is started again"

@@ -16,6 +16,8 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from ctrl_megatron.errors import UserError, place_of
+
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
@@ -154,7 +156,8 @@ class Node:
 
         A method taken from its class is bound to ``_dag_worker_instance``. A coroutine function's
         result is a coroutine to be awaited. ``status`` follows; an exception keeps its type, gets a
-        note that names the node, and sets ``error_info``. A node without a function returns None.
+        note that names the node, and sets ``error_info``; ``sys.exit`` becomes a UserError. A node
+        without a function returns None.
         """
         if self.executable is None:
             self.update_status(NodeStatus.COMPLETED)
@@ -192,6 +195,13 @@ class Node:
         self.update_status(NodeStatus.RUNNING)
         try:
             yield
+        except SystemExit as error:
+            # It would end the event loop of host nodes, on which engines are asked too.
+            self.update_status(NodeStatus.FAILED, f"{type(error).__name__}: {error}")
+            raise UserError(
+                f"node {self.node_id!r}: {place_of(self.executable)} calls sys.exit({error.code})",
+                remedy="raise an error instead",
+            ) from error
         except BaseException as error:
             self.update_status(NodeStatus.FAILED, f"{type(error).__name__}: {error}")
             error.add_note(f"in node {self.node_id!r}")

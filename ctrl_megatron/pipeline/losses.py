@@ -4,14 +4,17 @@ KL term, and the value model's loss.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.algorithms import (
+    PolicyLossTerms,
     agg_loss,
     check_shapes,
     covariance_sums,
@@ -22,6 +25,7 @@ from ctrl_megatron.algorithms import (
     value_loss_terms,
 )
 from ctrl_megatron.config import Actor
+from ctrl_megatron.errors import UserError, is_users, place_of, users_code
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.batch import tensors_of
@@ -40,6 +44,7 @@ class ActorLoss:
     def __init__(self, actor: Actor, *, response_limit: int) -> None:
         self._actor, self._response_limit = actor, response_limit
         self._terms = get_policy_loss_terms(actor.policy_loss)
+        self._is_users = is_users(self._terms)
 
     @staticmethod
     def check(batch: TensorDict) -> None:
@@ -62,15 +67,16 @@ class ActorLoss:
 
         whole = partial(aggregate, mask=mask, counts=counts, response_limit=self._response_limit)
         mode = actor.loss_agg_mode
-        terms = self._terms(
-            old_log_prob=rows.get("old_log_probs", log_probs.detach()),
-            log_prob=log_probs,
-            advantages=rows["advantages"],
-            response_mask=mask,
-            config=actor,
-            rollout_is_weights=rows.get("rollout_is_weights"),
+        given = {
+            "old_log_prob": rows.get("old_log_probs", log_probs.detach()),
+            "log_prob": log_probs,
+            "advantages": rows["advantages"],
+            "response_mask": mask,
+            "config": actor,
+            "rollout_is_weights": rows.get("rollout_is_weights"),
             **chosen,
-        )
+        }
+        terms = self._users_terms(given) if self._is_users else self._terms(**given)
         policy = whole(terms.loss, mode)
         scalars = {
             "actor/pg_loss": policy,
@@ -87,6 +93,27 @@ class ActorLoss:
             loss = loss + actor.kl_loss_coef * kl
             scalars["actor/kl_loss"] = kl
         return loss, {name: value.detach() for name, value in scalars.items()}
+
+    def _users_terms(self, given: Mapping[str, Any]) -> PolicyLossTerms:
+        """UserError for what the function raises, and for anything but terms of the mask's shape,
+        whose loss is finite where the mask is on: it would be Megatron that trips over it.
+        """
+        who = f"policy loss {self._actor.policy_loss!r} ({place_of(self._terms)})"
+        mask = given["response_mask"]
+        with users_code(f"{who} failed"):
+            terms = self._terms(**given)
+            if not isinstance(terms, PolicyLossTerms):
+                raise UserError(f"{who} gives {type(terms).__name__}, not PolicyLossTerms")
+            for field in dataclasses.fields(terms):
+                value = getattr(terms, field.name)
+                if getattr(value, "shape", None) != mask.shape:
+                    raise UserError(
+                        f"{who} gives {field.name} of shape {tuple(getattr(value, 'shape', ()))}; "
+                        f"expected a tensor of {tuple(mask.shape)}, the shape of response_mask"
+                    )
+            if not terms.loss[mask.bool()].isfinite().all():
+                raise UserError(f"{who} gives a loss that is not finite")
+        return terms
 
 
 class ValueLoss:

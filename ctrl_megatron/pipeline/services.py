@@ -38,7 +38,7 @@ from ctrl_megatron.rollout.pool import EnginePool
 from ctrl_megatron.sandbox import EmbeddedSandbox
 from ctrl_megatron.sandbox.cores import usable_cores
 
-_ASK_SECONDS = 2.0
+_ASK_SECONDS, _TURN_SECONDS = 2.0, 0.5
 
 
 class Services:
@@ -180,8 +180,16 @@ class EngineSilence:
     """
 
     def __init__(self, engine: RemoteEngine, background: BackgroundLoop, limit: float) -> None:
-        self._engine, self._limit, self._heard = engine, limit, time.monotonic()
+        self._engine, self._limit, self._background = engine, limit, background
+        self._heard = self._turned = time.monotonic()
         self._asking = background.submit(self._ask())
+        self._turning = background.submit(self._turn())
+
+    async def _turn(self) -> None:
+        """Notes that the event loop goes round, which it does not while somebody holds it."""
+        while True:
+            self._turned = time.monotonic()
+            await asyncio.sleep(_TURN_SECONDS)
 
     async def _ask(self) -> None:
         try:
@@ -207,9 +215,16 @@ class EngineSilence:
         """What is wrong, for ``FailureWatch.guard``."""
         if self._asking.done() and not self._asking.cancelled():
             return f"nobody asks the rollout engine any more: {self._asking.exception()!r}"
-        silent = time.monotonic() - self._heard
+        now = time.monotonic()
+        silent, held = now - self._heard, now - self._turned
         if silent < self._limit:
             return None
+        if held > self._limit / 2:
+            return (
+                f"a coroutine of the run has held the event loop for {held:.0f} s, on which the "
+                "engine is asked; let it await what takes time (asyncio.to_thread); it is here:\n"
+                + "".join(self._background.stack())
+            )
         address = self._engine.address
         return (
             f"the rollout engine (pid {address.pid}) runs but has not answered for {silent:.0f} s; "

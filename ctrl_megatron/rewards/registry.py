@@ -7,18 +7,19 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 from zlib import crc32
 
-from ctrl_megatron.errors import UserError, users_code
+from ctrl_megatron.errors import UserError, is_users, place_of, users_code
 from ctrl_megatron.rewards.code_rewards import (
     BinaryCodeReward,
     CodeFormatReward,
@@ -26,7 +27,12 @@ from ctrl_megatron.rewards.code_rewards import (
     IoiCodeReward,
 )
 from ctrl_megatron.rewards.critic import RewardModelForCritic
-from ctrl_megatron.rewards.reward_sum import RewardFunction, RewardItem, Rewards
+from ctrl_megatron.rewards.reward_sum import (
+    RewardFunction,
+    RewardItem,
+    Rewards,
+    checked_rewards,
+)
 from ctrl_megatron.rewards.score_function import is_score_function, per_item
 from ctrl_megatron.rewards.shaping import (
     OVERLONG,
@@ -99,49 +105,78 @@ def make_reward(name: str, **options: Any) -> RewardFunction:
     that does not exist and for options that do not fit.
     """
     if ":" in name:
-        return CustomReward(name, options)
+        return UsersReward(name, _imported(name), options)
     factory = get_reward(name)
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
         raise UserError(f"reward {name!r}: {error}") from error
-    return factory(**options)
+    if not is_users(factory):
+        return factory(**options)
+    with users_code(f"reward {name!r} cannot be made by {place_of(factory)}"):
+        function = factory(**options)
+    if not callable(function):
+        raise UserError(f"reward {name!r}: {place_of(factory)} gave {function!r}, no function")
+    return function if isinstance(function, RewardModelForCritic) else UsersReward(name, function)
 
 
-class CustomReward:
-    """A function of the user's, by import path."""
+class UsersReward:
+    """A function of the user's: its faults are told with its name and its place.
 
-    def __init__(self, path: str, options: Mapping[str, Any]) -> None:
-        self.path = path
-        self._function = _imported(path)
-        self._options = dict(options)
+    One that is a coroutine function and stands at an import path runs on an event loop that all
+    such functions share, so that one which blocks keeps nobody from engine and sandbox. Raises
+    ``UserError`` for a function that cannot be called with the items and ``options``.
+    """
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.name, self._function, self._options = name, function, dict(options or {})
+        self.place = place_of(function)
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  what it is, not whether it is there
+        )
+        try:
+            inspect.signature(function).bind([], **self._options)
+        except ValueError:
+            return  # written in C: it says nothing about its arguments
+        except TypeError as error:
+            given = "".join(f", {option}=..." for option in self._options)
+            raise UserError(
+                f"reward {name!r}: {self.place} cannot be called as (items{given}): {error}",
+                remedy="let it take the list of items, and its entries of reward.reward_options "
+                "by their names",
+            ) from error
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        """See ``RewardFunction``. Raises ``ValueError`` for an answer that is not one reward per
-        item.
+        """See ``RewardFunction``. Raises ``UserError`` for what the function raises, and for an
+        answer that is not one reward per item.
         """
-        with users_code(f"reward {self.path!r} failed"):
-            if inspect.iscoroutinefunction(self._function):
-                answer = self._function(items, **self._options)
+        if self._is_async and ":" in self.name:
+            call = asyncio.run_coroutine_threadsafe(self._call(items), _users_loop())
+            return await asyncio.wrap_future(call)
+        return await self._call(items)
+
+    async def _call(self, items: Sequence[RewardItem]) -> Rewards:
+        with users_code(f"reward {self.name!r} ({self.place}) failed"):
+            if self._is_async:
+                given = await self._function(items, **self._options)
             else:
                 # Engine and sandbox are spoken to on this loop meanwhile.
-                answer = await asyncio.to_thread(self._function, items, **self._options)
-            given = await answer if inspect.isawaitable(answer) else answer
-        if not isinstance(given, Sequence) or len(given) != len(items):
-            raise UserError(f"reward {self.path!r} must give a list of {len(items)} rewards")
-        return [None if value is None else self._number(value) for value in given]
+                given = await asyncio.to_thread(self._function, items, **self._options)
+                given = await given if inspect.isawaitable(given) else given
+            return checked_rewards(f"{self.name!r} ({self.place})", given, len(items))
 
-    def _number(self, value: Any) -> float:
-        try:
-            number = math.nan if isinstance(value, (str, bytes)) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise UserError(
-                f"reward {self.path!r} gave {value!r}, not a finite number; give None for what is "
-                "not known"
-            )
-        return number
+
+@cache
+def _users_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
+
+
+# A forked process has no thread that runs it.
+os.register_at_fork(after_in_child=_users_loop.cache_clear)
 
 
 def _imported(path: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 Rewards = list[float | None]
 """One per item; None where nothing is known."""
+LARGEST_REWARD = 1e9
+"""Squares of rewards, advantages and gradients up to here add up in float32 over any batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,17 +137,24 @@ class RewardSum:
             items = [replace(i, outcome=o) for i, o in zip(items, outcomes, strict=True)]
         others = {name: f for name, f in self.functions.items() if name != "critic"}
         found = await gathered([partial(function, items) for function in others.values()])
-        parts = dict(zip(others, found, strict=True))
-        for name, part in parts.items():
-            if len(part) != len(items):
-                raise UserError(
-                    f"reward function {name!r} gave {len(part)} rewards for {len(items)} items"
-                )
+        parts = {
+            name: checked_rewards(repr(name), given, len(items))
+            for name, given in zip(others, found, strict=True)
+        }
         if self.critic is not None:
             parts["critic"] = [None if o is None else o.reward for o in outcomes]
+        totals = weighted_sum(parts, self.weights)
+        for number, total in enumerate(totals):
+            if total is not None and not abs(total) <= LARGEST_REWARD:
+                raise UserError(
+                    f"the rewards of item {number} sum up to {total:g}, and a sum may be at most "
+                    f"{LARGEST_REWARD:g} in size",
+                    key="reward.reward_weights",
+                    remedy="lower the weights, or scale the functions",
+                )
         return Scores(
             parts={name: parts[name] for name in self.functions},
-            totals=weighted_sum(parts, self.weights),
+            totals=totals,
             outcomes=outcomes,
         )
 
@@ -154,6 +163,47 @@ class RewardSum:
         close = getattr(self.judge, "close", None)
         if close is not None:
             await close()
+
+
+def checked_rewards(name: str, given: Any, count: int) -> Rewards:
+    """``given`` as ``count`` rewards. ``UserError`` naming the function ``name`` for anything else:
+    no list, another length, what is no number, not finite, or beyond ``LARGEST_REWARD``.
+    """
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise UserError(
+            f"reward {name} gave {_shown(given)}, not a list",
+            remedy=f"give a list of {count} rewards, one per item; None for what is not known",
+        )
+    if len(given) != count:
+        raise UserError(
+            f"reward {name} gave {len(given)} rewards for {count} items",
+            remedy="give one per item; None for what is not known",
+        )
+    return [None if value is None else _reward(name, value) for value in given]
+
+
+def _reward(name: str, value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(
+            f"reward {name} gave {_shown(value)}, not a finite number",
+            remedy="give None for what is not known",
+        )
+    if abs(number) > LARGEST_REWARD:
+        raise UserError(
+            f"reward {name} gave {_shown(value)}, and a reward may be at most "
+            f"{LARGEST_REWARD:g} in size",
+            remedy="scale it",
+        )
+    return number
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({type(value).__name__})"
 
 
 def weighted_sum(parts: Mapping[str, Rewards], weights: Mapping[str, float]) -> Rewards:

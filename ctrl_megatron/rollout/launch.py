@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import select
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from ctrl_megatron.config.environment import child_environment
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.parallel.parent_watch import end_group
 from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, engine_died
@@ -42,6 +44,10 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXACT = "pinned_max_round_threshold_mb"
 """The setting of PyTorch's allocator above which page-locked memory is not rounded up to a power of
 two. vLLM keeps weights of an engine that sleeps there, tensor by tensor."""
+_LOGGED_ERROR = re.compile(r"^(?:.*\] |\(.*\) )?((?:\w+\.)*\w+(?:Error|Exception): .+)$", re.M)
+"""The last line of a traceback, behind what loggers put in front of it."""
+_ELSEWHERE = "root cause"
+"""In errors that point to another one, which was logged before."""
 _SPINS = "8000"
 """How often an OpenMP thread looks for the next work before it sleeps. The default, 300,000, is
 many times what passes between two layers: where other work takes a core, threads use their time up
@@ -81,6 +87,7 @@ class EngineProcess:
 
     def __init__(self, spec: EngineSpec) -> None:
         require_engine(spec.name, spec.python)
+        self._model_path = spec.model_path
         read_manifest(spec.model_path, spec.dtype)
         self._host = f"[{spec.host}]" if ":" in spec.host else spec.host
         self._timeout, self._started = spec.startup_timeout, time.monotonic()
@@ -132,7 +139,9 @@ class EngineProcess:
         return self._popen.poll() is None
 
     def wait_ready(self) -> None:
-        """Return when the engine can generate. EngineDied with the log's end if it never will."""
+        """Return when the engine can generate. UserError with the cause where it refuses the model
+        or its keys, EngineDied with the log's end if it dies.
+        """
         while self.alive() and not select.select([self._ready], [], [], 0.2)[0]:
             if time.monotonic() > self._started + self._timeout:
                 self._fail(f"was not ready within {self._timeout:g} s")
@@ -140,8 +149,22 @@ class EngineProcess:
         if not text:
             # Nothing can come any more: the server has ended, or is about to.
             self._fail(describe_exit(self._popen.wait(_KILL_SECONDS)) + " while starting")
-        endpoint = f"http://{self._host}:{json.loads(text)['port']}"
+        answer = json.loads(text)
+        if "error" in answer:
+            self._refused(answer["error"], of_ours=answer["of_ours"])
+        endpoint = f"http://{self._host}:{answer['port']}"
         self.address = replace(self.address, endpoint=endpoint)
+
+    def _refused(self, cause: str, *, of_ours: bool) -> None:
+        """The process waits to be stopped: a death would be told by whoever watches it."""
+        address = self.address
+        if of_ours:
+            raise engine_died(address, f"could not start ({cause})")
+        raise UserError(
+            f"engine {address.name} refuses the model {self._model_path}: "
+            f"{root_cause(cause, address.log_path)} (its log is {address.log_path})",
+            remedy="take another engine or model, or other settings of the engine",
+        )
 
     def _fail(self, what: str) -> None:
         self.stop()
@@ -163,10 +186,21 @@ class EngineProcess:
         self.stop()
 
 
+def root_cause(cause: str, log_path: str) -> str:
+    """``cause``, or the error in the log that it points to: an engine with processes of its own
+    only says that one of them has failed.
+    """
+    if _ELSEWHERE not in cause or not Path(log_path).is_file():
+        return cause
+    errors = _LOGGED_ERROR.findall(Path(log_path).read_text(errors="replace"))
+    return next((error for error in reversed(errors) if _ELSEWHERE not in error), cause)
+
+
 def launch_engine(spec: EngineSpec) -> EngineProcess:
     """Start an engine and wait until it can generate.
 
-    ValueError if the engine is not installed or ``model_path`` is no model directory; EngineDied,
+    ValueError if the engine is not installed, ``model_path`` is no model directory or the engine
+    refuses what it is given, with its cause; EngineDied,
     with the end of the log, if the process dies or is not ready within ``startup_timeout``.
     """
     process = EngineProcess(spec)

@@ -34,6 +34,7 @@ from ctrl_megatron.rollout.engine import (
 )
 from ctrl_megatron.rollout.imports import without_collections
 from ctrl_megatron.rollout.told import told_by
+from ctrl_megatron.types import SamplingParams
 
 if TYPE_CHECKING:
     from ctrl_megatron.rollout.weight_chunks import WeightChunk
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 EXIT_ENGINE_DIED = 70
 _HEALTH_SECONDS = 1.0
 _MAX_REQUEST_BYTES = 2**30
+_OF_OURS = (AttributeError, TypeError, LookupError, NameError)
+"""Errors that say that somebody called an engine wrongly, not that it refuses what it is given."""
+_LONGEST_CAUSE = 400
+_PROBE = SamplingParams(max_tokens=1, temperature=0.0, log_probs=False)
 
 
 async def build_engine(spec: EngineSpec) -> StreamingEngine:
@@ -199,10 +204,26 @@ async def end_with_engine(engine: Engine) -> None:
 async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
     """Build the engine, write ``{"port": N}`` to ``ready_fd`` and serve until killed.
 
-    There is no gentle end: the guard of ``parent_watch`` ends the engine's own processes with this
-    one.
+    If it cannot be built or draw a token, ``{"error": ..., "of_ours": ...}`` is written instead,
+    and the launcher ends the process: one that ended by itself would be a death that its watch
+    tells first. There is no gentle end: the guard of ``parent_watch`` ends the engine's own
+    processes with this one.
     """
-    engine = await build_engine(spec)
+    try:
+        engine = await build_engine(spec)
+        # Some refuse a model only when they first compute with it.
+        await engine.generate([[0]], _PROBE)
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        text = " ".join(str(error).split()) or "no message"
+        told = {
+            "error": f"{type(error).__name__}: {text[:_LONGEST_CAUSE]}",
+            "of_ours": isinstance(error, _OF_OURS),
+        }
+        os.write(ready_fd, json.dumps(told).encode())
+        await asyncio.Event().wait()
+        raise
     # A client that goes away cancels its request, so that the engine stops drawing for nobody.
     runner = web.AppRunner(application(engine, token), handler_cancellation=True, access_log=None)
     await runner.setup()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from statistics import mean, stdev
@@ -22,6 +23,7 @@ from ctrl_megatron.algorithms import (
     get_adv_estimator,
     register_adv_est,
 )
+from ctrl_megatron.errors import UserError
 
 Rows = list[list[float]]
 Oracle = Callable[..., Rows]
@@ -498,3 +500,30 @@ def test_an_estimator_of_ones_own_may_reduce_and_must_keep_the_shape() -> None:
             estimate_advantages("test_shares", given, lambda s: 2 * s)
     finally:
         del ADV_ESTIMATOR_REGISTRY._entries["test_shares"]
+
+
+@pytest.mark.parametrize(
+    ("give", "said"),
+    [
+        (lambda ones: None, r"gives NoneType, not \(advantages, returns\)"),
+        (lambda ones: ones, "gives Tensor, not"),
+        (lambda ones: (ones, None), "gives returns of shape None"),
+        (lambda ones: (ones, ones / 0), "gives returns that are not finite"),
+        (lambda ones: (ones * math.nan, ones), "gives advantages that are not finite"),
+        (lambda ones: sys.exit(2), r"failed: it calls sys\.exit\(2\)"),
+        (lambda ones: 1 / 0, "failed: ZeroDivisionError"),
+    ],
+)
+def test_an_estimator_of_ones_own_is_named_by_its_fault(
+    give: Callable[[torch.Tensor], Any], said: str
+) -> None:
+    def faulty(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> Any:
+        return give(token_level_rewards)
+
+    register_adv_est("test_faulty")(faulty)
+    try:
+        given = {"token_level_rewards": torch.ones(2, 3), "response_mask": torch.ones(2, 3)}
+        with pytest.raises(UserError, match=f"'test_faulty' {said}.*{__file__} line"):
+            estimate_advantages("test_faulty", given)
+    finally:
+        del ADV_ESTIMATOR_REGISTRY._entries["test_faulty"]

@@ -303,6 +303,24 @@ CASES = [
         _text("reader.py", "def f(items): ...\nf.reads = ('answer',)\n"),
     ),
     rl(
+        "a reward that leaves when it is imported",
+        f"{_PIPELINE}ctrl_megatron.pipeline:grpo_pipeline {_FUNCS}[leaves:f]",
+        "reward.reward_funcs: cannot import the reward 'leaves:f': it calls sys.exit(0)",
+        _text("leaves.py", "def f(items): ...\nimport sys\nsys.exit(0)\n"),
+    ),
+    rl(
+        "a reward of other arguments",
+        f"{_PIPELINE}ctrl_megatron.pipeline:grpo_pipeline {_FUNCS}[pairs:f]",
+        "pairs.py line 1) cannot be called as (items)",
+        _text("pairs.py", "def f(prompts, completions): ...\n"),
+    ),
+    rl(
+        "a pipeline that leaves",
+        f"{_PIPELINE}leaving:build",
+        "leaving.py line 3",
+        _text("leaving.py", "import sys\ndef build(config):\n    sys.exit('no')\n"),
+    ),
+    rl(
         "columns as a text",
         f"{_PIPELINE}ctrl_megatron.pipeline:grpo_pipeline {_FUNCS}[texts:f]",
         "tuple of column names",

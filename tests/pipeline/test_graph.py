@@ -4,11 +4,14 @@ import asyncio
 import functools
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline import (
     Node,
     NodePlace,
@@ -181,6 +184,30 @@ def test_a_failure_keeps_its_type_and_names_the_node() -> None:
     assert node.error_info is None
     node.reset()
     assert (node.status, node.retries_done) == (NodeStatus.PENDING, 0)
+
+
+def leaves(**_: object) -> None:
+    sys.exit(4)
+
+
+async def leaves_later(**_: object) -> None:
+    sys.exit(4)
+
+
+@pytest.mark.parametrize("function", [leaves, leaves_later])
+def test_a_node_that_leaves_is_named_with_its_function(function: Callable[..., Any]) -> None:
+    host = NodePlace.HOST if function is leaves_later else NodePlace.TRAIN
+    node = Node("n", NodeType.COMPUTE, func=function, place=host)
+
+    async def run() -> None:
+        result = node.run()
+        if result is not None:
+            await result
+
+    place = rf"{function.__name__} \({__file__} line \d+\)"
+    with pytest.raises(UserError, match=rf"^node 'n': {place} calls sys\.exit\(4\)"):
+        asyncio.run(run())
+    assert node.status is NodeStatus.FAILED
 
 
 class LaterCall:

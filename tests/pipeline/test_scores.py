@@ -9,21 +9,26 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline.ctrl import place_scores
 from ctrl_megatron.pipeline.worker import DAGWorker
 
 NAN = float("nan")
 
 
-def scores_of(rewards: list[float]) -> tuple[TensorDict, dict[str, float]]:
+def scores_of(
+    rewards: list[float], *, name: str = "code", parts: bool = False
+) -> tuple[TensorDict, dict[str, float]]:
     """The batch after the node ``scores``, and its metrics."""
     worker: Any = SimpleNamespace(
-        reward_weights={"code": 1.0},
+        reward_weights={name: 1.0},
         groups=SimpleNamespace(sum_over_data=lambda totals: totals),
     )
     worker.means = lambda values: DAGWorker.means(worker, values)
     rows = len(rewards)
     fields: dict[str, Any] = {"score": torch.tensor(rewards)}
+    if parts:
+        fields[f"reward/{name}"] = fields["score"]
     fields["response_mask"] = torch.ones(rows, 2, dtype=torch.bool)
     batch = TensorDict(fields, batch_size=[rows])
     batch["uid"] = NonTensorStack(*"a" * rows)
@@ -42,3 +47,16 @@ def test_a_row_without_a_reward_leaves_loss_and_group() -> None:
 def test_a_step_without_any_reward_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match="none of the step's answers could be judged"):
         scores_of([NAN, NAN])
+
+
+def test_a_function_of_the_users_that_never_knows_is_named() -> None:
+    with pytest.raises(UserError, match=r"^reward\.reward_funcs: mine:f gave None for every item"):
+        scores_of([NAN, NAN], name="mine:f", parts=True)
+    with pytest.raises(RuntimeError, match="could be judged"):
+        scores_of([NAN, NAN], parts=True)
+
+
+@pytest.mark.parametrize("score", [float("inf"), -float("inf"), 1e30])
+def test_a_score_that_no_update_could_bear_is_refused(score: float) -> None:
+    with pytest.raises(UserError, match=r"the field score has .*at most 1e"):
+        scores_of([0.5, NAN, score])

@@ -4,6 +4,7 @@ share of the mini-batch."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,9 +13,13 @@ import torch
 from ctrl_megatron.algorithms import (
     LOSS_AGG_MODES,
     POLICY_LOSS_REGISTRY,
+    PolicyLossTerms,
     register_policy_loss,
+    register_policy_loss_terms,
+    registry,
 )
 from ctrl_megatron.config import Actor
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.pipeline.losses import ActorLoss, ValueLoss
 
@@ -170,3 +175,39 @@ def test_a_loss_of_a_whole_batch_is_told_how_to_become_trainable() -> None:
         del POLICY_LOSS_REGISTRY._entries["test_my_custom_loss"]
     with pytest.raises(ValueError, match=r"unknown policy loss .* known: cispo, clip_cov, "):
         ActorLoss(Actor(policy_loss="test_my_custom_loss"), response_limit=8)
+
+
+def leaves(**_: object) -> None:
+    sys.exit(1)
+
+
+def nothing(**_: object) -> None:
+    return None
+
+
+def terms(loss: torch.Tensor) -> PolicyLossTerms:
+    rest = torch.zeros_like(loss)
+    return PolicyLossTerms(loss=loss, clipped=rest, approx_kl=rest, clipped_lower=rest)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (leaves, r"sys\.exit"),
+        (nothing, "gives NoneType, not PolicyLossTerms"),
+        (lambda **given: terms(given["log_prob"].sum()), r"gives loss of shape \(\); expected"),
+        (lambda **given: terms(given["log_prob"] * math.inf), "a loss that is not finite"),
+        (lambda **given: terms(given["log_prob"] * math.nan), "a loss that is not finite"),
+        (lambda wrong, **given: None, "TypeError: .*'wrong'"),
+        (lambda **given: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_a_policy_loss_of_the_users_is_named_by_its_fault(
+    function: Callable[..., PolicyLossTerms], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry._TERMS, "_entries", dict(registry._TERMS._entries))
+    register_policy_loss_terms("test_faulty")(function)
+    loss = ActorLoss(Actor(policy_loss="test_faulty"), response_limit=LIMIT)
+    rows, _ = some_rows()
+    with pytest.raises(UserError, match=rf"policy loss 'test_faulty' \(.*{__file__} line.*{said}"):
+        loss(rows["old_log_probs"], rows["values"], rows, COUNTS)

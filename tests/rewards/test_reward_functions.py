@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reward_samples import (
@@ -23,12 +25,14 @@ from reward_samples import (
 )
 
 from ctrl_megatron.data.rows import Row
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards import (
     RewardItem,
     RewardModelForCritic,
     get_reward,
     make_reward,
     register_reward,
+    registry,
 )
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.code_rewards import IoiSubtask, code_format_score, ioi_score, subtasks_of
@@ -262,6 +266,149 @@ def test_a_slow_function_does_not_hold_the_loop() -> None:
 def test_a_function_that_gives_nonsense_is_named(give: Any) -> None:
     with pytest.raises(ValueError, match=f"{__name__}:wrong"):
         rewards(make_reward(f"{__name__}:wrong", give=give), item())
+
+
+NONSENSE = [1e300, -1e300, 1e30, 10**400, "x", b"x", 1j, [1.0], {}]
+
+
+@pytest.mark.parametrize("value", NONSENSE, ids=repr)
+def test_a_value_that_is_no_reward_is_named_with_the_functions_file(value: Any) -> None:
+    place = rf"{__name__}:wrong' \(wrong \({__file__} line \d+\)\) gave "
+    with pytest.raises(UserError, match=place):
+        rewards(make_reward(f"{__name__}:wrong", give=[value]), item())
+
+
+@pytest.mark.parametrize("answer", [None, 1.0, "ab", {1: 2}, {1.0}, iter([1.0]), torch.ones(2)])
+def test_an_answer_that_is_no_list_is_named(answer: Any) -> None:
+    with pytest.raises(UserError, match=rf"(?s){__name__}:wrong'.*gave .*a list of 2 rewards"):
+        rewards(make_reward(f"{__name__}:wrong", give=answer), item(), item())
+
+
+def leaves(items: Sequence[RewardItem], *, how: str) -> list[float]:
+    if how == "exit":
+        sys.exit(3)
+    raise ZeroDivisionError("by nothing")
+
+
+async def leaves_later(items: Sequence[RewardItem], *, how: str) -> list[float]:
+    await asyncio.sleep(0)
+    return leaves(items, how=how)
+
+
+def returns_later(items: Sequence[RewardItem], *, how: str) -> Any:
+    return leaves_later(items, how=how)
+
+
+@pytest.mark.parametrize("function", ["leaves", "leaves_later", "returns_later"])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exit", r"sys\.exit\(3\)"),
+        ("raise", "ZeroDivisionError: by nothing"),
+    ],
+)
+def test_a_function_that_leaves_is_told_with_its_line(function: str, how: str, said: str) -> None:
+    """And the event loop, on which engine and sandbox are asked, goes on."""
+    reward = make_reward(f"{__name__}:{function}", how=how)
+    loop = asyncio.new_event_loop()
+    with pytest.raises(UserError, match=rf"{__name__}:{function}'.*{said}.*{__file__} line \d+"):
+        loop.run_until_complete(reward([item()]))
+    assert loop.run_until_complete(asyncio.sleep(0, "alive")) == "alive"
+    loop.close()
+
+
+async def holds(items: Sequence[RewardItem], *, heard: threading.Event) -> list[float]:
+    return [float(heard.wait(10.0)) for _ in items]
+
+
+def test_a_coroutine_that_blocks_does_not_hold_the_loop() -> None:
+    heard = threading.Event()
+    reward = make_reward(f"{__name__}:holds", heard=heard)
+
+    async def beside() -> list[float | None]:
+        running = asyncio.create_task(reward([item()]))
+        await asyncio.sleep(0.01)
+        heard.set()
+        return list(await running)
+
+    assert asyncio.run(beside()) == [1.0]
+
+
+def nothing_at_all() -> list[float]:
+    return []
+
+
+def scored(data_source: str, solution: str) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "said"),
+    [
+        ("nothing_at_all", {}, "too many positional"),
+        ("scored", {}, "'solution'"),
+        ("lengths", {"scale": 2}, "'scale'"),
+        ("halves", {"scales": 2}, "'scales'"),
+        ("wrong", {}, "'give'"),
+    ],
+)
+def test_a_signature_that_does_not_fit_is_told_before_anything_runs(
+    function: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=rf"{__name__}:{function}'.*{__file__} line.*{said}"):
+        make_reward(f"{__name__}:{function}", **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import sys; sys.exit(0)", r"it calls sys\.exit\(0\)"),
+        ("raise SystemExit", r"it calls sys\.exit\(\)"),
+        ("import no_such_library_here", "no_such_library_here"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("def f(:", "SyntaxError"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    (tmp_path / "breaks_when_imported.py").write_text(f"x = 1\n{source}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    line = rf"{tmp_path}/breaks_when_imported.py line 2"
+    with pytest.raises(UserError, match=rf"breaks_when_imported:f'.*{said}.*{line}"):
+        make_reward("breaks_when_imported:f")
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
+    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
+
+    def register(factory: Any) -> str:
+        register_reward("of_a_project")(factory)
+        return "of_a_project"
+
+    return register
+
+
+def test_a_registered_factory_is_held_to_the_same(registered: Callable[[Any], str]) -> None:
+    class Giving:
+        def __init__(self, give: Any) -> None:
+            if give == "exit":
+                sys.exit(1)
+            self.give = give
+
+        async def __call__(self, items: Sequence[RewardItem]) -> Any:
+            return leaves(items, how=self.give) if isinstance(self.give, str) else self.give
+
+    name = registered(Giving)
+    assert rewards(make_reward(name, give=[2]), item()) == [2.0]
+    with pytest.raises(UserError, match=r"'of_a_project' cannot be made by .*sys\.exit"):
+        make_reward(name, give="exit")
+    with pytest.raises(UserError, match=r"'of_a_project' .*Giving.* failed: ZeroDivisionError"):
+        rewards(make_reward(name, give="raise"), item())
+    for give in (None, [1e300], [1.0, 2.0]):
+        with pytest.raises(UserError, match=r"'of_a_project' .*Giving.* gave"):
+            rewards(make_reward(name, give=give), item())
 
 
 @pytest.mark.parametrize(

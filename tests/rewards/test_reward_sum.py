@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from reward_samples import CORRECT, INCORRECT, ScriptedSandbox, block, function_row
 
 from ctrl_megatron.config import Config, load_config
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards import (
     RewardItem,
     RewardModelForCritic,
@@ -146,6 +147,16 @@ def test_wrong_sums_are_refused() -> None:
         asyncio.run(RewardSum({"short": short}).score([item("")]))
     with pytest.raises(KeyError, match="broken"):
         asyncio.run(RewardSum({"slow": slow, "failing": failing}).score([item("")]))
+
+
+def test_a_sum_beyond_every_reward_is_refused_by_its_key() -> None:
+    async def large(items: Sequence[RewardItem]) -> list[float | None]:
+        return [1e8] * len(items)
+
+    for weights in ({"a": 1e30}, {"a": 20.0}, {"a": 9.0, "b": 9.0}):
+        total = RewardSum(dict.fromkeys(weights, large), weights)
+        with pytest.raises(UserError, match=r"^reward\.reward_weights: .*at most 1e\+09"):
+            asyncio.run(total.score([RewardItem(text="")]))
 
 
 def test_the_judge_is_closed_with_the_sum() -> None:

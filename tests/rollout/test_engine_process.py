@@ -18,11 +18,12 @@ from forked_ranks import fork_context
 from preloaded import reserve
 from rollout_models import save, tiny_llama
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.parent_watch import group_members, process_gone
 from ctrl_megatron.rollout import interpreter
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineDied, EngineSpec
-from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
+from ctrl_megatron.rollout.launch import EngineProcess, launch_engine, root_cause
 from ctrl_megatron.types import SamplingParams
 
 STUBBORN = """
@@ -52,10 +53,36 @@ def wait_until_empty(group: int) -> None:
     assert group_members(group) == []
 
 
-def test_an_engine_that_cannot_start_shows_the_end_of_its_log(model_path: Path) -> None:
-    spec = tiny_spec(model_path, extra={"attn_implementation": "no_such_attention"})
-    with pytest.raises(EngineDied, match=r"(?s)engine hf .*exited with code 1.*no_such_attent"):
-        launch_engine(spec)
+def test_an_engine_that_refuses_its_model_is_one_line_with_the_cause(
+    model_path: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "engine.log"
+    wrong = {"attn_implementation": "no_such_attention"}
+    with pytest.raises(UserError, match=f"^engine hf refuses the model {model_path}: .*") as caught:
+        launch_engine(tiny_spec(model_path, log_path=str(log), extra=wrong))
+    said = str(caught.value)
+    assert "ValueError: " in said and "no_such_attent" in said
+    assert str(log) in said and "\n" not in said
+    assert "Traceback" in log.read_text()
+
+
+def test_a_call_of_ours_that_is_wrong_keeps_its_traceback(model_path: Path) -> None:
+    with pytest.raises(EngineDied, match=r"(?s)not start \(TypeError.*Traceback.*no_such_key"):
+        launch_engine(tiny_spec(model_path, extra={"no_such_key": 1}))
+
+
+def test_the_cause_is_the_error_that_a_process_of_the_engine_logged(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text(
+        "INFO starts\n"
+        "(EngineCore pid=3) ERROR 11-25 17:33:01 [core.py:1512]     return self._op()\n"
+        "(EngineCore pid=3) ERROR 11-25 17:33:01 [core.py:1512] ValueError: Head size 16 is bad\n"
+        "(Main pid=2) ERROR 11-25 17:33:01 [a.py:9] v1.EngineDeadError: See above, the root cause\n"
+    )
+    pointing = "RuntimeError: Engine core initialization failed. See root cause above."
+    assert root_cause(pointing, str(log)) == "ValueError: Head size 16 is bad"
+    assert root_cause("OSError: no file", str(log)) == "OSError: no file"
+    assert root_cause(pointing, str(tmp_path / "none")) == pointing
 
 
 def test_a_start_that_takes_too_long_is_ended(model_path: Path) -> None:
