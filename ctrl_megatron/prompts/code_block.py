@@ -22,7 +22,7 @@ LANGUAGE_TAGS = {
 _REASONING_BEGINS = re.compile(r"\s*<think(?:ing)?>")
 _REASONING_ENDS = re.compile(r"</think(?:ing)?>")
 _LAST_OF_ITS_LINE = re.compile(r"</think(?:ing)?>[ \t\r]*(?:\n|\Z)")
-_DOUBLED = re.compile(rf"\s*{FENCE}([^`\n]*)\n")
+_DOUBLED = re.compile(rf"(?:\s*{FENCE}([^`\n]*)\n)+")
 _FENCE_IN_CODE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
 
 
@@ -92,7 +92,7 @@ def program_block(answer: str, language: str) -> FencedBlock | None:
 
 
 def _as_meant(block: FencedBlock) -> FencedBlock:
-    """A block of Python as models mean it: of a doubled opening fence the second; with a first line
+    """A block of Python as models mean it: of a repeated opening fence the last; with a first line
     that is right behind the fence, where the tag belongs; without a margin; up to a fence that is
     not on a line of its own, where only that much is a program.
     """
@@ -138,6 +138,7 @@ def fenced(code: str, language: str = _TAG) -> str:
 
 
 def _fenced_code(answer: str, language: str) -> str | None:
+    answer = answer.replace("\r\n", "\n")
     block = program_block(answer, language)
     if block is not None and (
         block.closed or block.tag in tags_of(language) or language != _TAG or FENCE not in answer
