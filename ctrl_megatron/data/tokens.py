@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ctrl_megatron.data.control_tokens import ControlTokens
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Message
+
+_log = logging.getLogger(__name__)
+TEMPLATE_DATE = datetime(2024, 7, 26)
+"""Today's date for chat templates that ask for it: the one that Llama's take where there is none,
+so that a configuration gives the same tokens on every day.
+"""
+_DRAWS = re.compile(r"\|\s*random\b|\bmap\(\s*['\"]random\b|\blipsum\s*\(")
 
 
 class TextCodec:
@@ -24,6 +35,7 @@ class TextCodec:
             raise UserError(f"tokenizer directory {self.path} not found")
         if not any(self.path.glob("tokenizer*")):
             raise UserError(f"{self.path} holds no tokenizer (tokenizer.json or tokenizer.model)")
+        self._said_date = False
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -43,32 +55,76 @@ class TextCodec:
             )
         return tokenizer
 
+    @cached_property
+    def _template(self) -> str:
+        """Source of the chat template. Raises ``ValueError`` for one that draws at random."""
+        template = self.tokenizer.get_chat_template()
+        if drawn := _DRAWS.search(template):
+            raise UserError(
+                f"the chat template of {self.path} draws at random ({drawn[0].strip()}), so equal "
+                "conversations would have different tokens; take that out of it"
+            )
+        return template
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        if getattr(self.tokenizer, "backend_tokenizer", None) is None:
+            raise UserError(
+                f"the tokenizer of {self.path} has no fast form; save one with tokenizer.json"
+            )
+        return ControlTokens(self.tokenizer, self._template)
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> list[int]:
         """Tokens of a conversation, by default up to where the assistant's answer starts.
 
-        Raises ``ValueError`` for an empty conversation or one that the template refuses.
+        Only the template writes control tokens; a message that spells one is ordinary text. Raises
+        ``ValueError`` for an empty conversation or one that the template refuses.
         """
         from jinja2 import TemplateError
 
         if not messages:
             raise UserError("a conversation needs at least one message")
-        chat: list[Message] = [dict(message) for message in messages]
+        chat: list[Message] = [
+            {
+                key: self._control.shelter(text, keep_markup=message.get("role") == "assistant")
+                for key, text in message.items()
+            }
+            for message in messages
+        ]
         try:
             text = self.tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=add_generation_prompt
+                chat,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                strftime_now=self.today,
             )
         except TemplateError as error:
             roles = ", ".join(message.get("role", "?") for message in chat)
             raise UserError(
                 f"the chat template of {self.path} refuses the roles ({roles}): {error}"
             ) from error
-        return self.encode(text)
+        return self._control.encode_rendered(text)
+
+    def today(self, form: str) -> str:
+        """What templates take for the date: always the same, and said once."""
+        if not self._said_date:
+            self._said_date = True
+            _log.warning(
+                "the chat template of %s asks for today's date; it is always given %s, so that "
+                "equal conversations have equal tokens",
+                self.path,
+                f"{TEMPLATE_DATE:%d %B %Y}",
+            )
+        return TEMPLATE_DATE.strftime(form)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of ``text`` alone: nothing is added in front or behind."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """Tokens of ``text`` alone: nothing is added in front or behind, and a special token that
+        is spelled in it stays text.
+        """
+        return self._control.encode_text(text)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``, white space untouched."""

@@ -1,18 +1,29 @@
-"""Fenced code in and out of text: CTRL's ``sanitize`` and ``desanitize``; built on them
-``sanitized_answer``, an answer as prompts show it, and ``extract_code``, the one way from a raw
-answer to its program.
+"""The program in an answer: ``extract_code``, the one way from a raw answer to what is run, and
+``sanitized_answer``, an answer as prompts show it. CTRL's own rules, ``sanitize`` and
+``desanitize``, are beside them.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
-from typing import NamedTuple
+
+from ctrl_megatron.prompts.fences import FencedBlock, fenced_blocks
+from ctrl_megatron.prompts.python_source import CODE_LINE, is_program
 
 FENCE = "```"
 _TAG = "python"
-_PYTHON_TAGS = ("", _TAG, "python3", "py", "py3")
-_TAGS = {"cpp": ("cpp", "c++", "cc", "cxx"), "bash": ("bash", "sh", "shell")}
-"""Tags of a language's blocks, where there are others than its name."""
+LANGUAGE_TAGS = {
+    _TAG: frozenset({_TAG, "python3", "py", "py3"}),
+    "cpp": frozenset({"cpp", "c++", "cc", "cxx"}),
+    "bash": frozenset({"bash", "sh", "shell"}),
+}
+"""How a language is called behind a fence and in requests, in lower case."""
+_REASONING_BEGINS = re.compile(r"\s*<think(?:ing)?>")
+_REASONING_ENDS = re.compile(r"</think(?:ing)?>")
+_LAST_OF_ITS_LINE = re.compile(r"</think(?:ing)?>[ \t\r]*(?:\n|\Z)")
+_DOUBLED = re.compile(rf"(?:\s*{FENCE}([^`\n]*)\n)+")
+_FENCE_IN_CODE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
 
 
 def sanitize(text: str) -> str:
@@ -32,40 +43,116 @@ def desanitize(text: str) -> str:
     return text if code is None else code
 
 
+def extract_code(text: str, language: str = _TAG) -> str:
+    """The program an answer hands in: what ``program_block`` finds in it, else all of it; of both
+    what follows the reasoning. Python without a block that counts is read by CTRL's rule: what
+    follows the first three backticks, wherever they are.
+    """
+    answer = without_reasoning(text)
+    code = _fenced_code(answer, language)
+    return answer if code is None else code
+
+
 def sanitized_answer(text: str) -> str:
-    """``sanitize`` where the program would still run after it: another name of Python behind the
-    fence is a tag, not the program's first line, and a program that is indented as a whole, as in
-    a list, loses that.
+    """An answer as prompts show it: the Python program of ``extract_code`` in a canonical block;
+    what follows the reasoning where nothing is fenced.
     """
-    tag, line_break, rest = text.partition(FENCE)[2].partition("\n")
-    if not line_break or tag.strip().lower() not in _PYTHON_TAGS:
-        return sanitize(text)
-    code = rest.partition(FENCE)[0]
-    if code.lstrip("\r\n")[:1].isspace():
-        code = textwrap.dedent(code)
-    return fenced(code.strip()) if code.strip() else text
+    answer = without_reasoning(text)
+    code = _fenced_code(answer, _TAG)
+    return fenced(code) if code else answer
 
 
-def extract_code(text: str, language: str = "python") -> str:
-    """The program an answer hands in.
+def program_block(answer: str, language: str) -> FencedBlock | None:
+    """The block of ``answer`` (without its reasoning) that holds its program; None where nothing
+    is fenced, or where all of it is a Python program, whose texts may hold fences.
 
-    Python: its first fenced block, open or closed, else all of it (CTRL's rule, and
-    ``sanitized_answer``). Another language: its first block with that language's tag, else its
-    first block, else all of it; an open block counts where no block is closed.
+    The first block with ``language``'s tag, else the first without a tag, else the first; one that
+    is never closed only if it has the tag or there is no other, an empty one only if there is no
+    other. A block of Python without a tag is as good as one with it; it loses the margin that all
+    its lines have.
     """
+    blocks = [block for block in fenced_blocks(answer) if block.closed or block.code.strip()]
+    if not blocks or (language == _TAG and is_program(answer)):
+        return None
     if language == _TAG:
-        return desanitize(sanitized_answer(text))
-    blocks = fenced_blocks(text)
-    tags = _TAGS.get(language, (language,))
-    block = next((block for block in blocks if block.tag.lower() in tags), None)
-    if block is None and not blocks:
+        blocks = list(map(_as_meant, blocks))
+    if len(blocks) == 1:
+        return blocks[0]
+    tags = tags_of(language)
+
+    def rank(block: FencedBlock) -> int:
+        if not block.code.strip():
+            return 4
+        untagged = block.closed and not block.tag
+        if block.tag in tags or (language == _TAG and untagged and is_program(block.code)):
+            return 0
+        return 1 if untagged else 2 if block.closed else 3
+
+    return min(blocks, key=rank)
+
+
+def _as_meant(block: FencedBlock) -> FencedBlock:
+    """A block of Python as models mean it: of a repeated opening fence the last; with a first line
+    that is right behind the fence, where the tag belongs; without a margin; up to a fence that is
+    not on a line of its own, where only that much is a program.
+    """
+    info, code = block.info, block.code
+    if doubled := _DOUBLED.match(code):
+        info, code = doubled[1], code[doubled.end() :]
+    if CODE_LINE.match(info):
+        info, code = "", f"{info}\n{code}"
+    if code.strip() and code.lstrip("\r\n")[0].isspace():
+        code = textwrap.dedent(code)
+    if FENCE in code and not is_program(code):
+        before = code.partition(FENCE)[0]
+        code = before if is_program(before) else code
+    return FencedBlock(info, code, block.closed)
+
+
+def tags_of(language: str) -> frozenset[str]:
+    """What may stand behind the fence of a block in ``language``."""
+    return LANGUAGE_TAGS.get(language, frozenset({language}))
+
+
+def without_reasoning(text: str) -> str:
+    """What follows the reasoning that a model writes out before its answer.
+
+    It ends with the last ``</think>`` that ends a line (a template may have written the opening
+    tag), or at the first one where the text begins with ``<think>``. Reasoning that does not end
+    has no answer yet: "".
+    """
+    if ends := [match.end() for match in _LAST_OF_ITS_LINE.finditer(text)]:
+        return text[ends[-1] :]
+    begins = _REASONING_BEGINS.match(text)
+    if begins is None:
         return text
-    return (block or blocks[0]).code.removesuffix("\n")
+    end = _REASONING_ENDS.search(text, begins.end())
+    return text[end.end() :] if end else ""
 
 
 def fenced(code: str, language: str = _TAG) -> str:
-    """``code`` as the canonical fenced block."""
-    return f"{FENCE}{language}\n{code}\n{FENCE}"
+    """``code`` as the canonical fenced block, whose fences are longer than those in the code."""
+    longest = max(map(len, _FENCE_IN_CODE.findall(code)), default=len(FENCE) - 1)
+    fence = "`" * (longest + 1)
+    return f"{fence}{language}\n{code}\n{fence}"
+
+
+def _fenced_code(answer: str, language: str) -> str | None:
+    answer = answer.replace("\r\n", "\n")
+    block = program_block(answer, language)
+    if block is not None and (
+        block.closed or block.tag in tags_of(language) or language != _TAG or FENCE not in answer
+    ):
+        return block.code.strip() if language == _TAG else block.code.removesuffix("\n")
+    if language != _TAG or FENCE not in answer or is_program(answer):
+        return None
+    tag, line_break, rest = answer.partition(FENCE)[2].partition("\n")
+    if line_break and tag.strip().lower() in ("", *tags_of(_TAG)):
+        code = rest.partition(FENCE)[0]
+        if code.lstrip("\r\n")[:1].isspace():
+            code = textwrap.dedent(code)
+        return code.strip() or None
+    return _first_block(answer, must_close=False) or None
 
 
 def _first_block(text: str, *, must_close: bool) -> str | None:
@@ -81,33 +168,3 @@ def _first_block(text: str, *, must_close: bool) -> str | None:
     if end < 0 and must_close:
         return None
     return (text[start:] if end < 0 else text[start:end]).strip()
-
-
-class FencedBlock(NamedTuple):
-    """What stands between two fences on lines of their own."""
-
-    tag: str
-    """Behind the opening fence: the language, as written."""
-    code: str
-    """Its lines with their line breaks."""
-    closed: bool
-
-
-def fenced_blocks(text: str) -> list[FencedBlock]:
-    """Every closed block of ``text``; where there is none, the one that is never closed. Linear in
-    the length of the text.
-    """
-    blocks: list[FencedBlock] = []
-    tag, lines = None, list[str]()
-    for line in text.replace("\r\n", "\n").split("\n"):
-        mark = line.strip()
-        if tag is None and mark.startswith(FENCE) and "`" not in mark[len(FENCE) :]:
-            tag, lines = (mark[len(FENCE) :].split() or [""])[0], []
-        elif tag is not None and mark == FENCE:
-            blocks.append(FencedBlock(tag, "".join(f"{line}\n" for line in lines), True))
-            tag = None
-        elif tag is not None:
-            lines.append(line)
-    if tag is not None and not blocks:
-        blocks.append(FencedBlock(tag, "\n".join(lines), False))
-    return blocks

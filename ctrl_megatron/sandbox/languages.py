@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from ctrl_megatron.prompts.code_block import fenced_blocks
+from ctrl_megatron.prompts.code_block import LANGUAGE_TAGS, program_block, without_reasoning
 from ctrl_megatron.sandbox.limits import EXTRACTED_CHARACTERS, Profile
 
 ExtractionKind = Literal["fenced", "incomplete_fenced", "heuristic", "none"]
@@ -37,10 +37,10 @@ class Language:
     compiled: bool = False
 
 
-PYTHON = Language(name="python", aliases=frozenset({"python", "py", "python3"}), source="main.py")
+PYTHON = Language(name="python", aliases=LANGUAGE_TAGS["python"], source="main.py")
 CPP = Language(
     name="cpp",
-    aliases=frozenset({"cpp", "c++", "cc", "cxx"}),
+    aliases=LANGUAGE_TAGS["cpp"],
     source="main.cpp",
     profile="binary",
     command=("./main",),
@@ -48,7 +48,7 @@ CPP = Language(
 )
 BASH = Language(
     name="bash",
-    aliases=frozenset({"bash", "sh", "shell"}),
+    aliases=LANGUAGE_TAGS["bash"],
     source="main.sh",
     profile="shell",
     command=("bash", "main.sh"),
@@ -92,17 +92,15 @@ class ExtractedProgram:
 
 
 def extract_code(completion: str, language: Language) -> ExtractedProgram:
-    """The program in a completion, by SandboxFusion's priorities: fenced, then an unclosed fence,
-    then bare code. Of each kind the first block in ``language``, else the first block.
-
-    Without a fence: Python from its first line of code to where it stops to parse, C++ from its
-    first include, define or main to the last closing brace, Bash from its first interpreter line.
+    """The program in a completion: ``program_block`` of what follows its reasoning, as for answers
+    in training. Without a fence SandboxFusion's search for bare code: Python from its first line
+    of code to where it stops to parse, C++ from its first include, define or main to the last
+    closing brace, Bash from its first interpreter line.
     """
-    if blocks := fenced_blocks(completion):
-        named = (block for block in blocks if block.tag.lower() in language.aliases)
-        block = next(named, blocks[0])
+    answer = without_reasoning(completion)
+    if block := program_block(answer, language.name):
         return ExtractedProgram(block.code, "fenced" if block.closed else "incomplete_fenced")
-    text = completion.replace("\r\n", "\n")
+    text = answer.replace("\r\n", "\n")
     if language is BASH:
         bare = _from_line(text, _BASH_START)
     elif language is CPP:

@@ -17,6 +17,7 @@ from ctrl_megatron.prompts import (
     sanitize,
     sanitized_answer,
 )
+from ctrl_megatron.prompts.code_block import without_reasoning
 
 CANONICAL = "```python\nx = 1\n```"
 ORIGINAL = object()
@@ -71,7 +72,50 @@ PROGRAMS = {
     "behind a list's number": ("1. ```python\n   x = 1\n   y = 2\n   ```", "x = 1\ny = 2"),
     "indented, after a blank line": ("```\n\n  x = 1\n\n  y = 2\n```", "x = 1\n\ny = 2"),
     "spaces that belong to a text": ('```python\nx = """\n   \n"""\n```', 'x = """\n   \n"""'),
-    "another language": ("```cpp\nx = 1\n```", "cpp\nx = 1"),
+    "another language": ("```cpp\nx = 1\n```", "x = 1"),
+    "four backticks": ("````python\nx = 1\n````", "x = 1"),
+    "tildes": ("~~~python\nx = 1\n~~~", "x = 1"),
+    "tildes, open": ("~~~\nx = 1", "x = 1"),
+    "tildes around backticks": ('~~~\nx = """\n```\n"""\n~~~', 'x = """\n```\n"""'),
+    "attributes": ("```python {.numberLines}\nx = 1\n```", "x = 1"),
+    "pandoc's attributes": ("``` {.python .numberLines}\nx = 1\n```", "x = 1"),
+    "a title": ('```python title="x.py"\nx = 1\n```', "x = 1"),
+    "knitr": ("```{python}\nx = 1\n```", "x = 1"),
+    "text": ("```text\nx = 1\n```", "x = 1"),
+    "a quote": ("> So:\n> ```python\n> if x:\n>     y = 1\n> ```", "if x:\n    y = 1"),
+    "a deep list": ("- a\n  - b\n\n    ```py\n    x = 1\n    ```", "x = 1"),
+    "tags of XML": ("<answer>\n```python\nx = 1\n```\n</answer>", "x = 1"),
+    "a shell block before": ("```bash\npython a.py\n```\n```python\nx = 1\n```", "x = 1"),
+    "a shell block before, no tag": ("```sh\nls -l\n```\n```\nx = 1\n```", "x = 1"),
+    "output before": ("```\n5\n```\n```python\nx = 1\n```", "x = 1"),
+    "two programs": ("```\nx = 1\n```\n```python\nprint(x)\n```", "x = 1"),
+    "an empty one before": ("```python\n```\n```python\nx = 1\n```", "x = 1"),
+    "a docstring's example": (
+        '```python\ndef f():\n    """\n    ```\n    f()\n    ```\n    """\n```',
+        'def f():\n    """\n    ```\n    f()\n    ```\n    """',
+    ),
+    "fences in a text": ("```python\nx = '```'\ny = f'{x}```'\n```", "x = '```'\ny = f'{x}```'"),
+    "a doubled opening": ("```\n```python\nx = 1\n```\nDone.", "x = 1"),
+    "an opening behind prose": ("So: ```python\nx = 1\n```\nDone.", "x = 1"),
+    "a closing behind code": ("```python\nx = 1```", "x = 1"),
+    "a closing behind code, prose": ("```python\nx = 1```\nDone.", "x = 1"),
+    "the first line behind the fence": ("```def f():\n    return 1\n```", "def f():\n    return 1"),
+    "unindented in a list": ("1. ```python\nif x:\n    y = 1\n```\nDone.", "if x:\n    y = 1"),
+    "reasoning": ("<think>\n```python\ny\n```\n</think>\n```python\nx = 1\n```", "x = 1"),
+    "the template began the reasoning": (
+        "Try\n```python\ny = 2\n```\n</think>\n\n```python\nx = 1\n```",
+        "x = 1",
+    ),
+    "reasoning in a line": ("<think>y</think>```python\nx = 1\n```", "x = 1"),
+    "a tag in a text": ('```python\nx = "</think>"\n```', 'x = "</think>"'),
+}
+WHOLE = {
+    "nothing fenced": "x = 1\n",
+    "fences in a text": "print('```')\n",
+    "a docstring's example": 'def f():\n  """\n  ```\n  f()\n  ```\n  """\n  return 1\n',
+    "a template of Markdown": 'def f(code):\n    return f"""\n```python\n{code}\n```\n"""\n',
+    "prose": "I cannot do that.",
+    "a closing fence only": "x = (1\n```",
 }
 
 # Pieces that make fences, tags and white space meet in every order.
@@ -114,15 +158,44 @@ def test_a_program_that_runs_is_handed_in_as_it_runs(text: str, program: str) ->
     assert sanitized_answer(text) == fenced(program)
 
 
+@pytest.mark.parametrize("text", WHOLE.values(), ids=WHOLE)
+def test_a_text_without_a_block_is_handed_in_as_a_whole(text: str) -> None:
+    assert extract_code(text) == text
+    assert sanitized_answer(text) == text
+
+
 @given(texts)
-def test_an_answer_is_sanitized_as_ctrl_does_it_but_for_tags_and_margins(text: str) -> None:
-    result = sanitized_answer(text)
-    if result != sanitize(text):
-        first = text.partition("```")[2]
-        tag, _, code = first.partition("\n")
-        assert tag.strip().lower() in ("", "python", "python3", "py", "py3")
-        assert tag.strip().lower() not in ("", "python") or tag[:1].isspace() or code[:1].isspace()
-    assert sanitized_answer(result) == result
+def test_what_is_shown_is_what_is_judged(text: str) -> None:
+    shown = sanitized_answer(text)
+    assert sanitized_answer(shown) == shown
+    if shown != without_reasoning(text):
+        assert shown == fenced(extract_code(text))
+        assert extract_code(shown) == extract_code(text)
+
+
+@given(texts)
+def test_canonical_blocks_are_read_as_ctrl_reads_them(text: str) -> None:
+    canonical = sanitize(text)
+    if canonical.startswith("```python\n") and not canonical[10:].startswith(("`", " ", "\t")):
+        assert sanitized_answer(canonical).replace("\r\n", "\n") == canonical.replace("\r\n", "\n")
+
+
+def test_reasoning_without_an_end_has_no_answer_yet() -> None:
+    assert extract_code("<think>\n```python\nx = 1\n```\n") == ""
+    assert extract_code("<think>so</think>\nx = 1") == "x = 1"
+    assert extract_code("x = '<think>'") == "x = '<think>'"
+
+
+@pytest.mark.parametrize("language", ["cpp", "bash", "go"])
+def test_other_languages_take_their_own_block(language: str) -> None:
+    text = f"```python\nx = 1\n```\n~~~{language}\n  1;\n~~~\n```{language}\n2;\n```"
+    assert extract_code(text, language) == "  1;"
+
+
+def test_a_block_is_fenced_by_more_than_it_holds() -> None:
+    code = 'x = """\n````\n"""'
+    assert fenced(code) == f"`````python\n{code}\n`````"
+    assert extract_code(fenced(code)) == code
 
 
 @given(texts)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ctrl_megatron import prompts
 from ctrl_megatron.sandbox.languages import PYTHON, extract_code
 
 
@@ -17,7 +18,12 @@ from ctrl_megatron.sandbox.languages import PYTHON, extract_code
         ("```cpp\nint x;\n```\n```Python3\nx = 1\n```", "x = 1\n", "fenced"),
         ("```\nx = 1\n```", "x = 1\n", "fenced"),
         ("```cpp\nint x;\n```", "int x;\n", "fenced"),
-        ("  ```python\n  x = 1\n  ```", "  x = 1\n", "fenced"),
+        ("  ```python\n  x = 1\n  ```", "x = 1\n", "fenced"),
+        ("~~~python\nx = 1\n~~~", "x = 1\n", "fenced"),
+        ("```bash\nls -l\n```\n```\nx = 1\n```", "x = 1\n", "fenced"),
+        ("<think>\n```python\ny\n```\n</think>\nx = 1", "x = 1", "heuristic"),
+        ("<think>\n```python\nx = 1\n```\n", "", "none"),
+        ("```python\nx = 1```", "x = 1", "incomplete_fenced"),
         ("```python\nx = 1\n", "x = 1\n", "incomplete_fenced"),
         ("```python\nx = '```'\n```", "x = '```'\n", "fenced"),
         ("```python x = 1```", "", "none"),
@@ -41,6 +47,38 @@ def test_any_text_gives_an_answer(text: str) -> None:
     assert (found.kind == "none") <= (found.code == "")
 
 
-@given(st.text(st.characters(exclude_characters="`\r", exclude_categories=["Cs"])))
+@given(
+    st.text(st.characters(exclude_characters="`\r", exclude_categories=["Cs"])).filter(
+        lambda code: not code[:1].isspace()
+    )
+)
 def test_a_fenced_program_comes_back_exactly(code: str) -> None:
     assert extract_code(f"text\n```python\n{code}\n```\nmore", PYTHON).code == code + "\n"
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "```",
+                "~~~",
+                "````",
+                "```python",
+                "```sh",
+                "x = 1",
+                "ls -l",
+                "",
+                "  ",
+                "> ",
+                "- y = 2",
+            ]
+        ),
+        max_size=9,
+    ).map("\n".join)
+)
+def test_the_trainer_finds_the_same_program(text: str) -> None:
+    found = extract_code(text, PYTHON)
+    if found.kind == "fenced":
+        assert prompts.extract_code(text) == found.code.strip()
+        judged = extract_code(prompts.fenced(prompts.extract_code(text)), PYTHON)
+        assert (judged.code.strip(), judged.kind) == (found.code.strip(), "fenced")

@@ -1,0 +1,32 @@
+"""Whether a text is Python, and whether it does anything."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+
+_IDLE = (ast.Name, ast.Constant, ast.Tuple, ast.Compare, ast.BinOp, ast.Attribute)
+CODE_LINE = re.compile(
+    r"\s*(?:(?:async )?def \w+\(|class \w+.*:|@\w|(?:from [\w.]+ )?import \w|print\(|return\b"
+    r"|(?:for|while|if|elif|with|try|else)\b.*:\s*$|[\w.\[\]]+ ?[-+*/]?= ?\S)"
+)
+"""Matches what looks like a line of Python, also of one that does not parse."""
+
+
+def parsed(code: str) -> ast.Module | None:
+    """The syntax tree of ``code``; None for what is no Python, or too deeply nested to be read."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the program's style, not ours
+            return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def is_program(code: str) -> bool:
+    """Python of which a line does something: a lone word of prose is an expression, too."""
+    tree = parsed(code)
+    return tree is not None and any(
+        not (isinstance(node, ast.Expr) and isinstance(node.value, _IDLE)) for node in tree.body
+    )
