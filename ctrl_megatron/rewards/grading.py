@@ -102,6 +102,7 @@ def check_tests(rows: Iterable[Row]) -> None:
 
 def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
     """``dataset_type``, ``provided_data`` and number of tests of a row."""
+    comparison = {"comparison": row.comparison} if row.comparison else {}
     if row.prompter_type == "mbppplus":
         data = {
             "test_list": list(row.selected_uts),
@@ -109,17 +110,18 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
             "entry_point": names if len(names := row.entry_point.split(", ")) > 1 else names[0],
             # Of a statement that is a program without its end, answers use the beginning.
             "prompt": row.problem,
+            **comparison,
         }
         return "MBPPDataset", data, len(row.selected_uts)
     if row.prompter_type == "code_contests":
         cases = cases_of(row)
-        return "CommonOJDataset", {"test": cases}, len(cases)
+        return "CommonOJDataset", {"test": cases, **comparison}, len(cases)
     names = ("content", "labels", "test")
     if missing := [name for name in names if name not in row.extra]:
         raise UserError(
             f"{row.place}: livecodebench needs column(s) {', '.join(missing)} for {row.id!r}"
         )
-    data = {"id": row.id, **{name: row.extra[name] for name in names}}
+    data = {"id": row.id, **{name: row.extra[name] for name in names}, **comparison}
     return "LiveCodeBenchDataset", data, 1
 
 

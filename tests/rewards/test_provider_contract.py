@@ -112,7 +112,7 @@ def test_stdin_stdout_problems(name: str, tmp_path: Path) -> None:
         name,
         tmp_path,
         stdio_request("a, b = map(int, input().split())\nprint(a + b)", cases),
-        stdio_request("print('03')", cases),
+        stdio_request("print(3)", cases),
         stdio_request("print(3)\nraise SystemExit(2)", cases),
         stdio_request("print(5)", cases, run_all=False),
     )
