@@ -19,9 +19,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH, RESULT_CHECK, RESULT_CHECK_NAMES
+from ctrl_megatron.sandbox.comparison import (
+    LIVE_CODE_BENCH,
+    RESULT_CHECK,
+    RESULT_CHECK_NAMES,
+    STRICT,
+)
 from ctrl_megatron.sandbox.datasets import preambles
-from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, text_field
+from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, rule_field, text_field
 from ctrl_megatron.sandbox.jail.judge import SETUP, ignored_calls, is_call_of
 from ctrl_megatron.sandbox.limits import CASE_CHARACTERS
 
@@ -212,9 +217,9 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
     nor well known (``_MODULES``, ``_HELPERS``) nor defined by the setup or a test, and classes'
     names; where there is none, the one builtin's name that every test calls.
 
-    Asserts say themselves what is equal: ``comparison`` may only be LiveCodeBench's, with whose
-    preamble the program then runs. Raises ``ValueError`` for a record that cannot be judged, such
-    as one with a name that nothing defines.
+    Asserts say themselves what is equal: ``comparison`` may be LiveCodeBench's, with whose preamble
+    the program then runs, and no other. Raises ``ValueError`` for a record that cannot be judged,
+    such as one with a name that nothing defines.
     """
     tests = data.get("test_list")
     if isinstance(tests, str):
@@ -242,13 +247,13 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
         )
     small = len(setup) + len(prompt) + sum(map(len, tests)) <= _REMEMBERED_CHARACTERS
     problem = (_read_once if small else _read)(tuple(tests), setup, entries, prompt)
-    comparison = data.get("comparison") or ""
-    if comparison not in ("", LIVE_CODE_BENCH.name):
+    rule = rule_field(data, STRICT)
+    if rule not in (STRICT, LIVE_CODE_BENCH):
         raise ValueError(
-            f"provided_data.comparison {comparison!r:.80} does not apply to asserts, which say "
-            f"themselves what is equal; only {LIVE_CODE_BENCH.name!r} is meant, for its preamble"
+            f"provided_data.comparison {rule.name!r} does not apply to asserts, which say "
+            f"themselves what is equal; {LIVE_CODE_BENCH.name!r} does, for its preamble"
         )
-    preamble = preambles.LIVE_CODE_BENCH if comparison else ""
+    preamble = preambles.LIVE_CODE_BENCH if rule is LIVE_CODE_BENCH else ""
     if not adapter and not preamble:
         return problem
     return replace(problem, adapter=adapter, prelude=f"{preamble}{problem.prelude}")
