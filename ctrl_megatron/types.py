@@ -33,6 +33,9 @@ class Problem:
     that the tests build. Empty for stdin/stdout problems."""
     test_setup: str = ""
     """Code that the asserts need before they run (imports, helpers), without expected values."""
+    comparison: str = ""
+    """The rule by which outputs are compared, such as ``tokens`` or ``float:1e-6``; empty is
+    ``strict``. Asserts say themselves what is equal."""
     time_limit: float = 10.0
     """Seconds of wall clock that one test may take."""
     reference: str = ""

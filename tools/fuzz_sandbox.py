@@ -26,7 +26,7 @@ except ImportError:
     raise SystemExit("fuzz_sandbox: atheris is not installed: pip install '.[fuzz]'") from None
 
 with atheris.instrument_imports(include=["ctrl_megatron"]):
-    from ctrl_megatron.sandbox.comparison import difference
+    from ctrl_megatron.sandbox.comparison import RULES, difference
     from ctrl_megatron.sandbox.datasets import READERS
     from ctrl_megatron.sandbox.datasets.payload import read_payload
     from ctrl_megatron.sandbox.jail import codec, frames
@@ -84,7 +84,8 @@ def completions(data: bytes) -> None:
 def outputs(data: bytes) -> None:
     """What a program printed, beside what was expected."""
     half = len(data) // 2
-    difference(text_of(data[:half]), text_of(data[half:]))
+    for rule in RULES.values():
+        difference(text_of(data[:half]), text_of(data[half:]), rule)
 
 
 def answers(data: bytes) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.sandbox.comparison import RESULT_CHECK
+from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH, RESULT_CHECK
 from ctrl_megatron.sandbox.datasets.functions import PRELUDE
 from ctrl_megatron.sandbox.datasets.problems import (
     FunctionProblem,
@@ -83,6 +83,7 @@ def live_code_bench_problem(record: Mapping[str, Any], number: int) -> Problem:
         graded,
         starter=record.get("starter_code") or "",
         difficulty=_level(record),
+        preamble=LIVE_CODE_BENCH.name,
     )
 
 
@@ -125,7 +126,9 @@ def _problem(
     reference: str = "",
     difficulty: int = 0,
     seconds: float | None = None,
+    preamble: str = "",
 ) -> Problem:
+    """``preamble``: the rule whose preamble a function problem needs."""
     limit: dict[str, Any] = {} if seconds is None else {"time_limit": seconds}
     if isinstance(graded, StdioProblem):
         cases = [
@@ -138,6 +141,7 @@ def _problem(
             statement=statement,
             prompter_type="code_contests",
             selected_uts=json.dumps(cases, ensure_ascii=False),
+            comparison=graded.rule.name,
             reference=reference,
             difficulty=difficulty,
             **limit,
@@ -153,6 +157,7 @@ def _problem(
         selected_uts=graded.tests,
         entry_point=f"Solution().{function}" if method else function,
         test_setup=f"{PRELUDE}{RESULT_CHECK}",
+        comparison=preamble,
         reference=reference,
         difficulty=difficulty,
         **limit,

@@ -13,7 +13,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, decode_tests, function_record
+from ctrl_megatron.data.rows import (
+    DEFAULT_TIME_LIMIT,
+    comparison_complaint,
+    decode_tests,
+    function_record,
+)
 from ctrl_megatron.errors import UserError, read_bytes, text_of
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.types import Problem, PrompterType
@@ -26,6 +31,7 @@ _KEYS = {
     "prompter_type": str,
     "entry_point": str,
     "test_setup": str,
+    "comparison": str,
     "tests": list,
     "reference": str,
     "buggy": list,
@@ -36,6 +42,7 @@ _DEFAULTS = {
     "reference": "",
     "entry_point": "",
     "test_setup": "",
+    "comparison": "",
     "buggy": [],
     "difficulty": 0,
     "time_limit": DEFAULT_TIME_LIMIT,
@@ -74,6 +81,7 @@ def own_record(problem: Problem) -> dict[str, Any]:
         "prompter_type": problem.prompter_type,
         "entry_point": problem.entry_point,
         "test_setup": problem.test_setup,
+        "comparison": problem.comparison,
         "tests": json.loads(tests) if isinstance(tests, str) else list(tests),
         "reference": problem.reference,
         "buggy": list(problem.buggy),
@@ -140,6 +148,8 @@ def _checked(record: Mapping[str, Any], place: str) -> Problem:
         raise UserError(f"{place}: key 'time_limit' must be positive, is {record['time_limit']}")
     if (kind == "mbppplus") != bool(record["entry_point"]):
         raise UserError(f"{place}: key 'entry_point' must be set for function problems only")
+    if complaint := comparison_complaint(cast(PrompterType, kind), record["comparison"]):
+        raise UserError(f"{place}: key 'comparison' {complaint}")
     try:
         tests = decode_tests(cast(PrompterType, kind), record["tests"])
     except ValueError as error:
@@ -153,6 +163,7 @@ def _checked(record: Mapping[str, Any], place: str) -> Problem:
         selected_uts=tests,
         entry_point=record["entry_point"],
         test_setup=record["test_setup"],
+        comparison=record["comparison"],
         time_limit=float(record["time_limit"]),
         reference=record["reference"],
         buggy=tuple(record["buggy"]),

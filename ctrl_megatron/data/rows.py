@@ -20,6 +20,7 @@ from typing import Any, cast, get_args
 from ctrl_megatron.data.verl_form import is_verl_form, own_columns
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import critique_messages
+from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH, STRICT, rule_named
 from ctrl_megatron.types import Attempt, Message, Problem, PrompterType
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -52,6 +53,8 @@ class Row:
     """Names the problem; several rows may share it."""
     entry_point: str = ""
     test_setup: str = ""
+    comparison: str = ""
+    """The rule by which outputs are compared; empty is ``strict``."""
     difficulty: int = 0
     pass_rate: float | None = None
     """Share of tests that ``solution`` passes; None where it was never judged."""
@@ -81,6 +84,7 @@ class Row:
             selected_uts=self.selected_uts,
             entry_point=self.entry_point,
             test_setup=self.test_setup,
+            comparison=self.comparison,
             time_limit=DEFAULT_TIME_LIMIT if self.time_limit is None else self.time_limit,
             difficulty=self.difficulty,
         )
@@ -120,6 +124,7 @@ def row_of(attempt: Attempt, prompt: Sequence[Message] | None = None) -> Row:
         problem_id=problem.id,
         entry_point=problem.entry_point,
         test_setup=problem.test_setup,
+        comparison=problem.comparison,
         difficulty=problem.difficulty,
         pass_rate=attempt.pass_rate,
     )
@@ -324,6 +329,17 @@ def function_record(
     }
 
 
+def comparison_complaint(kind: PrompterType, comparison: str) -> str:
+    """Why the rule ``comparison`` does not fit a problem of this kind; empty where it does."""
+    try:
+        rule = rule_named(comparison) if comparison else STRICT
+    except ValueError as error:
+        return f"names no rule: {error}"
+    if kind == "mbppplus" and rule not in (STRICT, LIVE_CODE_BENCH):
+        return f"is {comparison!r}, but asserts say themselves what is equal; leave it empty"
+    return ""
+
+
 def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> Row:
     """Check one raw record. Raises ``ValueError`` naming ``place`` and the column."""
     cell = Cells(record, place)
@@ -336,6 +352,9 @@ def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> R
             tests = decode_tests(cast(PrompterType, kind), record["selected_uts"])
         except ValueError as error:
             raise cell.error("selected_uts", str(error)) from error
+    comparison = cell.text("comparison", default="", may_be_empty=True)
+    if kind and (complaint := comparison_complaint(cast(PrompterType, kind), comparison)):
+        raise cell.error("comparison", complaint)
     known = {*_COLUMNS, prompt_key}
     return Row(
         id=identity,
@@ -348,6 +367,7 @@ def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> R
         problem_id=cell.text("problem_id", default=identity),
         entry_point=cell.text("entry_point", default="", may_be_empty=True),
         test_setup=cell.text("test_setup", default="", may_be_empty=True),
+        comparison=comparison,
         difficulty=cell.difficulty(),
         pass_rate=cell.number("pass_rate", 0, 1, "between 0 and 1"),
         extra={

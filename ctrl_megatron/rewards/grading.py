@@ -102,19 +102,20 @@ def check_tests(rows: Iterable[Row]) -> None:
 
 def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
     """``dataset_type``, ``provided_data`` and number of tests of a row."""
+    comparison = {"comparison": row.comparison} if row.comparison else {}
     if row.prompter_type == "mbppplus":
         tests = row.selected_uts
         data = function_record(list(tests), row.test_setup, row.entry_point, row.problem)
-        return "MBPPDataset", data, len(tests)
+        return "MBPPDataset", {**data, **comparison}, len(tests)
     if row.prompter_type == "code_contests":
         cases = cases_of(row)
-        return "CommonOJDataset", {"test": cases}, len(cases)
+        return "CommonOJDataset", {"test": cases, **comparison}, len(cases)
     names = ("content", "labels", "test")
     if missing := [name for name in names if name not in row.extra]:
         raise UserError(
             f"{row.place}: livecodebench needs column(s) {', '.join(missing)} for {row.id!r}"
         )
-    data = {"id": row.id, **{name: row.extra[name] for name in names}}
+    data = {"id": row.id, **{name: row.extra[name] for name in names}, **comparison}
     return "LiveCodeBenchDataset", data, 1
 
 

@@ -17,7 +17,7 @@ LEVEL_HEADER = "X-Sandbox-Level"
 """Of ``/v1/ping``: the isolation level that the service reached."""
 
 
-GRADER_VERSION = "5"
+GRADER_VERSION = "6"
 """Of the rules of judging; raise it when equal requests may get other verdicts than before."""
 
 

@@ -26,7 +26,7 @@ FUNCTION: dict[str, Any] = {
 CASES = [{"input": {"stdin": "1\n"}, "output": {"stdout": "é\u2028\n"}}]
 PROGRAM = {
     **{key: FUNCTION[key] for key in ("statement", "reference")},
-    **{"id": "t/next", "prompter_type": "code_contests", "tests": CASES},
+    **{"id": "t/next", "prompter_type": "code_contests", "tests": CASES, "comparison": "tokens"},
 }
 
 
@@ -44,6 +44,7 @@ def test_problems_of_both_kinds(tmp_path: Path) -> None:
     assert isinstance(successor.selected_uts, str)
     assert json.loads(successor.selected_uts) == CASES
     assert (successor.entry_point, successor.difficulty, successor.time_limit) == ("", 0, 10.0)
+    assert (double.comparison, successor.comparison) == ("", "tokens")
 
 
 def test_a_directory_is_read_in_name_order(tmp_path: Path) -> None:
@@ -77,6 +78,9 @@ def test_a_directory_is_read_in_name_order(tmp_path: Path) -> None:
         ({"test_setup": "import (math"}, "'test_setup' of .*t/double"),
         ({"tests": ["assert missing_name(double(1)) == 2"]}, "tests of .*t/double.*missing_name"),
         ({"prompter_type": "code_contests", "entry_point": "", "tests": [{"a": 1}]}, "case 1 "),
+        ({"comparison": 3}, "'comparison' has the wrong type"),
+        ({"comparison": "float:2"}, "'comparison' names no rule: .* use strict, tokens"),
+        ({"comparison": "code_contests"}, "'comparison' is 'code_contests', but asserts say"),
     ],
 )
 def test_a_bad_value_is_named(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:

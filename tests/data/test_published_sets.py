@@ -352,6 +352,11 @@ def test_every_format_becomes_problems_that_are_judged_rightly(
         "\n\nOutput:\n3"
     )
     assert problems["code_contests/1_A. Sum"].time_limit == 3.5
+    rules = {problem.id.split("/")[0]: problem.comparison for problem in problems.values()}
+    assert rules == {
+        **{"mbpp": "", "mbppplus": "", "HumanEval": "", "apps": "", "taco": "apps"},
+        **{"code_contests": "code_contests", "livecodebench": "livecodebench"},
+    }
     # Our own file holds all of it.
     out = tmp_path / "own.jsonl"
     out.write_text("".join(json.dumps(own_record(p)) + "\n" for p in problems.values()))

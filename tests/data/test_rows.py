@@ -36,7 +36,11 @@ FUNCTION = Problem(
     difficulty=2,
 )
 PROGRAM = Problem(
-    id="t/next", statement="Print n + 1.", prompter_type="code_contests", selected_uts=CASES
+    id="t/next",
+    statement="Print n + 1.",
+    prompter_type="code_contests",
+    selected_uts=CASES,
+    comparison="float:1e-6",
 )
 ATTEMPTS = [
     Attempt(id="t/double/0", problem=FUNCTION, solution="```python\nx\n```", pass_rate=0.5),
@@ -247,6 +251,7 @@ BAD_CELLS: dict[str, list[tuple[Any, str]]] = {
         ("[1]", "not text"),
     ],
     "time_limit": [(0.0, "positive"), (float("inf"), "positive"), ("5", "number")],
+    "comparison": [("lax", "use strict, tokens"), ("tokens", "say themselves"), (3, "text")],
     "difficulty": [(5, "0 to 4"), (1.5, "whole")],
     "pass_rate": [(1.5, "between 0 and 1"), (True, "number")],
 }

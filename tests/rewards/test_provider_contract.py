@@ -112,7 +112,7 @@ def test_stdin_stdout_problems(name: str, tmp_path: Path) -> None:
         name,
         tmp_path,
         stdio_request("a, b = map(int, input().split())\nprint(a + b)", cases),
-        stdio_request("print('03')", cases),
+        stdio_request("print(3)", cases),
         stdio_request("print(3)\nraise SystemExit(2)", cases),
         stdio_request("print(5)", cases, run_all=False),
     )
@@ -120,6 +120,27 @@ def test_stdin_stdout_problems(name: str, tmp_path: Path) -> None:
     assert verdicts(partly) == [True, False]
     assert verdicts(crash) == [False, False]
     assert verdicts(early) == [False]
+
+
+def test_the_rule_that_a_row_names(tmp_path: Path) -> None:
+    """As the service compares; only the service has the preamble of LiveCodeBench's."""
+    program, function = block("print('3.0')\nprint('8')"), block("def add(a, b): return a + b")
+
+    async def main() -> None:
+        async with provider("piston", tmp_path) as made:
+            for comparison, passed in (("", False), ("strict", False), ("code_contests", True)):
+                cases = [{"input": {"stdin": ""}, "output": {"stdout": "3\n8"}}]
+                row = stdio_row(selected_uts=cases, comparison=comparison)
+                verdict = await grade(made, grading_job(program, row, run_all_cases=True))
+                assert verdict.passed == (passed,)
+            for code, row in (
+                (program, stdio_row(comparison="livecodebench")),
+                (function, function_row(comparison="livecodebench")),
+            ):
+                with pytest.raises(ProviderSetupError, match="LiveCodeBench's preamble"):
+                    await grade(made, grading_job(code, row, run_all_cases=True))
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("name", ["piston", "e2b"])
@@ -364,7 +385,8 @@ def test_output_beyond_the_providers_limit(
 ) -> None:
     """Wrong where its lines are wrong already; where they are not, nobody knows."""
     stage = {"stdout": written[: LIMIT + 100], "code": None, "signal": "SIGKILL"}
-    row = stdio_row(selected_uts=[{"input": {"stdin": ""}, "output": {"stdout": expected}}])
+    cases = [{"input": {"stdin": ""}, "output": {"stdout": expected}}]
+    row = stdio_row(selected_uts=cases, comparison="apps")
     job = grading_job(block("..."), row, run_all_cases=True)
 
     async def main() -> None:

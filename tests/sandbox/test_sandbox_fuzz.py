@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ctrl_megatron.sandbox import EmbeddedSandbox
-from ctrl_megatron.sandbox.comparison import beginning_difference, difference
+from ctrl_megatron.sandbox.comparison import RULES, Rule, difference
 from ctrl_megatron.sandbox.datasets import READERS
 from ctrl_megatron.sandbox.datasets.payload import read_payload
 from ctrl_megatron.sandbox.datasets.problems import (
@@ -230,21 +230,11 @@ def test_a_payload_that_unpacks_to_too_much_is_refused() -> None:
 
 
 @PURE
-@given(st.text(max_size=60), st.text(max_size=60))
-def test_any_two_outputs_compare(got: str, want: str) -> None:
-    assert difference(got, got) is None
-    result = difference(got, want)
+@given(st.sampled_from(tuple(RULES.values())), st.text(max_size=60), st.text(max_size=60))
+def test_any_two_outputs_compare(rule: Rule, got: str, want: str) -> None:
+    assert difference(got, got, rule) is None
+    result = difference(got, want, rule)
     assert result is None or result
-
-
-@PURE
-@given(*[st.text(st.sampled_from("017.+ \n\r\t"), max_size=12)] * 3)
-def test_a_beginning_differs_only_from_what_no_ending_makes_right(
-    got: str, rest: str, want: str
-) -> None:
-    if beginning_difference(got, want) is not None:
-        assert difference(got + rest, want) is not None
-    assert beginning_difference(got, got + rest) is None
 
 
 @PURE

@@ -1,4 +1,4 @@
-"""stdin/stdout problems: the comparison rule and whole submissions."""
+"""stdin/stdout problems: whole submissions."""
 
 from __future__ import annotations
 
@@ -7,65 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from ctrl_megatron.sandbox.comparison import difference
 from ctrl_megatron.sandbox.wire import CommandRunStatus, EvalResult
 
 Judge = Callable[..., EvalResult]
-
-
-@pytest.mark.parametrize(
-    ("got", "want", "same"),
-    [
-        ("1\n2\n", "1\n2", True),
-        ("  1  \n 2 ", "1\n2", True),
-        ("YES", "yes\n", False),
-        ("1\n\n2", "1\n2", False),
-        ("1\n2\n\n\n", "1\n2", True),
-        # An expected integer: in any spelling, but that integer.
-        ("007", "7", True),
-        ("+7", "7", True),
-        ("-0", "0", True),
-        ("7.0", "7", False),
-        ("1.000001", "1", False),
-        ("0.0", "0", False),
-        ("1e-16", "0", False),
-        ("1_0", "10", False),
-        ("\N{ARABIC-INDIC DIGIT SEVEN}", "7", False),
-        ("1000009000", "1000000007", False),
-        ("9" * 400, "1" + "0" * 602, False),
-        ("0" * 50 + "9" * 400, "9" * 400, True),
-        # One with leading zeros is text: a code, bits, a time.
-        ("7", "007", False),
-        ("101010" + "1" * 94, "101010" + "0" * 94, False),
-        # A word with a point or an exponent: close to it.
-        ("1e0", "1.0", True),
-        ("1", "1.0", True),
-        ("1.000009", "1.0", True),
-        ("1.00002", "1.0", False),
-        ("1e-10", "0.0", True),
-        ("1e-8", "0.0", False),
-        # Not a number: a hash.
-        ("0", "0e462097", False),
-        ("0.0", "0e1234", False),
-        ("2.50001 a", "2.5 a", True),
-        ("1.0  2.0", "1.0 2.00", False),
-        ("1.0 2.0", "1 2", False),
-        ("nan", "1", False),
-        ("nan", "1.0", False),
-        ("nan", "nan", True),
-        ("inf", "1e999", False),
-        ("1e400", "1e401", False),
-        ("inf", "inf", True),
-        ("Infinity", "inf", False),
-        ("1e400", "5", False),
-        ("1" * 500 + ".0", "1" * 500 + ".5", False),
-        ("", "", True),
-        ("", "1", False),
-        ("a b", "a  b", False),
-    ],
-)
-def test_comparison(got: str, want: str, same: bool) -> None:
-    assert (difference(got, want) is None) is same
 
 
 def test_capitals_count_unless_the_problem_says_otherwise(judge_stdio: Judge) -> None:

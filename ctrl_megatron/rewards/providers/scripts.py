@@ -29,7 +29,14 @@ from ctrl_megatron.rewards.providers.contract import (
     ScriptResult,
     judged,
 )
-from ctrl_megatron.sandbox.comparison import beginning_difference, difference
+from ctrl_megatron.sandbox.comparison import (
+    LIVE_CODE_BENCH,
+    STRICT,
+    Rule,
+    beginning_difference,
+    difference,
+)
+from ctrl_megatron.sandbox.datasets.problems import rule_field
 from ctrl_megatron.sandbox.wire import EvalResult, EvalTestCase, SubmitRequest
 
 DEFAULT_SECONDS = 10.0
@@ -129,6 +136,7 @@ class StdioJob:
     """Wall clock."""
     stdin: str
     expected: str
+    rule: Rule = STRICT
 
     def script(self) -> Script:
         """The program itself."""
@@ -142,7 +150,7 @@ class StdioJob:
             return [judged(False, "time limit exceeded", timed_out=True)]
         if result.cut_at is not None:
             # How long a right output is, nobody knows: numbers may have more digits.
-            reason = beginning_difference(result.stdout, self.expected)
+            reason = beginning_difference(result.stdout, self.expected, self.rule)
             if reason is None:
                 raise ProviderError(
                     f"the provider's output limit of {result.cut_at} characters has cut off an "
@@ -151,7 +159,7 @@ class StdioJob:
             return [judged(False, f"output limit exceeded: {reason}")]
         if result.exit_code != 0:
             return [judged(False, result.failure)]
-        reason = difference(result.stdout, self.expected) or ""
+        reason = difference(result.stdout, self.expected, self.rule) or ""
         return [judged(not reason, reason)]
 
 
@@ -176,10 +184,23 @@ def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob
             f"provider {backend.name} cannot judge {kind} in {language}; "
             f"it knows {', '.join(backend.languages)}"
         )
+    rule = rule_field(data, STRICT)
+    if rule is LIVE_CODE_BENCH and language == "python":
+        raise ProviderSetupError(
+            f"provider {backend.name} has not LiveCodeBench's preamble, which comparison "
+            f"{rule.name!r} asks for; use the provider local for it"
+        )
     code = extract_code(request.completion, language)
     if not function:
         return [
-            StdioJob(code=code, language=language, seconds=seconds, stdin=stdin, expected=expected)
+            StdioJob(
+                code=code,
+                language=language,
+                seconds=seconds,
+                stdin=stdin,
+                expected=expected,
+                rule=rule,
+            )
             for stdin, expected in _cases(data)
         ]
     listed = data.get("test_list")

@@ -19,8 +19,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ctrl_megatron.sandbox.comparison import RESULT_CHECK, RESULT_CHECK_NAMES
-from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, text_field
+from ctrl_megatron.sandbox.comparison import (
+    LIVE_CODE_BENCH,
+    RESULT_CHECK,
+    RESULT_CHECK_NAMES,
+    STRICT,
+)
+from ctrl_megatron.sandbox.datasets import preambles
+from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, rule_field, text_field
 from ctrl_megatron.sandbox.jail.judge import SETUP, ignored_calls, is_call_of
 from ctrl_megatron.sandbox.limits import CASE_CHARACTERS
 
@@ -79,6 +85,7 @@ def read_human_eval(data: Mapping[str, Any]) -> FunctionProblem:
             "test_setup_code": setup,
             "entry_point": data.get("entry_point"),
             "prompt": data.get("prompt"),
+            "comparison": data.get("comparison"),
         }
     )
 
@@ -145,18 +152,29 @@ def _prompt_body(prompt: str) -> list[ast.stmt]:
 
 
 def calls_problem(
-    name: str, calls: Sequence[tuple[list[Any], Any]], *, or_first: bool
+    name: str,
+    calls: Sequence[tuple[list[Any], Any]],
+    *,
+    or_first: bool,
+    tolerance: tuple[float, float] = (0.0, 0.0),
 ) -> FunctionProblem:
     """Function ``name``, or the method of that name of a class ``Solution``, called with arguments
-    and compared with a result; tuples count as lists.
+    and compared with a result; tuples count as lists, and floats may be off by the larger of a
+    tolerance that is absolute and one that is relative.
 
     With ``or_first`` a result that is a list may also hold the accepted value as its first item, as
     APPS and TACO write it. Raises ``ValueError``.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name in RESULT_CHECK_NAMES:
         raise ValueError(f"fn_name must be a function's name, got {name[:100]!r}")
+    absolute, relative = tolerance
+    options = "".join(
+        f", {option}={value!r}"
+        for option, value in (("absolute", absolute), ("relative", relative), ("first", or_first))
+        if value
+    )
     tests = [
-        f"_check({name}({', '.join(map(repr, given))}), {wanted!r}, {or_first})"
+        f"assert _matches({name}({', '.join(map(repr, given))}), {wanted!r}{options})"
         for given, wanted in calls
     ]
     read = read_function_tests(
@@ -197,8 +215,11 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
     With entry points these are, and class ``Solution`` where the tests call the entry point as its
     method. Otherwise it is the one function's name that the tests use and that is neither a builtin
     nor well known (``_MODULES``, ``_HELPERS``) nor defined by the setup or a test, and classes'
-    names; where there is none, the one builtin's name that every test calls. Raises ``ValueError``
-    for a record that cannot be judged, such as one with a name that nothing defines.
+    names; where there is none, the one builtin's name that every test calls.
+
+    Asserts say themselves what is equal: ``comparison`` may be LiveCodeBench's, with whose preamble
+    the program then runs, and no other. Raises ``ValueError`` for a record that cannot be judged,
+    such as one with a name that nothing defines.
     """
     tests = data.get("test_list")
     if isinstance(tests, str):
@@ -226,7 +247,16 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
         )
     small = len(setup) + len(prompt) + sum(map(len, tests)) <= _REMEMBERED_CHARACTERS
     problem = (_read_once if small else _read)(tuple(tests), setup, entries, prompt)
-    return replace(problem, adapter=adapter) if adapter else problem
+    rule = rule_field(data, STRICT)
+    if rule not in (STRICT, LIVE_CODE_BENCH):
+        raise ValueError(
+            f"provided_data.comparison {rule.name!r} does not apply to asserts, which say "
+            f"themselves what is equal; {LIVE_CODE_BENCH.name!r} does, for its preamble"
+        )
+    preamble = preambles.LIVE_CODE_BENCH if rule is LIVE_CODE_BENCH else ""
+    if not adapter and not preamble:
+        return problem
+    return replace(problem, adapter=adapter, prelude=f"{preamble}{problem.prelude}")
 
 
 def _read(

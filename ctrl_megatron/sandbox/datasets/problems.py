@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ctrl_megatron.sandbox.comparison import STRICT, Rule, rule_named
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionProblem:
@@ -61,6 +63,8 @@ class StdioProblem:
     checker: CheckerProgram | None = None
     prelude: str = ""
     """Python only: runs before the program in its module."""
+    rule: Rule = STRICT
+    """What counts as equal where no checker decides."""
     ignore_case: bool = False
     """Capitals do not count in outputs."""
     single: bool = False
@@ -83,6 +87,8 @@ class ScoredProblem:
     cases: Mapping[str, StdioCase]
     subtasks: tuple[ScoredSubtask, ...]
     checker: CheckerProgram | None = None
+    rule: Rule = STRICT
+    """What counts as equal where no checker decides."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """C++ only: the olympiad's own source files, compiled with the program."""
     seconds: float | None = None
@@ -134,6 +140,17 @@ def flag_field(data: Mapping[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"provided_data.{name} must be true or false, got {value!r}"[:200])
     return bool(value)
+
+
+def rule_field(data: Mapping[str, Any], default: Rule) -> Rule:
+    """The rule that ``data["comparison"]`` names, ``default`` where it is missing or empty. Raises
+    ``ValueError``.
+    """
+    name = data.get("comparison")
+    try:
+        return default if name is None or name == "" else rule_named(name)
+    except ValueError as error:
+        raise ValueError(f"provided_data.{error}") from error
 
 
 def json_field(value: Any, where: str) -> Any:

@@ -1,6 +1,7 @@
 """Problems judged by output: CommonOJ, CodeContests, APPS, TACO and IOI; and LiveCodeBench, whose
-problems are these or functions. ``ignore_case`` in any record but IOI's says that capitals in
-outputs do not count.
+problems are these or functions. ``comparison`` in any record names the rule by which outputs are
+compared, and results of functions; without it the kind of the data set decides. ``ignore_case`` in
+any record but IOI's says that capitals in outputs do not count.
 """
 
 from __future__ import annotations
@@ -10,7 +11,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ctrl_megatron.sandbox.datasets.functions import PRELUDE, calls_problem
+from ctrl_megatron.sandbox.comparison import (
+    APPS,
+    CODE_CONTESTS,
+    LIVE_CODE_BENCH,
+    STRICT,
+    TOKENS,
+    Rule,
+)
+from ctrl_megatron.sandbox.datasets import preambles
+from ctrl_megatron.sandbox.datasets.functions import calls_problem
 from ctrl_megatron.sandbox.datasets.payload import read_payload
 from ctrl_megatron.sandbox.datasets.problems import (
     FunctionProblem,
@@ -24,6 +34,7 @@ from ctrl_megatron.sandbox.datasets.problems import (
     object_field,
     positive_field,
     read_checker,
+    rule_field,
     text_field,
 )
 from ctrl_megatron.sandbox.jail import files
@@ -38,14 +49,20 @@ _TEST = "provided_data.test"
 
 def read_common_oj(data: Mapping[str, Any]) -> StdioProblem:
     """``test``: cases of ``{input: {stdin}, output: {stdout}}``, as a list or its JSON text; may
-    have a ``checker``. Raises ``ValueError``.
+    have a ``checker``. A record of LiveCodeBench's rule gets its preamble too. Raises
+    ``ValueError``.
     """
     tests = json_field(data.get("test"), _TEST)
     if not isinstance(tests, list):
         raise ValueError(f"{_TEST} is not a list of stdin/stdout cases: {type(tests).__name__}")
     cases = tuple(_oj_case(item, i) for i, item in enumerate(list_field(tests, _TEST)))
+    rule = rule_field(data, STRICT)
     return StdioProblem(
-        cases=cases, checker=read_checker(data), ignore_case=flag_field(data, "ignore_case")
+        cases=cases,
+        checker=read_checker(data),
+        prelude=preambles.LIVE_CODE_BENCH if rule is LIVE_CODE_BENCH else "",
+        rule=rule,
+        ignore_case=flag_field(data, "ignore_case"),
     )
 
 
@@ -64,6 +81,7 @@ def read_code_contests(data: Mapping[str, Any]) -> StdioProblem:
     return StdioProblem(
         cases=tuple(cases),
         checker=read_checker(data),
+        rule=rule_field(data, CODE_CONTESTS),
         ignore_case=flag_field(data, "ignore_case"),
         seconds=limit,
     )
@@ -83,11 +101,16 @@ def read_input_output(data: Mapping[str, Any]) -> StdioProblem | FunctionProblem
         isinstance(wanted, list) and len(wanted) == 1 for wanted in outputs
     )
     first = wrapped or flag_field(data, "first_of_list")
-    return input_output_problem(record, where, data, or_first=first)
+    return input_output_problem(record, where, data, rule_field(data, APPS), or_first=first)
 
 
 def input_output_problem(
-    record: Mapping[str, Any], where: str, data: Mapping[str, Any], *, or_first: bool = False
+    record: Mapping[str, Any],
+    where: str,
+    data: Mapping[str, Any],
+    rule: Rule,
+    *,
+    or_first: bool = False,
 ) -> StdioProblem | FunctionProblem:
     """The problem of an object with ``inputs``, ``outputs`` and perhaps ``fn_name``, in ``data``.
 
@@ -108,13 +131,21 @@ def input_output_problem(
             )
             for i, (given, wanted) in enumerate(pairs)
         ]
-        return calls_problem(text_field(name, f"{where}.fn_name"), calls, or_first=or_first)
+        return calls_problem(
+            text_field(name, f"{where}.fn_name"),
+            calls,
+            or_first=or_first,
+            tolerance=rule.result_tolerance,
+        )
     cases = tuple(
         _case(given, f"{where}.inputs[{i}]", wanted, f"{where}.outputs[{i}]")
         for i, (given, wanted) in enumerate(pairs)
     )
     return StdioProblem(
-        cases=cases, checker=read_checker(data), ignore_case=flag_field(data, "ignore_case")
+        cases=cases,
+        checker=read_checker(data),
+        rule=rule,
+        ignore_case=flag_field(data, "ignore_case"),
     )
 
 
@@ -225,6 +256,7 @@ def read_ioi(data: Mapping[str, Any]) -> ScoredProblem:
         cases=cases,
         subtasks=tuple(_subtask(record, i, cases) for i, record in enumerate(given)),
         checker=read_checker(data),
+        rule=rule_field(data, TOKENS),
         sources=_grader_sources(data.get("grader_files") or {}),
         seconds=None if limit is None else positive_field(limit, "provided_data.time_limit"),
     )
@@ -260,17 +292,15 @@ def read_live_code_bench(data: Mapping[str, Any]) -> FunctionProblem | StdioProb
     ``fn_name``, itself or below ``input_output``; or ``public_test_cases`` and
     ``private_test_cases`` with ``metadata.func_name``.
 
-    Function problems call a function or a method of ``Solution``; one verdict answers for all
-    tests. Raises ``ValueError``.
+    Function problems call a function or a method of ``Solution``; programs and functions get the
+    benchmark's preamble; one verdict answers for all tests. Raises ``ValueError``.
     """
     if data.get("test") is not None:
         record, where = _payload(data["test"]), _TEST
     else:
         record, where = _from_cases(data), "provided_data"
-    problem = input_output_problem(record, where, {})
-    if isinstance(problem, StdioProblem):
-        return replace(problem, prelude=PRELUDE, single=True, seconds=SECONDS)
-    return replace(problem, single=True, seconds=SECONDS)
+    problem = input_output_problem(record, where, {}, rule_field(data, LIVE_CODE_BENCH))
+    return replace(problem, prelude=preambles.LIVE_CODE_BENCH, single=True, seconds=SECONDS)
 
 
 def _payload(test: Any) -> dict[str, Any]:

@@ -146,6 +146,13 @@ def limit_resources(
         resource.setrlimit(kind, (soft, hard))
 
 
+def allow_stack(size: int) -> None:
+    """Let the main thread's stack grow to ``size`` bytes, as far as the hard limit allows."""
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    soft = size if hard == resource.RLIM_INFINITY else min(size, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+
+
 def tasks_of_user() -> int:
     """Threads of this user: RLIMIT_NPROC counts all of them outside a user namespace."""
     uid, total = os.getuid(), 0

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
-from ctrl_megatron.sandbox.jail import codec, frames, program
+from ctrl_megatron.sandbox.jail import codec, frames, linux, program
 from ctrl_megatron.sandbox.limits import (
     ANSWER_BYTES,
     CALL_BYTES,
@@ -157,6 +157,7 @@ def serve_calls(fd: int, prelude: str, code: str, entry_points: list[str]) -> No
     The prelude's own functions are no answer to the problem: one that has the name of an entry
     point is not there for the program.
     """
+    linux.allow_stack(program.PYTHON_STACK)
     program.fresh_streams()
     program.forget_harness()
     # Not __main__: a program's main guard reads stdin and prints, it is not what is judged.

@@ -8,12 +8,13 @@ the problem's checker; olympiad problems get a score for each subtask.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ctrl_megatron.sandbox import wire
-from ctrl_megatron.sandbox.comparison import common_oj_difference, difference
+from ctrl_megatron.sandbox.comparison import SANDBOX_FUSION, difference
 from ctrl_megatron.sandbox.datasets import READERS
 from ctrl_megatron.sandbox.datasets.problems import (
     FunctionProblem,
@@ -49,9 +50,7 @@ and the reason.
 _AT_ONCE = 16
 """Tests of one request that are under way."""
 _SHORT = 8192
-"""Characters of a completion that is searched at once, without a thread."""
-SANDBOX_FUSION = "sandbox_fusion"
-"""``extra.compatibility``: compare outputs and results as that service does."""
+"""Characters of a completion, and of an output, that are looked at without a thread."""
 CaseScorer = Callable[[StdioCase], Awaitable[tuple[wire.EvalTestCase, float]]]
 
 
@@ -78,7 +77,7 @@ class Submission:
     @property
     def compatible(self) -> bool:
         """Compare as SandboxFusion does, to compare services with; never for a reward."""
-        return self.request.config.extra.get("compatibility") == SANDBOX_FUSION
+        return self.request.config.extra.get("compatibility") == SANDBOX_FUSION.name
 
     @property
     def run_all(self) -> bool:
@@ -118,7 +117,7 @@ async def grade(runner: ProgramRunner, request: wire.SubmitRequest) -> wire.Eval
     submission = await _read(runner, request)
     result = await _judge(submission)
     if submission.compatible:
-        result.extra = {**(result.extra or {}), "compatibility": SANDBOX_FUSION}
+        result.extra = {**(result.extra or {}), "compatibility": SANDBOX_FUSION.name}
     return result
 
 
@@ -138,14 +137,16 @@ async def _read(runner: ProgramRunner, request: wire.SubmitRequest) -> Submissio
     by_default = config.language is None and kind not in _LANGUAGE_REQUIRED
     language = PYTHON if by_default else language_named(config.language)
     compatibility = config.extra.get("compatibility")
-    if compatibility not in (None, SANDBOX_FUSION):
+    if compatibility not in (None, SANDBOX_FUSION.name):
         raise ValueError(
-            f"extra.compatibility must be {SANDBOX_FUSION!r}, got {compatibility!r}"[:200]
+            f"extra.compatibility must be {SANDBOX_FUSION.name!r}, got {compatibility!r}"[:200]
         )
     if compatibility is not None:
         data = {**data, "first_of_list": True}
     # Reading may unpack megabytes: other requests go on meanwhile.
     problem = await aside(READERS[kind], data)
+    if compatibility is not None and not isinstance(problem, FunctionProblem):
+        problem = replace(problem, rule=SANDBOX_FUSION)
     extracted = (
         extract_code(request.completion, language)
         if len(request.completion) < _SHORT
@@ -346,11 +347,15 @@ async def _case_scorer(
         elif checker is not None:
             score, reason = await checker.score(case, run.stdout)
         else:
-            if submission.compatible:
-                reason = common_oj_difference(run.stdout, case.output) or ""
-            else:
-                fold = isinstance(problem, StdioProblem) and problem.ignore_case
-                reason = difference(run.stdout, case.output, ignore_case=fold) or ""
+            fold = isinstance(problem, StdioProblem) and problem.ignore_case
+            compare = functools.partial(difference, ignore_case=fold)
+            texts = run.stdout, case.output
+            # A megabyte of numbers takes a second.
+            reason = (
+                compare(*texts, problem.rule)
+                if len(run.stdout) < _SHORT
+                else await aside(compare, *texts, problem.rule)
+            ) or ""
             score = 0.0 if reason else 1.0
         shown = submission.shown
         info = {
