@@ -36,6 +36,7 @@ JOURNEYS = {
     "own_problems": "docs/own_problems.md",
     "own_reward": "docs/own_reward.md",
     "own_pipeline": "docs/own_pipeline.md",
+    "from_verl": "docs/coming_from.md",
     "resume_elsewhere": "docs/checkpoints.md",
     "export_and_load": "docs/checkpoints.md",
 }

@@ -113,6 +113,22 @@ def test_own_reward(shell: Shell, solver: Path) -> None:
     assert reward in (5 / 64, 6 / 64)
 
 
+def test_from_verl(shell: Shell, solver: Path) -> None:
+    out = journey(shell, "from_verl", MODEL=solver)
+    assert "rows: 48 to train, 30 to validate" in (out / "said").read_text()
+    trained = steps(out / "solver")
+    assert len(trained) == 2 and all("reward/mean" in step for step in trained)
+    name = "reward/examples/journeys/verl_form.py:compute_score"
+    last = table(out / "solver")["after RL"]
+    # The model says 8 or 9 to everything: two sums of 16 are 8, one is 9; no difference is.
+    assert last[f"sums_test/{name}"] in (2 / 16, 1 / 16)
+    assert last[f"differences_test/{name}"] == 0
+    assert last[name] == pytest.approx(last[f"sums_test/{name}"] * 16 / 30)
+    assert any(f"val/sums_test/{name}" in step for step in trained)
+    page = (out / "solver/report.html").read_text()
+    assert "sums_test" in page and "differences_test" in page
+
+
 def test_own_pipeline(shell: Shell, solver: Path) -> None:
     out = journey(shell, "own_pipeline", MODEL=solver)
     trained = steps(out / "vowels")
