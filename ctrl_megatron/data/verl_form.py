@@ -18,8 +18,8 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.sandbox.datasets.problems import text_field
 from ctrl_megatron.types import Problem
 
-COLUMNS = ("data_source", "prompt", "reward_model")
-"""What every row has; ``extra_info`` is optional, as it is there."""
+VERL_COLUMNS = "data_source, prompt and reward_model"
+"""What every row has, in words."""
 _HOW_TO_ANSWER = re.compile(
     r"\s*Write Python code to solve the problem\. Present the code in\s*"
     r"```python\s*Your code\s*```\s*at the end\.\s*$"
