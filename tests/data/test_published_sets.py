@@ -356,9 +356,11 @@ def test_every_format_becomes_problems_that_are_judged_rightly(
     assert rules == {
         **{"mbpp": "", "mbppplus": "", "HumanEval": "", "apps": "", "taco": "apps"},
         **{"code_contests": "code_contests", "livecodebench": "livecodebench"},
-        # These write their cases as APPS does; the last ones of Open-R1 and verl are functions.
-        **{"codeforces": "apps", "verl": "", "open_r1": ""},
+        # The last ones of Open-R1 and verl are functions.
+        **{"codeforces": "tokens", "verl": "", "open_r1": ""},
     }
+    assert problems["open_r1/vcp_1"].comparison == "tokens"
+    assert problems["verl/taco/1"].comparison == "apps"
     # Our own file holds all of it.
     out = tmp_path / "own.jsonl"
     out.write_text("".join(json.dumps(own_record(p)) + "\n" for p in problems.values()))

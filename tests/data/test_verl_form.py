@@ -60,6 +60,7 @@ def test_a_ground_truth_of_cases_is_judged_by_running(tmp_path: Path) -> None:
     assert program.prompter_type == "code_contests" and program.problem == "What is 3 and 4?"
     case = {"input": {"stdin": "1 2\n"}, "output": {"stdout": "3\n"}}
     assert json.loads(str(program.selected_uts)) == [case]
+    assert (program.comparison, function.comparison) == ("apps", "")
     assert function.prompter_type == "mbppplus" and function.entry_point == "twice"
 
 
