@@ -1,7 +1,7 @@
 """Open-R1's sets: verifiable-coding-problems-python, and codeforces with its official tests.
 
-Both are judged there by equal text, line by line and without the white space around it: here that
-is the rule ``tokens``.
+Open-R1's own reward compares lines as text without the white space around them. The rule
+``tokens`` comes closest, and is right for Codeforces' problems without a checker too.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from typing import Any
 
 from ctrl_megatron.data.contests import NoTests, problem_of_tests
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.sandbox.datasets.problems import text_field
 from ctrl_megatron.types import Problem
 
 VERL_COLUMNS = "data_source, prompt and reward_model"
@@ -96,14 +95,20 @@ def _tests_of(ground_truth: Any) -> Mapping[str, Any] | None:
 
 
 def _problem(record: Mapping[str, Any], tests: Mapping[str, Any], name: str) -> Problem:
-    prompt = record.get("prompt")
-    if not isinstance(prompt, (list, tuple)) or not prompt or not isinstance(prompt[-1], Mapping):
-        raise UserError(f"column 'prompt' must be a list of messages, is {prompt!r:.60}")
-    asked = text_field(prompt[-1].get("content"), "prompt[-1].content")
-    statement = _HOW_TO_ANSWER.sub("", asked).strip()
+    statement = _HOW_TO_ANSWER.sub("", _asked(record.get("prompt"))).strip()
     if not statement:
-        raise UserError("column 'prompt' ends in a message without content")
+        raise UserError("column 'prompt' has no message of a user with a content")
     try:
         return problem_of_tests(name, statement, tests)
     except ValueError as error:
         raise UserError(f"column 'reward_model': ground_truth: {error}") from error
+
+
+def _asked(prompt: Any) -> str:
+    """What the last message of a user says; a text is such a message."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, (list, tuple)) or not all(isinstance(m, Mapping) for m in prompt):
+        raise UserError(f"column 'prompt' must be a list of messages, is {prompt!r:.60}")
+    asked = [str(m.get("content") or "") for m in prompt if m.get("role") == "user"]
+    return asked[-1] if asked else ""

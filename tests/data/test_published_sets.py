@@ -424,7 +424,8 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no output": ("codeforces", {"official_tests": [{"input": "1"}]}, "outputs"),
     "no ground truth": ("eurus", {"reward_model": {"style": "rule"}}, "ground_truth"),
     "no reward model": ("verl", {"reward_model": "rule"}, "reward_model"),
-    "prompt is text": ("verl", {"prompt": "Add two."}, "'prompt' must be a list of messages"),
+    "prompt of numbers": ("verl", {"prompt": [1]}, "'prompt' must be a list of messages"),
+    "nobody asks": ("verl", {"prompt": [{"role": "system", "content": "?"}]}, "of a user"),
     "no source": ("verl", {"data_source": None}, "data_source"),
     "uneven truth": (
         "verl",

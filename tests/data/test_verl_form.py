@@ -64,6 +64,16 @@ def test_a_ground_truth_of_cases_is_judged_by_running(tmp_path: Path) -> None:
     assert function.prompter_type == "mbppplus" and function.entry_point == "twice"
 
 
+def test_the_last_question_of_a_conversation_is_the_statement(tmp_path: Path) -> None:
+    truth = {"style": "rule", "ground_truth": json.dumps(SUMS)}
+    said = [("system", "Think."), ("user", "Add both."), ("assistant", "<think>")]
+    talk = [{"role": role, "content": content} for role, content in said]
+    (one,) = read_rows(write(tmp_path / "talk.parquet", row(reward_model=truth, prompt=talk)))
+    (two,) = read_rows(write(tmp_path / "text.parquet", row(reward_model=truth, prompt="Add.")))
+    assert (one.problem, two.problem) == ("Add both.", "Add.")
+    assert [m["role"] for m in one.prompt] == ["system", "user", "assistant"]
+
+
 def test_a_file_with_ids_of_its_own_keeps_them(tmp_path: Path) -> None:
     (one,) = read_rows(write(tmp_path / "mine.parquet", row(id="mine/1")))
     assert one.id == "mine/1" and one["reward_model"]["ground_truth"] == "7"
