@@ -14,7 +14,8 @@ RANKS=${RANKS:-8} ENGINE=${ENGINE:-vllm}
 SOLVE=${SOLVE:---solver $MODEL --engine $ENGINE --n 4} # or --solutions FILE, if you have some
 
 ctrl-plan --config "$CONFIG" --gpu-memory 80 "actor_rollout_ref.model.path=$MODEL" \
-  "actor_rollout_ref.proxy.model.path=$MODEL"
+  "actor_rollout_ref.proxy.model.path=$MODEL" \
+  "data.train_files=$OUT/data/train.parquet" "data.val_files=$OUT/data/val.parquet"
 
 ctrl-synthesize --problems "$PROBLEMS" $SOLVE --out "$OUT/data"
 
