@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH, RESULT_CHECK
+from ctrl_megatron.sandbox.comparison import APPS, LIVE_CODE_BENCH, RESULT_CHECK, Rule
 from ctrl_megatron.sandbox.datasets.functions import PRELUDE
 from ctrl_megatron.sandbox.datasets.problems import (
     FunctionProblem,
@@ -105,11 +105,15 @@ def _input_output(record: Mapping[str, Any], name: str) -> Problem:
     )
 
 
-def problem_of_tests(name: str, statement: str, tests: Mapping[str, Any], **known: Any) -> Problem:
+def problem_of_tests(
+    name: str, statement: str, tests: Mapping[str, Any], *, rule: Rule = APPS, **known: Any
+) -> Problem:
     """The problem that an object with ``inputs``, ``outputs`` and, for functions, ``fn_name``
-    judges. ``known``: ``starter``, ``reference``, ``difficulty``, ``seconds``. ValueError.
+    judges by ``rule``. ``known``: ``starter``, ``reference``, ``difficulty``, ``seconds``.
+    ValueError.
     """
-    return _problem(name, statement, read_input_output({"input_output": dict(tests)}), **known)
+    graded = read_input_output({"input_output": dict(tests), "comparison": rule.name})
+    return _problem(name, statement, graded, **known)
 
 
 def level_of_rating(rating: float | None) -> int:

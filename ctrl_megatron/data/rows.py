@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ctrl_megatron.data.verl_form import is_verl_form, own_columns
+from ctrl_megatron.data.verl_form import VERL_COLUMNS, is_verl_form, own_columns
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH, STRICT, rule_named
@@ -150,7 +150,8 @@ def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
         if missing := [name for name in wanted if name not in present]:
             raise UserError(
                 f"{file}: column(s) {', '.join(missing)} missing; "
-                f"it has {', '.join(present) or 'none'}"
+                f"it has {', '.join(present) or 'none'}",
+                remedy=f"rows in verl's form have {VERL_COLUMNS}" if "id" in missing else "",
             )
         for number, record in enumerate(table.to_pylist(), start=1):
             place = f"{file}: row {number}"

@@ -356,9 +356,11 @@ def test_every_format_becomes_problems_that_are_judged_rightly(
     assert rules == {
         **{"mbpp": "", "mbppplus": "", "HumanEval": "", "apps": "", "taco": "apps"},
         **{"code_contests": "code_contests", "livecodebench": "livecodebench"},
-        # These write their cases as APPS does; the last ones of Open-R1 and verl are functions.
-        **{"codeforces": "apps", "verl": "", "open_r1": ""},
+        # The last ones of Open-R1 and verl are functions.
+        **{"codeforces": "tokens", "verl": "", "open_r1": ""},
     }
+    assert problems["open_r1/vcp_1"].comparison == "tokens"
+    assert problems["verl/taco/1"].comparison == "apps"
     # Our own file holds all of it.
     out = tmp_path / "own.jsonl"
     out.write_text("".join(json.dumps(own_record(p)) + "\n" for p in problems.values()))
@@ -422,7 +424,8 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no output": ("codeforces", {"official_tests": [{"input": "1"}]}, "outputs"),
     "no ground truth": ("eurus", {"reward_model": {"style": "rule"}}, "ground_truth"),
     "no reward model": ("verl", {"reward_model": "rule"}, "reward_model"),
-    "prompt is text": ("verl", {"prompt": "Add two."}, "'prompt' must be a list of messages"),
+    "prompt of numbers": ("verl", {"prompt": [1]}, "'prompt' must be a list of messages"),
+    "nobody asks": ("verl", {"prompt": [{"role": "system", "content": "?"}]}, "of a user"),
     "no source": ("verl", {"data_source": None}, "data_source"),
     "uneven truth": (
         "verl",
