@@ -189,14 +189,15 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
 
 
 def _few(results: Sequence[CriticResult]) -> Iterable[str]:
-    """A sentence for every pass@K that is not of all problems."""
+    """A sentence for every pass@K that is not of all problems, or is not there for that."""
     for result in results:
         for name, (count, places) in result.too_few.items():
-            least = name.partition("@")[2]
-            yield (
-                f"{result.critic}: {name} leaves out {count} of {places} problems (times seeds) "
-                f"with fewer than {least} judged chains."
-            )
+            least, of = name.partition("@")[2], f"{count} of {places} problems (times seeds)"
+            if name in result.last:
+                told = f"leaves out {of} with fewer than {least} judged chains"
+            else:
+                told = f"is not given, for {of} have fewer than {least} chains"
+            yield f"{result.critic}: {name} {told}."
 
 
 def _gains_table(results: Sequence[CriticResult]) -> Table:
