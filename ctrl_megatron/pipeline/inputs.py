@@ -6,7 +6,6 @@ starts them; the first that looks raises all of them as one UserError with a lin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ import torch
 
 from ctrl_megatron.checkpoint.run_directory import check_run_directory
 from ctrl_megatron.checkpoint.store import CheckpointStore, read_state
-from ctrl_megatron.config import Config, Purpose
+from ctrl_megatron.config import Config, Purpose, to_yaml
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
 from ctrl_megatron.data.rows import read_rows, rows_by_id
@@ -29,6 +28,7 @@ from ctrl_megatron.models.hf_config import ModelShape, read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.pipeline.recorder import config_changes, stages_of
 from ctrl_megatron.rewards.build import check_columns
 
 _MODEL = "actor_rollout_ref.model.path"
@@ -195,17 +195,17 @@ def is_finished(
     )
     if checkpoint is None or checkpoint.step < steps:
         return False
-    table = run_dir / "summary.json"
-    rows = json.loads(table.read_text())["table"] if table.is_file() else []
-    told = {None, *(row["stage"] for row in rows)}
+    told = {None, *(row["stage"] for row in stages_of(run_dir))}
     left = ("report.html", *files)
     if stage not in told or not all((run_dir / name).exists() for name in left):
         return False
     if read_launch().rank == 0:
+        changed = config_changes(run_dir, to_yaml(config))
+        other = f"; it was trained with other keys: {'; '.join(changed)}" if changed else ""
         print(
             f"nothing to do: {checkpoint.path} holds the last of {steps} steps; raise "
             "total_training_steps or total_epochs to go on, or name another "
-            "trainer.experiment_name",
+            f"trainer.experiment_name{other}",
             flush=True,
         )
     return True
