@@ -13,14 +13,16 @@ from pathlib import Path
 
 import torch
 
+from ctrl_megatron.checkpoint.files import require_space
 from ctrl_megatron.checkpoint.run_directory import check_run_directory
-from ctrl_megatron.checkpoint.store import CheckpointStore, read_state
+from ctrl_megatron.checkpoint.store import EXPORT_FOLDER, CheckpointStore, read_state
 from ctrl_megatron.config import Config, Purpose, to_yaml
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
 from ctrl_megatron.data.rows import read_rows, rows_by_id
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, all_of, users_input
+from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import require_fit
 from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.models.families import check_tensor_size
@@ -96,6 +98,20 @@ def check_memory(config: Config, purpose: Purpose) -> None:
         kernels = "te" if has_transformer_engine() else "torch"
         shapes = model_shapes(config, purpose)
         require_fit(config, shapes, gpu_memory=gpu_memory, purpose=purpose, kernels=kernels)
+
+
+def check_disk(config: Config, purpose: Purpose) -> None:
+    """UserError where the disk of the run's directory has no room for what the run writes."""
+    run_dir = Path(config.trainer.run_dir)
+    use = disk_use(config, model_shapes(config, purpose), purpose)
+    there = sum(
+        path.stat().st_size
+        for name in ("checkpoints", EXPORT_FOLDER, "hf")
+        for path in (run_dir / name).rglob("*")
+        if path.is_file()
+    )
+    with users_input("trainer.default_local_dir"):
+        require_space(run_dir, use.still_needed(there), f"a run that keeps {use} at once")
 
 
 def total_memory() -> int | None:

@@ -35,7 +35,9 @@ def test_nothing_to_do_says_what_was_trained_otherwise(trained: Path) -> None:
     assert code == 0 and "nothing to do" in output and "other keys" not in output
     code, output = run(SFT, [*given, "sft.lr=0.125", "trainer.seed=7"], trained)
     told = next(line for line in output.splitlines() if "nothing to do" in line)
-    assert code == 0 and "-> 0.125" in told and "trainer.seed: 1 -> 7" in told and "sft.lr: " in told
+    assert (
+        code == 0 and "-> 0.125" in told and "trainer.seed: 1 -> 7" in told and "sft.lr: " in told
+    )
     assert kept(trained) == before
 
 
