@@ -15,6 +15,7 @@ from ctrl_megatron.config.flags import count, new_path
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import is_evaluation
 from ctrl_megatron.metrics.report import write_comparison, write_report
+from ctrl_megatron.metrics.report.run_files import read_run_files
 
 _TITLE = b"<!doctype html>"
 
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"wrote {folder / 'report.html'}")
         else:
             print(f"wrote {write_report(folder)}")
+            _tell_left_out(folder)
         return 0
     out = options.out or Path("comparison.html")
     if out.exists() and (out.is_dir() or not out.read_bytes().startswith(_TITLE)):
@@ -61,8 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_evaluations_report(options.runs, out, ks=ks)
     else:
         write_comparison(options.runs, out)
+        for folder in options.runs:
+            _tell_left_out(folder)
     print(f"wrote {out}")
     return 0
+
+
+def _tell_left_out(run: Path) -> None:
+    for text in read_run_files(run).left_out:
+        print(f"left out of {run}: {text}")
 
 
 def _check_beside(out: Path) -> None:

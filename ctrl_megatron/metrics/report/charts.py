@@ -67,12 +67,15 @@ def charts(series: Series) -> list[Chart]:
 
 
 def tiles(series: Series) -> list[str]:
-    """The metrics whose last values are shown big."""
+    """The metrics whose last values are shown big: those that are declared to matter, or else what
+    the pipeline measured.
+    """
+    declared = [name for name, metric in METRICS.items() if metric.headline and name in series]
     own = [name for name in _of_pipeline(series) if _group(name) != "val"]
     # Shares can be read without knowing the metric; the rewards' details come last.
     own.sort(key=lambda name: (not is_share(name, series), _group(name) == "reward"))
     own = [name for name in own if name not in _TITLES][:_TILES_OF_PIPELINE]
-    shown = ("reward/mean", *own, *_SPEED)
+    shown = ("reward/mean", *(declared or own), *(_SPEED[:1] if declared else _SPEED))
     return [name for name in shown if name in series]
 
 
