@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from difflib import unified_diff
 from html import escape
 from typing import Any, TypeVar
 
 from ctrl_megatron.config import read_yaml
 from ctrl_megatron.metrics.display import format_number
+from ctrl_megatron.metrics.report import date_of
 from ctrl_megatron.metrics.report.charts import charts, is_share, tiles, title_of
 from ctrl_megatron.metrics.report.figures import (
     BLUE,
@@ -126,7 +126,7 @@ def _section(title: str, content: T | None, draw: Callable[[T], str]) -> list[st
 
 def facts(named: Mapping[str, str]) -> str:
     """Short facts at the top of a page, by what they are."""
-    parts = (f"<b>{escape(name)}</b> {escape(text)}" for name, text in named.items() if text)
+    parts = (f"<span>{escape(name)}</span> {escape(text)}" for name, text in named.items() if text)
     return f'<p class="facts">{" · ".join(parts)}</p>'
 
 
@@ -151,11 +151,6 @@ def facts_of(run: RunFiles) -> dict[str, str]:
     }
 
 
-def date_of(seconds: float) -> str:
-    """A moment in universal time, to the minute."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
 def _value(tree: Any, key: str) -> str:
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
@@ -178,6 +173,11 @@ def _tiles(series: Series) -> str:
             format_number(series[name][i][1], percent=is_share(name, series)) for i in (0, -1)
         )
         shown.append((title_of(name), last, f"first step {first}"))
+    return tile_row(shown)
+
+
+def tile_row(shown: Sequence[tuple[str, str, str]]) -> str:
+    """Big numbers: what each is, its value, and a note on it."""
     cells = (
         f'<div class="card tile"><div class="label">{escape(label)}</div>'
         f'<div class="value">{value}</div><div class="from">{escape(note)}</div></div>'

@@ -29,7 +29,7 @@ pre { margin: 0; padding: 12px 14px; max-height: 360px; overflow: auto; white-sp
 .card.all { margin-top: 14px; }
 .card img { display: block; width: 100%; height: auto; }
 p.facts { margin: 6px 0 0; color: var(--muted); overflow-wrap: anywhere; }
-p.facts b { font-weight: 500; color: var(--ink); }
+p.facts span { font-weight: 500; color: var(--ink); }
 p.left-out { margin: 10px 0 0; color: var(--warn); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
