@@ -89,19 +89,19 @@ class TrainingLoop:
         # One for all: a shared file system may show a rank an older state.
         checkpoint = groups.from_first(self.store.find(mode))
         parts = ("sampler", *self.parts)
-        state = checkpoint and self.store.load(self.worker.trained, checkpoint, parts=parts)
+        if checkpoint is not None:
+            state = self.store.load(self.worker.trained, checkpoint, parts=parts)
+            self.sampler.load_state_dict(state["sampler"])
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+            self.worker.step = self._saved = state["step"]
         self.recorder.begin()
         left = self.store.begin(mode, checkpoint) if groups.is_first else []
         if left:
             names = ", ".join(path.name for path in left)
             self.recorder.say(f"set aside in {left[0].parent}: {names}, ahead of where this starts")
-        if checkpoint is None or state is None:
-            return
-        self.sampler.load_state_dict(state["sampler"])
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
-        self.worker.step = self._saved = state["step"]
-        self.recorder.say(f"continuing from {checkpoint.path} after step {self.worker.step}")
+        if checkpoint is not None:
+            self.recorder.say(f"continuing from {checkpoint.path} after step {self.worker.step}")
 
     def run(self) -> bool:
         """Train to the last step; False if a stop was asked for. Saves either way."""

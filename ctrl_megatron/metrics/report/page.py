@@ -80,8 +80,8 @@ def _not_compared(series: Mapping[str, Series]) -> list[str]:
         if len(having) == 1:
             alone.setdefault(having[0], []).append(name)
     found = [
-        f"{len(names)} metrics that {run} alone recorded ({', '.join(names[:_NAMED])}"
-        f"{', ...' if len(names) > _NAMED else ''})"
+        f"what {run} alone recorded ({', '.join(names[:_NAMED])}"
+        f"{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''})"
         for run, names in alone.items()
     ]
     return [
