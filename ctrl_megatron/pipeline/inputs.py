@@ -6,7 +6,6 @@ starts them; the first that looks raises all of them as one UserError with a lin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,14 +13,16 @@ from pathlib import Path
 
 import torch
 
+from ctrl_megatron.checkpoint.files import require_space
 from ctrl_megatron.checkpoint.run_directory import check_run_directory
-from ctrl_megatron.checkpoint.store import CheckpointStore, read_state
-from ctrl_megatron.config import Config, Purpose
+from ctrl_megatron.checkpoint.store import EXPORT_FOLDER, CheckpointStore, read_state
+from ctrl_megatron.config import Config, Purpose, to_yaml
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
 from ctrl_megatron.data.rows import read_rows, rows_by_id
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, all_of, users_input
+from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import require_fit
 from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.metrics.flops import peak_flops
@@ -30,6 +31,7 @@ from ctrl_megatron.models.hf_config import ModelShape, read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.pipeline.recorder import config_changes, stages_of
 from ctrl_megatron.rewards.build import check_columns
 
 _MODEL = "actor_rollout_ref.model.path"
@@ -101,6 +103,20 @@ def check_gpu(config: Config, purpose: Purpose) -> None:
     kernels = "te" if has_transformer_engine() else "torch"
     shapes = model_shapes(config, purpose)
     require_fit(config, shapes, gpu_memory=memory, purpose=purpose, kernels=kernels)
+
+
+def check_disk(config: Config, purpose: Purpose) -> None:
+    """UserError where the disk of the run's directory has no room for what the run writes."""
+    run_dir = Path(config.trainer.run_dir)
+    use = disk_use(config, model_shapes(config, purpose), purpose)
+    there = sum(
+        path.stat().st_size
+        for name in ("checkpoints", EXPORT_FOLDER, "hf")
+        for path in (run_dir / name).rglob("*")
+        if path.is_file()
+    )
+    with users_input("trainer.default_local_dir"):
+        require_space(run_dir, use.still_needed(there), f"a run that keeps {use} at once")
 
 
 def this_gpu() -> tuple[str, int] | None:
@@ -201,17 +217,17 @@ def is_finished(
     )
     if checkpoint is None or checkpoint.step < steps:
         return False
-    table = run_dir / "summary.json"
-    rows = json.loads(table.read_text())["table"] if table.is_file() else []
-    told = {None, *(row["stage"] for row in rows)}
+    told = {None, *(row["stage"] for row in stages_of(run_dir))}
     left = ("report.html", *files)
     if stage not in told or not all((run_dir / name).exists() for name in left):
         return False
     if read_launch().rank == 0:
+        changed = config_changes(run_dir, to_yaml(config))
+        other = f"; it was trained with other keys: {'; '.join(changed)}" if changed else ""
         print(
             f"nothing to do: {checkpoint.path} holds the last of {steps} steps; raise "
             "total_training_steps or total_epochs to go on, or name another "
-            "trainer.experiment_name",
+            f"trainer.experiment_name{other}",
             flush=True,
         )
     return True

@@ -82,22 +82,26 @@ class TrainingLoop:
     """Of what has been saved since the last step that was recorded."""
 
     def resume(self) -> None:
-        """Continue from the configured checkpoint, if there is one. Collective."""
+        """Continue from the configured checkpoint, if there is one. Collective. A checkpoint that
+        cannot be loaded leaves the run's directory as it was.
+        """
         groups, mode = self.worker.groups, self.schedule.resume_mode
         # One for all: a shared file system may show a rank an older state.
         checkpoint = groups.from_first(self.store.find(mode))
+        parts = ("sampler", *self.parts)
+        if checkpoint is not None:
+            state = self.store.load(self.worker.trained, checkpoint, parts=parts)
+            self.sampler.load_state_dict(state["sampler"])
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+            self.worker.step = self._saved = state["step"]
+        self.recorder.begin()
         left = self.store.begin(mode, checkpoint) if groups.is_first else []
         if left:
             names = ", ".join(path.name for path in left)
             self.recorder.say(f"set aside in {left[0].parent}: {names}, ahead of where this starts")
-        if checkpoint is None:
-            return
-        state = self.store.load(self.worker.trained, checkpoint, parts=("sampler", *self.parts))
-        self.sampler.load_state_dict(state["sampler"])
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
-        self.worker.step = self._saved = state["step"]
-        self.recorder.say(f"continuing from {checkpoint.path} after step {self.worker.step}")
+        if checkpoint is not None:
+            self.recorder.say(f"continuing from {checkpoint.path} after step {self.worker.step}")
 
     def run(self) -> bool:
         """Train to the last step; False if a stop was asked for. Saves either way."""

@@ -20,6 +20,7 @@ from ctrl_megatron.pipeline.executor import check_calls
 from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
 from ctrl_megatron.pipeline.inputs import (
     check_checkpoint,
+    check_disk,
     check_gpu,
     check_loggers,
     check_models,
@@ -66,6 +67,7 @@ def check_run(config: Config) -> TaskGraph:
         ),
     )
     check_gpu(config, "rl")
+    check_disk(config, "rl")
     return graphs[0]
 
 

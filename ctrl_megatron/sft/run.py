@@ -16,6 +16,7 @@ from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.pipeline.build import build_policy, optimizer_options
 from ctrl_megatron.pipeline.inputs import (
     check_checkpoint,
+    check_disk,
     check_gpu,
     check_loggers,
     check_models,
@@ -124,6 +125,7 @@ def check_sft(config: Config) -> None:
         lambda: check_checkpoint(config, (POLICY_FOLDER,), ("sampler",)),
     )
     check_gpu(config, "sft")
+    check_disk(config, "sft")
 
 
 def check_rows(config: Config) -> tuple[TextCodec, list[SftExample], list[SftExample]]:
