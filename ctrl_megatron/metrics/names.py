@@ -43,6 +43,9 @@ METRICS: dict[str, Metric] = {
     "group/distinct_revision_rate": Metric("different revisions of a group, as a share of all"),
     "group/reward_minus_first": Metric("reward minus the pass rate of the first solution"),
     "revision/length": Metric("tokens of a revision"),
+    "revision/left_out_rate": Metric(
+        "share of valid critiques whose revision prompt is too long for the engine; left out"
+    ),
     "response/length": Metric("tokens of a completion of grpo_pipeline"),
     "response/cut_rate": Metric("share of completions cut at data.max_response_length"),
     "actor/ppo_kl": Metric("old policy to new policy, per token", "KL of the update"),

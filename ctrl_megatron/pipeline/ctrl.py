@@ -47,7 +47,7 @@ from ctrl_megatron.pipeline.critique_revision import (
     revise_greedy_critiques,
     revise_valid,
     reward_items,
-    score_fields,
+    score_revised,
 )
 from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
 from ctrl_megatron.pipeline.graph import (
@@ -192,13 +192,18 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 @reads(*node_keys.REVISIONS)
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``critique``, ``valid`` -> ``revision``: the frozen proxy's, empty for invalid critiques."""
+    """``critique``, ``valid`` -> ``revision``: the frozen proxy's, empty for invalid critiques; and
+    ``revision_fits`` (B,) bool, False where the engine had no room for one.
+    """
     rows = [worker.train.row(row) for row in texts(batch["problem_id"])]
     valid = batch["valid"].tolist()
-    revisions, lengths = revise_valid(worker, rows, texts(batch["critique"]), valid)
+    revised = revise_valid(worker, rows, texts(batch["critique"]), valid)
     return NodeOutput(
-        fields={"revision": NonTensorStack(*revisions)},
-        metrics=worker.means(columns([{"revision/length": length} for length in lengths])),
+        fields={
+            "revision": NonTensorStack(*revised.texts),
+            "revision_fits": torch.tensor(revised.fits),
+        },
+        metrics=worker.means(revised.metrics(valid)),
     )
 
 
@@ -212,8 +217,8 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         texts(batch["revision"]),
         batch["response_mask"].sum(dim=1).tolist(),
     )
-    scores = await worker.score(items)
-    return NodeOutput(fields=columns(score_fields(scores)))
+    scored = await score_revised(worker, items, batch["revision_fits"].tolist())
+    return NodeOutput(fields=columns(scored))
 
 
 # Log-probs and values

@@ -71,7 +71,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
 
     check_evaluation(config, job.critics)
     check_together(open_directory)
-    inputs, pairs = read_inputs(config, ("critic",), trains=False), []
+    inputs, pairs = read_inputs(config, ("critic",), trains=False, revises=True), []
     if job.pairs is not None:
         pairs = _read_pairs(job.pairs, config, inputs)
     _check_turns(job.plan, inputs)
@@ -97,7 +97,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
                 print(f"{name}: its weights have changed, so it is drawn anew", flush=True)
             if aside is not None:
                 print(f"the transcripts of the weights before stand in {aside}", flush=True)
-        services = run.start_services()
+        services = run.start_services(max_model_len=inputs.max_model_len)
         loaded = weights[todo[0][0]]
         worker = rollout_worker(run, services, loaded, inputs)
         try:

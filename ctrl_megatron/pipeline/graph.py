@@ -305,6 +305,11 @@ class TaskGraph:
         return (*own, *(key for node in self.nodes.values() for key in node.reads))
 
     @property
+    def revises(self) -> bool:
+        """Whether a node asks the proxy for revisions."""
+        return "actor_rollout_ref.proxy" in self.reads
+
+    @property
     def measured(self) -> tuple[str, ...] | None:
         """Reward functions that run in any case; None where no node reads the group ``reward``:
         then none is made, and no sandbox starts."""

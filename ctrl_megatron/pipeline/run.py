@@ -75,12 +75,19 @@ def train(config: Config) -> bool:
     Raises UserError before anything starts for whatever it is given that cannot be used.
     """
     graph, trainer, finished = check_run(config), config.trainer, False
-    inputs = read_inputs(config, graph.measured, validates=graph.report.validate is not None)
+    inputs = read_inputs(
+        config,
+        graph.measured,
+        validates=graph.report.validate is not None,
+        revises=graph.revises,
+    )
     steps = total_steps(config, len(inputs.train.rows))
     if is_finished(config, steps, stage="after RL" if graph.report.validate else None):
         return True
     with session(config) as run:
-        services = run.start_services(judges=runs_programs(config, graph.measured))
+        services = run.start_services(
+            max_model_len=inputs.max_model_len, judges=runs_programs(config, graph.measured)
+        )
         worker, sampler, steps = build_worker(run, services, graph, inputs)
         run.check_stop()
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)

@@ -501,6 +501,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
             engine=engine,
             weights=unused,
             device=unused,
+            max_model_len=64,
             rewards=None,
             reward_weights={},
             validation=None,
