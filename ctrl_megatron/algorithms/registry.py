@@ -156,8 +156,9 @@ class TokenSelection:
     covariances: Callable[..., torch.Tensor]
     """(old_log_prob, log_prob, advantages, response_mask, config, sums) -> (B, R) float64;
     ``sums`` are the ``covariance_sums`` of the whole mini-batch."""
-    choose: Callable[[torch.Tensor, Any, torch.Generator | None], torch.Tensor]
-    """(covariances of all tokens of the mini-batch, (N,); config; generator) -> (N,) bool."""
+    choose: Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
+    """(covariances of all tokens of the mini-batch, (N,); config; lots of the same tokens, (N,)) ->
+    (N,) bool."""
 
 
 @dataclass(frozen=True, slots=True)

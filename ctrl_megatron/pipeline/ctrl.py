@@ -482,7 +482,7 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             metrics |= kl_to_reference(worker, batch, log_probs)
         return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
     for rows in mini_batches(batch, worker.groups, epochs=actor.ppo_epochs):
-        rows |= select_tokens(worker, rows, draw=len(steps))
+        rows |= select_tokens(worker, batch, rows, draw=len(steps))
         steps.append(worker.policy.step(rows, loss, worker.temperature))
     metrics = means_over_steps(steps, "actor")
     metrics["actor/ppo_kl_first"] = steps[0]["actor/ppo_kl"]

@@ -32,6 +32,7 @@ from ctrl_megatron.pipeline.inputs import (
     RunInputs,
     check_models,
     check_together,
+    check_tokenizers,
     read_inputs,
 )
 from ctrl_megatron.pipeline.session import session
@@ -139,6 +140,7 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
     others = {f"{stage}={path}": path for stage, path in critics.items() if not is_written(path)}
     check_together(
         lambda: check_models(config, "rl", others),
+        lambda: check_tokenizers(config, "rl", others),
         lambda: check_reward_functions(config),
     )
 

@@ -20,7 +20,7 @@ from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
 from ctrl_megatron.data.rows import Row, read_rows, rows_by_id
-from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.data.tokens import MEANING, TextCodec, different_part, tokenizer_parts
 from ctrl_megatron.errors import UserError, all_of, users_input
 from ctrl_megatron.memory.fit import require_fit
 from ctrl_megatron.memory.shapes import model_shapes
@@ -152,6 +152,49 @@ def _check_role(
             f"{path} has another architecture than the actor; the same engines generate with both",
             remedy="use a model of the actor's shape",
         )
+
+
+def check_tokenizers(
+    config: Config, purpose: Purpose, others: Mapping[str, str] | None = None
+) -> None:
+    """UserError for a model that reads or writes other tokens than those it will be given: one
+    tokenizer and one chat template serve all models of a run.
+
+    Models that write text must share both, models that only read must share the meaning of tokens.
+    A directory without a tokenizer is taken at its word. ``others`` as in ``check_models``.
+    """
+    family, own = config.actor_rollout_ref, "actor_rollout_ref.model.tokenizer_path"
+    ours = family.model.tokenizer
+    wanted = [(_MODEL, family.model.path), *(others or {}).items()]
+    if purpose == "rl":
+        wanted += list(_roles(config, family.model.path))
+    differing = {path: key for key, path in reversed(wanted) if path != ours}
+    if not differing:
+        return
+    with users_input(own):
+        known = tokenizer_parts(ours)
+    problems = []
+    for path, key in differing.items():
+        try:
+            with users_input(key):
+                found = tokenizer_parts(path)
+        except UserError as error:
+            problems.append(error)
+            continue
+        reads = key in (_MODEL, *_ONLY_TRAINED)
+        if not known or not found:
+            continue
+        part = different_part(known, found, MEANING if reads else known)
+        if part is not None:
+            problems.append(
+                UserError(
+                    f"the tokenizer of {path} differs in its {part} from that of {ours}, which "
+                    "all models of the run are given their tokens by",
+                    key=key,
+                    remedy=f"name a model with the same tokenizer, or another {own}",
+                )
+            )
+    all_of(problems)
 
 
 def _check_context(

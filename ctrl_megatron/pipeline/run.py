@@ -25,6 +25,7 @@ from ctrl_megatron.pipeline.inputs import (
     check_models,
     check_place,
     check_together,
+    check_tokenizers,
     is_finished,
     read_inputs,
 )
@@ -57,6 +58,7 @@ def check_run(config: Config) -> TaskGraph:
         lambda: check_reward_functions(config),
         lambda: check_models(config, "rl"),
         lambda: require_engine(rollout.name, rollout.python),
+        lambda: check_tokenizers(config, "rl"),
         lambda: check_loggers(config),
         lambda: check_place(config),
         lambda: check_checkpoint(

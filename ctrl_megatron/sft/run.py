@@ -22,6 +22,7 @@ from ctrl_megatron.pipeline.inputs import (
     check_place,
     check_together,
     check_tokenizer,
+    check_tokenizers,
     is_finished,
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
@@ -119,6 +120,7 @@ def check_sft(config: Config) -> None:
     """UserError, with a line per problem, for what a run is given; its rows are not looked at."""
     check_together(
         lambda: check_models(config, "sft"),
+        lambda: check_tokenizers(config, "sft"),
         lambda: check_loggers(config),
         lambda: check_place(config),
         lambda: check_checkpoint(config, (POLICY_FOLDER,), ("sampler",)),

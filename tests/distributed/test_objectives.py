@@ -26,10 +26,8 @@ ACTORS: dict[str, dict[str, Any]] = {
             "kl_cov_ratio": 0.2,
         }
         for loss in POLICY_LOSS_REGISTRY
-        if loss != "clip_cov"
     },
 }
-"""Not clip_cov: which tokens it draws depends on the order of the ranks."""
 ONE, THREE, EIGHT = 4096, 56, 21
 """Token budgets that give the eight rows below about so many micro-batches."""
 CUTS: dict[str, tuple[dict[str, Any], int]] = {

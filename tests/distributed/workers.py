@@ -340,6 +340,8 @@ def objectives(
 
     groups, results = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    numbers = range(groups.place.dp, len(batch["response_mask"]), groups.layout.data)
+    named: Any = {"uid": [f"row {number}" for number in numbers]}
     # A rank's batch is as wide as its own longest response.
     unused = batch["response_mask"].shape[1] - int(mine["response_mask"].sum(1).max())
     mine = {k: v[:, : v.shape[1] - unused] for k, v in mine.items()}
@@ -352,7 +354,8 @@ def objectives(
                 actor_rollout_ref=SimpleNamespace(actor=actor), trainer=SimpleNamespace(seed=1)
             ),
         )
-        rows = {**mine, **select_tokens(worker, mine, draw=0)}
+        rows = {**mine, "place": torch.arange(len(numbers))}
+        rows |= select_tokens(worker, named, rows, draw=0)
         optimizer = {"lr": 1.0, "eps": 1.0, "weight_decay": 0.0, "total_steps": 10}
         policy = make_policy(groups, directory, optimizer=optimizer, token_budget=budget)
         results[name] = policy.step(rows, ActorLoss(actor, response_limit=11))
