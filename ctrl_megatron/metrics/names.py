@@ -72,6 +72,7 @@ METRICS: dict[str, Metric] = {
     "critic/value_mean": Metric("value per token"),
     "critic/grad_norm": Metric("the value model's gradient norm before clipping"),
     "critic/lr": Metric("the value model's learning rate"),
+    "filter/NAME": Metric("share of rows that the filter_plugin of the node NAME lets stay"),
     "sampling/rounds": Metric("draws until enough groups had different rewards"),
     "sampling/useful_rate": Metric("share of this step's groups with different rewards"),
     "sampling/reserve": Metric("useful groups kept for the next step"),

@@ -90,9 +90,10 @@ class Node:
 
     The function is ``func`` (a callable) or ``executable_ref`` (``"module:Class.method"`` or
     ``"module.function"``), which is imported at once, so that a typing error stops the run before
-    it starts. ``filter_plugin(batch)`` gives a (B,) bool tensor: the batch keeps those rows from
-    this node on. A host node that raises is tried ``retry_limit`` times more. ``agent_group`` and
-    ``agent_options`` are attributes for functions that read them.
+    it starts. ``filter_plugin(batch)`` gives a (B,) bool tensor: from this node on the other rows
+    have an empty ``response_mask`` (``executor.filtered``). A host node that raises is tried
+    ``retry_limit`` times more. ``agent_group`` and ``agent_options`` are attributes for functions
+    that read them.
 
     Raises ValueError for an empty id, a wrong enum, a dependency that is no id, a ``retry_limit``
     that is negative or not a host node's (ranks would retry apart), both functions at once, or a

@@ -318,6 +318,55 @@ def ragged_groups(rank: int, directory: str, examples: int) -> int:
     return shared
 
 
+def filtered_step(
+    rank: int, layout: dict[str, Any], directory: str, batch: dict, kept: list[bool], out: str
+) -> dict[str, Any]:
+    """An update behind a node that lets rows stay, in other numbers on every rank; the metrics, and
+    the weights in ``out``."""
+    from types import SimpleNamespace
+
+    from tensordict import TensorDict
+
+    from ctrl_megatron.checkpoint.hf import save_hf
+    from ctrl_megatron.config import Actor
+    from ctrl_megatron.metrics import Timeline
+    from ctrl_megatron.parallel.stop import StopFlag
+    from ctrl_megatron.pipeline import NodeOutput, NodeType, Pipeline
+    from ctrl_megatron.pipeline.batch import tensors_of
+    from ctrl_megatron.pipeline.executor import Executor
+    from ctrl_megatron.pipeline.losses import ActorLoss, mini_batches
+
+    groups = start(layout)
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    optimizer = {"lr": 1.0, "eps": 1.0, "weight_decay": 0.0, "total_steps": 10}
+    policy = make_policy(groups, directory, optimizer=optimizer, token_budget=24)
+
+    def log_probs(worker: Any, batch: Any) -> NodeOutput:
+        found, _ = policy.log_probs(tensors_of(batch), 1.0)
+        return NodeOutput(fields={"old_log_probs": found})
+
+    def update(worker: Any, batch: Any) -> NodeOutput:
+        loss = ActorLoss(Actor(), response_limit=9)
+        steps = [policy.step(rows, loss) for rows in mini_batches(batch, groups, epochs=1)]
+        return NodeOutput(
+            metrics={f"{i}/{k}": v for i, s in enumerate(steps) for k, v in s.items()}
+        )
+
+    pipeline = Pipeline("filtering")
+    pipeline.add_node("old", log_probs, node_type=NodeType.MODEL_TRAIN, only_forward_compute=True)
+    pipeline.add_node(
+        "update", update, ["old"], node_type=NodeType.MODEL_TRAIN, filter_plugin=lambda b: b["kept"]
+    )
+    rows = TensorDict(mine, batch_size=[len(mine["response_mask"])])
+    rows["kept"] = torch.tensor(kept)[groups.place.dp :: groups.layout.data]
+    worker: Any = SimpleNamespace(
+        groups=groups, timeline=Timeline(), stop=StopFlag(), background=None
+    )
+    _, metrics = Executor(pipeline.build(), worker).run_step(rows)
+    save_hf(policy, out, side_files=directory)
+    return metrics
+
+
 def objectives(
     rank: int,
     layout: dict,

@@ -334,7 +334,12 @@ CASES = [
         for case in (rl, sft)
     ),
     *(
-        case("a short context", given, f"max_position_embeddings=64 tokens, and {keys}", spoil)
+        case(
+            f"a short context for {keys}",
+            given,
+            f"max_position_embeddings=64 tokens, and {keys}",
+            spoil,
+        )
         for case, given, keys, spoil in (
             (rl, "", "data.max_prompt_length=4000 + data.max_response_length=768", _context(64)),
             (rl, f"{_A}rollout.max_model_len=9000", _A + "rollout.max_model_len", _context(64)),
