@@ -102,8 +102,8 @@ def test_the_objectives_differ(whole: dict[str, dict[str, float]]) -> None:
     assert len(set(norms)) >= len(norms) - 1, "two configurations compute the same"
 
 
-KEPT = ([True] * 8, [True, False] * 4, [False, True, False, False, True, False, True, False])
-"""With two ranks the second leaves one of them without a row, the third with different numbers."""
+KEPT = ([True, False] * 4, [False, True, False, False, True, False, True, False])
+"""With two ranks the first leaves one of them without a row, the second with other numbers."""
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -133,7 +133,7 @@ def test_rows_that_a_filter_leaves_out_count_nowhere_and_hang_nobody(
     for other in (*found["one"], *found["two"]):
         assert other.pop("filter/update") == sum(kept) / 8
         assert other == pytest.approx(
-            {k: v for k, v in metrics.items() if k != "filter/update"}, rel=1e-5, abs=1e-8
+            {k: v for k, v in metrics.items() if k != "filter/update"}, rel=1e-5, abs=1e-6
         )
     wanted = gradient(model, tmp_path / "alone")
     for name in ("one", "two"):

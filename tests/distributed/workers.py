@@ -348,9 +348,8 @@ def filtered_step(
     def update(worker: Any, batch: Any) -> NodeOutput:
         loss = ActorLoss(Actor(), response_limit=9)
         steps = [policy.step(rows, loss) for rows in mini_batches(batch, groups, epochs=1)]
-        return NodeOutput(
-            metrics={f"{i}/{k}": v for i, s in enumerate(steps) for k, v in s.items()}
-        )
+        numbered = {f"{i}/{k}": v for i, step in enumerate(steps) for k, v in step.items()}
+        return NodeOutput(metrics=numbered)
 
     pipeline = Pipeline("filtering")
     pipeline.add_node("old", log_probs, node_type=NodeType.MODEL_TRAIN, only_forward_compute=True)

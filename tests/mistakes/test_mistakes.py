@@ -337,7 +337,7 @@ CASES = [
         case(
             f"a short context for {keys}",
             given,
-            f"max_position_embeddings=64 tokens, and {keys}",
+            f"embeddings=64 tokens, and {keys}",
             spoil,
         )
         for case, given, keys, spoil in (
