@@ -7,15 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ctrl_megatron.algorithms import get_adv_estimator, get_policy_loss_terms
-from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER, CheckpointStore
+from ctrl_megatron.checkpoint.store import (
+    POLICY_FOLDER,
+    VALUE_FOLDER,
+    CheckpointStore,
+    read_state,
+)
 from ctrl_megatron.config import CTRL_PIPELINE, GRPO_PIPELINE, Config
-from ctrl_megatron.errors import UserError, users_code
+from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.errors import UserError, users_code, users_input
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.pipeline.build import (
     build_worker,
     total_steps,
 )
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
+from ctrl_megatron.pipeline.dynamic_sampling import check_sampling
 from ctrl_megatron.pipeline.executor import check_calls
 from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
 from ctrl_megatron.pipeline.inputs import (
@@ -56,6 +63,7 @@ def check_run(config: Config) -> TaskGraph:
         lambda: graphs.append(pipeline_of(config)),
         lambda: check_names(config),
         lambda: check_reward_functions(config),
+        lambda: [check_sampling(config, graph.measured) for graph in graphs],
         lambda: check_models(config, "rl"),
         lambda: require_engine(rollout.name, rollout.python),
         lambda: check_tokenizers(config, "rl"),
@@ -83,7 +91,7 @@ def train(config: Config) -> bool:
         validates=graph.report.validate is not None,
         revises=graph.revises,
     )
-    steps = total_steps(config, len(inputs.train.rows))
+    steps = planned_steps(config, len(inputs.train.rows))
     if is_finished(config, steps, stage="after RL" if graph.report.validate else None):
         return True
     with session(config) as run:
@@ -108,8 +116,9 @@ def train(config: Config) -> bool:
             ),
             recorder=recorder,
             schedule=Schedule(
-                batch_size=config.data.train_batch_size,
+                batch_size=config.gen_batch_size,
                 total_steps=steps,
+                total_epochs=counted_epochs(config),
                 save_freq=trainer.save_freq,
                 save_hf_freq=trainer.save_hf_freq,
                 test_freq=trainer.test_freq,
@@ -121,10 +130,11 @@ def train(config: Config) -> bool:
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
             constants=isolation,
         )
+        bound = "" if counted_epochs(config) is None else " at most"
         for line in banner(
             config,
             run.groups.layout,
-            steps=f"{steps} steps of {config.data.train_batch_size} prompts x "
+            steps=f"{steps} steps{bound} of {config.data.train_batch_size} prompts x "
             f"{config.actor_rollout_ref.rollout.n}",
             rows=len(inputs.train.rows),
             dropped=(inputs.train.dropped, "prompt above data.max_prompt_length"),
@@ -142,6 +152,34 @@ def train(config: Config) -> bool:
         run.watch.quiet()
         worker.close()
     return finished
+
+
+def counted_epochs(config: Config) -> int | None:
+    """The epochs after which dynamic sampling begins no further step: it draws several batches of
+    rows in one, so that their number says nothing about the steps. None where steps are counted.
+    """
+    counted = config.algorithm.filter_groups.enable and config.trainer.total_training_steps is None
+    return config.trainer.total_epochs if counted else None
+
+
+def planned_steps(config: Config, rows: int) -> int:
+    """Training steps of the run; where epochs are counted at most so many, and no more than its
+    checkpoint has made if that has drawn all of them.
+    """
+    steps, epochs, trainer = total_steps(config, rows), counted_epochs(config), config.trainer
+    store = CheckpointStore(
+        Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
+    )
+    checkpoint = None if epochs is None else store.find(trainer.resume_mode)
+    if epochs is None or checkpoint is None:
+        return steps
+    models = (POLICY_FOLDER, *((VALUE_FOLDER,) if config.needs_values else ()))
+    with users_input():
+        state = read_state(checkpoint, models, ("sampler", *_PARTS))
+        sampler = ResumableSampler(rows, seed=trainer.seed, shuffle=config.data.shuffle)
+        sampler.load_state_dict(state["sampler"])
+    through = sampler.is_through(epochs, config.gen_batch_size)
+    return min(steps, checkpoint.step) if through else steps
 
 
 def engines_and_sandbox(config: Config, services: Services, level: Mapping[str, float]) -> str:
