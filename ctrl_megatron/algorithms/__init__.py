@@ -52,6 +52,7 @@ from ctrl_megatron.algorithms.registry import (
     register_adv_est,
     register_policy_loss,
     register_policy_loss_terms,
+    required_inputs,
     token_selection,
 )
 from ctrl_megatron.algorithms.rollout_correction import (
@@ -128,6 +129,7 @@ __all__ = [
     "register_adv_est",
     "register_policy_loss",
     "register_policy_loss_terms",
+    "required_inputs",
     "token_lots",
     "token_selection",
     "value_loss_terms",

@@ -85,8 +85,7 @@ def estimate_advantages(
     named = _named_arguments(estimator)
     kinds = {p.kind for p in inspect.signature(estimator).parameters.values()}
     takes_anything = inspect.Parameter.VAR_KEYWORD in kinds
-    required = {key for key, p in named.items() if p.default is p.empty}
-    if missing := required - offered.keys() - {"reduce"}:
+    if missing := required_inputs(name) - offered.keys():
         raise ValueError(
             f"advantage estimator {key_of(name)!r} needs {', '.join(sorted(missing))}, which this "
             "pipeline does not provide"
@@ -100,6 +99,12 @@ def estimate_advantages(
         with users_code(f"advantage estimator {key_of(name)!r} failed"):
             found = estimator(**given)
     return _checked(key_of(name), estimator, found, offered["response_mask"])
+
+
+def required_inputs(name: str | Enum) -> set[str]:
+    """What the estimator ``name`` cannot do without; ValueError for an unknown name."""
+    named = _named_arguments(get_adv_estimator(name))
+    return {key for key, p in named.items() if p.default is p.empty} - {"reduce"}
 
 
 def _checked(

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.pipeline.batch import Fields, Sample, columns, known, reward_fields, texts
 from ctrl_megatron.pipeline.graph import NodeOutput
+from ctrl_megatron.pipeline.node_fields import writes
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.performance import step_performance
 from ctrl_megatron.pipeline.sampling import (
@@ -212,6 +213,7 @@ def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 # stand in every row of a prompt's group.
 
 
+@writes("greedy_critique", "greedy_valid", "greedy_judged_correct")
 def draw_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``greedy_critique``, ``greedy_valid``, ``greedy_judged_correct`` (B,): the actor's likeliest
     critique of each row's prompt.
@@ -225,6 +227,7 @@ def draw_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*REVISIONS)
+@writes("greedy_revision", "greedy_revision_fits")
 def revise_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``greedy_revision`` (B,) text: the proxy's, empty for invalid critiques; and
     ``greedy_revision_fits`` (B,) bool.
@@ -239,6 +242,7 @@ def revise_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*REWARDS)
+@writes("reward_baselines")
 async def judge_greedy_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``reward_baselines`` (B,): the critic's part of the greedy critique's reward, NaN where it
     could not be judged. Runs beside the log-probs.

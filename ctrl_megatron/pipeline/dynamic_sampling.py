@@ -14,6 +14,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline.batch import Group, Sample, make_batch
 from ctrl_megatron.pipeline.graph import NodeOutput
+from ctrl_megatron.pipeline.node_fields import DRAWN
 from ctrl_megatron.pipeline.sampling import share_rows
 from ctrl_megatron.rewards import weighted_sum
 from ctrl_megatron.rewards.build import reward_functions_of
@@ -42,6 +43,7 @@ class DynamicSampling:
     def __init__(self, draw: Draw, measure: Measure) -> None:
         self._draw, self._measure = draw, measure
         self.reads: tuple[str, ...] = getattr(draw, "reads", ())
+        self.writes = (*DRAWN, "score")
 
     def __call__(self, worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         """This rank's rows of the step. Collective."""

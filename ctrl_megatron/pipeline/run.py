@@ -37,6 +37,7 @@ from ctrl_megatron.pipeline.inputs import (
     read_inputs,
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
+from ctrl_megatron.pipeline.node_fields import check_fields
 from ctrl_megatron.pipeline.node_keys import check_read
 from ctrl_megatron.pipeline.performance import device_memory
 from ctrl_megatron.pipeline.recorder import Recorder, banner
@@ -142,7 +143,8 @@ def train(config: Config) -> bool:
             services=engines_and_sandbox(config, services, isolation),
         ):
             recorder.say(line)
-        recorder.say(kernels_line(on_gpu=run.groups.device.type == "cuda"))
+        dtype, on_gpu = config.actor_rollout_ref.model.dtype, run.groups.device.type == "cuda"
+        recorder.say(kernels_line(on_gpu=on_gpu, dtype=dtype))
         loop.resume()
         worker.weights.actor_changed(worker.step)
         finished = loop.run()
@@ -207,6 +209,7 @@ def pipeline_of(config: Config) -> TaskGraph:
             "TaskGraph that Pipeline.build() gives"
         )
     check_calls(graph)
+    check_fields(config, graph)
     if config.algorithm.filter_groups.enable and not graph.draws_rows:
         raise UserError(
             f"algorithm.filter_groups.enable=true has no effect on the pipeline {graph.graph_id}: "

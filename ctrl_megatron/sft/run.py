@@ -106,7 +106,8 @@ def train_sft(config: Config) -> bool:
             validation=len(held_out),
         ):
             recorder.say(line)
-        recorder.say(kernels_line(on_gpu=groups.device.type == "cuda"))
+        dtype, on_gpu = config.actor_rollout_ref.model.dtype, groups.device.type == "cuda"
+        recorder.say(kernels_line(on_gpu=on_gpu, dtype=dtype))
         loop.resume()
         finished = loop.run()
         if finished:
