@@ -210,9 +210,11 @@ def _needs_of_correction(config: Config) -> dict[str, str]:
 
 
 def _needs_of_rewards(config: Config) -> dict[str, str]:
-    setting = "algorithm.use_kl_in_reward=true"
-    both = dict.fromkeys(("old_log_probs", "ref_log_prob"), setting)
-    return {"token_level_scores": "", **(both if config.algorithm.use_kl_in_reward else {})}
+    found = {"token_level_scores": ""}
+    if config.algorithm.use_kl_in_reward:
+        setting = "algorithm.use_kl_in_reward=true"
+        found |= {"old_log_probs": setting, "ref_log_prob": setting}
+    return found
 
 
 def _needs_of_advantages(config: Config) -> dict[str, str]:
