@@ -121,7 +121,7 @@ def _checked(
                 f"{who} gives {what} of shape {None if shape is None else tuple(shape)}; expected "
                 f"{tuple(expected)}, that of response_mask: {place}"
             )
-        if not tensor[response_mask.bool()].isfinite().all():
+        if is_users(estimator) and not tensor[response_mask.bool()].isfinite().all():
             raise UserError(f"{who} gives {what} that are not finite: {place}")
     return found[0], found[1]
 
