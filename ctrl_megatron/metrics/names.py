@@ -47,6 +47,9 @@ METRICS: dict[str, Metric] = {
         "reward minus the pass rate of the first solution", headline=True
     ),
     "revision/length": Metric("tokens of a revision"),
+    "revision/left_out_rate": Metric(
+        "share of valid critiques whose revision prompt is too long for the engine; left out"
+    ),
     "response/length": Metric("tokens of a completion of grpo_pipeline"),
     "response/cut_rate": Metric("share of completions cut at data.max_response_length"),
     "actor/ppo_kl": Metric("old policy to new policy, per token", "KL of the update"),
@@ -73,6 +76,7 @@ METRICS: dict[str, Metric] = {
     "critic/value_mean": Metric("value per token"),
     "critic/grad_norm": Metric("the value model's gradient norm before clipping"),
     "critic/lr": Metric("the value model's learning rate"),
+    "filter/NAME": Metric("share of rows that the filter_plugin of the node NAME lets stay"),
     "sampling/rounds": Metric("draws until enough groups had different rewards"),
     "sampling/useful_rate": Metric("share of this step's groups with different rewards"),
     "sampling/reserve": Metric("useful groups kept for the next step"),

@@ -44,8 +44,11 @@ class Schedule:
     """When to do what; frequencies in steps, -1 for never."""
 
     batch_size: int
-    """Rows of a step; a graph with dynamic sampling draws its own."""
+    """Rows of a step, or of a draw of dynamic sampling."""
     total_steps: int
+    total_epochs: int | None = None
+    """Where the graph draws rows itself, ``batch_size`` at a time: passes over them after which no
+    further step begins."""
     save_freq: int = -1
     save_hf_freq: int = -1
     test_freq: int = -1
@@ -111,16 +114,21 @@ class TrainingLoop:
             if schedule.val_before_train and worker.step == 0:
                 self._validate(f"before {schedule.stage}")
             self._state = self._snapshot()
-            while worker.step < schedule.total_steps:
+            last = self._is_over()
+            while not last:
                 self._step(executor)
                 self._state = self._snapshot()
-                last = worker.step == schedule.total_steps
+                last = self._is_over()
                 if last or _due(worker.step, schedule.save_freq):
                     self._save()
                 if _due(worker.step, schedule.save_hf_freq):
                     self._export()
                 if not last and _due(worker.step, schedule.test_freq):
                     self._validate(f"step {worker.step}")
+            if worker.step < schedule.total_steps:
+                self.recorder.say(
+                    f"{schedule.total_epochs} epochs of rows are drawn after step {worker.step}"
+                )
             self._validate(f"after {schedule.stage}")
             self._tell(self.store.wait())
         except StopRequested:
@@ -131,6 +139,12 @@ class TrainingLoop:
             self.recorder.say(f"stopped as asked{kept or ' before the first step ended'}")
             return False
         return True
+
+    def _is_over(self) -> bool:
+        """Whether the last step has been made, or the rows of all epochs have been drawn."""
+        schedule, epochs = self.schedule, self.schedule.total_epochs
+        drawn = epochs is not None and self.sampler.is_through(epochs, schedule.batch_size)
+        return drawn or self.worker.step >= schedule.total_steps
 
     def _step(self, executor: Executor) -> None:
         worker, step, report = self.worker, self.worker.step + 1, self.graph.report
