@@ -355,6 +355,12 @@ def _reward(config: Config) -> Iterator[str]:
             f"reward.reward_funcs={list(names)} names critic, the pass rate of a revision, which "
             f"{GRPO_PIPELINE} does not write; name code or functions of your own"
         )
+    limited = config.reward.copying != "measure" and config.writes_revisions
+    if limited and "critic" not in names and not config.reward.transition.is_on:
+        yield (
+            f"reward.copying={config.reward.copying} limits what critic and transition pay, which "
+            f"reward.reward_funcs={list(names)} does not name; add critic or leave it at measure"
+        )
 
 
 def _words(value: Any) -> str:

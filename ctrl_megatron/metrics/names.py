@@ -32,11 +32,17 @@ METRICS: dict[str, Metric] = {
     "reward_share/below_one": Metric("share above 0.5 and below 1"),
     "reward_share/one": Metric("share that earned exactly 1"),
     "reward_share/elsewhere": Metric("share below 0 or above 1"),
-    "reward/judged_rate": Metric("share of samples that got a reward; the sandbox lost the others"),
+    "reward/judged_rate": Metric(
+        "share of samples with a reward; the sandbox lost the others, or reward.copying masks them"
+    ),
     "reward/cached_rate": Metric("share of verdicts that no program had to run for"),
     "pass_rate/before": Metric("tests that the first solutions pass", headline=True),
     "pass_rate/after": Metric("tests that revisions of valid critiques pass", headline=True),
     "critique/valid_rate": Metric("share of critiques that contain a judgment", headline=True),
+    "critique/copied_rate": Metric(
+        "share of a revision's program that its critique already holds (reward.copying)",
+        "Program in the critique",
+    ),
     "critique/length": Metric("tokens of a critique"),
     "critique/cut_rate": Metric("share of critiques cut at data.max_response_length"),
     "judgment/correct_rate": Metric("share of critiques with a judgment that say correct"),

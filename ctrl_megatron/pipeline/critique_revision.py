@@ -154,8 +154,8 @@ async def score_revised(
 
 
 def score_fields(scores: Scores) -> list[Fields]:
-    """Per row ``reward_fields`` and, of the critic's verdict, ``pass_rate``, ``cached`` and
-    ``detail``.
+    """Per row ``reward_fields`` and, of the critic's verdict, ``pass_rate``, ``copied``, ``cached``
+    and ``detail``.
     """
     pairs = zip(reward_fields(scores), scores.outcomes, strict=True)
     return [{**rewards, **_verdict_fields(outcome)} for rewards, outcome in pairs]
@@ -165,6 +165,7 @@ def _verdict_fields(outcome: RewardOutcome | None) -> Fields:
     outcome = outcome or RewardOutcome(reward=None)
     return {
         "pass_rate": outcome.pass_rate,
+        "copied": outcome.copied,
         "cached": outcome.cached,
         "detail": outcome.detail,
     }
@@ -298,6 +299,7 @@ def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
         {
             "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
             "pass_rate/after": batch["pass_rate"][batch["judged"] & batch["valid"]],
+            "critique/copied_rate": batch["copied"][~batch["copied"].isnan()],
             "reward/cached_rate": batch["cached"][~batch["reward/critic"].isnan()].float(),
             **reward_signal(batch["reward/critic"], uids, rows, revisions, batch["valid"]),
             **critique_signal(texts(batch["critique"]), judgments(batch), rows),
@@ -326,6 +328,7 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
             "reward": known(batch["reward/critic"][i]),
             "passed_before": row.pass_rate,
             "passed_after": known(batch["pass_rate"][i]),
+            "copied": known(batch["copied"][i]),
             "detail": written["detail"][i],
             "versions": f"critique by {written['version'][i]}, revision by proxy",
         }

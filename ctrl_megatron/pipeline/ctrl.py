@@ -375,7 +375,8 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             )
         raise RuntimeError(
             "none of the step's answers could be judged: look at the faults of the sandbox or the "
-            "provider above; the run goes on from its last checkpoint when it is started again"
+            "provider above, or raise reward.copying_threshold where reward.copying is mask; the "
+            "run goes on from its last checkpoint when it is started again"
         )
     return NodeOutput(
         fields={
