@@ -269,7 +269,7 @@ RESULT_MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "item": lambda v: v[0] if isinstance(v, list) and v else v,
     "reverse": lambda v: v[::-1] if isinstance(v, (list, str)) else v,
     "shorter": lambda v: v[:-1] if isinstance(v, (list, str)) else v,
-    "twice": lambda v: v + v if isinstance(v, (list, str)) else v,
+    "twice": lambda v: v * 2 if isinstance(v, (list, str)) else v,
     "None": lambda v: None,
     "capitals": _each_leaf(lambda v: v.swapcase() if isinstance(v, str) else v),
 }
