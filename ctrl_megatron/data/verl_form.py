@@ -60,6 +60,7 @@ def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
             "selected_uts": problem.selected_uts,
             "entry_point": problem.entry_point,
             "test_setup": problem.test_setup,
+            "comparison": record.get("comparison") or problem.comparison,
         }
     return columns
 

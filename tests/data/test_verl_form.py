@@ -61,6 +61,9 @@ def test_a_ground_truth_of_cases_is_judged_by_running(tmp_path: Path) -> None:
     case = {"input": {"stdin": "1 2\n"}, "output": {"stdout": "3\n"}}
     assert json.loads(str(program.selected_uts)) == [case]
     assert function.prompter_type == "mbppplus" and function.entry_point == "twice"
+    assert (program.comparison, function.comparison) == ("apps", "")
+    named = write(tmp_path / "named.parquet", row(reward_model=truth, comparison="strict"))
+    assert read_rows(named)[0].comparison == "strict"
 
 
 def test_a_file_with_ids_of_its_own_keeps_them(tmp_path: Path) -> None:
