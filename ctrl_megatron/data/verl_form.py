@@ -15,6 +15,7 @@ from typing import Any
 
 from ctrl_megatron.data.contests import NoTests, problem_of_tests
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.sandbox.comparison import STRICT, rule_named
 from ctrl_megatron.sandbox.datasets.problems import text_field
 from ctrl_megatron.types import Problem
 
@@ -60,7 +61,7 @@ def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
             "selected_uts": problem.selected_uts,
             "entry_point": problem.entry_point,
             "test_setup": problem.test_setup,
-            "comparison": record.get("comparison") or problem.comparison,
+            "comparison": problem.comparison,
         }
     return columns
 
@@ -103,7 +104,12 @@ def _problem(record: Mapping[str, Any], tests: Mapping[str, Any], name: str) -> 
     statement = _HOW_TO_ANSWER.sub("", asked).strip()
     if not statement:
         raise UserError("column 'prompt' ends in a message without content")
+    comparison = record.get("comparison") or ""
     try:
-        return problem_of_tests(name, statement, tests)
+        rule_named(comparison or STRICT.name)
+    except ValueError as error:
+        raise UserError(f"column 'comparison' names no rule: {error}") from error
+    try:
+        return problem_of_tests(name, statement, tests, comparison=comparison)
     except ValueError as error:
         raise UserError(f"column 'reward_model': ground_truth: {error}") from error
