@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -320,6 +321,8 @@ RESULTS: list[tuple[Any, Any, str, bool]] = [
     (1, [1, 2], "", False),
     (1, [1, 2], "first=True", True),
     ([1, 2], [1, 2], "first=True", True),
+    (Counter("aab"), {"a": 2, "b": 1}, "", True),
+    (Counter("aab"), {"a": 2}, "", False),
     ({1: 2}, {1: 3}, "", False),
     ({1: 2, 2: 3}, {1: 2}, "", False),
     (None, [], "", False),
