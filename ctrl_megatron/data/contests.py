@@ -106,13 +106,13 @@ def _input_output(record: Mapping[str, Any], name: str) -> Problem:
 
 
 def problem_of_tests(
-    name: str, statement: str, tests: Mapping[str, Any], *, rule: Rule = APPS, **known: Any
+    name: str, statement: str, tests: Mapping[str, Any], *, comparison: str = "", **known: Any
 ) -> Problem:
     """The problem that an object with ``inputs``, ``outputs`` and, for functions, ``fn_name``
-    judges by ``rule``. ``known``: ``starter``, ``reference``, ``difficulty``, ``seconds``.
-    ValueError.
+    judges, by the rule ``comparison`` or that of APPS. ``known``: ``starter``, ``reference``,
+    ``difficulty``, ``seconds``. ValueError.
     """
-    graded = read_input_output({"input_output": dict(tests), "comparison": rule.name})
+    graded = read_input_output({"input_output": dict(tests), "comparison": comparison})
     return _problem(name, statement, graded, **known)
 
 

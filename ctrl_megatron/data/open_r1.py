@@ -12,7 +12,7 @@ from typing import Any
 
 from ctrl_megatron.data.contests import NoTests, level_of_rating, problem_of_tests
 from ctrl_megatron.prompts import extract_code
-from ctrl_megatron.sandbox.comparison import TOKENS
+from ctrl_megatron.sandbox.comparison import CODE_CONTESTS, TOKENS
 from ctrl_megatron.sandbox.datasets.problems import (
     json_field,
     list_field,
@@ -71,7 +71,7 @@ def verifiable_problem(record: Mapping[str, Any], number: int) -> Problem:
         f"open_r1/{number if name is None else name}",
         statement,
         tests,
-        rule=TOKENS,
+        comparison=TOKENS.name,
         reference=extract_code(text_field(solution, "gold_standard_solution")) if solution else "",
     )
 
@@ -98,7 +98,7 @@ def codeforces_problem(record: Mapping[str, Any], number: int) -> Problem:
         f"codeforces/{name}",
         _codeforces_statement(record),
         {"inputs": [c.get("input") for c in cases], "outputs": [c.get("output") for c in cases]},
-        rule=TOKENS,
+        comparison=CODE_CONTESTS.name,
         difficulty=level_of_rating(record.get("rating")),
         seconds=float(limit) if limit else None,
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 from ctrl_megatron.data.contests import NoTests, problem_of_tests
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.sandbox.comparison import STRICT, rule_named
 from ctrl_megatron.types import Problem
 
 VERL_COLUMNS = "data_source, prompt and reward_model"
@@ -98,8 +99,13 @@ def _problem(record: Mapping[str, Any], tests: Mapping[str, Any], name: str) -> 
     statement = _HOW_TO_ANSWER.sub("", _asked(record.get("prompt"))).strip()
     if not statement:
         raise UserError("column 'prompt' has no message of a user with a content")
+    comparison = record.get("comparison") or ""
     try:
-        return problem_of_tests(name, statement, tests)
+        rule_named(comparison or STRICT.name)
+    except ValueError as error:
+        raise UserError(f"column 'comparison' names no rule: {error}") from error
+    try:
+        return problem_of_tests(name, statement, tests, comparison=comparison)
     except ValueError as error:
         raise UserError(f"column 'reward_model': ground_truth: {error}") from error
 
