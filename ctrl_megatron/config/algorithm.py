@@ -226,3 +226,6 @@ class Sandbox:
     workers: int | None = key(None, AT_LEAST_1, read=_EMBEDDED)
     """Programs that a host's embedded service runs at the same time; None for one per core that the
     process may use, less one for each rank of the host."""
+    problem_seconds: float = key(160.0, ABOVE_0, read=_EMBEDDED)
+    """Seconds that the tests of one problem may spend on workers of the embedded service, all
+    together; what is not judged then has failed. Time that a program waits for a worker is none."""

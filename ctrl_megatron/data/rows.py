@@ -21,6 +21,7 @@ from ctrl_megatron.data.verl_form import VERL_COLUMNS, is_verl_form, own_columns
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH, STRICT, rule_named
+from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
 from ctrl_megatron.types import Attempt, Message, Problem, PrompterType
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -259,7 +260,7 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
         if isinstance(value, str):
             # A JSON list is valid Python too: run as a test, it would pass for every program.
             try:
-                listed = json.loads(value)
+                listed = loads(value)
             except json.JSONDecodeError:
                 listed = None
             value = listed if isinstance(listed, list) else [value]
@@ -269,11 +270,12 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
             raise UserError("has an entry that is empty or not text")
         return tuple(value)
     if isinstance(value, (list, tuple)) and value and all(isinstance(c, dict) for c in value):
-        value = json.dumps(value, ensure_ascii=False)
+        with long_integers():
+            value = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str):
         raise UserError("must be the JSON text of a list of cases (a string, or a list of one)")
     try:
-        cases = json.loads(value)
+        cases = loads(value)
     except json.JSONDecodeError as error:
         raise UserError(f"is not JSON: {error}") from error
     # Without a test, every program would pass.

@@ -35,7 +35,7 @@ from ctrl_megatron.rollout.engine import (
 )
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
-from ctrl_megatron.sandbox import EmbeddedSandbox
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxLimits
 from ctrl_megatron.sandbox.cores import usable_cores
 
 _ASK_SECONDS, _TURN_SECONDS = 2.0, 0.5
@@ -105,6 +105,7 @@ class Services:
             return EmbeddedSandbox.start(
                 workers=config.workers or workers,
                 isolation=config.isolation,  # type: ignore[arg-type]
+                limits=SandboxLimits(problem_seconds=config.problem_seconds),
                 host=groups.hosts.addresses[groups.here],
                 token_file=file.name if self.sandbox_token else None,
             )
