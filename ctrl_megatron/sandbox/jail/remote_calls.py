@@ -14,8 +14,8 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import codec, frames, linux, program
 from ctrl_megatron.sandbox.limits import (
@@ -23,7 +23,6 @@ from ctrl_megatron.sandbox.limits import (
     CALL_BYTES,
     DECODING_BYTES,
     DECODING_SECONDS,
-    PIPELINED_BYTES,
 )
 
 NEW_CANDIDATE = b"N"
@@ -48,14 +47,6 @@ _DATA_ATTRIBUTES = frozenset(
 program could answer ``f(x).startswith("expected")`` itself.
 """
 _DATA_PREDICATES = frozenset(n for n in _DATA_ATTRIBUTES if n.startswith(("is", "starts", "ends")))
-
-
-class RemoteCall(NamedTuple):
-    """A call of a function of the program."""
-
-    name: str
-    arguments: tuple[Any, ...]
-    named: dict[str, Any]
 
 
 class CandidateLost(BaseException):
@@ -176,8 +167,8 @@ def serve_calls(fd: int, prelude: str, code: str, entry_points: list[str]) -> No
     calls = frames.FrameReader(fd, limit=CALL_BYTES)
     server = _CallServer(module.__dict__)
     while failure is None:
-        call = calls.receive()
-        frames.send_encoded(fd, server.answer(call))
+        # No name holds a call: the program could look it up from the next one.
+        frames.send_encoded(fd, server.answer(calls.receive()))
     os._exit(0)
 
 
@@ -267,7 +258,6 @@ class CandidateConnection:
         self._call: dict[str, Any] | None = None
         self._error: Any = None
         self._value: Any = _NOT_READ
-        self._pipelined: deque[dict[str, Any]] = deque()
         self.lost: CandidateLost | None = None
         self.deadline = 0.0
         self.busy = False
@@ -279,11 +269,6 @@ class CandidateConnection:
         """A test begins; it ends by ``deadline`` (``time.monotonic`` seconds)."""
         self.deadline = deadline
         self._call, self._error, self._value = None, None, _NOT_READ
-
-    @property
-    def pipelined(self) -> int:
-        """Calls of tests to come that are on the wire."""
-        return len(self._pipelined)
 
     @property
     def last_call(self) -> str:
@@ -332,12 +317,9 @@ class CandidateConnection:
         """
         if self.lost is not None:
             raise self.lost
-        request = None if self._pipelined else self._request(what, arguments, named)
+        request = self._request(what, arguments, named)
         self.busy = self.used = True
-        if request is None:
-            request = self._pipelined.popleft()
-        else:
-            self._send(frames.encode(request))
+        self._send(frames.encode(request))
         self._call, self._error, self._value = request, None, _NOT_READ
         answer = self._receive()
         self.busy = False
@@ -382,25 +364,6 @@ class CandidateConnection:
     def _left(self) -> float:
         """Seconds until the deadline, never 0: that would switch a timer off."""
         return max(self.deadline - time.monotonic(), 1e-6)
-
-    def pipeline(self, calls: Iterable[RemoteCall]) -> None:
-        """Send the calls that the next tests will make, in their order; as many as fit."""
-        requests, data = [], b""
-        for call in calls:
-            try:
-                request = self._request({"name": call.name}, call.arguments, call.named)
-            except codec.CodecError:
-                break  # the test itself will say so
-            frame = frames.encode(request)
-            if len(data) + len(frame) > PIPELINED_BYTES:
-                break
-            requests.append(request)
-            data += frame
-        if len(requests) > 1:
-            self.busy = True
-            self._send(data)
-            self.busy = False
-            self._pipelined.extend(requests)
 
     def close(self) -> None:
         """Let go of the candidate."""

@@ -27,9 +27,8 @@ from ctrl_megatron.sandbox.jail.remote_calls import NEW_CANDIDATE
 _JOB_BYTES = 1 << 30
 _REPORT_BYTES = 64 << 20
 _GRACE_SECONDS = 2.0
-_PHASES = 4
-"""What a judge may do between two verdicts: wait for a pipelined call, load the program anew, run
-the setup, run the test."""
+_PHASES = 3
+"""What a judge may do between two verdicts: load the program anew, run the setup, run the test."""
 _CANCEL = None
 """What the service sends in place of a job to give up the running one."""
 _CHUNK = 1 << 16
