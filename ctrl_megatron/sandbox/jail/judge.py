@@ -17,7 +17,11 @@ from types import CodeType
 from typing import Any, TypeGuard
 
 from ctrl_megatron.sandbox.jail import frames
-from ctrl_megatron.sandbox.jail.remote_calls import CandidateConnection, CandidateLost
+from ctrl_megatron.sandbox.jail.remote_calls import (
+    CandidateConnection,
+    CandidateLost,
+    HarnessFailure,
+)
 
 _REASON_LENGTH = 600
 _CHANGING = "_changing"
@@ -150,19 +154,21 @@ class _TestRunner:
             status = "passed"
         except AssertionError as error:
             reason = _join("AssertionError", error, candidate.last_call)
-        except CandidateLost as lost:
-            status, reason = lost.status, lost.reason
-            if candidate.busy:
-                candidate.lost = candidate.lost or lost
+        except HarnessFailure as failure:
+            status, reason = failure.status, failure.reason
+            if candidate.busy and isinstance(failure, CandidateLost):
+                candidate.lost = candidate.lost or failure
         except BaseException as error:
             reason = _join(type(error).__name__, error, "")
         if candidate.lost is not None:
             return candidate.lost.status, candidate.lost.reason
         if candidate.busy:
             return "protocol", "a call was left unanswered"
+        # What follows holds although the test's own code may have swallowed it.
         if time.monotonic() >= candidate.deadline:
-            # Also when the test's own code swallowed the alarm.
-            status, reason = "timeout", "time limit exceeded"
+            return "timeout", "time limit exceeded"
+        if candidate.failure is not None:
+            return candidate.failure.status, candidate.failure.reason
         return status, reason
 
     def _stub(self, name: str) -> Callable[..., Any]:

@@ -49,13 +49,23 @@ program could answer ``f(x).startswith("expected")`` itself.
 _DATA_PREDICATES = frozenset(n for n in _DATA_ATTRIBUTES if n.startswith(("is", "starts", "ends")))
 
 
-class CandidateLost(BaseException):
-    """The candidate cannot answer any more. Not an ``Exception``: a test must not catch it."""
+class HarnessFailure(BaseException):
+    """A call could not be made, or what came of it not taken: the test has failed, whatever it
+    catches. Not an ``Exception``: a test that expects one must not take this for the function's.
+    """
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
         self.status = status
         self.reason = reason
+
+
+class CandidateLost(HarnessFailure):
+    """The candidate cannot answer any more."""
+
+
+class _Refused(Exception):
+    """The program's end cannot do what is asked, for a reason that is not the function's own."""
 
 
 class CandidateException(Exception):
@@ -95,7 +105,9 @@ class RemoteObject:
         return self._truth
 
     def __eq__(self, other: object) -> bool:
-        raise TypeError(f"a value of type {self._kind} cannot be compared outside the program")
+        self._connection.refuse(
+            f"TypeError: a value of type {self._kind} cannot be compared outside the program"
+        )
 
     __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__  # type: ignore[assignment]
 
@@ -113,8 +125,11 @@ class RemoteObject:
         self._connection.ask({"do": "set", "of": self._number, "name": name}, (value,), {})
 
     def _check(self, name: str) -> None:
-        if name.startswith("__") or not self._attributes(name):
-            raise AttributeError(f"a test may not ask a value of type {self._kind} for {name!r}")
+        reason = f"a test may not ask a value of type {self._kind} for {name!r}"
+        if name.startswith("__"):
+            raise AttributeError(reason)  # Python itself looks for these
+        if not self._attributes(name):
+            self._connection.refuse(f"AttributeError: {reason}")
 
 
 class RemoteCallable(RemoteObject):
@@ -190,7 +205,9 @@ class _CallServer:
                 answer["changed"] = self._changes(arguments, call["args"])
             encoded = frames.encode(answer)
             if len(encoded) > ANSWER_BYTES:
-                raise OverflowError(f"the returned value takes more than {ANSWER_BYTES} bytes")
+                raise _Refused(f"the returned value takes more than {ANSWER_BYTES} bytes")
+        except (_Refused, codec.CodecError) as error:
+            return frames.encode({"id": call["id"], "refused": str(error)})
         except BaseException as error:
             return frames.encode({"id": call["id"], "error": _failure(error)})
         return encoded
@@ -199,7 +216,9 @@ class _CallServer:
         name, do = call["name"], call.get("do")
         if do is None:
             if name not in self._names:
-                raise NameError(f"name {name!r} is not defined")
+                raise _Refused(f"NameError: name {name!r} is not defined")
+            if not callable(self._names[name]):
+                raise _Refused(f"TypeError: {name!r} is no function")
             return self._names[name](*arguments, **named)
         target = self._objects[call["of"]]
         if do == "get":
@@ -259,6 +278,8 @@ class CandidateConnection:
         self._error: Any = None
         self._value: Any = _NOT_READ
         self.lost: CandidateLost | None = None
+        self.failure: HarnessFailure | None = None
+        """The first of the test."""
         self.deadline = 0.0
         self.busy = False
         """A call is on the wire: whatever interrupts it now leaves the connection unusable."""
@@ -267,7 +288,7 @@ class CandidateConnection:
 
     def begin_test(self, deadline: float) -> None:
         """A test begins; it ends by ``deadline`` (``time.monotonic`` seconds)."""
-        self.deadline = deadline
+        self.deadline, self.failure = deadline, None
         self._call, self._error, self._value = None, None, _NOT_READ
 
     @property
@@ -317,7 +338,10 @@ class CandidateConnection:
         """
         if self.lost is not None:
             raise self.lost
-        request = self._request(what, arguments, named)
+        try:
+            request = self._request(what, arguments, named)
+        except codec.CodecError as error:
+            self.refuse(f"CodecError: {error}")
         self.busy = self.used = True
         self._send(frames.encode(request))
         self._call, self._error, self._value = request, None, _NOT_READ
@@ -325,6 +349,9 @@ class CandidateConnection:
         self.busy = False
         if answer.get("id") != request["id"]:
             self._lose("protocol", "the program sent an answer to no call")
+        if "refused" in answer:
+            reason = answer["refused"]
+            self.refuse(reason if isinstance(reason, str) else "the program refused")
         if "error" in answer:
             self._error = answer["error"]
             raise _exception(self._error)
@@ -384,7 +411,7 @@ class CandidateConnection:
         if not isinstance(value, RemoteObject):
             return codec.refuse(value)
         if value._connection is not self:
-            raise ValueError("an object of the program is gone: the program was started again")
+            self.refuse("an object of the program is gone: the program was started again")
         return ["object", value._number]
 
     def _send(self, data: bytes) -> None:
@@ -406,6 +433,11 @@ class CandidateConnection:
         if not isinstance(message, dict):
             self._lose("protocol", "the program broke the protocol")
         return message
+
+    def refuse(self, reason: str) -> NoReturn:
+        """End the test: what it asks for cannot be done. The candidate goes on."""
+        self.failure = self.failure or HarnessFailure("failed", reason)
+        raise self.failure
 
     def _lose(self, status: str, reason: str) -> NoReturn:
         self.lost = CandidateLost(status, reason)
