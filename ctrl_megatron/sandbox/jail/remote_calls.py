@@ -104,7 +104,7 @@ class RemoteObject:
     def __bool__(self) -> bool:
         return self._truth
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: object) -> Any:
         self._connection.refuse(
             f"TypeError: a value of type {self._kind} cannot be compared outside the program"
         )
