@@ -16,7 +16,8 @@ from collections.abc import Callable, Container, Iterator
 from types import CodeType
 from typing import Any, TypeGuard
 
-from ctrl_megatron.sandbox.jail import frames
+from ctrl_megatron.sandbox.jail import frames, pytest_stand_in
+from ctrl_megatron.sandbox.jail.evidence import NAME, Evidence
 from ctrl_megatron.sandbox.jail.remote_calls import (
     CandidateConnection,
     CandidateLost,
@@ -40,6 +41,7 @@ def run_tests(requests: socket.socket, verdicts: int, spec: dict[str, Any]) -> N
     did not pass, seconds of wall clock. The nonce alone, and exit status 0, mean that was all.
     """
     signal.signal(signal.SIGALRM, _alarm)
+    pytest_stand_in.install()
     _TestRunner(requests, verdicts, spec).run()
     os._exit(0)
 
@@ -63,8 +65,8 @@ class _TestRunner:
         stubs = {name: self._stub(name) for name in spec["stubs"]}
         self._namespace: dict[str, Any] = {"__name__": "tests", _CHANGING: self._changing, **stubs}
         self._stub_names = {id(stub): name for name, stub in stubs.items()}
-        self._setup_calls = False
-        """The setup keeps objects of the program, or may."""
+        self._evidence = Evidence(lambda: self._candidate.calls if self._candidate else 0)
+        self._namespace[NAME] = self._evidence
 
     def run(self) -> None:
         unusable = self._prepare()
@@ -98,7 +100,7 @@ class _TestRunner:
         deadline = time.monotonic() + self._seconds
         setup, in_place = self._spec["setup"], SETUP in self._in_place
         status, reason = self._guarded(setup, "setup.py", deadline, in_place=in_place)
-        self._setup_calls = self._candidate.used
+        self._evidence.setup_called = self._candidate.calls > 0
         return None if status == "passed" else (status, f"the tests' setup failed: {reason}")
 
     def _connect(self) -> str | None:
@@ -116,7 +118,7 @@ class _TestRunner:
             failure = self._connect()
             if failure is not None:
                 return "failed", failure
-            return self._run_setup() if self._setup_calls else None
+            return self._run_setup() if self._evidence.setup_called else None
         except CandidateLost as lost:
             return lost.status, lost.reason
         finally:
@@ -130,8 +132,14 @@ class _TestRunner:
         if unusable and (failure := self._reconnect()):
             return failure
         deadline, in_place = time.monotonic() + self._seconds, index in self._in_place
-        test = self._spec["tests"][index]
-        return self._guarded(test, "test.py", deadline, in_place=in_place)
+        marked = self._spec["marked"][index]
+        self._evidence.begin()
+        status, reason = self._guarded(
+            marked or self._spec["tests"][index], "test.py", deadline, in_place=in_place
+        )
+        if status == "passed" and (missing := self._evidence.missing(marked=marked is not None)):
+            return "failed", missing
+        return status, reason
 
     def _until(self, deadline: float, work: Callable[[], None]) -> None:
         signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), _AT_ONCE))

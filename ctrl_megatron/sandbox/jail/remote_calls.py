@@ -64,6 +64,11 @@ class CandidateLost(HarnessFailure):
     """The candidate cannot answer any more."""
 
 
+def is_of_program(error: BaseException) -> bool:
+    """Whether a call of the program raised it."""
+    return getattr(error, "_of_program", False)
+
+
 class _Refused(Exception):
     """The program's end cannot do what is asked, for a reason that is not the function's own."""
 
@@ -283,12 +288,12 @@ class CandidateConnection:
         self.deadline = 0.0
         self.busy = False
         """A call is on the wire: whatever interrupts it now leaves the connection unusable."""
-        self.used = False
-        """The program has been called."""
+        self.calls = 0
+        """What the test has asked of the program so far."""
 
     def begin_test(self, deadline: float) -> None:
         """A test begins; it ends by ``deadline`` (``time.monotonic`` seconds)."""
-        self.deadline, self.failure = deadline, None
+        self.deadline, self.failure, self.calls = deadline, None, 0
         self._call, self._error, self._value = None, None, _NOT_READ
 
     @property
@@ -342,7 +347,7 @@ class CandidateConnection:
             request = self._request(what, arguments, named)
         except codec.CodecError as error:
             self.refuse(f"CodecError: {error}")
-        self.busy = self.used = True
+        self.busy, self.calls = True, self.calls + 1
         self._send(frames.encode(request))
         self._call, self._error, self._value = request, None, _NOT_READ
         answer = self._receive()
@@ -354,7 +359,9 @@ class CandidateConnection:
             self.refuse(reason if isinstance(reason, str) else "the program refused")
         if "error" in answer:
             self._error = answer["error"]
-            raise _exception(self._error)
+            error = _exception(self._error)
+            vars(error)["_of_program"] = True
+            raise error
         changing = arguments if "in_place" in what else ()
         self._value = self._read(answer, changing, attributes)
         return self._value

@@ -38,8 +38,8 @@ _TICK_SECONDS = 0.05
 
 Job = dict[str, Any]
 """What a worker is to do. ``kind`` is ``program`` (with ``stdin``, ``files``, ``fetch`` and perhaps
-``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``stubs``, ``in_place``,
-``run_all``); both have ``code``, ``prelude``, ``seconds`` and ``memory_mb``."""
+``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``marked``, ``stubs``,
+``in_place``, ``run_all``); both have ``code``, ``prelude``, ``seconds`` and ``memory_mb``."""
 
 
 class JobReport(TypedDict):
@@ -248,7 +248,7 @@ class _JobRun:
         self._close(spec, verdicts_given)
         self._spare = self._new_candidate()
         self._on_read(requests.fileno(), lambda: self._candidate_wanted(requests))
-        names = ("setup", "tests", "stubs", "in_place", "seconds", "run_all", "memory_mb")
+        names = ("setup", "tests", "marked", "stubs", "in_place", "seconds", "run_all", "memory_mb")
         rest = {"max_timeouts": self._confinement.limits.max_timeouts}
         self._send_spec(given, names, **rest, nonce=self._verdicts.nonce)
 
