@@ -26,8 +26,9 @@ from ctrl_megatron.sandbox.comparison import (
     STRICT,
 )
 from ctrl_megatron.sandbox.datasets import preambles
-from ctrl_megatron.sandbox.datasets.marking import is_vacuous, mark_tests
+from ctrl_megatron.sandbox.datasets.marking import mark_tests
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, rule_field, text_field
+from ctrl_megatron.sandbox.datasets.syntax import is_vacuous
 from ctrl_megatron.sandbox.datasets.unit_tests import (
     program_names,
     refuse_imports,

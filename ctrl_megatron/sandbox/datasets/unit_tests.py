@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from ctrl_megatron.sandbox.datasets.marking import is_main_guard
+from ctrl_megatron.sandbox.datasets.syntax import FUNCTIONS, Function, is_main_guard, last_name
 from ctrl_megatron.sandbox.jail.pytest_stand_in import NAMES
 
 PROGRAM_MODULES = frozenset(
@@ -21,8 +21,6 @@ PROGRAM_MODULES = frozenset(
     ]
 )
 """What tests call the file of the program."""
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 _LEFT_OUT = frozenset(["expectedFailure", "skip", "skipIf", "skipUnless", "skipif", "xfail"])
 _RUNNERS = frozenset(["TextTestRunner", "main"])
 
@@ -32,7 +30,7 @@ class _Method:
     """A test of a class."""
 
     of: ast.ClassDef
-    function: _Function
+    function: Function
     unittest: bool
 
 
@@ -44,7 +42,7 @@ def unit_tests(tree: ast.Module) -> list[ast.Module]:
     guards = [n for n in tree.body if isinstance(n, ast.If) and is_main_guard(n.test)]
     body = [node for node in tree.body if node not in guards and not _runs_tests(node)]
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-    called = _names_in(n for n in body if not isinstance(n, (*_FUNCTIONS, ast.ClassDef)))
+    called = _names_in(n for n in body if not isinstance(n, (*FUNCTIONS, ast.ClassDef)))
     functions = [n for n in _defined_in(body) if n.name.startswith("test") and n.name not in called]
     cases = [
         n for n in classes.values() if n.name not in called and _is_case(n, classes) is not None
@@ -71,8 +69,8 @@ def unit_tests(tree: ast.Module) -> list[ast.Module]:
     return texts
 
 
-def _defined_in(body: Iterable[ast.stmt]) -> list[_Function]:
-    return [node for node in body if isinstance(node, _FUNCTIONS)]
+def _defined_in(body: Iterable[ast.stmt]) -> list[Function]:
+    return [node for node in body if isinstance(node, FUNCTIONS)]
 
 
 def _is_case(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> str | None:
@@ -81,7 +79,7 @@ def _is_case(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> str | None
     tests = (f for one in family for f in _defined_in(one.body) if f.name.startswith("test"))
     if next(tests, None) is None:
         return None
-    bases = {_last_name(base) for one in family for base in one.bases}
+    bases = {last_name(base) for one in family for base in one.bases}
     if bases & {"TestCase", "IsolatedAsyncioTestCase"}:
         return "unittest"
     return "pytest" if node.name.startswith("Test") else None
@@ -101,7 +99,7 @@ def _methods(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[_
 def _family(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
     yield node
     for base in node.bases:
-        parent = classes.get(_last_name(base) or "")
+        parent = classes.get(last_name(base) or "")
         if parent is not None and parent is not node:
             yield from _family(parent, classes)
 
@@ -130,12 +128,12 @@ def _around(
     ]
 
 
-def _only(node: ast.ClassDef, test: _Function, used: Container[str]) -> ast.ClassDef:
+def _only(node: ast.ClassDef, test: Function, used: Container[str]) -> ast.ClassDef:
     body = [
         _undecorated(part) if part is test else part
         for part in node.body
         if part is test
-        or not isinstance(part, _FUNCTIONS)
+        or not isinstance(part, FUNCTIONS)
         or not part.name.startswith("test")
         or part.name in used
     ]
@@ -146,7 +144,7 @@ def _only(node: ast.ClassDef, test: _Function, used: Container[str]) -> ast.Clas
 
 def _undecorated(node: ast.stmt) -> ast.stmt:
     """Without what pytest reads."""
-    if not isinstance(node, _FUNCTIONS):
+    if not isinstance(node, FUNCTIONS):
         return node
     kept = [d for d in node.decorator_list if "mark" not in _names_in([d])]
     return type(node)(
@@ -161,7 +159,7 @@ def _runs(method: _Method, classes: dict[str, ast.ClassDef]) -> Iterator[list[as
         part.name: part
         for one in reversed(list(_family(method.of, classes)))
         for part in one.body
-        if isinstance(part, _FUNCTIONS)
+        if isinstance(part, FUNCTIONS)
     }
     if method.unittest:
         _refuse(function, parameters=_parameters(function)[1:])
@@ -179,12 +177,12 @@ def _runs(method: _Method, classes: dict[str, ast.ClassDef]) -> Iterator[list[as
         yield [*before, call]
 
 
-def _is_static(function: _Function) -> bool:
-    return any(_last_name(d) == "staticmethod" for d in function.decorator_list)
+def _is_static(function: Function) -> bool:
+    return any(last_name(d) == "staticmethod" for d in function.decorator_list)
 
 
 def _calls(
-    target: ast.expr, function: _Function, of_class: Sequence[ast.expr], bound: int
+    target: ast.expr, function: Function, of_class: Sequence[ast.expr], bound: int
 ) -> Iterator[ast.stmt]:
     """Calls of a test, one for each set of parameters that is written out."""
     marks = [mark for mark in (*of_class, *function.decorator_list) if _is_parametrize(mark)]
@@ -209,7 +207,7 @@ class _Case:
 
 
 def _is_parametrize(mark: ast.expr) -> TypeGuard[ast.Call]:
-    return isinstance(mark, ast.Call) and _last_name(mark.func) == "parametrize"
+    return isinstance(mark, ast.Call) and last_name(mark.func) == "parametrize"
 
 
 def _parameter_names(mark: ast.Call) -> list[str]:
@@ -234,7 +232,7 @@ def _cases(mark: ast.Call, number: int, test: str) -> list[_Case]:
         return [_Case(keywords=_spread(names, ast.Name(item, ast.Load())), loop=loop)]
     cases = []
     for value in values.elts:
-        if isinstance(value, ast.Call) and _last_name(value.func) == "param":
+        if isinstance(value, ast.Call) and last_name(value.func) == "param":
             if _is_left_out([k.value for k in value.keywords]):
                 continue
             value = value.args[0] if len(names) == 1 else ast.Tuple(value.args, ast.Load())
@@ -251,11 +249,11 @@ def _spread(names: list[str], value: ast.expr) -> list[ast.keyword]:
     return [ast.keyword(None, ast.Call(ast.Name("dict", ast.Load()), [pairs], []))]
 
 
-def _refuse(function: _Function, *, parameters: list[str]) -> None:
+def _refuse(function: Function, *, parameters: list[str]) -> None:
     if isinstance(function, ast.AsyncFunctionDef):
         raise ValueError(f"{function.name} is a coroutine, which the judge does not run")
     for mark in function.decorator_list:
-        if isinstance(mark, ast.Call) and _last_name(mark.func) == "usefixtures":
+        if isinstance(mark, ast.Call) and last_name(mark.func) == "usefixtures":
             parameters = [*parameters, *(str(getattr(a, "value", "")) for a in mark.args)]
     if parameters:
         raise ValueError(
@@ -274,7 +272,7 @@ def _refuse_fixtures_for_all(body: Iterable[ast.stmt]) -> None:
                 )
 
 
-def _parameters(function: _Function) -> list[str]:
+def _parameters(function: Function) -> list[str]:
     """Those that a caller has to give."""
     of = function.args
     positional = [a.arg for a in (*of.posonlyargs, *of.args)]
@@ -284,7 +282,7 @@ def _parameters(function: _Function) -> list[str]:
 
 
 def _is_left_out(marks: Iterable[ast.expr]) -> bool:
-    names = (_last_name(mark.func if isinstance(mark, ast.Call) else mark) for mark in marks)
+    names = (last_name(mark.func if isinstance(mark, ast.Call) else mark) for mark in marks)
     return any(name in _LEFT_OUT for name in names)
 
 
@@ -292,11 +290,11 @@ def _runs_tests(node: ast.stmt) -> bool:
     """Whether it hands the tests to a runner."""
     call = node.value if isinstance(node, ast.Expr) else None
     parts = list(ast.walk(call)) if isinstance(call, ast.Call) else []
-    return any(isinstance(part, ast.Call) and _last_name(part.func) in _RUNNERS for part in parts)
+    return any(isinstance(part, ast.Call) and last_name(part.func) in _RUNNERS for part in parts)
 
 
 def _if_defined(body: Iterable[ast.stmt], names: Sequence[str]) -> list[ast.stmt]:
-    defined = [n for n in body if isinstance(n, _FUNCTIONS) and n.name in names]
+    defined = [n for n in body if isinstance(n, FUNCTIONS) and n.name in names]
     return [_statement(f"{n.name}({', '.join(['None'] * len(_parameters(n)))})") for n in defined]
 
 
@@ -385,8 +383,19 @@ def refuse_imports(tree: ast.Module, place: str) -> None:
                         "Python's own modules and pytest"
                     )
             _refuse_names(names, place)
+        elif isinstance(node, ast.Call) and (target := _patched(node)) is not None:
+            raise ValueError(f"{place} patches {target}: that does not reach the program")
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             _refuse_names([node.attr] if node.value.id == "pytest" else [], place)
+
+
+def _patched(call: ast.Call) -> str | None:
+    """What a call of ``unittest.mock.patch`` replaces, unless it is stdout."""
+    parts = ast.unparse(call.func).split(".")
+    if "patch" not in parts or not call.args:
+        return None
+    target = ast.unparse(call.args[0])
+    return None if target.strip("'\"") == "sys.stdout" else target
 
 
 def _refuse_names(names: Iterable[str], place: str) -> None:
@@ -406,12 +415,6 @@ def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
         for part in parts
         if isinstance(part, (ast.Name, ast.Attribute))
     }
-
-
-def _last_name(node: ast.AST) -> str | None:
-    if isinstance(node, ast.Name):
-        return node.id
-    return node.attr if isinstance(node, ast.Attribute) else None
 
 
 def _statement(text: str) -> ast.stmt:
