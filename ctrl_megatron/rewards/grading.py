@@ -104,9 +104,7 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
     """``dataset_type``, ``provided_data`` and number of tests of a row."""
     comparison = {"comparison": row.comparison} if row.comparison else {}
     if row.prompter_type == "mbppplus":
-        data = function_record(
-            list(row.selected_uts), row.test_setup, row.entry_point, row.problem
-        )
+        data = function_record(list(row.selected_uts), row.test_setup, row.entry_point, row.problem)
         return "MBPPDataset", {**data, **comparison}, number_of_tests(data)
     if row.prompter_type == "code_contests":
         cases = cases_of(row)
