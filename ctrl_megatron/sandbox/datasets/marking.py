@@ -22,6 +22,7 @@ from ctrl_megatron.sandbox.datasets.syntax import (
     is_vacuous,
     may_fail,
     own_parts,
+    walk_code,
 )
 from ctrl_megatron.sandbox.jail.evidence import NAME
 
@@ -83,7 +84,7 @@ def _is_plain(tree: ast.Module, names: Names) -> bool:
         return False
     if isinstance(test, ast.Compare) and len(test.ops) > 1:
         return False
-    for node in ast.walk(test):
+    for node in walk_code(test):
         if isinstance(node, _SHAPES):
             return False
         calls |= (

@@ -10,6 +10,15 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FAILS = frozenset(["abort", "exit", "fail", "quit", "_exit"])
 
 
+def walk_code(node: ast.AST) -> Iterator[ast.AST]:
+    """``ast.walk`` without constants, of which a test may hold a hundred thousand."""
+    parts = [node]
+    while parts:
+        part = parts.pop()
+        yield part
+        parts.extend(p for p in ast.iter_child_nodes(part) if type(p) is not ast.Constant)
+
+
 def is_main_guard(test: ast.expr) -> bool:
     """Whether it is ``__name__ == "__main__"``."""
     if not (isinstance(test, ast.Compare) and len(test.ops) == 1):

@@ -34,6 +34,11 @@ class _Method:
     unittest: bool
 
 
+def may_hold_unit_tests(text: str) -> bool:
+    """Whether it is worth a look."""
+    return "def test" in text
+
+
 def unit_tests(tree: ast.Module) -> list[ast.Module]:
     """A text for each test function or method of ``tree`` that nothing else in it calls, with all
     that is no other test around it; none where there is no such test. A literal list of parameters
