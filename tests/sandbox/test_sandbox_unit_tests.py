@@ -179,6 +179,18 @@ def test_a_class_of_the_program_in_unittest(judge: Judge) -> None:
         "def test_it():\n    assert f(1) == 2\ntest_it()",
         "def test_it():\n    assert f(1) == 2\nif __name__ == '__main__':\n    test_it()",
         "assert f(0) == 1\ndef test_it():\n    assert f(1) == 2",
+        "def test_it():\n    assert f(1) == 2\ndef main():\n    test_it()\nmain()",
+        "for name, run in list(globals().items()):\n    if name.startswith('test_'): run()\n"
+        "def test_it():\n    assert f(1) == 2",
+        "import unittest\nclass It(unittest.TestCase):\n    def test_it(self):\n"
+        "        self.assertEqual(f(1), 2)\n"
+        "suite = unittest.TestLoader().loadTestsFromTestCase(It)\n"
+        "result = unittest.TextTestRunner().run(suite)\nassert result.wasSuccessful()",
+        "from unittest import TestCase, main\nclass It(TestCase):\n    def test_it(self):\n"
+        "        self.assertEqual(f(1), 2)\nmain()",
+        "def now(test):\n    test()\n    return test\n@now\ndef it():\n    assert f(1) == 2",
+        "import threading\ndef run():\n    assert f(1) == 2\n"
+        "thread = threading.Thread(target=run)\nthread.start()\nthread.join()",
     ],
 )
 def test_the_program_has_many_names(judge: Judge, text: str) -> None:

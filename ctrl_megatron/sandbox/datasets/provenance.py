@@ -112,6 +112,8 @@ class ProgramNames:
         """Whether code outside of functions leads to a function with checks about the program."""
         outside = [n for n in tree.body if not isinstance(n, (*FUNCTIONS, ast.ClassDef))]
         reached, new = set[str](), mentions(outside)
+        # What decorates a function may call it.
+        new |= {n.name for n in tree.body if isinstance(n, FUNCTIONS) and n.decorator_list}
         while new:
             reached |= new
             found = [self.functions[name] for name in new if name in self.functions]

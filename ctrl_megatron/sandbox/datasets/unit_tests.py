@@ -11,7 +11,14 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from ctrl_megatron.sandbox.datasets.syntax import FUNCTIONS, Function, is_main_guard, last_name
+from ctrl_megatron.sandbox.datasets.syntax import (
+    FUNCTIONS,
+    Function,
+    bound_in,
+    dotted,
+    is_main_guard,
+    last_name,
+)
 from ctrl_megatron.sandbox.jail.pytest_stand_in import NAMES
 
 PROGRAM_MODULES = frozenset(
@@ -22,7 +29,10 @@ PROGRAM_MODULES = frozenset(
 )
 """What tests call the file of the program."""
 _LEFT_OUT = frozenset(["expectedFailure", "skip", "skipIf", "skipUnless", "skipif", "xfail"])
-_RUNNERS = frozenset(["TextTestRunner", "main"])
+_RUNNERS = frozenset(
+    ["TestLoader", "TestSuite", "TextTestRunner", "defaultTestLoader", "makeSuite"]
+)
+_MAINS = ("pytest.main", "unittest.main")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +55,9 @@ def unit_tests(tree: ast.Module) -> list[ast.Module]:
     makes a test of each. Raises ``ValueError`` for what cannot be run: fixtures, coroutines.
     """
     guards = [n for n in tree.body if isinstance(n, ast.If) and is_main_guard(n.test)]
-    body = [node for node in tree.body if node not in guards and not _runs_tests(node)]
+    body = _without_runners(node for node in tree.body if node not in guards)
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-    called = _names_in(n for n in body if not isinstance(n, (*FUNCTIONS, ast.ClassDef)))
+    called = _reached_names(body)
     functions = [n for n in _defined_in(body) if n.name.startswith("test") and n.name not in called]
     cases = [
         n for n in classes.values() if n.name not in called and _is_case(n, classes) is not None
@@ -291,11 +301,30 @@ def _is_left_out(marks: Iterable[ast.expr]) -> bool:
     return any(name in _LEFT_OUT for name in names)
 
 
-def _runs_tests(node: ast.stmt) -> bool:
-    """Whether it hands the tests to a runner."""
-    call = node.value if isinstance(node, ast.Expr) else None
-    parts = list(ast.walk(call)) if isinstance(call, ast.Call) else []
-    return any(isinstance(part, ast.Call) and last_name(part.func) in _RUNNERS for part in parts)
+def _without_runners(body: Iterable[ast.stmt]) -> list[ast.stmt]:
+    """``body`` without what hands tests to a runner, and what uses what comes of that."""
+    kept, dropped, mains = list[ast.stmt](), set[str](), set(_MAINS)
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module in ("pytest", "unittest"):
+            mains |= {alias.asname or "main" for alias in node.names if alias.name == "main"}
+        defines = isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom))
+        names = set() if defines else _names_in([node])
+        runs = names & (_RUNNERS | dropped) or any(dotted(p) in mains for p in ast.walk(node))
+        if runs and not defines:
+            dropped |= bound_in([node])
+        else:
+            kept.append(node)
+    return kept
+
+
+def _reached_names(body: Sequence[ast.stmt]) -> set[str]:
+    """Names that the text uses when it runs, functions that it calls included."""
+    defined = {n.name: n for n in body if isinstance(n, (*FUNCTIONS, ast.ClassDef))}
+    reached, new = set[str](), _names_in(n for n in body if n not in defined.values())
+    while new:
+        reached |= new
+        new = _names_in(defined[name] for name in new if name in defined) - reached
+    return reached
 
 
 def _if_defined(body: Iterable[ast.stmt], names: Sequence[str]) -> list[ast.stmt]:
