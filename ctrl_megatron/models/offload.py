@@ -69,7 +69,7 @@ class OffloadedTensors:
         if copy is None or storage.nbytes():
             return None
         view = torch.empty(0, dtype=tensor.dtype, device=copy.device)
-        begin = copy.storage_offset() // tensor.itemsize + tensor.storage_offset()
+        begin = int(copy.storage_offset()) // tensor.itemsize + int(tensor.storage_offset())
         place = begin, tensor.size(), tensor.stride()
         return view.set_(copy.untyped_storage(), *place)  # type: ignore[call-overload]
 

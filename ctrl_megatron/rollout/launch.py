@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from ctrl_megatron.config.environment import child_environment
 from ctrl_megatron.errors import UserError

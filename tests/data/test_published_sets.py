@@ -356,6 +356,8 @@ def test_every_format_becomes_problems_that_are_judged_rightly(
     assert rules == {
         **{"mbpp": "", "mbppplus": "", "HumanEval": "", "apps": "", "taco": "apps"},
         **{"code_contests": "code_contests", "livecodebench": "livecodebench"},
+        # These write their cases as APPS does; the last ones of Open-R1 and verl are functions.
+        **{"codeforces": "apps", "verl": "", "open_r1": ""},
     }
     # Our own file holds all of it.
     out = tmp_path / "own.jsonl"
