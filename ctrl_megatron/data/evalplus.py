@@ -48,6 +48,9 @@ def _same(got, wanted, atol):
 """Of EvalPlus: floats within ``atol`` (1e-6 where it is 0), everything else equal."""
 
 
+_DECISION = "exact_match"
+
+
 def human_eval_problem(record: Mapping[str, Any], number: int) -> Problem:
     """A row of HumanEval or HumanEval+, in either form."""
     data = {name: text_field(record.get(name), name) for name in ("prompt", "entry_point")}
@@ -140,8 +143,22 @@ def unrolled_tests(text: str, entry: str | None) -> tuple[str, tuple[str, ...], 
     kept = [n for n in tree.body if n is not check]
     kept += [n for n in body if n not in kept] if check is not None else []
     setup = [node for node in kept if node is not loop and node not in used]
+    for node in setup:
+        _finish_assertion(node)
     program = ast.unparse(ast.Module(body=setup, type_ignores=[]))
     return entry, tuple(tests), program.replace(_NUMPY, _CLOSE, 1)
+
+
+def _finish_assertion(node: ast.stmt) -> None:
+    """A published ``assertion`` (of Mbpp/737) says whether the result is right in ``exact_match``
+    and asserts nothing: every program would pass.
+    """
+    if not isinstance(node, ast.FunctionDef) or node.name != "assertion":
+        return
+    parts = list(ast.walk(node))
+    decides = any(isinstance(part, ast.Name) and part.id == _DECISION for part in parts)
+    if decides and not any(isinstance(part, (ast.Assert, ast.Raise)) for part in parts):
+        node.body.append(ast.Assert(ast.Name(_DECISION, ast.Load())))
 
 
 def _text_of(node: ast.expr, source: list[bytes]) -> str:

@@ -12,7 +12,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.sandbox.client import SandboxError
-from ctrl_megatron.sandbox.datasets.functions import read_function_tests
+from ctrl_megatron.sandbox.datasets.functions import number_of_tests, read_function_tests
 from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
 from ctrl_megatron.sandbox.wire import (
     GRADER_VERSION,
@@ -104,9 +104,8 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
     """``dataset_type``, ``provided_data`` and number of tests of a row."""
     comparison = {"comparison": row.comparison} if row.comparison else {}
     if row.prompter_type == "mbppplus":
-        tests = row.selected_uts
-        data = function_record(list(tests), row.test_setup, row.entry_point, row.problem)
-        return "MBPPDataset", {**data, **comparison}, len(tests)
+        data = function_record(list(row.selected_uts), row.test_setup, row.entry_point, row.problem)
+        return "MBPPDataset", {**data, **comparison}, number_of_tests(data)
     if row.prompter_type == "code_contests":
         cases = cases_of(row)
         return "CommonOJDataset", {"test": cases, **comparison}, len(cases)

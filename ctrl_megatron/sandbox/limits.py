@@ -76,11 +76,6 @@ ANSWER_BYTES = 4 << 20
 DECODING_SECONDS = 2.0
 """What the judge spends on reading one returned value of more than ``DECODING_BYTES``."""
 DECODING_BYTES = 1 << 16
-PIPELINED_CALLS = 32
-"""Calls that may be sent together; together they get one test's time."""
-PIPELINED_BYTES = 1 << 16
-"""Of calls that are sent together: less than an empty socket takes, so that sending never waits for
-a program that waits for its answer to be read."""
 INPUT_FILES = 2048
 """Files that a request may bring, or name to be fetched."""
 NAME_BYTES, PATH_BYTES = 255, 4095

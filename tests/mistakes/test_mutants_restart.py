@@ -60,7 +60,7 @@ def test_a_problem_that_was_corrected_is_judged_by_its_new_tests(tmp_path: Path)
     lines = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]
     # The first problem's tests are ones that no program fails, the second's reference is another:
     # its mutants have the names that those of the first call had.
-    lines[0]["tests"] = ["assert above is not None"]
+    lines[0]["tests"] = ["assert above(1, 2) is not None"]
     lines[1]["reference"] = "def above(a, b):\n    return a + b > 1"
     (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     anew = tmp_path / "anew"

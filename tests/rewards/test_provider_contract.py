@@ -149,7 +149,7 @@ def test_a_program_that_never_ends(name: str, tmp_path: Path) -> None:
 
     async def main() -> None:
         async with provider(name, tmp_path) as made:
-            row = function_row(time_limit=0.2, selected_uts=["assert f(1) == 2"])
+            row = function_row(time_limit=0.2, selected_uts=["assert f(1) == 2"], entry_point="f")
             verdict = await grade(made, grading_job(block(loop), row, run_all_cases=True))
             assert verdict.timed_out and verdict.detail == (TIMED_OUT,)
             cases = [{"input": {"stdin": ""}, "output": {"stdout": "1"}}]
@@ -625,3 +625,29 @@ def test_identities_tell_apart_what_may_judge_differently() -> None:
     assert len(set(map(repr, seen))) == len(made)
     again = make_provider("piston", endpoint="http://b")
     assert asyncio.run(again.identity()) == seen[0]  # the same runtime elsewhere
+
+
+RAISES = "try:\n    f(-1)\nexcept Exception:\n    pass\nelse:\n    assert False"
+UNIT_TESTS = (
+    "import unittest\nclass Tests(unittest.TestCase):\n"
+    "    def test_one(self):\n        self.assertEqual(f(1), 2)\n"
+    "    def test_five(self):\n        self.assertEqual(f(5), 6)\n"
+)
+
+
+def test_tests_that_nothing_calls_are_run_and_missing_functions_are_no_exception(
+    tmp_path: Path,
+) -> None:
+    """As in the service."""
+    right, half, empty = judged(
+        "piston",
+        tmp_path,
+        function_request(ADD_ONE, [UNIT_TESTS]),
+        function_request("def f(x):\n    return 2", [UNIT_TESTS]),
+        function_request("import os", [RAISES, UNIT_TESTS]),
+    )
+    assert verdicts(right) == [True, True]
+    assert verdicts(half) == [True, False]
+    assert verdicts(empty) == [False, False, False]
+    with pytest.raises(ProviderSetupError, match="import pytest; use the provider local"):
+        judged("piston", tmp_path, function_request(ADD_ONE, ["import pytest\n" + UNIT_TESTS]))

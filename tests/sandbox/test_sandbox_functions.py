@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
+from ctrl_megatron.sandbox.limits import ANSWER_BYTES
 from ctrl_megatron.sandbox.wire import CommandRunStatus, EvalResult, RunStatus
 
 Judge = Callable[..., EvalResult]
@@ -86,6 +87,65 @@ def test_an_exception_is_what_it_derives_from(judge: Judge, raised: str, caught:
 def test_the_text_of_an_exception_is_its_own(judge: Judge) -> None:
     test = "try:\n    f('k')\nexcept KeyError as error:\n    assert str(error) == repr('k')"
     assert judge("def f(x): return {}[x]", [f"{test}\nelse:\n    assert False"]).accepted
+
+
+RAISES = "try:\n    f({})\nexcept {}:\n    pass\nelse:\n    assert False"
+BIG = "def f(x): return 'x' * (5 << 20)" if ANSWER_BYTES < 5 << 20 else "f = 3"
+
+
+@pytest.mark.parametrize(
+    ("code", "test", "entry_point", "reason"),
+    [
+        ("", RAISES.format(-1, "Exception"), "f", "NameError: name 'f' is not defined"),
+        ("", RAISES.format("'a'", "(TypeError, NameError)"), "f", "NameError"),
+        ("", "try:\n    f(1)\n    assert False\nexcept:\n    pass", "f", "NameError"),
+        (
+            "",
+            "try:\n    f(1)\n    assert False\nexcept BaseException as e:\n    e",
+            "f",
+            "NameError",
+        ),
+        ("import os", RAISES.format(-1, "NameError"), "f", "NameError: name 'f' is not defined"),
+        ("f = 3", RAISES.format(-1, "TypeError"), "f", "TypeError: 'f' is no function"),
+        ("class Solution: pass", RAISES.format(1, "Exception"), "Solution().f", "NameError"),
+        ("def f(x): return x", RAISES.format("...", "ValueError"), "f", "ellipsis"),
+        ("def f(x): return x", RAISES.format("[object()]", "Exception"), "f", "object"),
+        (BIG, RAISES.format(1, "Exception"), "f", ""),
+        (
+            "def f(x): return object()",
+            "try:\n    assert f(1) == 2\nexcept TypeError:\n    pass\nelse:\n    assert False",
+            "f",
+            "object",
+        ),
+        (
+            "def f(x):\n    v = []\n    for _ in range(400): v = [v]\n    return v",
+            RAISES.format(1, "ValueError"),
+            "f",
+            "nested deeper",
+        ),
+        (
+            "class Box: pass\ndef f(x): return Box()",
+            "try:\n    f(1).count\n    assert False\nexcept AttributeError:\n    pass",
+            "f",
+            "",
+        ),
+    ],
+)
+def test_a_failure_of_the_harness_is_no_exception_of_the_function(
+    judge: Judge, code: str, test: str, entry_point: str, reason: str
+) -> None:
+    result = judge(code, [test], entry_point=entry_point)
+    assert passed(result) == [False]
+    assert reason in reasons(result)[0], reasons(result)
+
+
+def test_an_exception_of_the_functions_own_code_is_due(judge: Judge) -> None:
+    code = "def g(): return missing\ndef f(x): return {0: g, 1: int, 2: [].pop}[x]()"
+    code += "\ndef late(x): yield 1 / x"
+    tests = [RAISES.format(0, "NameError"), RAISES.format(2, "IndexError")]
+    assert judge(code, tests, entry_point="f").accepted
+    lazy = "try:\n    list(late(0))\nexcept ZeroDivisionError:\n    pass\nelse:\n    assert False"
+    assert judge(code, [lazy], entry_point="late").accepted
 
 
 @pytest.mark.parametrize("code", ["pass", "from math import *"])

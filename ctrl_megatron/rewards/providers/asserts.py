@@ -78,6 +78,8 @@ class AssertsJob:
     """Some tests of one program for one run of the harness."""
 
     code: str
+    names: tuple[str, ...] = ()
+    """What the program has to define."""
     setup: str
     tests: tuple[SplitTest, ...]
     seconds: float
@@ -113,6 +115,7 @@ class AssertsJob:
                 "child": text,
                 "setup": self.setup,
                 "code": self.code,
+                "names": self.names,
                 "tests": [
                     {"kind": "value" if t.compared else "assert", "source": t.source}
                     for t in self.tests

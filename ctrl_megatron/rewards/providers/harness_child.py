@@ -24,6 +24,10 @@ def run(job: dict[str, Any], encode: Any) -> dict[str, Any]:
         # Not with this file's own __future__ imports.
         exec(compile(job["setup"], "setup.py", "exec", dont_inherit=True), namespace)
         exec(compile(job["code"], "solution.py", "exec", dont_inherit=True), namespace)
+        # A test that expects an exception must not take this one for the function's.
+        missing = [name for name in job["names"] if name not in namespace]
+        if missing:
+            raise NameError(f"name {missing[0]!r} is not defined")
         mode = "eval" if job["kind"] == "value" else "exec"
         test = compile(job["source"], "test.py", mode, dont_inherit=True)
         if mode == "eval":

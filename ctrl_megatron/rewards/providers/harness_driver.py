@@ -53,7 +53,7 @@ def run_test(job: dict[str, Any], test: dict[str, Any], seconds: float) -> dict[
     """The child's report without its nonce; a failure where none came."""
     nonce = os.urandom(16).hex()
     reader, writer = os.pipe()
-    keys = ("setup", "code")
+    keys = ("setup", "code", "names")
     order = {**{key: job[key] for key in keys}, **test, "nonce": nonce, "pipe": writer}
     with tempfile.TemporaryDirectory() as directory:
         child = subprocess.Popen(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,11 +37,13 @@ from ctrl_megatron.sandbox.comparison import (
     beginning_difference,
     difference,
 )
+from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.datasets.problems import rule_field
 from ctrl_megatron.sandbox.wire import EvalResult, EvalTestCase, SubmitRequest
 
 DEFAULT_SECONDS = 10.0
 _FUNCTION_KINDS = ("MBPPDataset", "HumanEvalDataset")
+_IMPORTS_PYTEST = re.compile(r"^\s*(?:import|from) pytest\b", re.MULTILINE)
 
 
 @dataclass
@@ -203,14 +206,18 @@ def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob
             )
             for stdin, expected in _cases(data)
         ]
-    listed = data.get("test_list")
-    if not isinstance(listed, list) or not listed or not all(isinstance(t, str) for t in listed):
-        raise UserError("provided_data.test_list must be a non-empty list of Python tests")
-    tests = tuple(split_test(test) for test in listed)
+    problem = read_function_tests(data)
+    if any(_IMPORTS_PYTEST.search(test) for test in problem.tests):
+        raise ProviderSetupError(
+            f"provider {backend.name} cannot judge tests that import pytest; use the provider "
+            "local for it"
+        )
+    tests = tuple(map(split_test, problem.tests))
     size = backend.tests_per_run or len(tests)
     return [
         AssertsJob(
-            code=code,
+            code=code + problem.adapter,
+            names=problem.stubs,
             setup=data.get("test_setup_code") or "",
             tests=tests[start : start + size],
             seconds=seconds,

@@ -27,7 +27,15 @@ from ctrl_megatron.sandbox.comparison import (
 )
 from ctrl_megatron.sandbox.datasets import preambles
 from ctrl_megatron.sandbox.datasets.long_integers import long_integers, require_few_digits
+from ctrl_megatron.sandbox.datasets.marking import mark_tests
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, rule_field, text_field
+from ctrl_megatron.sandbox.datasets.syntax import is_vacuous, walk_code
+from ctrl_megatron.sandbox.datasets.unit_tests import (
+    may_hold_unit_tests,
+    program_names,
+    refuse_imports,
+    unit_tests,
+)
 from ctrl_megatron.sandbox.jail.judge import SETUP, ignored_calls, is_call_of
 from ctrl_megatron.sandbox.limits import CASE_CHARACTERS
 
@@ -73,6 +81,7 @@ _HELPERS = {
     "permutations": "itertools",
 }
 """Name -> module: what published tests use without an import. It is the judge's."""
+_SETUP = "provided_data.test_setup_code"
 _CLASS = "Solution"
 _METHOD = re.compile(rf"{_CLASS}\(\)\.([A-Za-z_]\w*)")
 
@@ -266,8 +275,24 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
 def _read(
     tests: tuple[str, ...], setup: str, entries: tuple[str, ...], prompt: str
 ) -> FunctionProblem:
-    setup_tree = _parse(setup, "provided_data.test_setup_code")
+    setup_tree = _parse(setup, _SETUP)
     trees = [_parse(t, f"provided_data.test_list[{i}]") for i, t in enumerate(tests)]
+    imported = [
+        program_names(tree, entries) if "import" in text else set[str]()
+        for text, tree in zip([setup, *tests], [setup_tree, *trees], strict=True)
+    ]
+    entries = tuple(dict.fromkeys([*entries, *sorted(set[str]().union(*imported))]))
+    if imported[0]:
+        setup = ast.unparse(setup_tree)
+    tests, trees, places = _one_by_one(tests, trees, imported[1:])
+    for text, tree, place in zip(
+        [setup, *tests], [setup_tree, *trees], [_SETUP, *places], strict=True
+    ):
+        if any(word in text for word in ("import", "pytest", "patch")):
+            refuse_imports(tree, place)
+    for tree, place in zip(trees, places, strict=True):
+        if own := sorted({name for node in tree.body for name in _defines(node)} & {*entries}):
+            raise ValueError(f"{place} defines {own[0]} itself, which is the program's to define")
     if entries and "candidate" in _free_names([setup_tree, *trees]) - set(entries):
         setup = f"candidate = {entries[0]}\n{setup}"
         setup_tree = _parse(setup, "provided_data.test_setup_code")
@@ -284,19 +309,60 @@ def _read(
     else:
         stubs = _inferred_stubs(free) or _shadowed_builtin(trees, setup_tree)
     helpers = "".join(_import_of(name) for name in sorted(free - stubs))
-    setup = _keeping(tuple(sorted(stubs)) if entries else (), f"{helpers}{setup}")
+    in_place = tuple(
+        i
+        for i, tree in enumerate([setup_tree, *trees], start=SETUP)
+        if any(ignored_calls(tree, stubs))
+    )
     imports = [node for node in setup_tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    marked = mark_tests(setup, setup_tree, trees, stubs)
+    for index in marked.unchecked:
+        raise ValueError(
+            f"{places[index]} checks nothing that comes from the program: every program would "
+            "pass, or none"
+        )
     return FunctionProblem(
         tests=tests,
-        setup=setup,
+        marked=marked.tests,
+        setup=_keeping(tuple(sorted(stubs)) if entries else (), f"{helpers}{marked.setup}"),
         prelude="\n".join(filter(None, (*map(ast.unparse, imports), _prompt_code(prompt, stubs)))),
         stubs=tuple(sorted(stubs)),
-        in_place=tuple(
-            i
-            for i, tree in enumerate([setup_tree, *trees], start=SETUP)
-            if any(ignored_calls(tree, stubs))
-        ),
+        in_place=in_place,
     )
+
+
+def _one_by_one(
+    tests: tuple[str, ...], trees: list[ast.Module], imported: Sequence[set[str]]
+) -> tuple[tuple[str, ...], list[ast.Module], list[str]]:
+    """Tests and their trees, where a text of unit tests gives way to one text for each of them; and
+    where each is from. Raises ``ValueError``.
+    """
+    texts, found, places = list[str](), list[ast.Module](), list[str]()
+    for index, (test, tree) in enumerate(zip(tests, trees, strict=True)):
+        place = f"provided_data.test_list[{index}]"
+        try:
+            parts = unit_tests(tree) if may_hold_unit_tests(test) else []
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        texts += [ast.unparse(p) for p in parts] or [ast.unparse(tree) if imported[index] else test]
+        found += parts or [tree]
+        places += [place] * (len(parts) or 1)
+    return tuple(texts), found, places
+
+
+def number_of_tests(data: Mapping[str, Any]) -> int:
+    """How many tests ``read_function_tests`` makes of ``test_list``, which is a list."""
+    tests = data["test_list"]
+    # Unit tests are functions; nothing else becomes more or less than it is.
+    if not any(map(may_hold_unit_tests, tests)):
+        return len(tests)
+    return len(read_function_tests(data).tests)
+
+
+def _defines(node: ast.stmt) -> Iterable[str]:
+    if isinstance(node, ast.Assign):
+        return [t.id for t in node.targets if isinstance(t, ast.Name)]
+    return () if isinstance(node, ast.ExceptHandler) else _bindings(node)
 
 
 def _named_stubs(
@@ -370,7 +436,7 @@ def _free_names(trees: Iterable[ast.Module]) -> set[str]:
     loaded: set[str] = set()
     bound = set(_BUILTINS)
     for tree in trees:
-        for node in ast.walk(tree):
+        for node in walk_code(tree):
             if isinstance(node, ast.Name):
                 (loaded if isinstance(node.ctx, ast.Load) else bound).add(node.id)
             else:
@@ -424,17 +490,20 @@ def _split_check(text: str, entry: str) -> tuple[str, list[str]]:
     """What stands around ``check``, and the tests. Raises ``ValueError``."""
     try:
         tree = ast.parse(text)
+        if unit_tests(tree):
+            return "", [text]
         check = next(
             node
             for node in tree.body
             if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args
         )
-        # Without docstrings and the like.
+        # Without docstrings, ``assert True`` and the like.
         asserts = [
             node
             for node in check.body
             if not isinstance(node, ast.Pass)
             and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+            and not (isinstance(node, ast.Assert) and is_vacuous(node.test))
         ]
         if not asserts or not all(isinstance(node, ast.Assert) for node in asserts):
             called = any(map(_calls_check, tree.body))

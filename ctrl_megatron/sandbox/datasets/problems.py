@@ -15,6 +15,9 @@ class FunctionProblem:
     """Python functions, judged by asserts that run outside the program."""
 
     tests: tuple[str, ...]
+    marked: tuple[str | None, ...]
+    """What runs in the place of each test and says which of its checks are evaluated; None for one
+    whose passing after a call of the program says enough."""
     setup: str
     """Runs in the judge before the tests."""
     prelude: str

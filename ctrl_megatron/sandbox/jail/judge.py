@@ -3,34 +3,27 @@
 Only data of exact builtin types comes back, so comparisons are Python's own; a test that saw the
 candidate die, overrun its time or break the protocol has failed, whatever the test's own code
 caught.
-
-A test that is one assert and names nothing but one stub, once, is certain to make one call. It is
-rehearsed: run until the stub is called. Nothing else can have an effect or come out differently the
-second time, and no second call can follow. Calls of such tests go to the candidate together
-(pipelining), which saves a wake-up of both processes for each; any other test calls when it gets
-there.
-
-A program sees the arguments of all tests that are pipelined with the one it answers, and could
-spend that one's time on a later one. So together they get the time of one test. Those that are left
-when it is over start again one by one, in a program that has seen nothing.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import os
 import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from types import CodeType
 from typing import Any, TypeGuard
 
-from ctrl_megatron.sandbox.jail import frames
-from ctrl_megatron.sandbox.jail.remote_calls import CandidateConnection, CandidateLost, RemoteCall
-from ctrl_megatron.sandbox.limits import PIPELINED_CALLS
+from ctrl_megatron.sandbox.jail import frames, pytest_stand_in
+from ctrl_megatron.sandbox.jail.evidence import NAME, Evidence
+from ctrl_megatron.sandbox.jail.remote_calls import (
+    CandidateConnection,
+    CandidateLost,
+    HarnessFailure,
+)
 
 _REASON_LENGTH = 600
 _CHANGING = "_changing"
@@ -51,6 +44,7 @@ def run_tests(requests: socket.socket, verdicts: int, spec: dict[str, Any]) -> N
     signal.signal(signal.SIGALRM, _alarm)
     # Equal tests draw equal numbers, which a program that does not know the tests cannot foresee.
     random.seed("\n".join((spec["setup"], *spec["tests"])))
+    pytest_stand_in.install()
     _TestRunner(requests, verdicts, spec).run()
     os._exit(0)
 
@@ -74,14 +68,8 @@ class _TestRunner:
         stubs = {name: self._stub(name) for name in spec["stubs"]}
         self._namespace: dict[str, Any] = {"__name__": "tests", _CHANGING: self._changing, **stubs}
         self._stub_names = {id(stub): name for name, stub in stubs.items()}
-        self._codes: dict[int, CodeType] = {}
-        """Of tests that were looked at before their turn."""
-        self._setup_calls = False
-        """The setup keeps objects of the program, or may."""
-        self._pipelining = True
-        self._pipeline = range(0)
-        """Tests whose calls were sent together."""
-        self._pipeline_deadline = 0.0
+        self._evidence = Evidence(lambda: self._candidate.calls if self._candidate else 0)
+        self._namespace[NAME] = self._evidence
 
     def run(self) -> None:
         unusable = self._prepare()
@@ -115,13 +103,12 @@ class _TestRunner:
         deadline = time.monotonic() + self._seconds
         setup, in_place = self._spec["setup"], SETUP in self._in_place
         status, reason = self._guarded(setup, "setup.py", deadline, in_place=in_place)
-        self._setup_calls = self._candidate.used
+        self._evidence.setup_called = self._candidate.calls > 0
         return None if status == "passed" else (status, f"the tests' setup failed: {reason}")
 
     def _connect(self) -> str | None:
         if self._candidate is not None:
             self._candidate.close()
-        self._pipeline = range(0)
         self._candidate = CandidateConnection(self._requests, self._seconds)
         return self._candidate.load()
 
@@ -134,7 +121,7 @@ class _TestRunner:
             failure = self._connect()
             if failure is not None:
                 return "failed", failure
-            return self._run_setup() if self._setup_calls else None
+            return self._run_setup() if self._evidence.setup_called else None
         except CandidateLost as lost:
             return lost.status, lost.reason
         finally:
@@ -143,63 +130,19 @@ class _TestRunner:
                 self._timeouts, self._reloading = self._timeouts + 1, 0.0
 
     def _run_test(self, index: int) -> tuple[str, str]:
-        if not self._usable(index) and (failure := self._reconnect()):
+        candidate = self._candidate
+        unusable = candidate is None or candidate.lost is not None or candidate.busy
+        if unusable and (failure := self._reconnect()):
             return failure
-        if self._pipelining and index not in self._pipeline:
-            self._send_pipeline(index)
-        test = self._codes.pop(index, None) or self._spec["tests"][index]
-        if index in self._pipeline:
-            outcome = self._guarded(test, "test.py", self._pipeline_deadline, in_place=False)
-            if outcome[0] != "timeout" or index == self._pipeline[0]:
-                return outcome
-            # The time that all of them had together is over; this one has not had its own.
-            self._pipelining = False
-            if failure := self._reconnect():
-                return failure
         deadline, in_place = time.monotonic() + self._seconds, index in self._in_place
-        test = self._spec["tests"][index] if in_place else test
-        return self._guarded(test, "test.py", deadline, in_place=in_place)
-
-    def _usable(self, index: int) -> bool:
-        """Whether the candidate can take the calls of a test, or has them, and no other's."""
-        candidate = self._candidate
-        if candidate is None or candidate.lost is not None or candidate.busy:
-            return False
-        return candidate.pipelined == (
-            self._pipeline.stop - index if index in self._pipeline else 0
+        marked = self._spec["marked"][index]
+        self._evidence.begin()
+        status, reason = self._guarded(
+            marked or self._spec["tests"][index], "test.py", deadline, in_place=in_place
         )
-
-    def _send_pipeline(self, index: int) -> None:
-        """Send the calls of this test and of those after it, as far as they are certain."""
-        candidate = self._candidate
-        assert candidate is not None
-        self._pipeline_deadline = time.monotonic() + self._seconds
-        candidate.begin_test(self._pipeline_deadline)
-        # What goes wrong here goes wrong again in the test about to begin, and counts there.
-        with contextlib.suppress(Exception, CandidateLost):
-            self._until(
-                self._pipeline_deadline, lambda: candidate.pipeline(self._certain_calls(index))
-            )
-        if candidate.busy:
-            # Cut off in the middle of a frame: nothing can follow it.
-            candidate.lost = candidate.lost or CandidateLost("timeout", "time limit exceeded")
-        self._pipeline = range(index, index + candidate.pipelined)
-
-    def _certain_calls(self, index: int) -> Iterator[RemoteCall]:
-        # A setup may have named a stub anew, or put something else in its place.
-        names = ((n, self._stub_names.get(id(value))) for n, value in self._namespace.items())
-        stubs = {seen: name for seen, name in names if name is not None}
-        for at, test in enumerate(self._spec["tests"][index : index + PIPELINED_CALLS], index):
-            if at not in self._codes:
-                self._codes[at] = _compiled(test, "test.py")
-            call = certain_call(test, self._codes[at], stubs)
-            if call is None:
-                break
-            yield call
-
-    def _execute(self, source: str | CodeType, name: str, changing: Container[str]) -> None:
-        code = _compiled(source, name, changing) if isinstance(source, str) else source
-        exec(code, self._namespace)
+        if status == "passed" and (missing := self._evidence.missing(marked=marked is not None)):
+            return "failed", missing
+        return status, reason
 
     def _until(self, deadline: float, work: Callable[[], None]) -> None:
         signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), _AT_ONCE))
@@ -209,34 +152,34 @@ class _TestRunner:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _guarded(
-        self, source: str | CodeType, name: str, deadline: float, *, in_place: bool
+        self, source: str, name: str, deadline: float, *, in_place: bool
     ) -> tuple[str, str]:
-        """Run ``source``, which may call the candidate, until ``deadline``: status and reason. With
-        ``in_place`` it is text.
-        """
+        """Run ``source``, which may call the candidate, until ``deadline``: status and reason."""
         candidate = self._candidate
         assert candidate is not None
         candidate.begin_test(deadline)
         changing = self._spec["stubs"] if in_place else ()
         status, reason = "failed", ""
         try:
-            self._until(deadline, lambda: self._execute(source, name, changing))
+            self._until(deadline, lambda: exec(_compiled(source, name, changing), self._namespace))
             status = "passed"
         except AssertionError as error:
             reason = _join("AssertionError", error, candidate.last_call)
-        except CandidateLost as lost:
-            status, reason = lost.status, lost.reason
-            if candidate.busy:
-                candidate.lost = candidate.lost or lost
+        except HarnessFailure as failure:
+            status, reason = failure.status, failure.reason
+            if candidate.busy and isinstance(failure, CandidateLost):
+                candidate.lost = candidate.lost or failure
         except BaseException as error:
             reason = _join(type(error).__name__, error, "")
         if candidate.lost is not None:
             return candidate.lost.status, candidate.lost.reason
         if candidate.busy:
             return "protocol", "a call was left unanswered"
+        # What follows holds although the test's own code may have swallowed it.
         if time.monotonic() >= candidate.deadline:
-            # Also when the test's own code swallowed the alarm.
-            status, reason = "timeout", "time limit exceeded"
+            return "timeout", "time limit exceeded"
+        if candidate.failure is not None:
+            return candidate.failure.status, candidate.failure.reason
         return status, reason
 
     def _stub(self, name: str) -> Callable[..., Any]:
@@ -256,41 +199,6 @@ class _TestRunner:
             return self._candidate.call(name, arguments, named, in_place=True)
 
         return function if name is None else remote
-
-
-class _Rehearsed(BaseException):
-    """Ends a rehearsal; its argument is the call."""
-
-
-def certain_call(test: str, code: CodeType, stubs: Mapping[str, str]) -> RemoteCall | None:
-    """The call that ``code``, compiled from ``test``, is certain to make; None where none is.
-
-    ``stubs`` has the names that tests see and, for each, the function of the program.
-    """
-    if not _names_one_stub_once(test, code, stubs):
-        return None
-    name = code.co_names[0]
-
-    def stub(*arguments: Any, **named: Any) -> Any:
-        raise _Rehearsed(RemoteCall(stubs[name], arguments, named))
-
-    try:
-        exec(code, {name: stub})
-    except _Rehearsed as rehearsed:
-        return rehearsed.args[0]
-    except Exception:
-        return None
-    return None
-
-
-def _names_one_stub_once(test: str, code: CodeType, stubs: Container[str]) -> bool:
-    if not test.startswith("assert ") or any(mark in test for mark in ("\n", ";", ":=")):
-        return False
-    if len(code.co_names) != 1 or code.co_names[0] not in stubs:
-        return False
-    if any(isinstance(constant, CodeType) for constant in code.co_consts):
-        return False
-    return test.count(code.co_names[0]) == 1
 
 
 def _compiled(source: str, name: str, changing: Container[str] = ()) -> CodeType:

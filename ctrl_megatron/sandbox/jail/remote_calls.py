@@ -14,8 +14,8 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import codec, frames, linux, program
 from ctrl_megatron.sandbox.limits import (
@@ -23,7 +23,6 @@ from ctrl_megatron.sandbox.limits import (
     CALL_BYTES,
     DECODING_BYTES,
     DECODING_SECONDS,
-    PIPELINED_BYTES,
 )
 
 NEW_CANDIDATE = b"N"
@@ -50,21 +49,28 @@ program could answer ``f(x).startswith("expected")`` itself.
 _DATA_PREDICATES = frozenset(n for n in _DATA_ATTRIBUTES if n.startswith(("is", "starts", "ends")))
 
 
-class RemoteCall(NamedTuple):
-    """A call of a function of the program."""
-
-    name: str
-    arguments: tuple[Any, ...]
-    named: dict[str, Any]
-
-
-class CandidateLost(BaseException):
-    """The candidate cannot answer any more. Not an ``Exception``: a test must not catch it."""
+class HarnessFailure(BaseException):
+    """A call could not be made, or what came of it not taken: the test has failed, whatever it
+    catches. Not an ``Exception``: a test that expects one must not take this for the function's.
+    """
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
         self.status = status
         self.reason = reason
+
+
+class CandidateLost(HarnessFailure):
+    """The candidate cannot answer any more."""
+
+
+def is_of_program(error: BaseException) -> bool:
+    """Whether a call of the program raised it."""
+    return getattr(error, "_of_program", False)
+
+
+class _Refused(Exception):
+    """The program's end cannot do what is asked, for a reason that is not the function's own."""
 
 
 class CandidateException(Exception):
@@ -103,8 +109,10 @@ class RemoteObject:
     def __bool__(self) -> bool:
         return self._truth
 
-    def __eq__(self, other: object) -> bool:
-        raise TypeError(f"a value of type {self._kind} cannot be compared outside the program")
+    def __eq__(self, other: object) -> Any:
+        self._connection.refuse(
+            f"TypeError: a value of type {self._kind} cannot be compared outside the program"
+        )
 
     __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__  # type: ignore[assignment]
 
@@ -122,8 +130,11 @@ class RemoteObject:
         self._connection.ask({"do": "set", "of": self._number, "name": name}, (value,), {})
 
     def _check(self, name: str) -> None:
-        if name.startswith("__") or not self._attributes(name):
-            raise AttributeError(f"a test may not ask a value of type {self._kind} for {name!r}")
+        reason = f"a test may not ask a value of type {self._kind} for {name!r}"
+        if name.startswith("__"):
+            raise AttributeError(reason)  # Python itself looks for these
+        if not self._attributes(name):
+            self._connection.refuse(f"AttributeError: {reason}")
 
 
 class RemoteCallable(RemoteObject):
@@ -175,8 +186,8 @@ def serve_calls(fd: int, prelude: str, code: str, entry_points: list[str]) -> No
     calls = frames.FrameReader(fd, limit=CALL_BYTES)
     server = _CallServer(module.__dict__)
     while failure is None:
-        call = calls.receive()
-        frames.send_encoded(fd, server.answer(call))
+        # No name holds a call: the program could look it up from the next one.
+        frames.send_encoded(fd, server.answer(calls.receive()))
     os._exit(0)
 
 
@@ -198,7 +209,9 @@ class _CallServer:
                 answer["changed"] = self._changes(arguments, call["args"])
             encoded = frames.encode(answer)
             if len(encoded) > ANSWER_BYTES:
-                raise OverflowError(f"the returned value takes more than {ANSWER_BYTES} bytes")
+                raise _Refused(f"the returned value takes more than {ANSWER_BYTES} bytes")
+        except (_Refused, codec.CodecError) as error:
+            return frames.encode({"id": call["id"], "refused": str(error)})
         except BaseException as error:
             return frames.encode({"id": call["id"], "error": _failure(error)})
         return encoded
@@ -207,7 +220,9 @@ class _CallServer:
         name, do = call["name"], call.get("do")
         if do is None:
             if name not in self._names:
-                raise NameError(f"name {name!r} is not defined")
+                raise _Refused(f"NameError: name {name!r} is not defined")
+            if not callable(self._names[name]):
+                raise _Refused(f"TypeError: {name!r} is no function")
             return self._names[name](*arguments, **named)
         target = self._objects[call["of"]]
         if do == "get":
@@ -266,23 +281,19 @@ class CandidateConnection:
         self._call: dict[str, Any] | None = None
         self._error: Any = None
         self._value: Any = _NOT_READ
-        self._pipelined: deque[dict[str, Any]] = deque()
         self.lost: CandidateLost | None = None
+        self.failure: HarnessFailure | None = None
+        """The first of the test."""
         self.deadline = 0.0
         self.busy = False
         """A call is on the wire: whatever interrupts it now leaves the connection unusable."""
-        self.used = False
-        """The program has been called."""
+        self.calls = 0
+        """What the test has asked of the program so far."""
 
     def begin_test(self, deadline: float) -> None:
         """A test begins; it ends by ``deadline`` (``time.monotonic`` seconds)."""
-        self.deadline = deadline
+        self.deadline, self.failure, self.calls = deadline, None, 0
         self._call, self._error, self._value = None, None, _NOT_READ
-
-    @property
-    def pipelined(self) -> int:
-        """Calls of tests to come that are on the wire."""
-        return len(self._pipelined)
 
     @property
     def last_call(self) -> str:
@@ -331,20 +342,25 @@ class CandidateConnection:
         """
         if self.lost is not None:
             raise self.lost
-        request = None if self._pipelined else self._request(what, arguments, named)
-        self.busy = self.used = True
-        if request is None:
-            request = self._pipelined.popleft()
-        else:
-            self._send(frames.encode(request))
+        try:
+            request = self._request(what, arguments, named)
+        except codec.CodecError as error:
+            self.refuse(f"CodecError: {error}")
+        self.busy, self.calls = True, self.calls + 1
+        self._send(frames.encode(request))
         self._call, self._error, self._value = request, None, _NOT_READ
         answer = self._receive()
         self.busy = False
         if answer.get("id") != request["id"]:
             self._lose("protocol", "the program sent an answer to no call")
+        if "refused" in answer:
+            reason = answer["refused"]
+            self.refuse(reason if isinstance(reason, str) else "the program refused")
         if "error" in answer:
             self._error = answer["error"]
-            raise _exception(self._error)
+            error = _exception(self._error)
+            vars(error)["_of_program"] = True
+            raise error
         changing = arguments if "in_place" in what else ()
         self._value = self._read(answer, changing, attributes)
         return self._value
@@ -382,25 +398,6 @@ class CandidateConnection:
         """Seconds until the deadline, never 0: that would switch a timer off."""
         return max(self.deadline - time.monotonic(), 1e-6)
 
-    def pipeline(self, calls: Iterable[RemoteCall]) -> None:
-        """Send the calls that the next tests will make, in their order; as many as fit."""
-        requests, data = [], b""
-        for call in calls:
-            try:
-                request = self._request({"name": call.name}, call.arguments, call.named)
-            except codec.CodecError:
-                break  # the test itself will say so
-            frame = frames.encode(request)
-            if len(data) + len(frame) > PIPELINED_BYTES:
-                break
-            requests.append(request)
-            data += frame
-        if len(requests) > 1:
-            self.busy = True
-            self._send(data)
-            self.busy = False
-            self._pipelined.extend(requests)
-
     def close(self) -> None:
         """Let go of the candidate."""
         os.close(self._fd)
@@ -420,7 +417,7 @@ class CandidateConnection:
         if not isinstance(value, RemoteObject):
             return codec.refuse(value)
         if value._connection is not self:
-            raise ValueError("an object of the program is gone: the program was started again")
+            self.refuse("an object of the program is gone: the program was started again")
         return ["object", value._number]
 
     def _send(self, data: bytes) -> None:
@@ -442,6 +439,11 @@ class CandidateConnection:
         if not isinstance(message, dict):
             self._lose("protocol", "the program broke the protocol")
         return message
+
+    def refuse(self, reason: str) -> NoReturn:
+        """End the test: what it asks for cannot be done. The candidate goes on."""
+        self.failure = self.failure or HarnessFailure("failed", reason)
+        raise self.failure
 
     def _lose(self, status: str, reason: str) -> NoReturn:
         self.lost = CandidateLost(status, reason)

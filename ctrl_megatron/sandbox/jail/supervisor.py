@@ -27,9 +27,8 @@ from ctrl_megatron.sandbox.jail.remote_calls import NEW_CANDIDATE
 _JOB_BYTES = 1 << 30
 _REPORT_BYTES = 64 << 20
 _GRACE_SECONDS = 2.0
-_PHASES = 4
-"""What a judge may do between two verdicts: wait for a pipelined call, load the program anew, run
-the setup, run the test."""
+_PHASES = 3
+"""What a judge may do between two verdicts: load the program anew, run the setup, run the test."""
 _CANCEL = None
 """What the service sends in place of a job to give up the running one."""
 _CHUNK = 1 << 16
@@ -39,8 +38,9 @@ _TICK_SECONDS = 0.05
 
 Job = dict[str, Any]
 """What a worker is to do. ``kind`` is ``program`` (with ``stdin``, ``files``, ``fetch`` and perhaps
-``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``stubs``, ``in_place``,
-``run_all``, ``problem_seconds``); both have ``code``, ``prelude``, ``seconds``, ``memory_mb``."""
+``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``marked``, ``stubs``,
+``in_place``, ``run_all``, ``problem_seconds``); both have ``code``, ``prelude``, ``seconds``,
+``memory_mb``."""
 
 
 class JobReport(TypedDict):
@@ -249,7 +249,7 @@ class _JobRun:
         self._close(spec, verdicts_given)
         self._spare = self._new_candidate()
         self._on_read(requests.fileno(), lambda: self._candidate_wanted(requests))
-        names = ("setup", "tests", "stubs", "in_place", "seconds", "run_all", "memory_mb")
+        names = ("setup", "tests", "marked", "stubs", "in_place", "seconds", "run_all", "memory_mb")
         rest = {"max_timeouts": self._confinement.limits.max_timeouts}
         self._send_spec(given, names, **rest, nonce=self._verdicts.nonce)
 

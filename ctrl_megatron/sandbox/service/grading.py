@@ -177,7 +177,12 @@ def _first_cases(problem: GradedProblem, most: Any) -> GradedProblem:
     if isinstance(problem, StdioProblem):
         return replace(problem, cases=problem.cases[:most])
     if isinstance(problem, FunctionProblem):
-        return replace(problem, tests=problem.tests[:most], cases=problem.cases[:most])
+        return replace(
+            problem,
+            tests=problem.tests[:most],
+            marked=problem.marked[:most],
+            cases=problem.cases[:most],
+        )
     raise ValueError("extra.max_cases does not fit a problem with subtasks")
 
 
@@ -308,6 +313,7 @@ async def _test_functions(
         "prelude": problem.prelude,
         "setup": problem.setup,
         "tests": problem.tests,
+        "marked": problem.marked,
         "stubs": problem.stubs,
         "in_place": problem.in_place,
         "seconds": seconds_within(limits, submission.seconds),

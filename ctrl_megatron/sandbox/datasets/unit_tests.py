@@ -1,0 +1,465 @@
+"""Tests as pytest and unittest write them, one program text for each of them; and the names that a
+text of tests imports from the program.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import sys
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from ctrl_megatron.sandbox.datasets.syntax import (
+    FUNCTIONS,
+    Function,
+    bound_in,
+    dotted,
+    is_main_guard,
+    last_name,
+)
+from ctrl_megatron.sandbox.jail.pytest_stand_in import NAMES
+
+PROGRAM_MODULES = frozenset(
+    [
+        *("answer", "implementation", "main", "my_module", "my_solution", "program", "solution"),
+        *("solutions", "submission", "your_module", "your_solution"),
+    ]
+)
+"""What tests call the file of the program."""
+_LEFT_OUT = frozenset(["expectedFailure", "skip", "skipIf", "skipUnless", "skipif", "xfail"])
+_RUNNERS = frozenset(
+    ["TestLoader", "TestSuite", "TextTestRunner", "defaultTestLoader", "makeSuite"]
+)
+_MAINS = ("pytest.main", "unittest.main")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Method:
+    """A test of a class."""
+
+    of: ast.ClassDef
+    function: Function
+    unittest: bool
+
+
+def may_hold_unit_tests(text: str) -> bool:
+    """Whether it is worth a look."""
+    return "def test" in text
+
+
+def unit_tests(tree: ast.Module) -> list[ast.Module]:
+    """A text for each test function or method of ``tree`` that nothing else in it calls, with all
+    that is no other test around it; none where there is no such test. A literal list of parameters
+    makes a test of each. Raises ``ValueError`` for what cannot be run: fixtures, coroutines.
+    """
+    guards = [n for n in tree.body if isinstance(n, ast.If) and is_main_guard(n.test)]
+    body = _without_runners(node for node in tree.body if node not in guards)
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+    called = _reached_names(body)
+    functions = [n for n in _defined_in(body) if n.name.startswith("test") and n.name not in called]
+    cases = [
+        n for n in classes.values() if n.name not in called and _is_case(n, classes) is not None
+    ]
+    found = [*functions, *cases]
+    if not found:
+        return []
+    functions = [n for n in functions if not _is_left_out(n.decorator_list)]
+    cases = [n for n in cases if not _is_left_out(n.decorator_list)]
+    _refuse_fixtures_for_all(body)
+    texts: list[ast.Module] = []
+    for function in functions:
+        before = _if_defined(body, ("setup_module", "setUpModule", "setup_function"))
+        context = [*_around(body, found, function), *before]
+        calls = _calls(ast.Name(function.name, ast.Load()), function, (), 0)
+        texts += [_module([*context, call]) for call in calls]
+    for case in cases:
+        before = _if_defined(body, ("setup_module", "setUpModule"))
+        for method in _methods(case, classes):
+            context = [*_around(body, found, case, method), *before]
+            texts += [_module([*context, *run]) for run in _runs(method, classes)]
+    if not texts:
+        raise ValueError("every test in it is skipped or expected to fail")
+    return texts
+
+
+def _defined_in(body: Iterable[ast.stmt]) -> list[Function]:
+    return [node for node in body if isinstance(node, FUNCTIONS)]
+
+
+def _is_case(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> str | None:
+    """``unittest`` or ``pytest``, whose class with tests it is; None for any other class."""
+    family = list(_family(node, classes))
+    tests = (f for one in family for f in _defined_in(one.body) if f.name.startswith("test"))
+    if next(tests, None) is None:
+        return None
+    bases = {last_name(base) for one in family for base in one.bases}
+    if bases & {"TestCase", "IsolatedAsyncioTestCase"}:
+        return "unittest"
+    return "pytest" if node.name.startswith("Test") else None
+
+
+def _methods(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[_Method]:
+    """Tests of a class, those that it inherits included."""
+    unittest, seen = _is_case(node, classes) == "unittest", set[str]()
+    for one in _family(node, classes):
+        for function in _defined_in(one.body):
+            if function.name.startswith("test") and function.name not in seen:
+                seen.add(function.name)
+                if not _is_left_out(function.decorator_list):
+                    yield _Method(of=node, function=function, unittest=unittest)
+
+
+def _family(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
+    yield node
+    for base in node.bases:
+        parent = classes.get(last_name(base) or "")
+        if parent is not None and parent is not node:
+            yield from _family(parent, classes)
+
+
+def _around(
+    body: Sequence[ast.stmt],
+    tests: Sequence[ast.stmt],
+    own: ast.stmt,
+    method: _Method | None = None,
+) -> list[ast.stmt]:
+    """``body`` without tests that ``own`` does not need, nor the other tests of its class."""
+    needed, new = set[str](), {getattr(own, "name", "")}
+    by_name = {getattr(node, "name", ""): node for node in tests}
+    while new:
+        needed |= new
+        new = _names_in(by_name[name] for name in new if name in by_name) - needed
+    kept = [n for n in body if n not in tests or getattr(n, "name", "") in needed]
+    if method is None:
+        return [_undecorated(node) if node is own else node for node in kept]
+    used = _names_in([method.function])
+    return [
+        _only(node, method.function, used)
+        if isinstance(node, ast.ClassDef) and node is own
+        else node
+        for node in kept
+    ]
+
+
+def _only(node: ast.ClassDef, test: Function, used: Container[str]) -> ast.ClassDef:
+    body = [
+        _undecorated(part) if part is test else part
+        for part in node.body
+        if part is test
+        or not isinstance(part, FUNCTIONS)
+        or not part.name.startswith("test")
+        or part.name in used
+    ]
+    return ast.ClassDef(
+        name=node.name, bases=node.bases, keywords=node.keywords, body=body, decorator_list=[]
+    )
+
+
+def _undecorated(node: ast.stmt) -> ast.stmt:
+    """Without what pytest reads."""
+    if not isinstance(node, FUNCTIONS):
+        return node
+    kept = [d for d in node.decorator_list if "mark" not in _names_in([d])]
+    return type(node)(
+        name=node.name, args=node.args, body=node.body, decorator_list=kept, returns=node.returns
+    )
+
+
+def _runs(method: _Method, classes: dict[str, ast.ClassDef]) -> Iterator[list[ast.stmt]]:
+    """Statements that run a test of a class, in each of its cases."""
+    name, function = method.of.name, method.function
+    defined = {
+        part.name: part
+        for one in reversed(list(_family(method.of, classes)))
+        for part in one.body
+        if isinstance(part, FUNCTIONS)
+    }
+    if method.unittest:
+        _refuse(function, parameters=_parameters(function)[1:])
+        before = [_statement(f"{name}.setUpClass()")] if "setUpClass" in defined else []
+        yield [*before, _statement(f"{name}({function.name!r}).debug()")]
+        return
+    before = [_statement(f"_tests = {name}()")]
+    for each in ("setup_class", "setup_method", "setup"):
+        if each in defined:
+            given = len(_parameters(defined[each])) - (not _is_static(defined[each]))
+            before.append(_statement(f"_tests.{each}({', '.join(['None'] * given)})"))
+    target = ast.Attribute(ast.Name("_tests", ast.Load()), function.name, ast.Load())
+    bound = 0 if _is_static(function) else 1
+    for call in _calls(target, function, method.of.decorator_list, bound):
+        yield [*before, call]
+
+
+def _is_static(function: Function) -> bool:
+    return any(last_name(d) == "staticmethod" for d in function.decorator_list)
+
+
+def _calls(
+    target: ast.expr, function: Function, of_class: Sequence[ast.expr], bound: int
+) -> Iterator[ast.stmt]:
+    """Calls of a test, one for each set of parameters that is written out."""
+    marks = [mark for mark in (*of_class, *function.decorator_list) if _is_parametrize(mark)]
+    sets = [_cases(mark, number, function.name) for number, mark in enumerate(marks)]
+    given = {name for mark in marks for name in _parameter_names(mark)}
+    _refuse(function, parameters=[p for p in _parameters(function)[bound:] if p not in given])
+    for cases in itertools.product(*sets):
+        keywords = [keyword for case in cases for keyword in case.keywords]
+        call: ast.stmt = ast.Expr(ast.Call(target, [], keywords))
+        for case in cases:
+            if case.loop is not None:
+                call = ast.For(case.loop[0], case.loop[1], [call], [])
+        yield call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """One set of parameters, or all that a loop goes through."""
+
+    keywords: list[ast.keyword]
+    loop: tuple[ast.Name, ast.expr] | None = None
+
+
+def _is_parametrize(mark: ast.expr) -> TypeGuard[ast.Call]:
+    return isinstance(mark, ast.Call) and last_name(mark.func) == "parametrize"
+
+
+def _parameter_names(mark: ast.Call) -> list[str]:
+    by_name = [k.value for k in mark.keywords if k.arg == "argnames"]
+    names = mark.args[0] if mark.args else by_name[0] if by_name else None
+    if isinstance(names, ast.Constant) and isinstance(names.value, str):
+        return [name.strip() for name in names.value.split(",") if name.strip()]
+    if isinstance(names, (ast.List, ast.Tuple)):
+        return [str(name.value) for name in names.elts if isinstance(name, ast.Constant)]
+    return []
+
+
+def _cases(mark: ast.Call, number: int, test: str) -> list[_Case]:
+    names = _parameter_names(mark)
+    by_name = [k.value for k in mark.keywords if k.arg == "argvalues"]
+    values = mark.args[1] if len(mark.args) > 1 else by_name[0] if by_name else None
+    if not names or values is None:
+        raise ValueError(f"the parameters of {test} cannot be read")
+    if not isinstance(values, (ast.List, ast.Tuple)):
+        item = f"_values{number}"
+        loop = ast.Name(item, ast.Store()), values
+        return [_Case(keywords=_spread(names, ast.Name(item, ast.Load())), loop=loop)]
+    cases = []
+    for value in values.elts:
+        if isinstance(value, ast.Call) and last_name(value.func) == "param":
+            if _is_left_out([k.value for k in value.keywords]):
+                continue
+            value = value.args[0] if len(names) == 1 else ast.Tuple(value.args, ast.Load())
+        cases.append(_Case(keywords=_spread(names, value)))
+    return cases
+
+
+def _spread(names: list[str], value: ast.expr) -> list[ast.keyword]:
+    if len(names) == 1:
+        return [ast.keyword(names[0], value)]
+    if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(names):
+        return [ast.keyword(name, item) for name, item in zip(names, value.elts, strict=True)]
+    pairs = ast.Call(ast.Name("zip", ast.Load()), [_expression(repr(names)), value], [])
+    return [ast.keyword(None, ast.Call(ast.Name("dict", ast.Load()), [pairs], []))]
+
+
+def _refuse(function: Function, *, parameters: list[str]) -> None:
+    if isinstance(function, ast.AsyncFunctionDef):
+        raise ValueError(f"{function.name} is a coroutine, which the judge does not run")
+    for mark in function.decorator_list:
+        if isinstance(mark, ast.Call) and last_name(mark.func) == "usefixtures":
+            parameters = [*parameters, *(str(getattr(a, "value", "")) for a in mark.args)]
+    if parameters:
+        raise ValueError(
+            f"{function.name} asks for the fixture {parameters[0]!r}: the judge runs tests without "
+            "fixtures; make what it needs in the test itself"
+        )
+
+
+def _refuse_fixtures_for_all(body: Iterable[ast.stmt]) -> None:
+    for node in _defined_in(body):
+        for mark in node.decorator_list:
+            if isinstance(mark, ast.Call) and any(k.arg == "autouse" for k in mark.keywords):
+                raise ValueError(
+                    f"the fixture {node.name!r} is meant for every test: the judge runs tests "
+                    "without fixtures; make what they need in the tests themselves"
+                )
+
+
+def _parameters(function: Function) -> list[str]:
+    """Those that a caller has to give."""
+    of = function.args
+    positional = [a.arg for a in (*of.posonlyargs, *of.args)]
+    required = positional[: len(positional) - len(of.defaults)]
+    named = zip(of.kwonlyargs, of.kw_defaults, strict=True)
+    return required + [a.arg for a, default in named if default is None]
+
+
+def _is_left_out(marks: Iterable[ast.expr]) -> bool:
+    names = (last_name(mark.func if isinstance(mark, ast.Call) else mark) for mark in marks)
+    return any(name in _LEFT_OUT for name in names)
+
+
+def _without_runners(body: Iterable[ast.stmt]) -> list[ast.stmt]:
+    """``body`` without what hands tests to a runner, and what uses what comes of that."""
+    kept, dropped, mains = list[ast.stmt](), set[str](), set(_MAINS)
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module in ("pytest", "unittest"):
+            mains |= {alias.asname or "main" for alias in node.names if alias.name == "main"}
+        defines = isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom))
+        names = set() if defines else _names_in([node])
+        runs = names & (_RUNNERS | dropped) or any(dotted(p) in mains for p in ast.walk(node))
+        if runs and not defines:
+            dropped |= bound_in([node])
+        else:
+            kept.append(node)
+    return kept
+
+
+def _reached_names(body: Sequence[ast.stmt]) -> set[str]:
+    """Names that the text uses when it runs, functions that it calls included."""
+    defined = {n.name: n for n in body if isinstance(n, (*FUNCTIONS, ast.ClassDef))}
+    reached, new = set[str](), _names_in(n for n in body if n not in defined.values())
+    while new:
+        reached |= new
+        new = _names_in(defined[name] for name in new if name in defined) - reached
+    return reached
+
+
+def _if_defined(body: Iterable[ast.stmt], names: Sequence[str]) -> list[ast.stmt]:
+    defined = [n for n in body if isinstance(n, FUNCTIONS) and n.name in names]
+    return [_statement(f"{n.name}({', '.join(['None'] * len(_parameters(n)))})") for n in defined]
+
+
+# --- names of the program ------------------------------------------------------------------------
+
+
+def program_names(tree: ast.Module, entries: Container[str]) -> set[str]:
+    """Take out of ``tree`` what it imports from the program, and return those names: from a module
+    of ``PROGRAM_MODULES``, or one of ``entries`` from any module that is not Python's own.
+    """
+    imports = _ProgramImports(entries)
+    imports.visit(tree)
+    if imports.modules:
+        _AttributesAsNames(imports).visit(tree)
+    return imports.names
+
+
+class _ProgramImports(ast.NodeTransformer):
+    def __init__(self, entries: Container[str]) -> None:
+        self._entries = entries
+        self.names = set[str]()
+        self.modules = set[str]()
+        """What the tests call the module of the program."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.stmt]:
+        root = (node.module or "").split(".")[0]
+        ours = root in PROGRAM_MODULES or node.level > 0
+        foreign = root not in sys.stdlib_module_names
+        taken = [a for a in node.names if ours or (foreign and a.name in self._entries)]
+        if not taken:
+            return node
+        left: list[ast.stmt] = []
+        for alias in taken:
+            if node.module is None and alias.name in PROGRAM_MODULES:
+                self.modules.add(alias.asname or alias.name)
+            elif alias.name != "*":
+                self.names.add(alias.name)
+                if alias.asname not in (None, alias.name):
+                    left.append(_statement(f"{alias.asname} = {alias.name}"))
+        node.names = [alias for alias in node.names if alias not in taken]
+        return [*([node] if node.names else []), *left] or ast.Pass()
+
+    def visit_Import(self, node: ast.Import) -> ast.AST:
+        taken = [alias for alias in node.names if alias.name in PROGRAM_MODULES]
+        self.modules |= {alias.asname or alias.name for alias in taken}
+        node.names = [alias for alias in node.names if alias not in taken]
+        return node if node.names else ast.Pass()
+
+
+class _AttributesAsNames(ast.NodeTransformer):
+    """``solution.f`` is ``f``."""
+
+    def __init__(self, imports: _ProgramImports) -> None:
+        self._imports = imports
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id in self._imports.modules:
+            self._imports.names.add(node.attr)
+            return ast.Name(node.attr, node.ctx)
+        return node
+
+
+def refuse_imports(tree: ast.Module, place: str) -> None:
+    """Raise ``ValueError`` for what the judge cannot import: all but Python's own modules, and of
+    pytest what ``jail.pytest_stand_in`` has. An import that the text tries is its own business.
+    """
+    tried = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try)
+        for statement in node.body
+        for part in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in tried:
+            modules = [a.name for a in node.names]
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom):
+                modules = [] if node.level or node.module is None else [node.module]
+                names = [a.name for a in node.names] if modules == ["pytest"] else []
+            for root in (module.split(".")[0] for module in modules):
+                if root != "pytest" and root not in sys.stdlib_module_names:
+                    raise ValueError(
+                        f"{place} imports {root}, which the judge does not have: tests may import "
+                        "Python's own modules and pytest"
+                    )
+            _refuse_names(names, place)
+        elif isinstance(node, ast.Call) and (target := _patched(node)) is not None:
+            raise ValueError(f"{place} patches {target}: that does not reach the program")
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            _refuse_names([node.attr] if node.value.id == "pytest" else [], place)
+
+
+def _patched(call: ast.Call) -> str | None:
+    """What a call of ``unittest.mock.patch`` replaces, unless it is stdout."""
+    parts = ast.unparse(call.func).split(".")
+    if "patch" not in parts or not call.args:
+        return None
+    target = ast.unparse(call.args[0])
+    return None if target.strip("'\"") == "sys.stdout" else target
+
+
+def _refuse_names(names: Iterable[str], place: str) -> None:
+    for name in names:
+        if name not in NAMES:
+            known = ", ".join(NAMES)
+            raise ValueError(f"{place} uses pytest.{name}; the judge has {known} of pytest")
+
+
+# --- small parts ---------------------------------------------------------------------------------
+
+
+def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
+    parts = (part for node in nodes for part in ast.walk(node))
+    return {
+        part.id if isinstance(part, ast.Name) else part.attr
+        for part in parts
+        if isinstance(part, (ast.Name, ast.Attribute))
+    }
+
+
+def _statement(text: str) -> ast.stmt:
+    return ast.parse(text).body[0]
+
+
+def _expression(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _module(body: list[ast.stmt]) -> ast.Module:
+    # Written and read again: the parts of a text are shared by the tests that it makes.
+    module = ast.Module(body=body, type_ignores=[])
+    return ast.parse(ast.unparse(ast.fix_missing_locations(module)))
