@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.sandbox.comparison import APPS, LIVE_CODE_BENCH, RESULT_CHECK, Rule
+from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH, RESULT_CHECK
 from ctrl_megatron.sandbox.datasets.functions import PRELUDE
 from ctrl_megatron.sandbox.datasets.problems import (
     FunctionProblem,
