@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.rollout.interpreter import require_modules
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
 if TYPE_CHECKING:
@@ -210,6 +209,9 @@ def require_engine(name: str, python: str | None = None) -> None:
     if name not in ENGINE_MODULES:
         raise UserError(f"unknown engine {name!r}; use one of {sorted(ENGINE_MODULES)}")
     if python is not None:
+        # An engine's own process imports this file, and has no configuration.
+        from ctrl_megatron.rollout.interpreter import require_modules
+
         require_modules(python, ENGINE_MODULES[name])
         return
     if name not in available_engines():

@@ -223,3 +223,14 @@ def test_another_interpreter_does_not_see_the_packages_of_ours(
     assert interpreter.import_path(None, "/mine") == "/env/lib/python3.11/site-packages:/mine"
     monkeypatch.setattr(interpreter, "_PACKAGE_PARENT", Path("/checkout"))
     assert interpreter.import_path("/other/bin/python", None) == "/checkout"
+
+
+def test_an_engines_process_needs_no_more_than_its_interpreter_is_asked_for() -> None:
+    code = (
+        "import sys\n"
+        "import ctrl_megatron.rollout.server, ctrl_megatron.rollout.hf_engine\n"
+        "import ctrl_megatron.rollout.held_tensors, ctrl_megatron.models.offload\n"
+        "print({'omegaconf', 'megatron', 'tensordict', 'rich'} & sys.modules.keys())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stdout + done.stderr
