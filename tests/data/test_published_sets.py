@@ -502,7 +502,6 @@ def test_what_a_file_of_pytest_functions_imports_are_the_entry_points(tmp_path: 
 
 
 def test_pytest_functions_are_judged_one_by_one(tmp_path: Path) -> None:
-    pytest.importorskip("ctrl_megatron.sandbox.datasets.unit_tests", reason="runs such tests")
     file = tmp_path / "set.jsonl"
     file.write_text(json.dumps(KODCODE) + "\n")
     (problem,) = read_published("kodcode", [file])[0]
