@@ -501,6 +501,15 @@ def test_what_a_file_of_pytest_functions_imports_are_the_entry_points(tmp_path: 
     assert read[0].selected_uts == (KODCODE["test"],) and read[0].difficulty == 1
 
 
+def test_pytest_functions_are_judged_one_by_one(tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    file.write_text(json.dumps(KODCODE) + "\n")
+    (problem,) = read_published("kodcode", [file])[0]
+    half = "def twice(x):\n    return 2 if x == 1 else 0\n"
+    programs = [problem.reference, half, TWICE.replace("2 *", "3 *"), "x = 1"]
+    assert judged([(problem, code) for code in programs]) == [1.0, 0.5, 0.0, 0.0]
+
+
 def test_rows_without_tests_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "apps.jsonl"
     empty = {**SAMPLES["apps"][0], "problem_id": 9, "input_output": ""}
