@@ -107,7 +107,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--without", nargs="*", choices=MECHANISMS, default=[])
     parser.add_argument(
         "--problem-seconds",
-        type=float,
+        type=number(above=0, most=86400),
         help="what all tests of a problem may spend on workers (as in --limits)",
     )
     parser.add_argument("--limits", default="{}", help="JSON object of SandboxLimits fields")
