@@ -7,6 +7,7 @@ flag, and whether its path is read or written, are the flag's type.
 from __future__ import annotations
 
 import argparse
+import errno
 import math
 import os
 import re
@@ -18,6 +19,8 @@ from typing import NoReturn
 from ctrl_megatron.errors import UserError
 
 _LARGEST, _MANY = 2**63 - 1, 2**31 - 1
+_LONGEST_NAME = 240
+"""Bytes of a file's name that leave room, of 255, for what a draft of it is called."""
 _VALUE, _SAID = "=", ": "
 """One of them begins a refusal that goes on from the flag's name."""
 
@@ -125,6 +128,8 @@ def require_writable(path: Path) -> None:
     directory, or the first one above it that is there, takes no new file. Leaves nothing there.
     """
     is_file = os.path.isfile(path)
+    if len(os.fsencode(path.name)) > _LONGEST_NAME:
+        raise UserError(f"{path}: {os.strerror(errno.ENAMETOOLONG)}")
     if os.path.lexists(path) and not (is_file or os.path.isdir(path)):
         raise UserError(f"{path} is no file or directory that can be replaced")
     above = path.absolute().parents

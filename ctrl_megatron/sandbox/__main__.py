@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import fields, replace
 
-from ctrl_megatron.config.flags import CommandParser, count, given_file, new_path, number, port
+from ctrl_megatron.config.flags import CommandParser, given_file, new_path, number, port, whole
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.sandbox.access import read_token
 from ctrl_megatron.sandbox.cores import usable_cores
@@ -92,7 +92,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--drain-seconds",
-        type=number(0),
+        type=number(0, 86400),
         default=10.0,
         help="what running requests get to finish after SIGTERM",
     )
@@ -100,14 +100,14 @@ def _parser() -> CommandParser:
         "--endpoint-file", type=new_path, help="file to hold the address while it answers"
     )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
-    parser.add_argument("--workers", type=count(), default=usable_cores())
+    parser.add_argument("--workers", type=whole(1, 1024), default=usable_cores())
     parser.add_argument("--isolation", choices=LEVELS, default="standard")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the programs")
     parser.add_argument("--preload", nargs="*", default=[], help="further modules to import once")
     parser.add_argument("--without", nargs="*", choices=MECHANISMS, default=[])
     parser.add_argument(
         "--problem-seconds",
-        type=float,
+        type=number(above=0, most=86400),
         help="what all tests of a problem may spend on workers (as in --limits)",
     )
     parser.add_argument("--limits", default="{}", help="JSON object of SandboxLimits fields")

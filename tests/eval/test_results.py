@@ -176,7 +176,7 @@ def test_pass_at_k_is_there_where_every_problem_has_k_chains(samples: tuple[int,
         turn
         for problem, count in zip(("p1", "p2"), samples, strict=True)
         for n in range(count)
-        for turn in chain(problem, "I", (0, 4), **{"attempt": f"{problem}/{n}"})
+        for turn in chain(problem, "I", (0, 4), attempt=f"{problem}/{n}")
     ]
     (result,) = evaluate_turns(turns, ks=(1, 2, 3))
     shown = [k for k in (2, 3) if f"pass@{k}" in result.last]

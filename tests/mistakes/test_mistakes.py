@@ -125,6 +125,10 @@ def _metrics(text: str) -> Spoil:
     return _all(lambda f: (f / "made").mkdir(), _text("made/metrics.jsonl", text))
 
 
+def _metrics_bytes(data: bytes) -> Spoil:
+    return _all(lambda f: (f / "made").mkdir(), _bytes("made/metrics.jsonl", data))
+
+
 def _settings(text: str) -> Spoil:
     """A directory whose evaluation.json says ``text``."""
     return _all(lambda f: (f / "made").mkdir(), _text("made/evaluation.json", text))
@@ -204,6 +208,7 @@ def _mutant(**changes: object) -> Spoil:
     return _text("mutants.jsonl", json.dumps(_MUTANT | changes) + "\n")
 
 
+FUNCTION = PROBLEM | {"prompter_type": "mbppplus", "entry_point": "f", "tests": ["assert f() == 7"]}
 _DATA = (
     "--problems problems.jsonl --solutions solutions.jsonl --out data --val-share 0 --sft-share 0"
 )
@@ -720,6 +725,63 @@ CASES = [
         _SOLVE,
         "model.safetensors",
         lambda f: cut(f / "model/model.safetensors"),
+    ),
+    data(
+        "an assert that is no Python",
+        _DATA,
+        "line 1: test 2 of problem 'seven' is no Python",
+        _text(
+            "problems.jsonl", json.dumps(FUNCTION | {"tests": ["assert f() == 7", "assert (f()"]})
+        ),
+    ),
+    data(
+        "an assert that nothing defines",
+        _DATA,
+        "line 1: the tests of problem 'seven' cannot be judged",
+        _text("problems.jsonl", json.dumps(FUNCTION | {"tests": ["assert g(f()) == 7"]})),
+    ),
+    data(
+        "cases of another form",
+        _DATA,
+        "line 1: key 'tests' case 1 must be an object",
+        _text("problems.jsonl", json.dumps(PROBLEM | {"tests": ['[{"in": "", "out": "7"}]']})),
+    ),
+    *(
+        data(f"{name} as {file}", _DATA, said, _bytes(f"{file}.jsonl", content))
+        for file in ("problems", "solutions")
+        for name, content, said in (
+            ("no UTF-8", b'{"id": "\xe9"}\n', f"{file}.jsonl line 1 is no UTF-8 text: byte 0xe9"),
+            ("two bytes a letter", "{}\n".encode("utf-16"), "line 1 is no UTF-8"),
+            ("an archive", b"\x1f\x8b\x08" + bytes(range(200)), "line 1 is no UTF-8"),
+            ("a cut line", b'{"id": "a", "sta', f"{file}.jsonl: line 1 is not JSON"),
+            ("nothing", b"", f"{file}.jsonl"),
+        )
+    ),
+    data(
+        "no place", _DATA.replace("--out data", "--out /proc/x"), "--out: /proc cannot be written"
+    ),
+    data("a device", _DATA.replace("--out data", "--out /dev/full"), "--out: /dev/full"),
+    rl("no place", "trainer.default_local_dir=/proc/x", "trainer.default_local_dir: /proc"),
+    rl("a device", "trainer.default_local_dir=/dev/full", "/dev/full is no"),
+    rl("seed of 70 bits", "trainer.seed=999999999999999999999", "64 bits"),
+    rl("no number", _A + "rollout.temperature=nan", "finite number"),
+    rl("no base of rotations", "", "rope_theta", _model(rope_theta=-1.0)),
+    rl(
+        "another form of cases",
+        "",
+        "row 3: column 'selected_uts' case 1",
+        _cell("selected_uts", ['[{"stdin": "", "stdout": "7"}]']),
+    ),
+    tool(
+        "report", "no UTF-8", "made", "metrics.jsonl line 1 is no UTF-8", _metrics_bytes(b"\xff\n")
+    ),
+    tool("report", "several onto a device", "made runs --out /dev/full", "--out: /dev/full"),
+    evaluation("no heat", "a=model --temperature nan --set data.val_files=train.parquet", "finite"),
+    evaluation(
+        "settings are cut",
+        "a=model --out made --set data.val_files=train.parquet",
+        "not that of an evaluation",
+        _settings('{"tool": "ctrl-ev'),
     ),
     # Mutants.
     mutants("no problems", _MUTATE.replace("problems.jsonl", "none.jsonl"), "none.jsonl"),
