@@ -81,7 +81,8 @@ def _whole_batch(
             if selected is None:
                 sums = covariance_sums(log_prob, advantages, response_mask)
                 covariances = selection.covariances(*given, sums)[response_mask.bool()]
-                picked = selection.choose(covariances, config, generator)
+                lots = torch.rand(len(covariances), generator=generator, dtype=torch.float64)
+                picked = selection.choose(covariances, config, lots.to(covariances.device))
                 selected = over_tokens(picked, response_mask)
             chosen = {"selected": selected}
         found = terms(*given, rollout_is_weights, **chosen)

@@ -194,8 +194,9 @@ class Config:
 
     @property
     def needed_model_len(self) -> int:
-        """Longest sequence that the engine can meet: a revision prompt holds the problem, the
-        solution and the critique, so it counts as a whole critique sequence."""
+        """Longest sequence that the engine meets where prompts are the built-in ones: a revision
+        prompt holds the problem, the solution and the critique, so it counts as a whole critique
+        sequence. What the rows really need is known with them (``pipeline.inputs``)."""
         revision = self.actor_rollout_ref.rollout.revision_max_tokens
         return self.sequence_tokens + (revision if self.writes_revisions else 0)
 
