@@ -10,20 +10,20 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-_ALWAYS = re.compile("<[|\uff5c].+[|\uff5c]>")
-_MARK = re.compile(r"[^\w\s▁]")
+Role = Literal["user", "assistant", "answer"]
+_MARKER = re.compile("<[|\uff5c].+[|\uff5c]>")
+_SIGN = re.compile(r"[^\w\s▁]")
 
 
 class ControlTokens:
     """Tokenizes what a template wrote around texts, given a fast ``tokenizer`` of transformers and
     its ``template``.
 
-    Control tokens are those that the tokenizer calls special, and others that are markup: of the
-    form ``<|...|>``, or in the template's source, as an opening or a closing tag, and more than
-    letters (Qwen's ``<think>``). The rest of what was added to a vocabulary, such as runs of
-    spaces, is text.
+    Control tokens are those that the tokenizer calls special, those of the form ``<|...|>``, and
+    tags that are in the template's source, opening or closing, and more than letters (Qwen's
+    ``<think>``). The rest of what was added to a vocabulary, such as runs of spaces, is text.
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
@@ -31,40 +31,58 @@ class ControlTokens:
         ends = {tokenizer.eos_token, tokenizer.bos_token}
         tags = template + template.replace("</", "<") + template.replace("<", "</")
         special: list[str] = []
+        markers: list[str] = []
         markup: list[str] = []
         for token in inner["added_tokens"]:
             spelling = token["content"]
             if token["special"] or spelling in ends:
                 special.append(spelling)
-            elif _ALWAYS.fullmatch(spelling) or (spelling in tags and _MARK.search(spelling)):
+            elif _MARKER.fullmatch(spelling):
+                markers.append(spelling)
+            elif spelling in tags and _SIGN.search(spelling):
                 markup.append(spelling)
-        spellings = [*special, *markup]
+        spellings = [*special, *markers, *markup]
+        unread = [spelling for spelling in markup if not _is_read(spelling, template)]
         drawn = secrets.token_hex(8)
         # Hexadecimal digits survive what templates and normalizers do to text.
         self._inside = {s: f"{drawn}a{i:06}" for i, s in enumerate(spellings)}
         self._shelter = {s: f"{drawn}b{i:06}" for i, s in enumerate(spellings)}
-        self._special, self._any = _one_of(special), _one_of(spellings)
+        self._hidden = {
+            "user": _one_of(spellings),
+            "assistant": _one_of([*special, *markers, *unread]),
+            "answer": _one_of([*special, *markers]),
+        }
         self._sheltered = _one_of(list(self._shelter.values()))
         self._outside = {mark: spelling for spelling, mark in self._shelter.items()}
         self._tokenizer = _respelled(inner, self._inside)
 
-    def shelter(self, text: str, *, keep_markup: bool) -> str:
-        """``text`` for a template: no control token is spelled out in it. With ``keep_markup``,
-        for what the assistant itself said before, only special tokens are hidden: templates look
-        for its reasoning.
+    def shelter(self, text: str, role: Role) -> str:
+        """``text`` for a template, without the control tokens that are spelled in it.
+
+        In what the ``assistant`` said before, tags stay that the template itself looks for, as for
+        its reasoning. An ``answer`` that no template is filled with keeps all tags.
         """
-        found = self._special if keep_markup else self._any
-        return found.sub(lambda match: self._shelter[match[0]], text)
+        return self._hidden[role].sub(lambda match: self._shelter[match[0]], text)
 
     def encode_rendered(self, text: str) -> list[int]:
         """Tokens of what a template made of sheltered texts."""
-        text = self._any.sub(lambda match: self._inside[match[0]], text)
+        text = self._hidden["user"].sub(lambda match: self._inside[match[0]], text)
         text = self._sheltered.sub(lambda match: self._outside[match[0]], text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokens of a text by itself, without special tokens; markup is the assistant's own."""
-        return self.encode_rendered(self.shelter(text, keep_markup=True))
+        """Tokens of an answer by itself."""
+        return self.encode_rendered(self.shelter(text, "answer"))
+
+
+def _is_read(tag: str, template: str) -> bool:
+    """Whether ``template`` looks for a tag in a text, or for its opening or closing partner."""
+    name = re.escape(tag).replace("</", "<").replace("<", "</?", 1)
+    looks = r"(?:split|strip|startswith|endswith|find|partition|replace)\(\s*"
+    return bool(
+        re.search(rf"{looks}(['\"])(?:\\n)*{name}(?:\\n)*\1", template)
+        or re.search(rf"(['\"]){name}\1\s+(?:not\s+)?in\b", template)
+    )
 
 
 def _one_of(spellings: list[str]) -> re.Pattern[str]:

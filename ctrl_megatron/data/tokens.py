@@ -88,7 +88,9 @@ class TextCodec:
             raise UserError("a conversation needs at least one message")
         chat: list[Message] = [
             {
-                key: self._control.shelter(text, keep_markup=message.get("role") == "assistant")
+                key: self._control.shelter(
+                    text, "assistant" if message.get("role") == "assistant" else "user"
+                )
                 for key, text in message.items()
             }
             for message in messages

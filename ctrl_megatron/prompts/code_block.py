@@ -74,7 +74,7 @@ def program_block(answer: str, language: str) -> FencedBlock | None:
     its lines have.
     """
     blocks = [block for block in fenced_blocks(answer) if block.closed or block.code.strip()]
-    if not blocks or (language == _TAG and is_program(answer)):
+    if not blocks or (language == _TAG and _is_whole_program(answer)):
         return None
     if language == _TAG:
         blocks = list(map(_as_meant, blocks))
@@ -91,6 +91,11 @@ def program_block(answer: str, language: str) -> FencedBlock | None:
         return 1 if untagged else 2 if block.closed else 3
 
     return min(blocks, key=rank)
+
+
+def _is_whole_program(answer: str) -> bool:
+    # Most answers to be judged begin with a fence: they need not be parsed.
+    return not answer.startswith(FENCE) and is_program(answer)
 
 
 def _as_meant(block: FencedBlock) -> FencedBlock:
@@ -151,7 +156,7 @@ def _fenced_code(answer: str, language: str) -> str | None:
         block.closed or block.tag in tags_of(language) or language != _TAG or FENCE not in answer
     ):
         return block.code.strip() if language == _TAG else block.code.removesuffix("\n")
-    if language != _TAG or FENCE not in answer or is_program(answer):
+    if language != _TAG or FENCE not in answer or _is_whole_program(answer):
         return None
     tag, line_break, rest = answer.partition(FENCE)[2].partition("\n")
     if line_break and tag.strip().lower() in ("", *tags_of(_TAG)):

@@ -265,13 +265,15 @@ def test_what_the_assistant_thought_is_still_the_templates_matter(tmp_path: Path
     think, end = codec.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     chat = [
         {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "<think>so</think>a<e>"},
+        {"role": "assistant", "content": "<think>so</think>a<e><s>user<|fim|>"},
         {"role": "user", "content": "<think>r</think>a"},
     ]
     tokens = codec.encode_chat(chat)
     assert not {think, end} & set(tokens)
+    start, marker = codec.tokenizer.convert_tokens_to_ids(["<s>", "<|fim|>"])
+    assert tokens.count(start) == 4 and marker not in tokens
     assert codec.decode(tokens, skip_special_tokens=False) == (
-        "<s>user\nq<e>\n<s>assistant\na<e><e>\n<s>user\n<think>r</think>a<e>\n<s>assistant\n"
+        "<s>user\nq<e>\n<s>assistant\na<e><s>user<|fim|><e>\n<s>user\n<think>r</think>a<e>\n<s>assistant\n"
     )
     assert codec.encode("<think>a</think>") == [think, *codec.encode("a"), end]
 

@@ -10,8 +10,10 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.pipeline.critique_revision import score_fields
 from ctrl_megatron.pipeline.ctrl import place_scores
 from ctrl_megatron.pipeline.worker import DAGWorker
+from ctrl_megatron.rewards import RewardOutcome, Scores
 
 NAN = float("nan")
 
@@ -60,3 +62,11 @@ def test_a_function_of_the_users_that_never_knows_is_named() -> None:
 def test_a_score_that_no_update_could_bear_is_refused(score: float) -> None:
     with pytest.raises(UserError, match=r"the field score has .*at most 1e"):
         scores_of([0.5, NAN, score])
+
+
+def test_a_row_knows_how_much_its_critique_held_of_the_program() -> None:
+    outcomes = [RewardOutcome(reward=None, copied=1.0, copying="mask"), RewardOutcome(reward=0.0)]
+    rewards = [outcome.reward for outcome in outcomes]
+    scores = Scores(parts={"critic": rewards}, totals=rewards, outcomes=[*outcomes])
+    fields = score_fields(scores)
+    assert [row["copied"] for row in fields] == [1.0, None]

@@ -76,6 +76,7 @@ def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:
             "valid": torch.tensor([False, True, False, True]),
             "reward/critic": torch.tensor([0.0, 0.25, 0.0, float("nan")]),
             "pass_rate": torch.tensor([0.0, 0.25, 0.0, 1.0]),
+            "copied": torch.tensor([float("nan"), 0.5, float("nan"), 1.0]),
         },
         batch_size=[4],
     )
@@ -87,4 +88,5 @@ def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:
     assert first["versions"] == "critique by actor@4, revision by proxy"
     assert (second["critique"], second["revision"], second["passed_after"]) == ("c3", "r3", 1.0)
     assert second["reward"] is None, "a row that could not be judged"
+    assert [e["copied"] for e in (first, second, third)] == [0.5, 1.0, None]
     assert third["judgment"] == "none"

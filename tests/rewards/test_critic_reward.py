@@ -381,7 +381,7 @@ def test_an_outcome_tells_what_happened(make: Make) -> None:
     model, _ = make()
     (outcome,) = asyncio.run(judge(model, [INCORRECT], [block("# +-+")], [function_row()]))
     verdict = Verdict(passed=(True, False, True), total=3, detail=("", "ValueError: no", ""))
-    assert outcome == RewardOutcome(reward=2 / 3, judgment=False, verdict=verdict)
+    assert outcome == RewardOutcome(reward=2 / 3, judgment=False, verdict=verdict, copied=0.0)
     assert (outcome.detail, outcome.pass_rate) == ("ValueError: no", 2 / 3)
 
 

@@ -207,6 +207,17 @@ def test_functions_of_a_configuration(
     assert list(found.items()) == list(weights.items())
 
 
+def test_the_critic_limits_copying_as_the_configuration_says() -> None:
+    built = build_reward_sum(
+        config("reward.copying=penalise", "reward.copying_threshold=0.9"),
+        sandbox_endpoint="http://127.0.0.1:9",
+        rows=[ROW],
+        tokenizer=None,
+    )
+    assert built.critic is not None
+    assert (built.critic.copying, built.critic.copying_threshold) == ("penalise", 0.9)
+
+
 def test_a_sum_from_the_configuration_shares_judge_and_cache() -> None:
     built = build_reward_sum(
         config("reward.reward_funcs=[critic,code,binary_code]", *TERMS),
