@@ -146,15 +146,16 @@ def begin_program() -> None:
 def _open_streams() -> None:
     """Text streams over the descriptors 0, 1 and 2, named as the interpreter names its own."""
     for number, (name, mode, errors) in enumerate(_STREAMS):
-        lines = 1 if name == "stderr" else -1
-        # It lives as long as the program.
-        stream: Any = open(number, mode, lines, "utf-8", errors, closefd=False)  # noqa: SIM115
-        stream.buffer.raw.name = f"<{name}>"
+        raw: Any = io.FileIO(number, mode, closefd=False)
+        raw.name = f"<{name}>"
+        buffer = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
+        stream: Any = io.TextIOWrapper(buffer, "utf-8", errors, line_buffering=number == 2)
+        stream.mode = mode
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     if not os.path.exists("/dev/fd/0"):
-        io.open = builtins.open = _opening(open)
-        os.open = _opening(os.open)
+        io.open = builtins.open = _open
+        os.open = _os_open
 
 
 def _opening(system: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,6 +178,9 @@ def _opening(system: Callable[..., Any]) -> Callable[..., Any]:
         return stream
 
     return opening
+
+
+_open, _os_open = _opening(open), _opening(os.open)
 
 
 def _forget_harness() -> None:
