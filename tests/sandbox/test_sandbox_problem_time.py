@@ -5,8 +5,11 @@ and honest problems beside slow ones are judged.
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
 from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
 from ctrl_megatron.sandbox.wire import EvalResult
 
+ROOT = Path(__file__).parents[2]
 BUDGET = 1.0
 OVER = "the problem's time is over"
 Submit = Callable[..., EvalResult]
@@ -210,3 +214,14 @@ def test_the_clock_stands_still_while_nothing_runs_or_a_worker_fails() -> None:
 
     left, stopped = clocked(scenario)
     assert left == pytest.approx(0.1, abs=0.02) and not stopped
+
+
+def test_the_budget_is_set_by_a_key_and_by_an_option() -> None:
+    from ctrl_megatron.config.algorithm import Sandbox
+
+    assert Sandbox().problem_seconds == SandboxLimits().problem_seconds
+    for wrong in ("0", "-1", "nan", "soon"):
+        command = [sys.executable, "-m", "ctrl_megatron.sandbox", "--problem-seconds", wrong]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.count("\n") == 1 and "problem-seconds" in done.stderr
