@@ -16,6 +16,7 @@ from typing import Any
 from ctrl_megatron.data.contests import NoTests, problem_of_tests
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.sandbox.comparison import STRICT, rule_named
+from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
 from ctrl_megatron.types import Problem
 
 VERL_COLUMNS = "data_source, prompt and reward_model"
@@ -48,7 +49,9 @@ def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ``ValueError`` naming the column of what is wrong.
     """
-    content = json.dumps(record, sort_keys=True, default=str).encode(errors="surrogatepass")
+    with long_integers():
+        text = json.dumps(record, sort_keys=True, default=str)
+    content = text.encode(errors="surrogatepass")
     name = f"{_source(record)}/{hashlib.blake2b(content, digest_size=6).hexdigest()}"
     columns: dict[str, Any] = {**record, "id": name}
     tests = _tests_of(_ground_truth(record))
@@ -87,7 +90,7 @@ def _tests_of(ground_truth: Any) -> Mapping[str, Any] | None:
     """The object with ``inputs`` and ``outputs``, given as such or as its JSON text."""
     if isinstance(ground_truth, str):
         try:
-            ground_truth = json.loads(ground_truth)
+            ground_truth = loads(ground_truth)
         except (ValueError, RecursionError):
             return None  # an answer in words
     if isinstance(ground_truth, Mapping) and {"inputs", "outputs"} <= ground_truth.keys():

@@ -19,6 +19,8 @@ work that is under way, or gets the answer that is there, and does not begin it 
 WAIT_HEADER = "X-Sandbox-Wait"
 """Of a request with ``JOB_HEADER``: seconds after which 202 answers that the work goes on, with the
 route in ``Location`` under which it can be asked for again."""
+BUSY_HEADER = "X-Sandbox-Busy"
+"""Of an answer 503: the service does other requests' work and takes this one later."""
 LEVEL_HEADER = "X-Sandbox-Level"
 """Of ``/v1/ping``: the isolation level that the service reached."""
 

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from ctrl_megatron.sandbox import SandboxClient, SandboxError
 from ctrl_megatron.sandbox.wire import (
+    BUSY_HEADER,
     CommandRunResult,
     CommandRunStatus,
     RunCodeRequest,
@@ -58,6 +59,9 @@ class Script:
         if reply == "hang":
             await asyncio.sleep(0.3)
             return web.json_response(GOOD)
+        if reply == "busy":
+            headers = {"Retry-After": "0", BUSY_HEADER: "1"}
+            return web.json_response({"detail": "much to do"}, status=503, headers=headers)
         if isinstance(reply, tuple):
             return web.json_response({"detail": reply[1]}, status=reply[0])
         return web.json_response(reply)
@@ -245,3 +249,20 @@ def test_several_endpoints_share_the_load() -> None:
 def test_bad_settings_are_refused(make: Callable[[], SandboxClient]) -> None:
     with pytest.raises(ValueError, match="must be"):
         make()
+
+
+def test_a_service_that_is_busy_is_waited_for_however_often_it_says_so() -> None:
+    """Its answers are no failed attempts; those in between are counted as ever."""
+
+    async def scenario() -> None:
+        async with serving(Script(*["busy"] * 9, (500, "broken"), "busy", GOOD)) as script:
+            async with client_of(script.url, attempts=2) as client:
+                assert (await client.run_code(REQUEST)).status is RunStatus.SUCCESS
+            assert script.calls == 12
+        async with serving(Script("busy", (500, "broken"), "busy", (500, "broken"))) as script:
+            async with client_of(script.url, attempts=2) as client:
+                with pytest.raises(SandboxError, match="gave up after 2 attempts"):
+                    await client.run_code(REQUEST)
+            assert script.calls == 4
+
+    asyncio.run(scenario())

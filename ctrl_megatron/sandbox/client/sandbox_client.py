@@ -12,7 +12,7 @@ import contextlib
 import json
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -48,6 +48,10 @@ class _Fault(Exception):
     def __init__(self, text: str, retry_after: float = 0.0) -> None:
         super().__init__(text)
         self.retry_after = retry_after
+
+
+class _Busy(_Fault):
+    """The service has too much of others' work to take this: waiting for it fails nobody."""
 
 
 @dataclass(slots=True)
@@ -197,11 +201,13 @@ class SandboxClient:
         self.counters.requests += 1
         tried: set[str] = set()
         body, number = request.model_dump_json().encode(), secrets.token_hex(16)
-        for failed in range(self._attempts):
+        failed = 0
+        while True:
             try:
                 return await self._attempt(path, body, number, answer, tried)
             except _Fault as fault:
-                if failed + 1 == self._attempts:
+                failed += not isinstance(fault, _Busy)
+                if failed == self._attempts:
                     self.counters.failures += 1
                     text = f"{fault} (gave up after {self._attempts} attempts)"
                     raise SandboxError(text) from fault
@@ -210,8 +216,7 @@ class SandboxClient:
                     continue
                 # Every service had its chance: start over after a pause.
                 tried.clear()
-                await asyncio.sleep(max(self._pause(failed), fault.retry_after))
-        raise AssertionError("unreachable")
+                await asyncio.sleep(max(self._pause(max(failed - 1, 0)), fault.retry_after))
 
     def _pause(self, failed: int) -> float:
         """Seconds before the next attempt, ``failed`` before the last one."""
@@ -229,7 +234,7 @@ class SandboxClient:
             tried.add(endpoint.url)
             endpoint.in_flight += 1
             try:
-                status, text, retry_after = await self._exchange(endpoint, path, body, number)
+                status, text, headers = await self._exchange(endpoint, path, body, number)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 self._distrust(endpoint)
                 raise _Fault(f"sandbox {url} failed: {_text(error)}") from error
@@ -243,13 +248,15 @@ class SandboxClient:
         if 400 <= status < 500 and status not in _TRY_AGAIN:
             raise ValueError(f"sandbox {url} refused the request ({status}): {_detail(text)}")
         if status != 200:
-            raise _Fault(f"sandbox {url} answered {status}: {_detail(text)}", retry_after)
+            kind = _Busy if wire.BUSY_HEADER in headers else _Fault
+            retry_after = _seconds(headers.get("Retry-After", ""))
+            raise kind(f"sandbox {url} answered {status}: {_detail(text)}", retry_after)
         return _parse(url, text, answer)
 
     async def _exchange(
         self, endpoint: _Endpoint, path: str, body: bytes, number: str
-    ) -> tuple[int, str, float]:
-        """Status, text and ``Retry-After`` of the answer, however long its work waits and takes."""
+    ) -> tuple[int, str, Mapping[str, str]]:
+        """Status, text and headers of the answer, however long its work waits and takes."""
         session, headers = self._open_session(), {**self._wait, **endpoint.headers}
         sent = {**_JSON, **headers, wire.JOB_HEADER: number}
         asking = session.post(endpoint.url + path, data=body, headers=sent)
@@ -262,7 +269,7 @@ class SandboxClient:
                 lost = status == _LOST and response.method == "GET"
                 if lost:
                     raise _Fault(f"sandbox {endpoint.url} lost the job: {_detail(text)}")
-                return status, text, _seconds(response.headers.get("Retry-After", ""))
+                return status, text, response.headers
 
     def _withdraw(self, endpoint: _Endpoint, number: str) -> None:
         """Tell the service that nobody wants the work any more, without waiting for it."""

@@ -311,7 +311,9 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ValueError as error:
         return _refusal(400, str(error))
     except (QueueFull, Overloaded) as error:
-        return _busy(str(error))
+        response = _busy(str(error))
+        response.headers[wire.BUSY_HEADER] = "1"
+        return response
     except WorkerFault as error:
         _log.error("%s failed: %s", request.path, error)
         return _refusal(500, str(error))
