@@ -188,6 +188,10 @@ def test_a_class_of_the_program_in_unittest(judge: Judge) -> None:
         "result = unittest.TextTestRunner().run(suite)\nassert result.wasSuccessful()",
         "from unittest import TestCase, main\nclass It(TestCase):\n    def test_it(self):\n"
         "        self.assertEqual(f(1), 2)\nmain()",
+        "import pytest\n@pytest.mark.parametrize('x', [*range(1), 1])\ndef test_it(x):\n"
+        "    assert f(x) == x + 1",
+        "import pytest\n@pytest.mark.parametrize('x, y', [pytest.param(*(1, 2))])\n"
+        "def test_it(x, y):\n    assert f(x) == y",
         "def now(test):\n    test()\n    return test\n@now\ndef it():\n    assert f(1) == 2",
         "import threading\ndef run():\n    assert f(1) == 2\n"
         "thread = threading.Thread(target=run)\nthread.start()\nthread.join()",
@@ -231,6 +235,11 @@ def test_a_text_of_unit_tests_may_be_the_test_of_human_eval_too() -> None:
         (
             "import pytest\n@pytest.mark.skip\ndef test_it():\n    assert f(1) == 2",
             "every test in it is skipped",
+        ),
+        (
+            f"import pytest\n@pytest.mark.parametrize('x', [{'1, ' * 1001}])\ndef test_it(x):\n"
+            "    assert f(x) == 2\n",
+            "it holds more than 1000 tests",
         ),
         ("def f(x): return 2\ndef test_it():\n    assert f(1) == 2", "defines f itself"),
         ("import numpy as np\nassert f(1) == np.array(1)", "imports numpy, which the judge"),

@@ -29,6 +29,8 @@ PROGRAM_MODULES = frozenset(
 )
 """What tests call the file of the program."""
 _LEFT_OUT = frozenset(["expectedFailure", "skip", "skipIf", "skipUnless", "skipif", "xfail"])
+MOST_TESTS = 1000
+"""In one text."""
 _RUNNERS = frozenset(
     ["TestLoader", "TestSuite", "TextTestRunner", "defaultTestLoader", "makeSuite"]
 )
@@ -73,12 +75,14 @@ def unit_tests(tree: ast.Module) -> list[ast.Module]:
         before = _if_defined(body, ("setup_module", "setUpModule", "setup_function"))
         context = [*_around(body, found, function), *before]
         calls = _calls(ast.Name(function.name, ast.Load()), function, (), 0)
-        texts += [_module([*context, call]) for call in calls]
+        texts += _modules(context, ([call] for call in calls))
     for case in cases:
         before = _if_defined(body, ("setup_module", "setUpModule"))
         for method in _methods(case, classes):
             context = [*_around(body, found, case, method), *before]
-            texts += [_module([*context, *run]) for run in _runs(method, classes)]
+            texts += _modules(context, _runs(method, classes))
+    if len(texts) > MOST_TESTS:
+        raise ValueError(f"it holds more than {MOST_TESTS} tests")
     if not texts:
         raise ValueError("every test in it is skipped or expected to fail")
     return texts
@@ -241,18 +245,25 @@ def _cases(mark: ast.Call, number: int, test: str) -> list[_Case]:
     values = mark.args[1] if len(mark.args) > 1 else by_name[0] if by_name else None
     if not names or values is None:
         raise ValueError(f"the parameters of {test} cannot be read")
-    if not isinstance(values, (ast.List, ast.Tuple)):
+    written_out = isinstance(values, (ast.List, ast.Tuple)) and not any(
+        isinstance(part, ast.Starred) for value in values.elts for part in (value, *_given(value))
+    )
+    if not written_out:
         item = f"_values{number}"
         loop = ast.Name(item, ast.Store()), values
         return [_Case(keywords=_spread(names, ast.Name(item, ast.Load())), loop=loop)]
     cases = []
-    for value in values.elts:
+    for value in values.elts if isinstance(values, (ast.List, ast.Tuple)) else ():
         if isinstance(value, ast.Call) and last_name(value.func) == "param":
             if _is_left_out([k.value for k in value.keywords]):
                 continue
             value = value.args[0] if len(names) == 1 else ast.Tuple(value.args, ast.Load())
         cases.append(_Case(keywords=_spread(names, value)))
     return cases
+
+
+def _given(value: ast.expr) -> list[ast.expr]:
+    return value.args if isinstance(value, ast.Call) else []
 
 
 def _spread(names: list[str], value: ast.expr) -> list[ast.keyword]:
@@ -459,7 +470,11 @@ def _expression(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
 
 
-def _module(body: list[ast.stmt]) -> ast.Module:
+def _modules(context: list[ast.stmt], runs: Iterable[list[ast.stmt]]) -> list[ast.Module]:
+    """``context`` with each of ``runs`` behind it, one more than ``MOST_TESTS`` at most."""
     # Written and read again: the parts of a text are shared by the tests that it makes.
-    module = ast.Module(body=body, type_ignores=[])
-    return ast.parse(ast.unparse(ast.fix_missing_locations(module)))
+    around, *ends = (
+        ast.unparse(ast.fix_missing_locations(ast.Module(body=body, type_ignores=[])))
+        for body in (context, *itertools.islice(runs, MOST_TESTS + 1))
+    )
+    return [ast.parse(f"{around}\n{end}") for end in ends]
