@@ -30,7 +30,8 @@ PROGRAM_MODULES = frozenset(
 """What tests call the file of the program."""
 _LEFT_OUT = frozenset(["expectedFailure", "skip", "skipIf", "skipUnless", "skipif", "xfail"])
 MOST_TESTS = 1000
-"""In one text."""
+MOST_CHARACTERS = 2 << 20
+"""Of the tests of one text, each with what is around it."""
 _RUNNERS = frozenset(
     ["TestLoader", "TestSuite", "TextTestRunner", "defaultTestLoader", "makeSuite"]
 )
@@ -70,26 +71,50 @@ def unit_tests(tree: ast.Module) -> list[ast.Module]:
     functions = [n for n in functions if not _is_left_out(n.decorator_list)]
     cases = [n for n in cases if not _is_left_out(n.decorator_list)]
     _refuse_fixtures_for_all(body)
-    texts: list[ast.Module] = []
+    texts = _Texts()
     for function in functions:
         before = _if_defined(body, ("setup_module", "setUpModule", "setup_function"))
         context = [*_around(body, found, function), *before]
         calls = _calls(ast.Name(function.name, ast.Load()), function, (), 0)
-        texts += _modules(context, ([call] for call in calls))
+        texts.add(context, ([call] for call in calls))
     for case in cases:
         before = _if_defined(body, ("setup_module", "setUpModule"))
         for method in _methods(case, classes):
             context = [*_around(body, found, case, method), *before]
-            texts += _modules(context, _runs(method, classes))
-    if len(texts) > MOST_TESTS:
-        raise ValueError(f"it holds more than {MOST_TESTS} tests")
-    if not texts:
+            texts.add(context, _runs(method, classes))
+    if not texts.found:
         raise ValueError("every test in it is skipped or expected to fail")
-    return texts
+    return [ast.parse(text) for text in texts.found]
 
 
 def _defined_in(body: Iterable[ast.stmt]) -> list[Function]:
     return [node for node in body if isinstance(node, FUNCTIONS)]
+
+
+class _Texts:
+    """Texts of single tests, as many and as long as may come of one."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self._characters = 0
+
+    def add(self, context: list[ast.stmt], runs: Iterable[list[ast.stmt]]) -> None:
+        """``context`` with each of ``runs`` behind it. Raises ``ValueError``."""
+        around = _source(context)
+        for run in runs:
+            self.found.append(f"{around}\n{_source(run)}")
+            self._characters += len(self.found[-1])
+            if len(self.found) > MOST_TESTS:
+                raise ValueError(f"it holds more than {MOST_TESTS} tests")
+            if self._characters > MOST_CHARACTERS:
+                raise ValueError(
+                    f"its tests, each with what is around it, take more than {MOST_CHARACTERS} "
+                    "characters"
+                )
+
+
+def _source(body: list[ast.stmt]) -> str:
+    return ast.unparse(ast.fix_missing_locations(ast.Module(body=body, type_ignores=[])))
 
 
 def _is_case(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> str | None:
@@ -468,13 +493,3 @@ def _statement(text: str) -> ast.stmt:
 
 def _expression(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
-
-
-def _modules(context: list[ast.stmt], runs: Iterable[list[ast.stmt]]) -> list[ast.Module]:
-    """``context`` with each of ``runs`` behind it, one more than ``MOST_TESTS`` at most."""
-    # Written and read again: the parts of a text are shared by the tests that it makes.
-    around, *ends = (
-        ast.unparse(ast.fix_missing_locations(ast.Module(body=body, type_ignores=[])))
-        for body in (context, *itertools.islice(runs, MOST_TESTS + 1))
-    )
-    return [ast.parse(f"{around}\n{end}") for end in ends]
