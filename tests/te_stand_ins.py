@@ -183,6 +183,7 @@ def installed(active: bool = True) -> Iterator[None]:
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import transformer_block
 
+    from ctrl_megatron.models import attention_kernel
     from ctrl_megatron.models.layer_spec import RMSNorm
 
     class Linear:
@@ -236,6 +237,7 @@ def installed(active: bool = True) -> Iterator[None]:
     changes: list[tuple[Any, dict[str, Any]]] = [
         (gpt_layer_specs, {"TESpecProvider": Provider}),
         (transformer_block, {"LayerNormImpl": RMSNorm}),
+        (attention_kernel, {"kernel_on": lambda device, dtype: "transformer_engine"}),
         (layers, {"fused_weight_gradient_mlp_cuda": WgradKernel}),
         (optimizer, {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False}),
         (

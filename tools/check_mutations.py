@@ -7,6 +7,10 @@ own rule; the others are printed, and the exit status is 1.
 
 Functions come from MBPP; stdin/stdout problems are MBPP's as well, with the program's first test as
 its input: what the reference prints for it is the expected output.
+
+Then right outputs whose format matters, and results of functions, are changed in format (leading
+zeros, decimals, padding, case, units and more) and judged by every rule. Apart from the graders,
+``tools/format_mutations.py`` tells what the rule's documentation says of each.
 """
 
 from __future__ import annotations
@@ -14,17 +18,25 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ctrl_megatron.sandbox import EmbeddedSandbox, RunCodeRequest, SandboxClient, SubmitRequest
+from ctrl_megatron.sandbox import (
+    EmbeddedSandbox,
+    EvalResult,
+    RunCodeRequest,
+    SandboxClient,
+    SubmitRequest,
+)
 from ctrl_megatron.sandbox.wire import TestConfig
+from tools import format_mutations as formats
 from tools.check_sandbox_data import SETS
 
 LARGE = 8
@@ -138,17 +150,7 @@ def _calls(tests: list[str]) -> list[str]:
 
 async def accepted(client: SandboxClient, item: Accepted, code: str) -> bool:
     """Whether every test passes."""
-    config = TestConfig(
-        dataset_type=item.kind,
-        language="python",
-        run_timeout=10.0,
-        provided_data=item.data,
-        extra={"run_all_cases": True},
-    )
-    request = SubmitRequest(
-        dataset="mutants", id=item.name, completion=f"```python\n{code}\n```", config=config
-    )
-    return (await client.submit(request)).accepted
+    return (await _submit(client, item.kind, code, item.data)).accepted
 
 
 async def equal_by_rule(client: SandboxClient, item: Accepted, mutation: str) -> bool:
@@ -198,20 +200,117 @@ async def check(client: SandboxClient, kind: str, items: list[Accepted], count: 
     return len(wrong)
 
 
+ECHO = "import sys\nsys.stdout.buffer.write(sys.stdin.buffer.read())"
+Judged = tuple[str, bool, bool]
+"""What was judged, whether it passed, and whether it should have."""
+
+
+async def outputs(client: SandboxClient, want: str, rule: str) -> list[Judged]:
+    """A right output and its mutants by ``rule``. One program prints what each case gives it."""
+    changed = {name: change(want) for name, change in formats.MUTATIONS.items()}
+    given = {"same": want, **{name: got for name, got in changed.items() if got != want}}
+    data = {
+        "test": [{"input": {"stdin": got}, "output": {"stdout": want}} for got in given.values()],
+        "comparison": rule,
+    }
+    result = await _submit(client, "CommonOJDataset", ECHO, data)
+    return [
+        (f"{rule}: {name}: {got!r}, expected {want!r}"[:300], case.passed, means)
+        for (name, got), case in zip(given.items(), result.tests, strict=True)
+        for means in [formats.means_the_same(got, want, rule)]
+    ]
+
+
+async def results(client: SandboxClient, want: Any, rule: str) -> list[Judged]:
+    """A right result of a function and its mutants by ``rule``."""
+    given = {name: change(want) for name, change in formats.RESULT_MUTATIONS.items()}
+    code = f"from math import inf, nan\nRESULTS = {list(given.values())!r}\n"
+    cases = {
+        "inputs": [str(number) for number in range(len(given))],
+        "outputs": [json.dumps(want)] * len(given),
+        "fn_name": "answer",
+    }
+    data = {"test": json.dumps(cases), "comparison": rule}
+    code += "def answer(number): return RESULTS[number]"
+    result = await _submit(client, "LiveCodeBenchDataset", code, data)
+    verdicts = (result.extra or {})["verdicts"]
+    return [
+        (f"{rule}: {name}: {got!r}, expected {want!r}"[:300], passed, means)
+        for (name, got), passed in zip(given.items(), verdicts, strict=True)
+        for means in [formats.results_the_same(got, want, rule)]
+    ]
+
+
+async def check_formats(kind: str, work: list[Awaitable[list[Judged]]]) -> int:
+    """Judge; print, and return how many verdicts differ from what the rules say."""
+    places, counts, differ = asyncio.Semaphore(4), Counter[str](), list[str]()
+
+    async def one(item: Awaitable[list[Judged]]) -> None:
+        async with places:
+            for what, passed, same in await item:
+                verdict = "wrong" if passed and not same else "equal" if passed else "rejected"
+                counts[verdict] += 1
+                counts["refused though equal"] += same and not passed
+                if passed != same:
+                    differ.append(what)
+
+    await asyncio.gather(*map(one, work))
+    names = ("rejected", "equal", "wrong", "refused though equal")
+    judged = sum(counts[name] for name in names[:3])
+    print(f"{kind}: {judged} mutants: {', '.join(f'{counts[name]} {name}' for name in names)}")
+    for line in sorted(differ):
+        print(f"  {line}")
+    return len(differ)
+
+
+async def _submit(client: SandboxClient, kind: str, code: str, data: dict[str, Any]) -> EvalResult:
+    config = TestConfig(
+        dataset_type=kind,
+        language="python",
+        run_timeout=10.0,
+        provided_data=data,
+        extra={"run_all_cases": True},
+    )
+    completion = f"```python\n{code}\n```"
+    return await client.submit(
+        SubmitRequest(dataset="mutants", id=0, completion=completion, config=config)
+    )
+
+
 async def check_all(options: argparse.Namespace, endpoint: str) -> int:
-    """Both kinds; the number of mutants that passed wrongly."""
+    """All kinds; the number of verdicts that are wrong."""
     async with SandboxClient(endpoint) as client:
-        called = list(functions(options.data))
-        return await check(client, "functions", called, options.count) + await check(
-            client, "stdin/stdout", await printed(client, options.data), options.count
+        wrong = await check_formats(
+            "formats of outputs",
+            [
+                outputs(client, want, rule)
+                for want in formats.right_outputs(options.formats, options.seed)
+                for rule in formats.RULES
+            ],
         )
+        wrong += await check_formats(
+            "formats of results",
+            [
+                results(client, want, rule)
+                for want in formats.right_results(options.formats, options.seed)
+                for rule in formats.RESULT_RULES
+            ],
+        )
+        if options.data is not None:
+            called = list(functions(options.data))
+            wrong += await check(client, "functions", called, options.count)
+            made = await printed(client, options.data)
+            wrong += await check(client, "stdin/stdout", made, options.count)
+        return wrong
 
 
 def main() -> int:
     """Parse, start the service, judge, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
+    parser.add_argument("--data", type=Path, help="folder with the data sets, for MBPP's programs")
     parser.add_argument("--count", type=int, default=200, help="programs of each kind")
+    parser.add_argument("--formats", type=int, default=60, help="right outputs, and results")
+    parser.add_argument("--seed", type=int, default=0, help="of these")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     with EmbeddedSandbox.start(workers=options.workers, isolation="standard") as service:

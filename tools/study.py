@@ -249,15 +249,16 @@ def results_of(turns: Sequence[Turn]) -> list[CriticResult]:
 
 
 def markdown(test: str, turns: Sequence[Turn]) -> str:
-    """The tables of a test set."""
+    """The tables of a test set; rates that no arm has are no columns."""
     results = results_of(turns)
-    heads = ("arm", "seeds", *_RATES, "pass_rate over SFT")
-    lines = [f"## {test.replace('_', ' ').capitalize()}", "", _row(heads)]
+    known = [name for name in _RATES if any(name in r.last for r in results)]
+    heads = ("arm", "seeds", *known, "pass_rate over SFT")
+    lines = [f"## {test.replace('_', ' ').capitalize()}", "", _counted(turns), "", _row(heads)]
     lines.append(_row(["---"] * len(heads)))
-    (first,) = {_told(r.curves[0]["pass_rate"]) for r in results[:1]}
-    lines.append(_row(["first solutions", "", first, *[""] * len(_RATES)]))
+    before = results[0].curves[0]
+    lines.append(_row(["first solutions", "", *(_told(before.get(name)) for name in known), ""]))
     for r in results:
-        rates = [_told(r.last.get(name)) for name in _RATES]
+        rates = [_told(r.last.get(name)) for name in known]
         seeds = ", ".join(map(str, r.seeds))
         lines.append(_row([r.critic, seeds, *rates, _told(r.gains.get("pass_rate"))]))
     lines += ["", "Gains by seed:", "", _row(("arm", *(f"seed {s}" for s in SEEDS)))]
@@ -266,6 +267,17 @@ def markdown(test: str, turns: Sequence[Turn]) -> str:
         gains = [_gain(turns, arm, seed) for seed in SEEDS]
         lines.append(_row([arm, *("open" if gain is None else _told(gain) for gain in gains)]))
     return "\n".join(lines) + "\n"
+
+
+def _counted(turns: Sequence[Turn]) -> str:
+    """What the rates are of."""
+    attempts = {turn.attempt for turn in turns}
+    problems = {turn.problem_id for turn in turns}
+    return (
+        f"{len(attempts)} first solutions of {len(problems)} problems; every problem counts the "
+        f"same. pass@{SAMPLES} stands where every problem has {SAMPLES} chains, F1 where first "
+        "solutions are right and wrong."
+    )
 
 
 def _gain(turns: Sequence[Turn], arm: str, seed: int) -> Estimate | None:

@@ -14,7 +14,7 @@ from ctrl_megatron.algorithms.core_algos import (
     compute_policy_loss_vanilla,
     compute_value_loss,
 )
-from ctrl_megatron.algorithms.covariance import covariance_sums, over_tokens
+from ctrl_megatron.algorithms.covariance import covariance_sums, over_tokens, token_lots
 from ctrl_megatron.algorithms.group_advantages import (
     compute_cpgd_outcome_advantage,
     compute_gpg_outcome_advantage,
@@ -52,6 +52,7 @@ from ctrl_megatron.algorithms.registry import (
     register_adv_est,
     register_policy_loss,
     register_policy_loss_terms,
+    required_inputs,
     token_selection,
 )
 from ctrl_megatron.algorithms.rollout_correction import (
@@ -128,6 +129,8 @@ __all__ = [
     "register_adv_est",
     "register_policy_loss",
     "register_policy_loss_terms",
+    "required_inputs",
+    "token_lots",
     "token_selection",
     "value_loss_terms",
 ]

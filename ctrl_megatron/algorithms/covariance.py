@@ -2,14 +2,16 @@
 
 How much a token moves the entropy is the covariance of its log-prob and its advantage. Both losses
 look at all tokens of a mini-batch at once: who holds a piece of it adds ``covariance_sums`` over
-the pieces, gathers the ``covariances`` of the loss's ``TokenSelection`` under the mask, lets it
-``choose`` among the gathered, and gives each piece its part as ``selected``. Source of everything
-here: arXiv 2505.22617, section 4.2.
+the pieces, gathers the ``covariances`` of the loss's ``TokenSelection`` under the mask and the
+tokens' lots (``token_lots``), lets it ``choose`` among the gathered, and gives each piece its part
+as ``selected``. Source of everything here: arXiv 2505.22617, section 4.2.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,6 +68,19 @@ def over_tokens(selected: torch.Tensor, response_mask: torch.Tensor) -> torch.Te
     return spread
 
 
+def token_lots(names: Sequence[str], response_mask: torch.Tensor) -> torch.Tensor:
+    """(B, R) float64 in [0, 1): a lot per token that depends on the row's name and the token's
+    place alone, so that a draw is the same however rows are dealt and ordered. Names must differ.
+    """
+    width, generator = response_mask.shape[1], torch.Generator()
+    rows = []
+    for name in names:
+        digest = hashlib.sha256(name.encode()).digest()
+        generator.manual_seed(int.from_bytes(digest[:7], "big"))
+        rows.append(torch.rand(width, dtype=torch.float64, generator=generator))
+    return torch.stack(rows) if rows else torch.zeros(response_mask.shape, dtype=torch.float64)
+
+
 def _how_many(ratio: float, tokens: int, key: str) -> int:
     """floor(``ratio`` * ``tokens``), but at least one token unless the ratio or the batch is 0.
 
@@ -94,15 +109,13 @@ def _clip_cov_covariances(
     return covariances.masked_fill(outside, -torch.inf)
 
 
-def select_clip_cov(
-    covariances: torch.Tensor, config: Any, generator: torch.Generator | None
-) -> torch.Tensor:
+def select_clip_cov(covariances: torch.Tensor, config: Any, lots: torch.Tensor) -> torch.Tensor:
     """(N,) bool: floor(``clip_cov_ratio`` N) tokens drawn from those with a covariance in
     [``clip_cov_lb``, ``clip_cov_ub``], all of them where there are fewer.
 
     ``covariances`` (N,) are those of all tokens of the mini-batch; -inf takes a token out of the
-    draw. ``generator`` (a CPU generator; None for torch's own) must be in the same state on every
-    rank that draws. Raises ValueError for a ratio outside [0, 1] or bounds that hold nothing.
+    draw, in which the smallest ``lots`` (N,) win. Raises ValueError for a ratio outside [0, 1] or
+    bounds that hold nothing.
     """
     lowest, highest = config.clip_cov_lb, config.clip_cov_ub
     if not lowest <= highest:
@@ -110,9 +123,8 @@ def select_clip_cov(
     inside = (covariances >= lowest) & (covariances <= highest)
     candidates = inside.nonzero().squeeze(-1)
     count = _how_many(config.clip_cov_ratio, len(covariances), "clip_cov_ratio")
-    drawn = torch.randperm(len(candidates), generator=generator)[:count]
     selected = torch.zeros_like(inside)
-    selected[candidates[drawn.to(candidates.device)]] = True
+    selected[candidates[lots[candidates].argsort(stable=True)[:count]]] = True
     return selected
 
 
@@ -146,18 +158,15 @@ def clip_cov_terms(
     return terms_of(masked(loss, ~selected), log_ratio, (clipped > plain) | selected)
 
 
-def select_kl_cov(
-    covariances: torch.Tensor, config: Any, generator: torch.Generator | None = None
-) -> torch.Tensor:
+def select_kl_cov(covariances: torch.Tensor, config: Any, lots: torch.Tensor) -> torch.Tensor:
     """(N,) bool: the floor(``kl_cov_ratio`` N) tokens with the largest covariances.
 
-    ``covariances`` (N,) are those of all tokens of the mini-batch; nothing is drawn. Raises
-    ValueError for a ratio outside [0, 1].
+    ``covariances`` (N,) are those of all tokens of the mini-batch; of equal ones those with the
+    smallest ``lots`` (N,) are taken. Raises ValueError for a ratio outside [0, 1].
     """
-    del generator
     count = _how_many(config.kl_cov_ratio, len(covariances), "kl_cov_ratio")
-    # Of equal covariances the first ones, so that every rank takes the same tokens.
-    order = covariances.argsort(descending=True, stable=True)
+    order = lots.argsort(stable=True)
+    order = order[covariances[order].argsort(descending=True, stable=True)]
     selected = torch.zeros_like(covariances, dtype=torch.bool)
     selected[order[:count]] = True
     return selected

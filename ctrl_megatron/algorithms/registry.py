@@ -85,8 +85,7 @@ def estimate_advantages(
     named = _named_arguments(estimator)
     kinds = {p.kind for p in inspect.signature(estimator).parameters.values()}
     takes_anything = inspect.Parameter.VAR_KEYWORD in kinds
-    required = {key for key, p in named.items() if p.default is p.empty}
-    if missing := required - offered.keys() - {"reduce"}:
+    if missing := required_inputs(name) - offered.keys():
         raise ValueError(
             f"advantage estimator {key_of(name)!r} needs {', '.join(sorted(missing))}, which this "
             "pipeline does not provide"
@@ -100,6 +99,12 @@ def estimate_advantages(
         with users_code(f"advantage estimator {key_of(name)!r} failed"):
             found = estimator(**given)
     return _checked(key_of(name), estimator, found, offered["response_mask"])
+
+
+def required_inputs(name: str | Enum) -> set[str]:
+    """What the estimator ``name`` cannot do without; ValueError for an unknown name."""
+    named = _named_arguments(get_adv_estimator(name))
+    return {key for key, p in named.items() if p.default is p.empty} - {"reduce"}
 
 
 def _checked(
@@ -116,7 +121,7 @@ def _checked(
                 f"{who} gives {what} of shape {None if shape is None else tuple(shape)}; expected "
                 f"{tuple(expected)}, that of response_mask: {place}"
             )
-        if not tensor[response_mask.bool()].isfinite().all():
+        if is_users(estimator) and not tensor[response_mask.bool()].isfinite().all():
             raise UserError(f"{who} gives {what} that are not finite: {place}")
     return found[0], found[1]
 
@@ -156,8 +161,9 @@ class TokenSelection:
     covariances: Callable[..., torch.Tensor]
     """(old_log_prob, log_prob, advantages, response_mask, config, sums) -> (B, R) float64;
     ``sums`` are the ``covariance_sums`` of the whole mini-batch."""
-    choose: Callable[[torch.Tensor, Any, torch.Generator | None], torch.Tensor]
-    """(covariances of all tokens of the mini-batch, (N,); config; generator) -> (N,) bool."""
+    choose: Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
+    """(covariances of all tokens of the mini-batch, (N,); config; lots of the same tokens, (N,)) ->
+    (N,) bool."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,8 +207,8 @@ def require_space(directory: Path, num_bytes: int, what: str) -> None:
     free = free_space(directory)
     if num_bytes > free:
         raise UserError(
-            f"{what} needs {num_bytes / 2**20:.1f} MiB, the disk of {directory} has "
-            f"{free / 2**20:.1f} MiB free; nothing was begun",
+            f"{what} needs {num_bytes / 2**20:.1f} MiB ({num_bytes} bytes), the disk of "
+            f"{directory} has {free / 2**20:.1f} MiB free; nothing was begun",
             remedy="free space on it, or write to another one",
         )
 

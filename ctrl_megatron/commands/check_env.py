@@ -107,7 +107,7 @@ def findings(launch: Launch, config: Config | None, ranks: int = 1) -> Iterator[
         "torch": lambda: torch_and_gpus(ranks),
         "GPUs": gpus,
         "NCCL": nccl,
-        "kernels": kernels,
+        "kernels": lambda: kernels(config),
         "/dev/shm": shared_memory,
         "limits": limits,
         "processors": processors,
@@ -253,14 +253,18 @@ def nccl() -> Iterator[Finding]:
         yield Finding("pass", "NCCL", number)
 
 
-def kernels() -> Iterator[Finding]:
+def kernels(config: Config | None = None) -> Iterator[Finding]:
     """Which library computes what: the classes that a model would be built from here."""
     import torch
 
-    from ctrl_megatron.models.kernels import providers
+    from ctrl_megatron.models.kernels import attention_note, providers
 
     slow = torch.cuda.is_available()
-    for kernel, provider in providers().items():
+    dtype = "bfloat16" if config is None else config.actor_rollout_ref.model.dtype
+    for kernel, provider in providers(dtype).items():
+        if kernel == "attention" and (note := attention_note(dtype)):
+            yield Finding("warn", f"kernel: {kernel}", provider, note)
+            continue
         ours = slow and not provider.startswith(("transformer_engine", "megatron.core.extensions"))
         yield Finding(
             "warn" if ours else "pass",

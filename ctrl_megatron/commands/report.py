@@ -13,8 +13,9 @@ from pathlib import Path
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count, new_path
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.transcripts import is_evaluation
+from ctrl_megatron.eval.transcripts import is_evaluation, read_evaluation
 from ctrl_megatron.metrics.report import write_comparison, write_report
+from ctrl_megatron.metrics.report.run_files import read_run_files
 
 _TITLE = b"<!doctype html>"
 
@@ -29,16 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--pass-at",
         type=count(),
         nargs="+",
-        default=[1],
         metavar="K",
-        help="of evaluations: pass@K",
+        help="of evaluations: pass@K; without it as in the report that is there",
     )
     options = parser.parse_intermixed_args(arguments)
     evaluations = [folder for folder in options.runs if is_evaluation(folder)]
     if evaluations and len(evaluations) < len(options.runs):
         run = next(folder for folder in options.runs if folder not in evaluations)
         raise UserError(f"{evaluations[0]} is an evaluation and {run} is none; compare alike")
-    ks = sorted({1, *options.pass_at})
+    ks = _pass_at(options.pass_at, evaluations)
     if len(options.runs) == 1:
         (folder,) = options.runs
         if options.out is not None:
@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"wrote {folder / 'report.html'}")
         else:
             print(f"wrote {write_report(folder)}")
+        _tell_left_out(folder)
         return 0
     out = options.out or Path("comparison.html")
     if out.exists() and (out.is_dir() or not out.read_bytes().startswith(_TITLE)):
@@ -62,7 +63,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         write_comparison(options.runs, out)
     print(f"wrote {out}")
+    for folder in options.runs:
+        _tell_left_out(folder)
     return 0
+
+
+def _pass_at(given: list[int] | None, evaluations: Sequence[Path]) -> list[int]:
+    from ctrl_megatron.eval.report import kept_ks
+
+    found = given or [k for folder in evaluations for k in kept_ks(folder)]
+    return sorted({1, *found})
+
+
+def _tell_left_out(folder: Path) -> None:
+    read = read_evaluation if is_evaluation(folder) else read_run_files
+    for text in read(folder).left_out:
+        print(f"left out of {folder}: {text}")
 
 
 def _check_beside(out: Path) -> None:

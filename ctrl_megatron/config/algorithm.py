@@ -190,6 +190,11 @@ class Reward:
     judgment_weight: float = key(0.0, AT_LEAST_0, read=REVISIONS)
     """Added to the reward where the judgment of the first solution is true; an ablation."""
     transition: Transition = group(Transition, read=REVISIONS)
+    copying: Literal["measure", "penalise", "mask"] = key("measure", read=REVISIONS)
+    """What happens to a critique that carries the program of its revision: measure only counts it
+    (critique/copied_rate), penalise gives it 0, mask takes it out of the loss."""
+    copying_threshold: float = key(0.5, SHARE, read=when(".copying", "penalise", "mask"))
+    """Share of the revision's lines that a critique may hold."""
     overlong_buffer: OverlongBuffer = group(
         OverlongBuffer, read=when("reward.overlong_buffer.enable", True)
     )
@@ -221,3 +226,6 @@ class Sandbox:
     workers: int | None = key(None, AT_LEAST_1, read=_EMBEDDED)
     """Programs that a host's embedded service runs at the same time; None for one per core that the
     process may use, less one for each rank of the host."""
+    problem_seconds: float = key(160.0, ABOVE_0, read=_EMBEDDED)
+    """Seconds that the tests of one problem may spend on workers of the embedded service, all
+    together; what is not judged then has failed. Time that a program waits for a worker is none."""

@@ -307,6 +307,19 @@ def _groups(config: Config) -> Iterator[str]:
                 f"{_R}n=1 gives {name} groups of one, which have no baseline and never differ; "
                 f"set {_R}n to 2 or more"
             )
+        if grouped and config.actor_rollout_ref.rollout.top_k == 1:
+            yield (
+                f"{_R}top_k=1 draws the likeliest token only, so that all samples of a prompt are "
+                f"equal and {name} finds no difference in a group; raise it, or leave it out"
+            )
+    most = config.algorithm.filter_groups.max_num_gen_batches * config.gen_batch_size
+    if filtered and most < config.data.train_batch_size:
+        yield (
+            f"algorithm.filter_groups.max_num_gen_batches="
+            f"{config.algorithm.filter_groups.max_num_gen_batches} x data.gen_batch_size="
+            f"{config.gen_batch_size} draw {most} groups at most, fewer than the "
+            f"data.train_batch_size={config.data.train_batch_size} of a step; raise one of them"
+        )
     if filtered and estimator == "remax":
         yield (
             "algorithm.filter_groups replaces prompts whose greedy critique "
@@ -341,6 +354,12 @@ def _reward(config: Config) -> Iterator[str]:
         yield (
             f"reward.reward_funcs={list(names)} names critic, the pass rate of a revision, which "
             f"{GRPO_PIPELINE} does not write; name code or functions of your own"
+        )
+    limited = config.reward.copying != "measure" and config.writes_revisions
+    if limited and "critic" not in names and not config.reward.transition.is_on:
+        yield (
+            f"reward.copying={config.reward.copying} limits what critic and transition pay, which "
+            f"reward.reward_funcs={list(names)} does not name; add critic or leave it at measure"
         )
 
 

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
-from ctrl_megatron.config.foreign import unknown_key
+from ctrl_megatron.config.foreign import foreign_key, unknown_key
 from ctrl_megatron.config.keys import declared, field_types
 from ctrl_megatron.errors import UserError
 
@@ -63,7 +63,10 @@ def _group(
     for name, value in tree.items():
         key = f"{prefix}.{name}" if prefix else str(name)
         if name not in hints:
-            problems.append((key, unknown_key(key, cls, keys)))
+            told = [(leaf, foreign_key(leaf)) for leaf in _leaves(key, value)]
+            problems += [(leaf, text) for leaf, text in told if text]
+            if not all(text for _, text in told):
+                problems.append((key, unknown_key(key, cls, keys)))
         elif dataclasses.is_dataclass(hints[name]):
             values[name] = _group(hints[name], value, key, keys, problems)
         else:
@@ -72,6 +75,13 @@ def _group(
             except ValueError as error:
                 problems.append((key, f"{key} {error}"))
     return cls(**values)
+
+
+def _leaves(name: str, value: object) -> list[str]:
+    """The names of all values below ``name``."""
+    if not isinstance(value, Mapping) or not value:
+        return [name]
+    return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
 
 
 def coerce(hint: Any, value: Any) -> Any:

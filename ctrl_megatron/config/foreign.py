@@ -10,9 +10,12 @@ from ctrl_megatron.config.keys import field_types
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _OPTIM, _TOKENS = _ACTOR + "optim.", _ACTOR + "ppo_max_token_len_per_gpu"
 _FORWARD_TOKENS = _ROLLOUT + "log_prob_max_token_len_per_gpu"
+_MEGATRON = _ACTOR + "megatron."
+_OVERLONG = ("enable", "len", "penalty_factor")
 RENAMED: Mapping[str, str] = {
     _ACTOR + "entropy_coef": _ACTOR + "entropy_coeff",
     _ACTOR + "max_grad_norm": _ACTOR + "grad_clip",
+    _OPTIM + "clip_grad": _ACTOR + "grad_clip",
     _OPTIM + "scheduler": _OPTIM + "lr_scheduler_type",
     _OPTIM + "warmup_style": _OPTIM + "lr_scheduler_type",
     _OPTIM + "warmup_ratio": _OPTIM + "lr_warmup_steps_ratio",
@@ -26,7 +29,16 @@ RENAMED: Mapping[str, str] = {
     _ACTOR + "ppo_micro_batch_size_per_gpu": _TOKENS,
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _FORWARD_TOKENS,
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _FORWARD_TOKENS,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _FORWARD_TOKENS,
     _ROLLOUT + "log_prob_micro_batch_size": _FORWARD_TOKENS,
+    _ROLLOUT + "log_prob_micro_batch_size_per_gpu": _FORWARD_TOKENS,
+    **{
+        _ROLLOUT + name: _ROLLOUT + "engine_kwargs"
+        for name in ("enable_chunked_prefill", "max_num_batched_tokens", "enable_prefix_caching")
+    },
+    "actor_rollout_ref.model.enable_gradient_checkpointing": _MEGATRON + "recompute_granularity",
+    "actor_rollout_ref.nccl_timeout": "trainer.distributed_timeout",
+    "data.tokenizer": "actor_rollout_ref.model.tokenizer_path",
     _ROLLOUT + "max_model_length": _ROLLOUT + "max_model_len",
     "actor_rollout_ref.hybrid_engine": _ROLLOUT + "placement",
     _ROLLOUT + "startup_timeout": "trainer.distributed_timeout",
@@ -44,18 +56,63 @@ RENAMED: Mapping[str, str] = {
     "sft.grad_clip": _ACTOR + "grad_clip",
     "reward_funcs": "reward.reward_funcs",
     "reward_weights": "reward.reward_weights",
+    **{f"reward_model.overlong_buffer.{n}": f"reward.overlong_buffer.{n}" for n in _OVERLONG},
+    **{
+        f"reward_model.reward_kwargs.overlong_buffer_cfg.{n}": f"reward.overlong_buffer.{n}"
+        for n in _OVERLONG
+    },
+    "reward_model.reward_kwargs.max_resp_len": "data.max_response_length",
+    "custom_reward_function.reward_kwargs": "reward.reward_options",
+    "reward.custom_reward_function.reward_kwargs": "reward.reward_options",
     "code_provider": "reward.provider",
     "parallel_code_exec_per_proc": "reward.max_requests",
     "max_completion_length": "data.max_response_length",
     "generation_temperature": _ROLLOUT + "temperature",
 }
 """Keys of CTRL, siiRL, verl or DiffuCoder, and the one that says the same here."""
+_FROM_HF = "the weights are read from the Hugging Face directory actor_rollout_ref.model.path"
+_BY_FILE = "reward.reward_funcs=[FILE.py:FUNCTION] names a function by its file"
+_ALWAYS_MEGATRON = "the trainer is always Megatron-Core"
+_NO_EXPERTS = "mixtures of experts are not trained"
 _NO_DIFFUSION, _WHOLE_RUN = "diffusion models are not trained", "the schedule lasts the whole run"
 ABSENT: Mapping[str, str] = {
     "data.num_loader_workers": "all prompts are tokenised before the first step",
     "actor_rollout_ref.model.trust_remote_code": "no code of a model directory is ever run",
     "actor_rollout_ref.model.model_type": "config.json of actor_rollout_ref.model.path says it",
-    _ACTOR + "strategy": "the trainer is always Megatron-Core",
+    _ACTOR + "strategy": _ALWAYS_MEGATRON,
+    _ACTOR + "fsdp_config": _ALWAYS_MEGATRON,
+    "actor_rollout_ref.ref.fsdp_config": _ALWAYS_MEGATRON,
+    "actor_rollout_ref.ref.megatron": (
+        "the reference has the actor's layout, and rests in host memory with "
+        f"{_MEGATRON}param_offload=true"
+    ),
+    "critic.megatron": "the value model has the actor's layout",
+    _MEGATRON + "context_parallel_size": "a sequence is not cut over ranks",
+    _MEGATRON + "expert_model_parallel_size": _NO_EXPERTS,
+    _MEGATRON + "expert_tensor_parallel_size": _NO_EXPERTS,
+    _MEGATRON + "use_dist_checkpointing": _FROM_HF,
+    _MEGATRON + "dist_checkpointing_path": _FROM_HF,
+    _MEGATRON + "use_mbridge": _FROM_HF,
+    "actor_rollout_ref.model.use_remove_padding": "sequences are always packed without padding",
+    "data.return_raw_chat": "the column prompt holds messages, or the text of one",
+    "data.truncation": (
+        "no prompt is cut; data.filter_overlong_prompts=false refuses those that are too long"
+    ),
+    "data.reward_fn_key": "compute_score gets the column data_source",
+    "data.filter_overlong_prompts_workers": "all prompts are tokenised before the first step",
+    _ROLLOUT + "val_kwargs": (
+        "validation draws one greedy answer per row; ctrl-evaluate draws several at a temperature"
+    ),
+    _ROLLOUT + "load_format": "the trainer's weights are put into the engine before the first step",
+    "reward_model": "rewards are functions, those of reward.reward_funcs",
+    "custom_reward_function": _BY_FILE,
+    "reward.custom_reward_function": _BY_FILE,
+    "reward_model.reward_manager": (
+        "reward.reward_funcs names the functions, and reward.overlong_buffer.enable=true is DAPO's"
+    ),
+    "trainer.log_val_generations": "runs/NAME/examples.jsonl has texts of every step",
+    "trainer.val_only": "ctrl-evaluate scores models without training",
+    "ray_kwargs": "torchrun, srun or --nproc-per-node start the ranks",
     _OPTIM + "total_training_steps": _WHOLE_RUN,
     "critic.optim.total_training_steps": _WHOLE_RUN,
     _ROLLOUT + "nnodes": (
@@ -81,15 +138,23 @@ ABSENT: Mapping[str, str] = {
     "p_mask_prompt": _NO_DIFFUSION,
     "diffusion_steps": _NO_DIFFUSION,
 }
-"""Keys of theirs that have no counterpart, and what holds instead."""
+"""Keys of theirs that have no counterpart, or groups of such keys, and what holds instead."""
+
+
+def foreign_key(name: str) -> str:
+    """One sentence about a key that other trainers have; empty for any other name."""
+    if name in RENAMED:
+        return f"unknown key {name!r}: here that is {RENAMED[name]}"
+    group = name
+    while group and group not in ABSENT:
+        group = group.rpartition(".")[0]
+    return f"unknown key {name!r}: {ABSENT[group]}; leave it out" if group else ""
 
 
 def unknown_key(name: str, group: type, keys: Collection[str]) -> str:
     """One sentence about a key that does not exist below ``group``, a class of the schema."""
-    if name in RENAMED:
-        return f"unknown key {name!r}: here that is {RENAMED[name]}"
-    if name in ABSENT:
-        return f"unknown key {name!r}: {ABSENT[name]}; leave it out"
+    if foreign := foreign_key(name):
+        return foreign
     prefix, _, last = name.rpartition(".")
     siblings = list(field_types(group))
     near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)

@@ -92,6 +92,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     """``"a.b=1e-3"`` as ``("a.b", 0.001)``; the value is YAML."""
     key, equals, value = text.partition("=")
     key = key.strip()
+    if key.startswith("+"):
+        raise UserError(f"override {text!r}: keys are set without a +; leave it out")
     if not equals or not key or not all(key.split(".")):
         raise UserError(f"override {text!r} is not of the form group.key=value")
     return key, read_yaml(value, f"override {text!r}")[0]

@@ -92,7 +92,8 @@ class Trainer:
     default_local_dir: str = "runs"
     """Directory that holds the run's directory."""
     total_epochs: int = key(1, AT_LEAST_1, read=_IN_EPOCHS, stage="rl")
-    """Passes over the training rows."""
+    """Passes over the training rows; with dynamic sampling, which draws several batches of them for
+    a step, the rows that are drawn count."""
     total_training_steps: int | None = key(None, AT_LEAST_1, stage="rl")
     """Steps after which training ends, whatever the epochs say; None for all epochs."""
     save_freq: int = key(-1, COUNT_OR_MINUS_1)

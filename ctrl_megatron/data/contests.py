@@ -105,11 +105,15 @@ def _input_output(record: Mapping[str, Any], name: str) -> Problem:
     )
 
 
-def problem_of_tests(name: str, statement: str, tests: Mapping[str, Any], **known: Any) -> Problem:
+def problem_of_tests(
+    name: str, statement: str, tests: Mapping[str, Any], *, comparison: str = "", **known: Any
+) -> Problem:
     """The problem that an object with ``inputs``, ``outputs`` and, for functions, ``fn_name``
-    judges. ``known``: ``starter``, ``reference``, ``difficulty``, ``seconds``. ValueError.
+    judges, by the rule ``comparison`` or that of APPS. ``known``: ``starter``, ``reference``,
+    ``difficulty``, ``seconds``. ValueError.
     """
-    return _problem(name, statement, read_input_output({"input_output": dict(tests)}), **known)
+    graded = read_input_output({"input_output": dict(tests), "comparison": comparison})
+    return _problem(name, statement, graded, **known)
 
 
 def level_of_rating(rating: float | None) -> int:

@@ -1,4 +1,8 @@
-"""Open-R1's sets: verifiable-coding-problems-python, and codeforces with its official tests."""
+"""Open-R1's sets: verifiable-coding-problems-python, and codeforces with its official tests.
+
+Open-R1's own reward compares lines as text without the white space around them. The rule
+``tokens`` comes closest, and is right for Codeforces' problems without a checker too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 
 from ctrl_megatron.data.contests import NoTests, level_of_rating, problem_of_tests
 from ctrl_megatron.prompts import extract_code
+from ctrl_megatron.sandbox.comparison import CODE_CONTESTS, TOKENS
 from ctrl_megatron.sandbox.datasets.problems import (
     json_field,
     list_field,
@@ -66,6 +71,7 @@ def verifiable_problem(record: Mapping[str, Any], number: int) -> Problem:
         f"open_r1/{number if name is None else name}",
         statement,
         tests,
+        comparison=TOKENS.name,
         reference=extract_code(text_field(solution, "gold_standard_solution")) if solution else "",
     )
 
@@ -92,6 +98,7 @@ def codeforces_problem(record: Mapping[str, Any], number: int) -> Problem:
         f"codeforces/{name}",
         _codeforces_statement(record),
         {"inputs": [c.get("input") for c in cases], "outputs": [c.get("output") for c in cases]},
+        comparison=CODE_CONTESTS.name,
         difficulty=level_of_rating(record.get("rating")),
         seconds=float(limit) if limit else None,
     )

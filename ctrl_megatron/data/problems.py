@@ -21,6 +21,7 @@ from ctrl_megatron.data.rows import (
 )
 from ctrl_megatron.errors import UserError, read_bytes, text_of
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
+from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
 from ctrl_megatron.types import Problem, PrompterType
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -82,7 +83,7 @@ def own_record(problem: Problem) -> dict[str, Any]:
         "entry_point": problem.entry_point,
         "test_setup": problem.test_setup,
         "comparison": problem.comparison,
-        "tests": json.loads(tests) if isinstance(tests, str) else list(tests),
+        "tests": loads(tests) if isinstance(tests, str) else list(tests),
         "reference": problem.reference,
         "buggy": list(problem.buggy),
         "difficulty": problem.difficulty,
@@ -109,14 +110,15 @@ def read_placed_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
             continue
         place = f"{file}: line {number}"
         try:
-            record = json.loads(line)
+            record = loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{place} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise UserError(f"{place} is not a JSON object")
         if _SURROGATE.search(line):
             try:
-                json.dumps(record, ensure_ascii=False).encode()
+                with long_integers():
+                    json.dumps(record, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
                 half = f"\\u{ord(error.object[error.start]):x}"
                 raise UserError(f"{place} has half of a character, {half} alone") from error

@@ -25,6 +25,7 @@ from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.data.records import read_records
 from ctrl_megatron.data.verl_form import verl_problem
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
 from ctrl_megatron.types import Problem
 
 FORMATS: dict[str, Callable[[Mapping[str, Any], int], Problem]] = {
@@ -152,7 +153,7 @@ def select(
 def number_of_tests(problem: Problem) -> int:
     """Asserts, or cases of stdin and stdout."""
     tests = problem.selected_uts
-    return len(json.loads(tests)) if isinstance(tests, str) else len(tests)
+    return len(loads(tests)) if isinstance(tests, str) else len(tests)
 
 
 def _outside(problem: Problem, limits: Limits) -> str:
@@ -176,6 +177,7 @@ def _with_fewer_tests(problem: Problem, most: int | None) -> Problem:
         return problem
     tests = problem.selected_uts
     if isinstance(tests, str):
-        cases = json.loads(tests)[:most]
-        return replace(problem, selected_uts=json.dumps(cases, ensure_ascii=False))
+        cases = loads(tests)[:most]
+        with long_integers():
+            return replace(problem, selected_uts=json.dumps(cases, ensure_ascii=False))
     return replace(problem, selected_uts=tests[:most])

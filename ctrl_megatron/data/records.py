@@ -8,6 +8,7 @@ from typing import Any
 from ctrl_megatron.data.problems import read_placed_lines
 from ctrl_megatron.data.rows import read_parquet
 from ctrl_megatron.errors import UserError, read_json
+from ctrl_megatron.sandbox.datasets.long_integers import long_integers
 
 Record = tuple[str, dict[str, Any]]
 """A place for messages (file and row, both as the file counts), and the object."""
@@ -48,7 +49,8 @@ def _read_arrow(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_json_list(path: Path) -> list[Record]:
-    records = read_json(path)
+    with long_integers():
+        records = read_json(path)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{path} is not a JSON list of problems")
     return [(f"{path}: entry {i}", record) for i, record in enumerate(records)]

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ctrl_megatron.data.verl_form import is_verl_form, own_columns
+from ctrl_megatron.data.verl_form import VERL_COLUMNS, is_verl_form, own_columns
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH, STRICT, rule_named
+from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
 from ctrl_megatron.types import Attempt, Message, Problem, PrompterType
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -150,7 +151,8 @@ def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
         if missing := [name for name in wanted if name not in present]:
             raise UserError(
                 f"{file}: column(s) {', '.join(missing)} missing; "
-                f"it has {', '.join(present) or 'none'}"
+                f"it has {', '.join(present) or 'none'}",
+                remedy=f"rows in verl's form have {VERL_COLUMNS}" if "id" in missing else "",
             )
         for number, record in enumerate(table.to_pylist(), start=1):
             place = f"{file}: row {number}"
@@ -258,7 +260,7 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
         if isinstance(value, str):
             # A JSON list is valid Python too: run as a test, it would pass for every program.
             try:
-                listed = json.loads(value)
+                listed = loads(value)
             except json.JSONDecodeError:
                 listed = None
             value = listed if isinstance(listed, list) else [value]
@@ -268,11 +270,12 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
             raise UserError("has an entry that is empty or not text")
         return tuple(value)
     if isinstance(value, (list, tuple)) and value and all(isinstance(c, dict) for c in value):
-        value = json.dumps(value, ensure_ascii=False)
+        with long_integers():
+            value = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str):
         raise UserError("must be the JSON text of a list of cases (a string, or a list of one)")
     try:
-        cases = json.loads(value)
+        cases = loads(value)
     except json.JSONDecodeError as error:
         raise UserError(f"is not JSON: {error}") from error
     # Without a test, every program would pass.

@@ -41,6 +41,10 @@ class ResumableSampler:
         self.position += size
         return batch
 
+    def is_through(self, epochs: int, size: int) -> bool:
+        """Whether ``size`` further rows would belong to a later epoch than the first ``epochs``."""
+        return self.epoch + (self.position + size > self.num_rows) >= epochs
+
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch starts, and what the order depends on."""
         names = ("epoch", "position", "num_rows", "seed", "shuffle")

@@ -163,3 +163,49 @@ class TextCodec:
         """
         pad = self.tokenizer.pad_token_id
         return self.eos_token_ids[0] if pad is None else pad
+
+
+MEANING = ("vocabulary", "merges")
+"""Parts of a tokenizer that say what a token is: all that a model which only reads must share."""
+
+
+def tokenizer_parts(directory: str | PathLike[str]) -> dict[str, Any]:
+    """The parts of a directory's tokenizer by name, each equal for tokenizers that agree in it: a
+    chat template is not demanded. Empty for a directory without a tokenizer; ``ValueError`` for one
+    that cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    if not any(Path(directory).glob("tokenizer*")):
+        return {}
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load the tokenizer of {directory}: {error}") from error
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    state = {} if fast is None else json.loads(fast.to_str())
+    special = {token["content"] for token in state.get("added_tokens", ()) if token["special"]}
+    return {
+        "vocabulary": tokenizer.get_vocab(),
+        "merges": state.get("model", {}).get("merges"),
+        "way of splitting text": [state.get(name) for name in ("normalizer", "pre_tokenizer")],
+        "special tokens": (tokenizer.bos_token, tokenizer.eos_token, special),
+        "chat template": tokenizer.chat_template,
+    }
+
+
+def different_part(
+    one: Mapping[str, Any], other: Mapping[str, Any], parts: Iterable[str]
+) -> str | None:
+    """The first of ``parts`` in which two results of ``tokenizer_parts`` differ, with an example of
+    a token; None where they agree.
+    """
+    for part in parts:
+        if one[part] == other[part]:
+            continue
+        if part != "vocabulary":
+            return part
+        tokens = sorted(one[part].items() ^ other[part].items(), key=lambda pair: pair[1])
+        token, number = tokens[0]
+        return f"vocabulary (token {number} is {token!r} in one of them)"
+    return None

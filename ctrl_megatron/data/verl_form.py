@@ -15,11 +15,11 @@ from typing import Any
 
 from ctrl_megatron.data.contests import NoTests, problem_of_tests
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.sandbox.datasets.problems import text_field
+from ctrl_megatron.sandbox.comparison import STRICT, rule_named
 from ctrl_megatron.types import Problem
 
-COLUMNS = ("data_source", "prompt", "reward_model")
-"""What every row has; ``extra_info`` is optional, as it is there."""
+VERL_COLUMNS = "data_source, prompt and reward_model"
+"""What every row has, in words."""
 _HOW_TO_ANSWER = re.compile(
     r"\s*Write Python code to solve the problem\. Present the code in\s*"
     r"```python\s*Your code\s*```\s*at the end\.\s*$"
@@ -60,6 +60,7 @@ def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
             "selected_uts": problem.selected_uts,
             "entry_point": problem.entry_point,
             "test_setup": problem.test_setup,
+            "comparison": problem.comparison,
         }
     return columns
 
@@ -95,14 +96,25 @@ def _tests_of(ground_truth: Any) -> Mapping[str, Any] | None:
 
 
 def _problem(record: Mapping[str, Any], tests: Mapping[str, Any], name: str) -> Problem:
-    prompt = record.get("prompt")
-    if not isinstance(prompt, (list, tuple)) or not prompt or not isinstance(prompt[-1], Mapping):
-        raise UserError(f"column 'prompt' must be a list of messages, is {prompt!r:.60}")
-    asked = text_field(prompt[-1].get("content"), "prompt[-1].content")
-    statement = _HOW_TO_ANSWER.sub("", asked).strip()
+    statement = _HOW_TO_ANSWER.sub("", _asked(record.get("prompt"))).strip()
     if not statement:
-        raise UserError("column 'prompt' ends in a message without content")
+        raise UserError("column 'prompt' has no message of a user with a content")
+    comparison = record.get("comparison") or ""
     try:
-        return problem_of_tests(name, statement, tests)
+        rule_named(comparison or STRICT.name)
+    except ValueError as error:
+        raise UserError(f"column 'comparison' names no rule: {error}") from error
+    try:
+        return problem_of_tests(name, statement, tests, comparison=comparison)
     except ValueError as error:
         raise UserError(f"column 'reward_model': ground_truth: {error}") from error
+
+
+def _asked(prompt: Any) -> str:
+    """What the last message of a user says; a text is such a message."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, (list, tuple)) or not all(isinstance(m, Mapping) for m in prompt):
+        raise UserError(f"column 'prompt' must be a list of messages, is {prompt!r:.60}")
+    asked = [str(m.get("content") or "") for m in prompt if m.get("role") == "user"]
+    return asked[-1] if asked else ""

@@ -72,10 +72,11 @@ def discrimination(counts: NDArray[np.float64]) -> dict[str, NDArray[np.float64]
 
     ``counts`` are (..., 6) ``judgment_counts``; every rate is (...). A missing judgment finds
     neither class: it lowers the recall of the program's own. What has no value is nan: a precision
-    where the class is never named, a recall where no program belongs to it, an F1 where both hold,
-    ``f1_macro`` unless both classes have an F1.
+    where the class is never named, a recall where no program belongs to it, and every F1 where all
+    programs are right or all are wrong: to name one class always would be perfect there.
     """
     found = {}
+    both = (counts[..., :3].sum(axis=-1) > 0) & (counts[..., 3:].sum(axis=-1) > 0)
     for name, (hits, false_alarms, mistaken, unsaid) in {
         "correct": (0, 3, 1, 2),
         "incorrect": (4, 1, 3, 5),
@@ -84,7 +85,7 @@ def discrimination(counts: NDArray[np.float64]) -> dict[str, NDArray[np.float64]
         there = hit + counts[..., mistaken] + counts[..., unsaid]
         found[f"precision_{name}"] = share_of(hit, named)
         found[f"recall_{name}"] = share_of(hit, there)
-        found[f"f1_{name}"] = share_of(2 * hit, named + there)
+        found[f"f1_{name}"] = share_of(2 * hit, np.where(both, named + there, 0))
     found["f1_macro"] = (found["f1_correct"] + found["f1_incorrect"]) / 2
     return found
 

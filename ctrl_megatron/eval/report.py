@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.checkpoint.files import write_whole
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import (
     JUDGED,
@@ -22,10 +22,11 @@ from ctrl_megatron.eval.results import (
     ProblemResult,
     evaluate_turns,
 )
-from ctrl_megatron.eval.transcripts import Evaluation, Turn, read_evaluation
+from ctrl_megatron.eval.transcripts import Evaluation, Turn, read_evaluation, read_settings
 from ctrl_megatron.eval.validation_rates import summarise
 from ctrl_megatron.metrics.display import format_number
-from ctrl_megatron.metrics.report import write_page
+from ctrl_megatron.metrics.report import date_of, write_page
+from ctrl_megatron.prompts import extract_code
 
 LEVEL = 0.9
 """Of every interval."""
@@ -36,10 +37,20 @@ _MAIN += ("similarity",)
 _SAID = ("valid_critique_rate", "judgment_accuracy", "judged_correct_rate", *JUDGED)
 _CURVES = (*_MAIN, "judgment_accuracy", "f1_macro", "critique_tokens")
 _EXAMPLES_OF_A_KIND = 2
-_LONGEST_EXAMPLE = 2000
+_LONGEST_EXAMPLE, _TILES = 2000, 6
 
 Table = tuple[str, str, list[str], list[list[str]]]
 """Title, what it says, head, rows."""
+
+
+def kept_ks(folder: Path) -> list[int]:
+    """The numbers of samples that pass@k was made with: those of the report that is there, else one
+    and as many as were drawn. UserError where the directory holds no evaluation.
+    """
+    samples = read_settings(folder)["settings"].get("samples", 1)
+    there = folder / "results.json"
+    found = read_json(there).get("pass_at", []) if there.is_file() else []
+    return sorted({1, *(found or [samples])})
 
 
 def write_evaluation_report(folder: Path, *, ks: Sequence[int] = (1,)) -> list[CriticResult]:
@@ -53,6 +64,7 @@ def write_evaluation_report(folder: Path, *, ks: Sequence[int] = (1,)) -> list[C
         [evaluation],
         results,
         evaluation.turns,
+        ks,
         {kind: folder / f"report.{kind}" for kind in ("html", "md")}
         | {"json": folder / "results.json"},
     )
@@ -88,7 +100,7 @@ def write_evaluations_report(
     results = evaluate_turns(turns, pairs, ks=ks, level=LEVEL)
     title = " and ".join(evaluation.name for evaluation in evaluations)
     targets = {kind: target.with_suffix(f".{kind}") for kind in ("md", "json")}
-    _write(title, evaluations, results, turns, {**targets, "html": target})
+    _write(title, evaluations, results, turns, ks, {**targets, "html": target})
     return results
 
 
@@ -105,11 +117,14 @@ def _write(
     evaluations: Sequence[Evaluation],
     results: Sequence[CriticResult],
     turns: Sequence[Turn],
+    ks: Sequence[int],
     targets: Mapping[str, Path],
 ) -> None:
     settings = {e.name: {k: e.settings[k] for k in ("settings", "critics")} for e in evaluations}
     content = {
         "interval": LEVEL,
+        "pass_at": list(ks),
+        "left_out": _left_out(evaluations),
         "evaluations": settings,
         "critics": [
             {**dataclasses.asdict(dataclasses.replace(r, per_problem=())), "last": _plain(r.last)}
@@ -119,8 +134,25 @@ def _write(
     for critic in content["critics"]:
         del critic["per_problem"]
     write_whole(targets["json"], json.dumps(content, indent=1) + "\n")
-    write_whole(targets["md"], _markdown(title, results, settings))
-    write_page(targets["html"], _html(title, results, turns, settings))
+    write_whole(targets["md"], _markdown(title, evaluations, results, settings))
+    write_page(targets["html"], _html(title, evaluations, results, turns, settings))
+
+
+def _left_out(evaluations: Sequence[Evaluation]) -> list[str]:
+    several = len(evaluations) > 1
+    return [f"{e.name}: {text}" if several else text for e in evaluations for text in e.left_out]
+
+
+def _facts(evaluation: Evaluation) -> dict[str, str]:
+    """What was evaluated, and when."""
+    settings, critics = evaluation.settings["settings"], evaluation.settings["critics"]
+    proxy = settings.get("proxy") or {}
+    return {
+        "data": ", ".join(one["path"] for one in settings.get("rows") or ()),
+        "critics": ", ".join(f"{n} ({one.get('path', '')})" for n, one in critics.items()),
+        "proxy": proxy.get("path", ""),
+        "written": date_of(evaluation.written),
+    }
 
 
 def _plain(rates: Mapping[str, Estimate]) -> dict[str, dict[str, float | None]]:
@@ -140,15 +172,11 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
             ),
             results,
             [*_MAIN[:1], *_more_ks(results), *_MAIN[1:]],
-            before=True,
-        ),
-        _rates_table(
-            "Judgments",
-            "Of the first turn's critiques, which all critics give of the same programs.",
-            results,
-            _SAID,
         ),
     ]
+    if any(name in result.last for result in results for name in _SAID):
+        note = "Of the first turn's critiques, which all critics give of the same programs."
+        found.append(_rates_table("Judgments", f"{note}{_one_class(results)}", results, _SAID))
     if len(results) > 1:
         found.append(_gains_table(results))
     levels = sorted({level for result in results for level in result.by_difficulty})
@@ -189,14 +217,22 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
 
 
 def _few(results: Sequence[CriticResult]) -> Iterable[str]:
-    """A sentence for every pass@K that is not of all problems."""
+    """A sentence for every pass@K that is not of all problems, or is not there for that."""
     for result in results:
         for name, (count, places) in result.too_few.items():
-            least = name.partition("@")[2]
-            yield (
-                f"{result.critic}: {name} leaves out {count} of {places} problems (times seeds) "
-                f"with fewer than {least} judged chains."
-            )
+            least, of = name.partition("@")[2], f"{count} of {places} problems (times seeds)"
+            if name in result.last:
+                told = f"leaves out {of} with fewer than {least} judged chains"
+            else:
+                told = f"is not given, for {of} have fewer than {least} chains"
+            yield f"{result.critic}: {name} {told}."
+
+
+def _one_class(results: Sequence[CriticResult]) -> str:
+    """Why there is no F1, where there is none."""
+    if any("f1_macro" in result.last for result in results):
+        return ""
+    return " There is no F1: all of the programs are right, or all are wrong."
 
 
 def _gains_table(results: Sequence[CriticResult]) -> Table:
@@ -213,7 +249,8 @@ def _gains_table(results: Sequence[CriticResult]) -> Table:
     ]
     note = (
         f"Differences to {first.critic} in percentage points, paired by problem, over the first "
-        "solutions (times seeds) that both were judged on."
+        "solutions (times seeds) that both were judged on; pass@1 of these before: "
+        f"{_cell(first.curves[0].get('pass@1'), 'pass@1')}."
     )
     return "Gains", note, ["critic", "first solutions", *map(_words, names)], rows
 
@@ -223,15 +260,13 @@ def _rates_table(
     note: str,
     results: Sequence[CriticResult],
     names: Sequence[str],
-    *,
-    before: bool = False,
 ) -> Table:
     known = [name for name in names if any(name in result.last for result in results)]
-    head = ["critic", *(["pass@1 before"] if before else []), *map(_words, known)]
+    head = ["critic", "pass@1 before", *map(_words, known)]
     rows = [
         [
             result.critic,
-            *([_cell(result.curves[0].get("pass@1"), "pass@1")] if before else []),
+            _cell(result.curves[0].get("pass@1"), "pass@1"),
             *(_cell(result.last.get(name), name) for name in known),
         ]
         for result in results
@@ -284,8 +319,16 @@ _NOTE = (
 )
 
 
-def _markdown(title: str, results: Sequence[CriticResult], settings: Mapping[str, Any]) -> str:
-    lines = [f"# {title}", "", _NOTE, ""]
+def _markdown(
+    title: str,
+    evaluations: Sequence[Evaluation],
+    results: Sequence[CriticResult],
+    settings: Mapping[str, Any],
+) -> str:
+    lines = [f"# {title}", ""]
+    lines += [f"- {name}: {text}" for e in evaluations for name, text in _facts(e).items() if text]
+    lines += [f"- left out: {text}" for text in _left_out(evaluations)]
+    lines += ["", _NOTE, ""]
     for name, note, head, rows in tables(results):
         lines += [f"## {name}", "", *([note, ""] if note else [])]
         lines += [_row(head), _row(["---"] * len(head)), *map(_row, rows), ""]
@@ -304,13 +347,17 @@ def _row(cells: Sequence[str]) -> str:
 
 def _html(
     title: str,
+    evaluations: Sequence[Evaluation],
     results: Sequence[CriticResult],
     turns: Sequence[Turn],
     settings: Mapping[str, Any],
 ) -> str:
-    from ctrl_megatron.metrics.report.page import html_table, whole_page  # imports matplotlib
+    # They import matplotlib.
+    from ctrl_megatron.metrics.report.page import facts, html_table, left_out, tile_row, whole_page
 
-    body = [f"<h1>{escape(title)}</h1>", f'<p class="note">{escape(_NOTE)}</p>']
+    body = [f"<h1>{escape(title)}</h1>", *(facts(_facts(one)) for one in evaluations)]
+    body += [left_out(_left_out(evaluations)), tile_row(_tiles(results))]
+    body += [f'<p class="note">{escape(_NOTE)}</p>']
     drawn = False
     for name, note, head, rows in tables(results):
         body.append(f"<h2>{escape(name)}</h2>")
@@ -321,15 +368,26 @@ def _html(
             body.append(f'<div class="charts">{"".join(_drawings(results))}</div>')
             drawn = True
     meanings = html_table(("number", "says"), [list(pair) for pair in _meanings(results)])
+    examples = list(_examples(results, turns))
     body += [
-        "<h2>Examples</h2>",
-        *_examples(results, turns),
+        *(["<h2>Examples</h2>", *examples] if examples else []),
         f'<h2>What the numbers say</h2><div class="card scroll">{meanings}</div>',
         '<h2>Settings</h2><div class="card"><details><summary>evaluation.json</summary>'
         f"<pre>{escape(json.dumps(settings, indent=1))}</pre></details></div>",
         "<footer>Made from transcripts; ctrl-report makes it anew.</footer>",
     ]
     return whole_page(title, body)
+
+
+def _tiles(results: Sequence[CriticResult]) -> list[tuple[str, str, str]]:
+    """What the first solutions solve, and what is solved after each critic's last turn."""
+    before = results[0].curves[0]["pass@1"]
+    shown = [("First solutions", _number(before.value, "pass@1"), "pass@1, by problem")]
+    for result in results[:_TILES]:
+        after, gain = result.last["pass@1"], result.gains.get("pass@1")
+        than = f"{_signed(gain, 'pass@1')} than {results[0].critic}" if gain else "pass@1"
+        shown.append((result.critic, _number(after.value, "pass@1"), than))
+    return shown
 
 
 def _drawings(results: Sequence[CriticResult]) -> Iterable[str]:
@@ -426,25 +484,34 @@ def _examples(results: Sequence[CriticResult], turns: Sequence[Turn]) -> Iterabl
 
 
 def _example(kind: str, turn: Turn) -> str:
+    from ctrl_megatron.metrics.report.page import changes, outcome
+
     assert turn.before is not None and turn.after is not None
     said = {True: "correct", False: "incorrect", None: "nothing"}[turn.judgment]
     rates = [format_number(p.pass_rate, percent=True) for p in (turn.before, turn.after)]
     chips = "".join(
-        f'<span class="chip">{escape(text)}</span>'
-        for text in (kind, f"judged {said}", f"tests {rates[0]} to {rates[1]}")
+        f'<span class="chip {colour}">{escape(text)}</span>'
+        for text, colour in (
+            (kind, outcome(float(turn.after.accepted))),
+            (f"judged {said}", outcome(float(turn.judgment is turn.before.accepted))),
+            (f"tests {rates[0]} to {rates[1]}", ""),
+        )
     )
-    parts = "".join(
+    parts = [
         f'<div><div class="part">{name}</div><pre>{escape(_cut(text or ""))}</pre></div>'
         for name, text in (
             ("first solution", turn.solution),
             ("critique", turn.critique),
             ("revision", turn.revision),
         )
-    )
+    ]
+    # Of the programs: what is said around them is no change.
+    parts.insert(2, changes(extract_code(turn.solution), extract_code(turn.revision)))
     place = escape(f"{turn.critic}, {turn.attempt}")
     return (
-        f'<div class="card example"><header><span class="step">{place}</span>{chips}</header>'
-        f'<div class="pair">{parts}</div></div>'
+        f'<div class="card example {outcome(turn.after.pass_rate)}"><header>'
+        f'<span class="step">{place}</span>{chips}</header>'
+        f'<div class="pair">{"".join(parts)}</div></div>'
     )
 
 

@@ -7,6 +7,7 @@ counts the same; counts of judgments add up over all chains.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -115,8 +116,8 @@ class CriticResult:
     """First solutions, times seeds, that both critics were judged on, and that both were given;
     None for the first critic, and where the two were not given the same: no gains then."""
     too_few: dict[str, tuple[int, int]]
-    """For pass@K the problems, times seeds, that have fewer than K judged chains and are left out
-    of it, and all of them; without what leaves out none."""
+    """For pass@K the problems, times seeds, that have fewer than K judged chains, and all of them;
+    without what has no such problem. Where a problem was given fewer, there is no pass@K at all."""
     pairs: dict[str, dict[str, Estimate]]
     """Rates of ``PAIR_RATES`` by source of the questions, ``all`` first; empty without pairs."""
     per_problem: tuple[ProblemResult, ...]
@@ -147,6 +148,8 @@ class _Played:
     given: frozenset[Given]
     """Judged or not."""
     unjudged: int
+    least_drawn: int
+    """Chains, judged or not, of the problem and seed that have fewest."""
     cells: dict[tuple[int, str], Cells] = field(default_factory=dict)
     """By turn and rate; all rates of ``JUDGED`` share theirs."""
 
@@ -166,7 +169,7 @@ def evaluate_turns(
 ) -> list[CriticResult]:
     """Results of every critic, in the order in which they come.
 
-    ``ks`` are those of pass@k, which is of the problems with at least k judged chains. Intervals
+    ``ks`` are those of pass@k, which a critic has where each problem was given k chains. Intervals
     hold ``level`` of ``draws`` bootstrap values. UserError for chains that are not whole, and for a
     critic of which nothing could be judged.
     """
@@ -220,10 +223,14 @@ def _played(critic: str, chains: list[Chain]) -> _Played:
     if not known:
         raise UserError(f"the sandbox judged no chain of {critic} to its end: nothing to report")
     given = frozenset(map(_given, chains))
-    return _of_chains(known, given=given, unjudged=len(chains) - len(known))
+    drawn = Counter((chain[0].seed, chain[0].problem_id) for chain in chains)
+    unjudged, least = len(chains) - len(known), min(drawn.values())
+    return _of_chains(known, given=given, unjudged=unjudged, least_drawn=least)
 
 
-def _of_chains(known: Iterable[Chain], *, given: frozenset[Given], unjudged: int) -> _Played:
+def _of_chains(
+    known: Iterable[Chain], *, given: frozenset[Given], unjudged: int, least_drawn: int
+) -> _Played:
     by_place: dict[tuple[int, str], list[Chain]] = {}
     for chain in known:
         by_place.setdefault((chain[0].seed, chain[0].problem_id), []).append(chain)
@@ -233,6 +240,7 @@ def _of_chains(known: Iterable[Chain], *, given: frozenset[Given], unjudged: int
         problems=tuple(sorted({problem for _, problem in by_place})),
         given=given,
         unjudged=unjudged,
+        least_drawn=least_drawn,
     )
 
 
@@ -245,6 +253,7 @@ def _only(played: _Played, wanted: set[Given]) -> _Played:
         [chain for chain in every if _given(chain) in wanted],
         given=played.given,
         unjudged=played.unjudged,
+        least_drawn=played.least_drawn,
     )
     _measure(kept, ())
     return kept
@@ -254,7 +263,10 @@ def _only(played: _Played, wanted: set[Given]) -> _Played:
 
 
 def _measure(played: _Played, ks: Sequence[int]) -> None:
-    """Fill in ``played.cells``."""
+    """Fill in ``played.cells``; pass@k where every problem has k chains, and is then of those of
+    which k could be judged.
+    """
+    ks = [k for k in ks if k <= played.least_drawn]
     parts: dict[tuple[int, str], list[tuple[int, int, Sequence[float]]]] = {}
     for (seed, problem), chains in played.chains.items():
         place = played.seeds.index(seed), played.problems.index(problem)

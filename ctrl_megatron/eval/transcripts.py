@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.eval.pairwise import JudgedPair
-from ctrl_megatron.metrics.json_lines import read_json_lines
+from ctrl_megatron.metrics.json_lines import cut_line, read_json_lines
 from ctrl_megatron.types import Verdict
 
 SETTINGS_FILE, TURNS_FOLDER, PAIRS_FOLDER = "evaluation.json", "transcripts", "pairs"
@@ -113,6 +114,10 @@ class Evaluation:
     """``{"settings": what all critics share, "critics": {name: {"path", "weights"}}}``."""
     turns: list[Turn]
     pairs: list[JudgedPair]
+    left_out: tuple[str, ...] = ()
+    """What of it is missing or cut off, a sentence each."""
+    written: float = 0.0
+    """When its newest transcript was written, in seconds since the epoch."""
 
 
 def is_evaluation(folder: Path) -> bool:
@@ -124,19 +129,56 @@ def read_evaluation(folder: Path) -> Evaluation:
     """Settings and transcripts. UserError for files that are none, naming file and line."""
     settings = read_settings(folder)
     turns: list[Turn] = []
-    for path in sorted((folder / TURNS_FOLDER).glob("*.jsonl")):
+    for path in _all_parts(folder, TURNS_FOLDER):
         for number, record in enumerate(read_json_lines(path), start=1):
             turns.append(turn_from(record, f"{path} line {number}"))
     pairs: list[JudgedPair] = []
-    for path in sorted((folder / PAIRS_FOLDER).glob("*.jsonl")):
+    for path in _all_parts(folder, PAIRS_FOLDER):
         for number, record in enumerate(read_json_lines(path), start=1):
             pairs.append(JudgedPair.read(record, f"{path} line {number}"))
     if not turns:
         raise UserError(f"{folder} holds no transcript yet; run ctrl-evaluate to its end")
+    paths = [path for kind in (TURNS_FOLDER, PAIRS_FOLDER) for path in _all_parts(folder, kind)]
     order = {name: place for place, name in enumerate(settings["critics"])}
     turns.sort(key=lambda t: order.get(t.critic, len(order)))
     pairs.sort(key=lambda p: order.get(p.critic, len(order)))
-    return Evaluation(name=folder.resolve().name, settings=settings, turns=turns, pairs=pairs)
+    return Evaluation(
+        name=folder.resolve().name,
+        settings=settings,
+        turns=turns,
+        pairs=pairs,
+        left_out=tuple(_left_out(settings, turns, paths)),
+        written=max(path.stat().st_mtime for path in paths),
+    )
+
+
+def _all_parts(folder: Path, kind: str) -> list[Path]:
+    return sorted((folder / kind).glob("*.jsonl"))
+
+
+def _left_out(
+    settings: Mapping[str, Any], turns: Sequence[Turn], paths: Sequence[Path]
+) -> Iterator[str]:
+    for path in paths:
+        if number := cut_line(path):
+            yield f"{path.parent.name}/{path.name}: line {number} is cut off"
+    chains = {(t.critic, t.seed, t.attempt, t.sample) for t in turns}
+    seeds = sorted({seed for _, seed, *_ in chains})
+    attempts = {attempt for _, _, attempt, _ in chains}
+    for critic in settings["critics"]:
+        drawn = Counter(seed for name, seed, *_ in chains if name == critic)
+        if not drawn:
+            yield f"{critic} has no transcript"
+            continue
+        most = max(drawn.values())
+        for seed in seeds:
+            if drawn[seed] == 0:
+                yield f"{critic} has no transcript of seed {seed}"
+            elif drawn[seed] < most:
+                yield f"{critic} has {drawn[seed]} chains of seed {seed}, {most} of others"
+        missing = len(attempts - {attempt for name, _, attempt, _ in chains if name == critic})
+        if missing:
+            yield f"{critic} has no chain of {missing} of {len(attempts)} first solutions"
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ctrl_megatron.config.environment import read_openai_key
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import users_input
+from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.generation.chat import EngineChat
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.hf_config import read_model_shape
@@ -57,7 +57,15 @@ def check_source(flag: str, source: ChatSource, options: EngineOptions) -> None:
             return
         require_engine(options.engine or default_engine())
         _ = TextCodec(source.model).eos_token_ids
-        SafetensorsDirectory(source.model).check(read_model_shape(source.model))
+        shape = read_model_shape(source.model)
+        SafetensorsDirectory(source.model).check(shape)
+        if options.max_model_len > shape.max_position_embeddings:
+            raise UserError(
+                f"the model of {source.model} has a context of max_position_embeddings="
+                f"{shape.max_position_embeddings} tokens, fewer than --max-model-len="
+                f"{options.max_model_len}",
+                remedy="lower --max-model-len, or name a model with a longer context",
+            )
 
 
 @contextmanager

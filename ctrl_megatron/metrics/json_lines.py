@@ -54,6 +54,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def cut_line(path: Path) -> int | None:
+    """The number of a last line without its end, which ``read_json_lines`` leaves out; None where
+    every line is whole.
+    """
+    *lines, partial = read_text(path).split("\n")
+    return len(lines) + 1 if partial else None
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

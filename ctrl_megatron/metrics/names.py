@@ -18,6 +18,8 @@ class Metric:
     meaning: str
     title: str = ""
     """Of its curve in the report; "" for a metric of the trainer that is not drawn by itself."""
+    headline: bool = False
+    """Whether its last value stands at the top of the report."""
 
 
 _WEIGHT = "importance weights (or plain ratios) of trainer over engine: "
@@ -30,19 +32,30 @@ METRICS: dict[str, Metric] = {
     "reward_share/below_one": Metric("share above 0.5 and below 1"),
     "reward_share/one": Metric("share that earned exactly 1"),
     "reward_share/elsewhere": Metric("share below 0 or above 1"),
-    "reward/judged_rate": Metric("share of samples that got a reward; the sandbox lost the others"),
+    "reward/judged_rate": Metric(
+        "share of samples with a reward; the sandbox lost the others, or reward.copying masks them"
+    ),
     "reward/cached_rate": Metric("share of verdicts that no program had to run for"),
-    "pass_rate/before": Metric("tests that the first solutions pass"),
-    "pass_rate/after": Metric("tests that revisions of valid critiques pass"),
-    "critique/valid_rate": Metric("share of critiques that contain a judgment"),
+    "pass_rate/before": Metric("tests that the first solutions pass", headline=True),
+    "pass_rate/after": Metric("tests that revisions of valid critiques pass", headline=True),
+    "critique/valid_rate": Metric("share of critiques that contain a judgment", headline=True),
+    "critique/copied_rate": Metric(
+        "share of a revision's program that its critique already holds (reward.copying)",
+        "Program in the critique",
+    ),
     "critique/length": Metric("tokens of a critique"),
     "critique/cut_rate": Metric("share of critiques cut at data.max_response_length"),
     "judgment/correct_rate": Metric("share of critiques with a judgment that say correct"),
     "fault/named_rate": Metric("share that quote the fault, where the rows' column wrong has it"),
     "fault/exact_edit_rate": Metric("of these rows, share that quote what belongs there too"),
     "group/distinct_revision_rate": Metric("different revisions of a group, as a share of all"),
-    "group/reward_minus_first": Metric("reward minus the pass rate of the first solution"),
+    "group/reward_minus_first": Metric(
+        "reward minus the pass rate of the first solution", headline=True
+    ),
     "revision/length": Metric("tokens of a revision"),
+    "revision/left_out_rate": Metric(
+        "share of valid critiques whose revision prompt is too long for the engine; left out"
+    ),
     "response/length": Metric("tokens of a completion of grpo_pipeline"),
     "response/cut_rate": Metric("share of completions cut at data.max_response_length"),
     "actor/ppo_kl": Metric("old policy to new policy, per token", "KL of the update"),
@@ -69,6 +82,7 @@ METRICS: dict[str, Metric] = {
     "critic/value_mean": Metric("value per token"),
     "critic/grad_norm": Metric("the value model's gradient norm before clipping"),
     "critic/lr": Metric("the value model's learning rate"),
+    "filter/NAME": Metric("share of rows that the filter_plugin of the node NAME lets stay"),
     "sampling/rounds": Metric("draws until enough groups had different rewards"),
     "sampling/useful_rate": Metric("share of this step's groups with different rewards"),
     "sampling/reserve": Metric("useful groups kept for the next step"),
@@ -81,7 +95,7 @@ METRICS: dict[str, Metric] = {
     "rollout/is_mean": Metric(_WEIGHT + "their mean"),
     "rollout/is_truncated": Metric(_WEIGHT + "share at the threshold"),
     "rollout/rejected": Metric("share of tokens that rollout_correction took out of the loss"),
-    "sft/loss": Metric("cross-entropy per response token, nats"),
+    "sft/loss": Metric("cross-entropy per response token, nats", headline=True),
     "sft/entropy": Metric("nats per response token"),
     "sft/grad_norm": Metric("global norm before clipping"),
     "sft/lr": Metric("learning rate"),
@@ -104,18 +118,20 @@ METRICS: dict[str, Metric] = {
     "checkpoint/blocked_seconds": Metric("of these, those in which training stood still"),
     "checkpoint/gib_per_rank": Metric("GiB by the rank that wrote most"),
     "val/valid_critique_rate": Metric("share of greedy critiques that contain a judgment"),
-    "val/judgment_accuracy": Metric("share that judge the first solution rightly; none is wrong"),
+    "val/judgment_accuracy": Metric(
+        "share that judge the first solution rightly; none is wrong", headline=True
+    ),
     "val/pass_rate_before": Metric("tests that the first solutions pass"),
     "val/revision_pass_rate": Metric("tests that the greedy revisions pass"),
-    "val/solved_before": Metric("share of first solutions that pass every test"),
-    "val/solved_after": Metric("share of revisions that pass every test"),
+    "val/solved_before": Metric("share of first solutions that pass every test", headline=True),
+    "val/solved_after": Metric("share of revisions that pass every test", headline=True),
     "val/to_right": Metric("share of attempts that became right"),
     "val/to_wrong": Metric("share of attempts that became wrong"),
     "val/rounds": Metric("attempts that the rates are over"),
     "val/unjudged": Metric("attempts left out, for the sandbox failed to judge them"),
     "val/reward/NAME": Metric("the reward function NAME over greedy completions (grpo_pipeline)"),
     "val/NAME/RATE": Metric("RATE of the file NAME alone, where data.val_files has several"),
-    "val/nll": Metric("held-out cross-entropy of fine-tuning, nats per token"),
+    "val/nll": Metric("held-out cross-entropy of fine-tuning, nats per token", headline=True),
 }
 
 

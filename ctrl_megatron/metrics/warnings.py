@@ -72,7 +72,7 @@ WARNINGS = (
         metric="reward/judged_rate",
         holds=lambda now, first: now < 0.9,
         text="only {value:.0%} of the answers could be judged: look at the sandbox's or the "
-        "provider's faults",
+        "provider's faults, and at critique/copied_rate where reward.copying is mask",
     ),
 )
 

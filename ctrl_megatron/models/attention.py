@@ -1,8 +1,8 @@
 """Attention over a packed micro-batch whose segments may share a prefix (``packed_layout``).
 
-Two ways to compute the same: segment by segment on CPUs, and by one variable-length call with the
-prefix's keys gathered for every segment: in Transformer Engine where it is installed, else in
-torch's own flash attention.
+Two ways to compute the same: segment by segment, and by one variable-length call with the prefix's
+keys gathered for every segment, in Transformer Engine or in torch's own flash attention.
+``attention_kernel`` says which of them a GPU takes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import varlen
 
+from ctrl_megatron.models import attention_kernel
 from ctrl_megatron.models.packed_layout import PackedLayout, PackedLayoutParams, Segment
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -51,15 +52,26 @@ class PackedCausalAttention(torch.nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """query (T, A, D), key and value (T, G, D), A a multiple of G; returns (T, A * D)."""
-        if query.device.type == "cpu":
-            layout = packed_seq_params.layout
-            out: Any = SegmentAttention.apply(query, key, value, layout, self.scale)
-        elif query.dtype in (torch.bfloat16, torch.float16):
-            out = variable_length_attention(query, key, value, packed_seq_params, self.scale)
-        else:
-            # Flash attention does not know float32.
-            out = masked_attention(query, key, value, packed_seq_params.layout, self.scale)
-        return out.flatten(1)
+        return packed_attention(query, key, value, packed_seq_params, self.scale)
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedLayoutParams,
+    scale: float | None,
+) -> torch.Tensor:
+    """By the kernel of torch that the tensors' device and type have; shapes as in
+    ``PackedCausalAttention``."""
+    kernel = attention_kernel.kernel_on(query.device, query.dtype)
+    if kernel == "segments":
+        out: Any = SegmentAttention.apply(query, key, value, packed.layout, scale)
+    elif kernel == "masked":
+        out = masked_attention(query, key, value, packed.layout, scale)
+    else:
+        out = variable_length_attention(query, key, value, packed, scale)
+    return out.flatten(1)
 
 
 class SegmentAttention(torch.autograd.Function):
@@ -313,7 +325,11 @@ def over_shared_prefixes(kernel: Any) -> type:
     """Megatron's attention class ``kernel`` (``TEDotProductAttention``) for packed layouts."""
 
     class VariableLengthAttention(kernel):
-        """One variable-length call of Transformer Engine."""
+        """One variable-length call of Transformer Engine where it has a kernel for that."""
+
+        def __init__(self, *args: Any, softmax_scale: float | None = None, **options: Any) -> None:
+            super().__init__(*args, softmax_scale=softmax_scale, **options)
+            self._packed_scale = softmax_scale
 
         def forward(
             self,
@@ -326,6 +342,10 @@ def over_shared_prefixes(kernel: Any) -> type:
             packed_seq_params: Any = None,
         ) -> torch.Tensor:
             """query (T, A, D), key and value (T, G, D); returns (T, A * D)."""
+            kernel = attention_kernel.kernel_on(query.device, query.dtype)
+            if kernel != "transformer_engine":
+                scale = self._packed_scale
+                return packed_attention(query, key, value, packed_seq_params, scale)
             if packed_seq_params.key_index is not None:
                 attn_mask_type = _TeMask.padding_causal_bottom_right
             return super().forward(

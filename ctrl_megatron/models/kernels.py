@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 
-def providers() -> dict[str, str]:
-    """Kernel -> ``module.Class`` that computes it; imports Megatron-Core."""
+def providers(dtype: str = "bfloat16") -> dict[str, str]:
+    """Kernel -> ``module.Class`` that computes it for this type of model; imports Megatron-Core."""
     from megatron.core import optimizer
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -20,7 +20,7 @@ def providers() -> dict[str, str]:
     layer = block.layer_specs[0] if hasattr(block, "layer_specs") else block
     attention = layer.submodules.self_attention.submodules
     return {
-        "attention": name(attention.core_attention),
+        "attention": _attention(name(attention.core_attention), dtype),
         "linear": name(attention.linear_qkv),
         # Transformer Engine computes the norm in the linear layer that follows.
         "norm": name(
@@ -33,14 +33,49 @@ def providers() -> dict[str, str]:
     }
 
 
-def kernels_line(*, on_gpu: bool) -> str:
+def attention_note(dtype: str = "bfloat16") -> str:
+    """Why an installed Transformer Engine does not compute attention on this GPU, and a remedy;
+    empty where it does, and where there is no GPU or no Transformer Engine.
+    """
+    import torch
+
+    from ctrl_megatron.models.attention_kernel import kernel_on, why_not_transformer_engine
+    from ctrl_megatron.models.layer_spec import has_transformer_engine
+
+    if not torch.cuda.is_available() or not has_transformer_engine():
+        return ""
+    device, kind = torch.device("cuda", torch.cuda.current_device()), getattr(torch, dtype)
+    if kernel_on(device, kind) == "transformer_engine":
+        return ""
+    return why_not_transformer_engine(torch.cuda.get_device_capability(device), kind)
+
+
+def kernels_line(*, on_gpu: bool, dtype: str = "bfloat16") -> str:
     """``providers`` as a line for the start of a run; with a remedy where a GPU has slow ones."""
     from ctrl_megatron.models.layer_spec import has_transformer_engine
 
-    line = "; ".join(f"{kernel}: {provider}" for kernel, provider in providers().items())
+    line = "; ".join(f"{kernel}: {provider}" for kernel, provider in providers(dtype).items())
+    if note := attention_note(dtype):
+        line += f"; {note}"
     if on_gpu and not has_transformer_engine():
         line += "; slower than Transformer Engine's, install requirements/cuda.txt (make env-cuda)"
     return line
+
+
+def _attention(built: str, dtype: str) -> str:
+    """``built`` is the class in the model, which may hand over to a kernel of torch."""
+    import torch
+
+    from ctrl_megatron.models.attention_kernel import kernel_on
+
+    if not torch.cuda.is_available():
+        return built
+    device = torch.device("cuda", torch.cuda.current_device())
+    return {
+        "transformer_engine": built,
+        "varlen": "torch.nn.attention.varlen.varlen_attn",
+        "masked": "torch.nn.functional.scaled_dot_product_attention, segment by segment",
+    }[kernel_on(device, getattr(torch, dtype))]
 
 
 def _wgrad() -> str:

@@ -7,7 +7,7 @@ asked for, so that declaring a graph needs neither.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ctrl_megatron.pipeline import node_keys
+from ctrl_megatron.pipeline import node_fields, node_keys
 from ctrl_megatron.pipeline.graph import (
     Node,
     NodeOutput,
@@ -42,6 +42,7 @@ __all__ = [
     "draw_samples",
     "grpo_pipeline",
     "make_batch",
+    "node_fields",
     "node_keys",
     "step_performance",
     "texts",

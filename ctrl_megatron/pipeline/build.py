@@ -69,6 +69,7 @@ def build_worker(
         engine=engine,
         weights=engine_weights(run, services, actor, link),
         device=device,
+        max_model_len=services.max_model_len,
         rewards=reward_sum(run, services, codec, [train, validation], graph.measured),
         reward_weights=reward_functions_of(config, graph.measured),
         policy=policy,
@@ -102,6 +103,7 @@ def rollout_worker(
         engine=engine,
         weights=critic_weights(run, services, critic),
         device=DeviceOwner(engine_link(run, services), groups, shared=False),
+        max_model_len=services.max_model_len,
         rewards=reward_sum(run, services, codec, [table], ("critic",)),
         reward_weights=reward_functions_of(config, ("critic",)),
     )

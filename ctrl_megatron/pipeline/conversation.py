@@ -59,7 +59,8 @@ def converse(
     """The chains of ``plan`` for every validation row, in the order of the rows. Collective.
 
     Each turn's critique sees the problem and the latest solution alone, so that requests do not
-    grow; a solution that makes the request longer than ``data.max_prompt_length`` stays as it is.
+    grow; a solution that makes the request longer than ``data.max_prompt_length``, or the request
+    for its revision longer than the engine takes, stays as it is.
     Unlike in training, critiques without a judgment are revised and judged too: the table compares
     what revisions are worth, not how often a format was kept.
 
@@ -150,7 +151,7 @@ def _revise(
     both = [(chain, c) for chain, c in zip(batch, critiques, strict=True) if c is not None]
     rows = [chain.row for chain, _ in both]
     texts = [str(read_critique(worker, critique)["critique"]) for _, critique in both]
-    waiting = iter(revise(worker, rows, texts))
+    waiting = iter(revise(worker, rows, texts))  # None where one does not fit
     return [None if critique is None else next(waiting) for critique in critiques]
 
 

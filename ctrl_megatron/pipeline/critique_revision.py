@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.pipeline.batch import Fields, Sample, columns, known, reward_fields, texts
 from ctrl_megatron.pipeline.graph import NodeOutput
+from ctrl_megatron.pipeline.node_fields import writes
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.performance import step_performance
 from ctrl_megatron.pipeline.sampling import (
@@ -27,6 +28,8 @@ from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.prompts import parse_judgment, revision_messages
 from ctrl_megatron.rewards import RewardItem, RewardOutcome, Scores
 from ctrl_megatron.types import Completion
+
+_LEFT_OUT = "no revision: problem, solution and critique are too long for the engine"
 
 
 def draw_critiques(
@@ -57,13 +60,15 @@ def judgments(batch: TensorDict, prefix: str = "") -> list[bool | None]:
 
 def revise(
     worker: RolloutWorker, rows: Sequence[Row], critiques: Sequence[str]
-) -> list[Completion]:
-    """The frozen proxy's revision of each row's solution after its critique. Collective.
+) -> list[Completion | None]:
+    """The frozen proxy's revision of each row's solution after its critique; None where problem,
+    solution and critique leave the engine no room for one. Collective.
 
     Revisions are greedy, so that a critique's reward does not depend on luck; equal critiques of
     one solution are answered once.
     """
     limit = worker.config.actor_rollout_ref.rollout.revision_max_tokens
+    longest = worker.max_model_len - limit
     prompts = [
         tuple(
             worker.codec.encode_chat(
@@ -73,10 +78,31 @@ def revise(
         )
         for row, critique in zip(rows, critiques, strict=True)
     ]
-    different = list(dict.fromkeys(prompts))
+    different = list(dict.fromkeys(prompt for prompt in prompts if len(prompt) <= longest))
     answers = generate(worker, "proxy", different, greedy_params(worker, limit))
     revision = {prompt: answer[0] for prompt, answer in zip(different, answers, strict=True)}
-    return [revision[prompt] for prompt in prompts]
+    return [revision.get(prompt) for prompt in prompts]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Revised:
+    """What became of some critiques, each a list with an entry for every one of them."""
+
+    texts: list[str]
+    """Revisions; "" where none was written."""
+    lengths: list[int | None]
+    """Of these in tokens; None where none was written."""
+    fits: list[bool]
+    """False where the engine had no room for one, so that nothing is known of the critique."""
+
+    def metrics(self, valid: Sequence[bool]) -> dict[str, torch.Tensor]:
+        """Vectors whose means are reported; ``valid`` says of which critiques one was wanted."""
+        left_out = [not fits for fits, wanted in zip(self.fits, valid, strict=True) if wanted]
+        lengths = [float("nan") if length is None else float(length) for length in self.lengths]
+        return {
+            "revision/length": torch.tensor(lengths),
+            "revision/left_out_rate": torch.tensor(left_out, dtype=torch.float32),
+        }
 
 
 def revise_valid(
@@ -84,17 +110,18 @@ def revise_valid(
     rows: Sequence[Row],
     critiques: Sequence[str],
     valid: Sequence[bool],
-) -> tuple[list[str], list[int | None]]:
-    """(revisions, their lengths in tokens); "" and None for critiques that are not valid.
-    Collective.
-    """
+) -> Revised:
+    """Revisions of the critiques that are valid. Collective."""
     chosen = [i for i, ok in enumerate(valid) if ok]
     answers = revise(worker, [rows[i] for i in chosen], [critiques[i] for i in chosen])
-    texts = [""] * len(valid)
+    texts, fits = [""] * len(valid), [True] * len(valid)
     lengths: list[int | None] = [None] * len(valid)
     for i, answer in zip(chosen, answers, strict=True):
-        texts[i], lengths[i] = worker.codec.decode(answer.token_ids), len(answer.token_ids)
-    return texts, lengths
+        if answer is None:
+            fits[i] = False
+        else:
+            texts[i], lengths[i] = worker.codec.decode(answer.token_ids), len(answer.token_ids)
+    return Revised(texts=texts, lengths=lengths, fits=fits)
 
 
 def reward_items(
@@ -113,9 +140,22 @@ def reward_items(
     ]
 
 
+async def score_revised(
+    worker: RolloutWorker, items: Sequence[RewardItem], fits: Sequence[bool]
+) -> list[Fields]:
+    """``score_fields`` of the items; nothing is known of those without a revision that ``fits``."""
+    scores = await worker.score([item for item, ok in zip(items, fits, strict=True) if ok])
+    known = iter(score_fields(scores))
+    unknown: Fields = {
+        **dict.fromkeys(("score", *map("reward/{}".format, worker.reward_weights))),
+        **_verdict_fields(RewardOutcome(reward=None, error=_LEFT_OUT)),
+    }
+    return [next(known) if ok else unknown for ok in fits]
+
+
 def score_fields(scores: Scores) -> list[Fields]:
-    """Per row ``reward_fields`` and, of the critic's verdict, ``pass_rate``, ``cached`` and
-    ``detail``.
+    """Per row ``reward_fields`` and, of the critic's verdict, ``pass_rate``, ``copied``, ``cached``
+    and ``detail``.
     """
     pairs = zip(reward_fields(scores), scores.outcomes, strict=True)
     return [{**rewards, **_verdict_fields(outcome)} for rewards, outcome in pairs]
@@ -125,6 +165,7 @@ def _verdict_fields(outcome: RewardOutcome | None) -> Fields:
     outcome = outcome or RewardOutcome(reward=None)
     return {
         "pass_rate": outcome.pass_rate,
+        "copied": outcome.copied,
         "cached": outcome.cached,
         "detail": outcome.detail,
     }
@@ -138,17 +179,22 @@ def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list
     critiques = [str(sample.fields["critique"]) for sample in drawn]
     valid = [bool(sample.fields["valid"]) for sample in drawn]
     judged = [judgment_of(sample.fields) for sample in drawn]
-    revisions, lengths = revise_valid(worker, about, critiques, valid)
+    revised = revise_valid(worker, about, critiques, valid)
     sizes = [len(sample.completion.token_ids) for sample in drawn]
-    items = reward_items(about, critiques, judged, revisions, sizes)
-    scores = worker.ask(lambda: worker.score(items))
-    scored = score_fields(scores)
+    items = reward_items(about, critiques, judged, revised.texts, sizes)
+    scored = worker.ask(lambda: score_revised(worker, items, revised.fits))
     return [
         dataclasses.replace(
             sample,
-            fields={**sample.fields, "revision": revision, "revision_length": length, **score},
+            fields={
+                **sample.fields,
+                "revision": revised.texts[i],
+                "revision_length": revised.lengths[i],
+                "revision_fits": revised.fits[i],
+                **scored[i],
+            },
         )
-        for sample, revision, length, score in zip(drawn, revisions, lengths, scored, strict=True)
+        for i, sample in enumerate(drawn)
     ]
 
 
@@ -160,6 +206,7 @@ def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         measured["critique/valid_rate"] = fields["valid"].float()
     if "revision_length" in fields:
         measured["revision/length"] = fields["revision_length"]
+        measured["revision/left_out_rate"] = (~fields["revision_fits"])[fields["valid"]].float()
     return measured
 
 
@@ -167,6 +214,7 @@ def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 # stand in every row of a prompt's group.
 
 
+@writes("greedy_critique", "greedy_valid", "greedy_judged_correct")
 def draw_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``greedy_critique``, ``greedy_valid``, ``greedy_judged_correct`` (B,): the actor's likeliest
     critique of each row's prompt.
@@ -180,17 +228,22 @@ def draw_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*REVISIONS)
+@writes("greedy_revision", "greedy_revision_fits")
 def revise_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``greedy_revision`` (B,) text: the proxy's, empty for invalid critiques."""
+    """``greedy_revision`` (B,) text: the proxy's, empty for invalid critiques; and
+    ``greedy_revision_fits`` (B,) bool.
+    """
     heads = group_heads(batch)
     rows = [worker.train.row(texts(batch["problem_id"])[head]) for head in heads]
     critiques = [texts(batch["greedy_critique"])[head] for head in heads]
     valid = batch["greedy_valid"][heads].tolist()
-    revisions, _ = revise_valid(worker, rows, critiques, valid)
-    return _over_rows(batch, [{"revision": revision} for revision in revisions])
+    revised = revise_valid(worker, rows, critiques, valid)
+    pairs = zip(revised.texts, revised.fits, strict=True)
+    return _over_rows(batch, [{"revision": text, "revision_fits": fits} for text, fits in pairs])
 
 
 @reads(*REWARDS)
+@writes("reward_baselines")
 async def judge_greedy_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``reward_baselines`` (B,): the critic's part of the greedy critique's reward, NaN where it
     could not be judged. Runs beside the log-probs.
@@ -204,9 +257,10 @@ async def judge_greedy_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOu
         [texts(batch["greedy_revision"])[head] for head in heads],
         [0] * len(heads),
     )
-    scores = await worker.score(items)
+    scored = await score_revised(worker, items, batch["greedy_revision_fits"][heads].tolist())
     weight = worker.reward_weights["critic"]
-    earned = [None if r is None else weight * r for r in scores.parts["critic"]]
+    rewards = [fields["reward/critic"] for fields in scored]
+    earned = [None if r is None else weight * float(r) for r in rewards]
     per_row = columns([{"reward_baselines": earned[group]} for group in _group_of_rows(batch)])
     return NodeOutput(fields=per_row)
 
@@ -245,6 +299,7 @@ def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
         {
             "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
             "pass_rate/after": batch["pass_rate"][batch["judged"] & batch["valid"]],
+            "critique/copied_rate": batch["copied"][~batch["copied"].isnan()],
             "reward/cached_rate": batch["cached"][~batch["reward/critic"].isnan()].float(),
             **reward_signal(batch["reward/critic"], uids, rows, revisions, batch["valid"]),
             **critique_signal(texts(batch["critique"]), judgments(batch), rows),
@@ -273,6 +328,7 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
             "reward": known(batch["reward/critic"][i]),
             "passed_before": row.pass_rate,
             "passed_after": known(batch["pass_rate"][i]),
+            "copied": known(batch["copied"][i]),
             "detail": written["detail"][i],
             "versions": f"critique by {written['version'][i]}, revision by proxy",
         }

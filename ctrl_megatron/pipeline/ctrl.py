@@ -18,6 +18,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.algorithms import (
+    ADV_ESTIMATOR_REGISTRY,
     correct_rollout,
     estimate_advantages,
     explained_variance,
@@ -26,6 +27,7 @@ from ctrl_megatron.algorithms import (
     mismatch_metrics,
     mismatch_sums,
     penalise,
+    required_inputs,
     token_selection,
 )
 from ctrl_megatron.algorithms.rollout_correction import MismatchSums
@@ -47,7 +49,7 @@ from ctrl_megatron.pipeline.critique_revision import (
     revise_greedy_critiques,
     revise_valid,
     reward_items,
-    score_fields,
+    score_revised,
 )
 from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
 from ctrl_megatron.pipeline.graph import (
@@ -66,6 +68,7 @@ from ctrl_megatron.pipeline.losses import (
     mini_batches,
     select_tokens,
 )
+from ctrl_megatron.pipeline.node_fields import DRAWN, asks_values, needs, writes
 from ctrl_megatron.pipeline.node_keys import reads
 from ctrl_megatron.pipeline.sampling import sampled
 from ctrl_megatron.pipeline.worker import DAGWorker
@@ -165,24 +168,84 @@ def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: 
 
 
 def needs_old_log_prob(config: Config) -> bool:
-    """Whether ``old_log_probs`` are wanted before the update: by a second optimizer step on the
-    batch, a KL in the reward, a correction by the engine's probabilities, or a loss that chooses
-    tokens over the whole batch.
+    """Whether ``old_log_probs`` are wanted before the update (``asks_for_old_log_probs``)."""
+    return asks_for_old_log_probs(config) is not None
+
+
+def asks_for_old_log_probs(config: Config) -> str | None:
+    """The setting that wants ``old_log_probs`` before the update, if there is one: a second
+    optimizer step on the batch, a KL in the reward, a correction by the engine's probabilities, or
+    a loss that chooses tokens over the whole batch.
     """
-    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    return (
-        actor.ppo_epochs > 1
-        or config.data.train_batch_size > actor.ppo_mini_batch_size
-        or config.algorithm.use_kl_in_reward
-        or correction.rollout_is != "none"
-        or correction.rollout_rs != "none"
-        or token_selection(actor.policy_loss) is not None
-    )
+    actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
+    family, mini = "actor_rollout_ref.actor", actor.ppo_mini_batch_size
+    if actor.ppo_epochs > 1:
+        return f"{family}.ppo_epochs={actor.ppo_epochs}"
+    if batch > mini:
+        return f"data.train_batch_size={batch} above {family}.ppo_mini_batch_size={mini}"
+    if config.algorithm.use_kl_in_reward:
+        return "algorithm.use_kl_in_reward=true"
+    if (correcting := _correcting(config)) is not None:
+        return correcting
+    if token_selection(actor.policy_loss) is not None:
+        return f"{family}.policy_loss={actor.policy_loss}"
+    return None
+
+
+def _correcting(config: Config) -> str | None:
+    keys = config.algorithm.rollout_correction
+    for name in ("rollout_is", "rollout_rs"):
+        if getattr(keys, name) != "none":
+            return f"algorithm.rollout_correction.{name}={getattr(keys, name)}"
+    return None
+
+
+# What the nodes below need of the batch (``node_fields``)
+
+
+def _needs_of_correction(config: Config) -> dict[str, str]:
+    setting = _correcting(config)
+    before = {} if setting is None else {"old_log_probs": setting}
+    return {**before, "rollout_log_probs": setting or ""}
+
+
+def _needs_of_rewards(config: Config) -> dict[str, str]:
+    found = {"token_level_scores": ""}
+    if config.algorithm.use_kl_in_reward:
+        setting = "algorithm.use_kl_in_reward=true"
+        found |= {"old_log_probs": setting, "ref_log_prob": setting}
+    return found
+
+
+def _needs_of_advantages(config: Config) -> dict[str, str]:
+    name = config.algorithm.adv_estimator
+    if name not in ADV_ESTIMATOR_REGISTRY:
+        return {}  # told by its key
+    own = required_inputs(name) & {"values", "reward_baselines"}
+    setting = f"algorithm.adv_estimator={name}"
+    return {"token_level_rewards": "", **dict.fromkeys(sorted(own), setting)}
+
+
+def _needs_of_update(config: Config) -> dict[str, str]:
+    found = {"advantages": ""}
+    if config.actor_rollout_ref.actor.use_kl_loss:
+        found["ref_log_prob"] = "actor_rollout_ref.actor.use_kl_loss=true"
+    try:
+        before = asks_for_old_log_probs(config)
+    except ValueError:
+        return found  # an unknown loss is told by its key
+    if before is not None:
+        found["old_log_probs"] = before
+    correcting = _correcting(config)
+    if correcting is not None:
+        found["loss_mask"] = correcting
+    return found
 
 
 # Critiques, revisions and their verdicts
 
 
+@writes(*DRAWN, "critique", "valid", "judged_correct", "problem_id")
 def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``row`` (positions of the global batch) -> the critique batch of this data-parallel rank."""
     size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -191,18 +254,25 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*node_keys.REVISIONS)
+@writes("revision", "revision_fits")
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``critique``, ``valid`` -> ``revision``: the frozen proxy's, empty for invalid critiques."""
+    """``critique``, ``valid`` -> ``revision``: the frozen proxy's, empty for invalid critiques; and
+    ``revision_fits`` (B,) bool, False where the engine had no room for one.
+    """
     rows = [worker.train.row(row) for row in texts(batch["problem_id"])]
     valid = batch["valid"].tolist()
-    revisions, lengths = revise_valid(worker, rows, texts(batch["critique"]), valid)
+    revised = revise_valid(worker, rows, texts(batch["critique"]), valid)
     return NodeOutput(
-        fields={"revision": NonTensorStack(*revisions)},
-        metrics=worker.means(columns([{"revision/length": length} for length in lengths])),
+        fields={
+            "revision": NonTensorStack(*revised.texts),
+            "revision_fits": torch.tensor(revised.fits),
+        },
+        metrics=worker.means(revised.metrics(valid)),
     )
 
 
 @reads(*node_keys.REWARDS)
+@writes("score", "pass_rate", "cached", "detail")
 async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``critique``, ``revision`` -> the fields of ``score_fields``. Runs beside the log-probs."""
     items = reward_items(
@@ -212,13 +282,14 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         texts(batch["revision"]),
         batch["response_mask"].sum(dim=1).tolist(),
     )
-    scores = await worker.score(items)
-    return NodeOutput(fields=columns(score_fields(scores)))
+    scored = await score_revised(worker, items, batch["revision_fits"].tolist())
+    return NodeOutput(fields=columns(scored))
 
 
 # Log-probs and values
 
 
+@writes("old_log_probs")
 def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``old_log_probs`` (B, R): the trainer's own log-probs before the update."""
     budget = worker.config.actor_rollout_ref.log_prob_token_budget
@@ -230,6 +301,7 @@ def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
 
 
+@writes("ref_log_prob")
 def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``ref_log_prob`` (B, R): the frozen reference's; nothing where the objective has no KL."""
     if worker.reference is None:
@@ -241,6 +313,8 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*node_keys.VALUES)
+@writes("values")
+@asks_values
 def compute_values(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``values`` (B, R): what the value model expects before each response token."""
     return NodeOutput(fields={"values": value_model(worker).values(tensors_of(batch))})
@@ -256,6 +330,8 @@ def value_model(worker: DAGWorker) -> ValueModel:
 # Rewards and advantages
 
 
+@needs(lambda config: {"score": ""})
+@writes("token_level_scores", "judged")
 def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``token_level_scores`` (B, R): ``score``, the weighted sum of rewards, on the last token.
 
@@ -299,7 +375,8 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             )
         raise RuntimeError(
             "none of the step's answers could be judged: look at the faults of the sandbox or the "
-            "provider above; the run goes on from its last checkpoint when it is started again"
+            "provider above, or raise reward.copying_threshold where reward.copying is mask; the "
+            "run goes on from its last checkpoint when it is started again"
         )
     return NodeOutput(
         fields={
@@ -337,6 +414,8 @@ def reward_spread(
 
 
 @reads(*node_keys.CORRECTION)
+@needs(_needs_of_correction)
+@writes("loss_mask", "rollout_is_weights")
 def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``loss_mask`` (B, R) bool and, where they are on, ``rollout_is_weights`` (B, R) float32.
 
@@ -360,6 +439,8 @@ def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*node_keys.KL_IN_REWARD)
+@needs(_needs_of_rewards)
+@writes("token_level_rewards")
 def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``token_level_rewards`` (B, R): scores, less beta times KL where the KL is in the reward."""
     algorithm, mask = worker.config.algorithm, batch["response_mask"]
@@ -393,6 +474,8 @@ def kl_to_reference(
 
 
 @reads(*node_keys.ADVANTAGES)
+@needs(_needs_of_advantages)
+@writes("advantages", "returns")
 def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``advantages``, ``returns`` (B, R) by the configured estimator; no group is split.
 
@@ -422,6 +505,9 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*node_keys.VALUES)
+@needs(lambda config: {"values": "", "returns": ""})
+@writes()
+@asks_values
 def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``critic.ppo_epochs`` passes over the mini-batches; metrics are means over the steps.
 
@@ -450,6 +536,8 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*node_keys.LOSS)
+@needs(_needs_of_update)
+@writes("old_log_probs")
 def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``ppo_epochs`` passes over the mini-batches; metrics are means over the optimizer steps.
 
@@ -477,13 +565,14 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             metrics |= kl_to_reference(worker, batch, log_probs)
         return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
     for rows in mini_batches(batch, worker.groups, epochs=actor.ppo_epochs):
-        rows |= select_tokens(worker, rows, draw=len(steps))
+        rows |= select_tokens(worker, batch, rows, draw=len(steps))
         steps.append(worker.policy.step(rows, loss, worker.temperature))
     metrics = means_over_steps(steps, "actor")
     metrics["actor/ppo_kl_first"] = steps[0]["actor/ppo_kl"]
     return NodeOutput(metrics=metrics)
 
 
+@writes()
 def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Names the actor's new weights, which go to the engine before it draws from them; reports what
     all pushes of the step moved.

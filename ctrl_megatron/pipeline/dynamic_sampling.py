@@ -10,10 +10,14 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.algorithms import groups_with_signal
+from ctrl_megatron.config import Config
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline.batch import Group, Sample, make_batch
 from ctrl_megatron.pipeline.graph import NodeOutput
+from ctrl_megatron.pipeline.node_fields import DRAWN
 from ctrl_megatron.pipeline.sampling import share_rows
 from ctrl_megatron.rewards import weighted_sum
+from ctrl_megatron.rewards.build import reward_functions_of
 from ctrl_megatron.rewards.shaping import OVERLONG
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ class DynamicSampling:
     def __init__(self, draw: Draw, measure: Measure) -> None:
         self._draw, self._measure = draw, measure
         self.reads: tuple[str, ...] = getattr(draw, "reads", ())
+        self.writes = (*DRAWN, "score")
 
     def __call__(self, worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         """This rank's rows of the step. Collective."""
@@ -72,11 +77,32 @@ class DynamicSampling:
         return NodeOutput(batch=_batch_of(worker, useful[:wanted]), metrics=metrics)
 
 
+def check_sampling(config: Config, measured: Sequence[str] | None) -> None:
+    """UserError where ``algorithm.filter_groups`` would look at no reward, so that no group could
+    ever have different ones. ``measured``: see ``reward_functions_of``.
+    """
+    if not config.algorithm.filter_groups.enable:
+        return
+    weights = reward_functions_of(config, measured)
+    if not _counted(weights):
+        raise UserError(
+            f"algorithm.filter_groups.enable=true looks for groups with different rewards, and of "
+            f"{', '.join(weights) or 'no reward'} none counts for that: those of weight 0 and the "
+            "punishment of long responses do not",
+            key="reward.reward_funcs",
+            remedy="name another function, or turn filter_groups off",
+        )
+
+
+def _counted(weights: Mapping[str, float]) -> dict[str, float]:
+    return {name: w for name, w in weights.items() if w and name not in OVERLONG}
+
+
 def groups_that_teach(rows: Sequence[Sample], weights: Mapping[str, float]) -> list[Group]:
     """Whole groups, in order, whose judged samples earned different rewards: sums by ``weights``,
     the punishment of long responses left out.
     """
-    counted = {name: weight for name, weight in weights.items() if name not in OVERLONG}
+    counted = _counted(weights)
     parts: dict[str, Any] = {
         name: [row.fields[f"reward/{name}"] for row in rows] for name in counted
     }

@@ -32,6 +32,7 @@ from ctrl_megatron.pipeline.inputs import (
     RunInputs,
     check_models,
     check_together,
+    check_tokenizers,
     read_inputs,
 )
 from ctrl_megatron.pipeline.session import session
@@ -71,7 +72,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
 
     check_evaluation(config, job.critics)
     check_together(open_directory)
-    inputs, pairs = read_inputs(config, ("critic",), trains=False), []
+    inputs, pairs = read_inputs(config, ("critic",), trains=False, revises=True), []
     if job.pairs is not None:
         pairs = _read_pairs(job.pairs, config, inputs)
     _check_turns(job.plan, inputs)
@@ -97,7 +98,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
                 print(f"{name}: its weights have changed, so it is drawn anew", flush=True)
             if aside is not None:
                 print(f"the transcripts of the weights before stand in {aside}", flush=True)
-        services = run.start_services()
+        services = run.start_services(max_model_len=inputs.max_model_len)
         loaded = weights[todo[0][0]]
         worker = rollout_worker(run, services, loaded, inputs)
         try:
@@ -139,6 +140,7 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
     others = {f"{stage}={path}": path for stage, path in critics.items() if not is_written(path)}
     check_together(
         lambda: check_models(config, "rl", others),
+        lambda: check_tokenizers(config, "rl", others),
         lambda: check_reward_functions(config),
     )
 

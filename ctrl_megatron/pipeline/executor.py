@@ -5,9 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
+import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, place_of, users_code
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -75,7 +76,9 @@ class Executor:
                     self._start(node, batch)
                     continue
                 if node.filter_plugin is not None:
-                    batch = batch[node.filter_plugin(batch)]
+                    batch, kept = filtered(batch, node)
+                    totals = self._worker.groups.sum_over_data(kept)
+                    metrics[f"filter/{node.node_id}"] = float(totals[0] / totals[1].clamp(min=1))
                 with self._worker.timeline.phase(node.node_id):
                     output = node.run(worker=self._worker, batch=batch)
                 batch = _merge(batch, output, metrics)
@@ -109,6 +112,38 @@ class Executor:
             future = self._pending.pop(node_id)
             output = result_of(future, self._worker.groups)
             return self._worker.groups.from_leader(output)
+
+
+def filtered(batch: TensorDict, node: Node) -> tuple[TensorDict, torch.Tensor]:
+    """The batch without the rows that the node's ``filter_plugin`` leaves out, and (2,) float64:
+    rows that stay, rows.
+
+    Those rows stay where they are with an empty ``response_mask`` (and ``loss_mask``, where there
+    is one): they count in no loss and in no group, and every rank walks through equally many
+    collectives, which it would not with other numbers of rows. UserError for a filter that fails
+    or gives anything but a (B,) bool tensor, and for a batch without a ``response_mask``.
+    """
+    name, plugin = node.node_id, node.filter_plugin
+    assert plugin is not None
+    with users_code(f"filter_plugin of the node {name!r} ({place_of(plugin)}) failed"):
+        keep = plugin(batch)
+    if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool or keep.shape != batch.shape:
+        kind, shape = type(keep).__name__, tuple(getattr(keep, "shape", ()))
+        raise UserError(
+            f"filter_plugin of the node {name!r} ({place_of(plugin)}) gave {kind} of shape {shape}",
+            remedy=f"give a bool tensor of shape {tuple(batch.shape)}, True for rows that stay",
+        )
+    if "response_mask" not in batch:
+        raise UserError(
+            f"filter_plugin of the node {name!r} meets a batch without response_mask",
+            remedy="filter at a node behind the one that draws samples",
+        )
+    # Coroutines of host nodes may still read the batch as it was.
+    batch = batch.copy()
+    for mask in ("response_mask", "loss_mask"):
+        if mask in batch:
+            batch[mask] = batch[mask] & keep[:, None]
+    return batch, torch.tensor([keep.sum(), len(keep)], dtype=torch.float64)
 
 
 def _merge(batch: TensorDict, output: NodeOutput | None, metrics: dict[str, float]) -> TensorDict:

@@ -90,9 +90,10 @@ class Node:
 
     The function is ``func`` (a callable) or ``executable_ref`` (``"module:Class.method"`` or
     ``"module.function"``), which is imported at once, so that a typing error stops the run before
-    it starts. ``filter_plugin(batch)`` gives a (B,) bool tensor: the batch keeps those rows from
-    this node on. A host node that raises is tried ``retry_limit`` times more. ``agent_group`` and
-    ``agent_options`` are attributes for functions that read them.
+    it starts. ``filter_plugin(batch)`` gives a (B,) bool tensor: from this node on the other rows
+    have an empty ``response_mask`` (``executor.filtered``). A host node that raises is tried
+    ``retry_limit`` times more. ``agent_group`` and ``agent_options`` are attributes for functions
+    that read them.
 
     Raises ValueError for an empty id, a wrong enum, a dependency that is no id, a ``retry_limit``
     that is negative or not a host node's (ranks would retry apart), both functions at once, or a
@@ -303,6 +304,11 @@ class TaskGraph:
         """What its nodes read of the configuration beside what every run reads."""
         own = getattr(self.report.validate, "reads", ())
         return (*own, *(key for node in self.nodes.values() for key in node.reads))
+
+    @property
+    def revises(self) -> bool:
+        """Whether a node asks the proxy for revisions."""
+        return "actor_rollout_ref.proxy" in self.reads
 
     @property
     def measured(self) -> tuple[str, ...] | None:

@@ -29,6 +29,7 @@ from ctrl_megatron.pipeline.graph import (
     StepReport,
     TaskGraph,
 )
+from ctrl_megatron.pipeline.node_fields import DRAWN, writes
 from ctrl_megatron.pipeline.node_keys import REWARDS, reads
 from ctrl_megatron.pipeline.performance import step_performance
 from ctrl_megatron.pipeline.sampling import (
@@ -90,6 +91,7 @@ def grpo_pipeline(config: Config) -> TaskGraph:
     return pipeline.build()
 
 
+@writes(*DRAWN, "completion", "problem_id")
 def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``row`` (positions of the global batch) -> this rank's completions, ``completion`` (B,)."""
     size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -98,6 +100,7 @@ def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*REWARDS)
+@writes("score")
 async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``completion`` -> ``reward/NAME`` (B,) of every function. Runs beside the log-probs."""
     items = completion_items(

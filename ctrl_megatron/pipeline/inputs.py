@@ -6,7 +6,6 @@ starts them; the first that looks raises all of them as one UserError with a lin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,14 +13,16 @@ from pathlib import Path
 
 import torch
 
+from ctrl_megatron.checkpoint.files import require_space
 from ctrl_megatron.checkpoint.run_directory import check_run_directory
-from ctrl_megatron.checkpoint.store import CheckpointStore, read_state
-from ctrl_megatron.config import Config, Purpose
+from ctrl_megatron.checkpoint.store import EXPORT_FOLDER, CheckpointStore, read_state
+from ctrl_megatron.config import Config, Purpose, to_yaml
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
-from ctrl_megatron.data.rows import read_rows, rows_by_id
-from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.data.rows import Row, read_rows, rows_by_id
+from ctrl_megatron.data.tokens import MEANING, TextCodec, different_part, tokenizer_parts
 from ctrl_megatron.errors import UserError, all_of, users_input
+from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import require_fit
 from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.metrics.flops import peak_flops
@@ -30,9 +31,16 @@ from ctrl_megatron.models.hf_config import ModelShape, read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.pipeline.recorder import config_changes, stages_of
+from ctrl_megatron.prompts import revision_messages
 from ctrl_megatron.rewards.build import check_columns
 
 _MODEL = "actor_rollout_ref.model.path"
+_ONLY_TRAINED = ("actor_rollout_ref.ref.model.path", "critic.model.path")
+"""Models that never generate."""
+_REENCODED_SHARE = 8
+"""A critique's text takes at most an eighth more tokens than were drawn, or is counted as too long
+in the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +50,8 @@ class RunInputs:
     codec: TextCodec
     train: PromptTable
     validation: PromptTable | None
+    max_model_len: int
+    """Longest sequence that the engines are built for, in tokens."""
 
 
 def check_together(*checks: Callable[[], object]) -> None:
@@ -82,6 +92,7 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
                 shapes[path] = shape = read_model_shape(path)
                 SafetensorsDirectory(path).check(shape)
                 _check_role(config, key, path, shape, shapes.get(actor))
+                _check_context(config, purpose, key, path, shape)
         except UserError as error:
             problems.append(error)
     all_of(problems)
@@ -101,6 +112,20 @@ def check_gpu(config: Config, purpose: Purpose) -> None:
     kernels = "te" if has_transformer_engine() else "torch"
     shapes = model_shapes(config, purpose)
     require_fit(config, shapes, gpu_memory=memory, purpose=purpose, kernels=kernels)
+
+
+def check_disk(config: Config, purpose: Purpose) -> None:
+    """UserError where the disk of the run's directory has no room for what the run writes."""
+    run_dir = Path(config.trainer.run_dir)
+    use = disk_use(config, model_shapes(config, purpose), purpose)
+    there = sum(
+        path.stat().st_size
+        for name in ("checkpoints", EXPORT_FOLDER, "hf")
+        for path in (run_dir / name).rglob("*")
+        if path.is_file()
+    )
+    with users_input("trainer.default_local_dir"):
+        require_space(run_dir, use.still_needed(there), f"a run that keeps {use} at once")
 
 
 def this_gpu() -> tuple[str, int] | None:
@@ -142,6 +167,74 @@ def _check_role(
         raise UserError(
             f"{path} has another architecture than the actor; the same engines generate with both",
             remedy="use a model of the actor's shape",
+        )
+
+
+def check_tokenizers(
+    config: Config, purpose: Purpose, others: Mapping[str, str] | None = None
+) -> None:
+    """UserError for a model that reads or writes other tokens than those it will be given: one
+    tokenizer and one chat template serve all models of a run.
+
+    Models that write text must share both, models that only read must share the meaning of tokens.
+    A directory without a tokenizer is taken at its word. ``others`` as in ``check_models``.
+    """
+    family, own = config.actor_rollout_ref, "actor_rollout_ref.model.tokenizer_path"
+    ours = family.model.tokenizer
+    wanted = [(_MODEL, family.model.path), *(others or {}).items()]
+    if purpose == "rl":
+        wanted += list(_roles(config, family.model.path))
+    differing = {path: key for key, path in reversed(wanted) if path != ours}
+    if not differing:
+        return
+    with users_input(own):
+        known = tokenizer_parts(ours)
+    problems = []
+    for path, key in differing.items():
+        try:
+            with users_input(key):
+                found = tokenizer_parts(path)
+        except UserError as error:
+            problems.append(error)
+            continue
+        reads = key in (_MODEL, *_ONLY_TRAINED)
+        if not known or not found:
+            continue
+        part = different_part(known, found, MEANING if reads else known)
+        if part is not None:
+            problems.append(
+                UserError(
+                    f"the tokenizer of {path} differs in its {part} from that of {ours}, which "
+                    "all models of the run are given their tokens by",
+                    key=key,
+                    remedy=f"name a model with the same tokenizer, or another {own}",
+                )
+            )
+    all_of(problems)
+
+
+def _check_context(
+    config: Config, purpose: Purpose, key: str, path: str, shape: ModelShape
+) -> None:
+    """UserError where the model would meet longer sequences than it was made for."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    prompt, response = data.max_prompt_length, data.max_response_length
+    asked = f"data.max_prompt_length={prompt} + data.max_response_length={response}"
+    longest = config.sequence_tokens
+    if purpose == "sft":
+        asked, longest = f"sft.max_length={config.sft.max_length}", config.sft.max_length
+    elif key not in _ONLY_TRAINED and config.max_model_len > longest:
+        longest = config.max_model_len
+        if rollout.max_model_len is not None:
+            asked = f"actor_rollout_ref.rollout.max_model_len={longest}"
+        else:
+            revision = rollout.revision_max_tokens
+            asked += f" + actor_rollout_ref.rollout.revision_max_tokens={revision}"
+    if longest > shape.max_position_embeddings:
+        raise UserError(
+            f"the model of {path} has a context of max_position_embeddings="
+            f"{shape.max_position_embeddings} tokens, and {asked} makes {longest}",
+            remedy="lower these keys, or name a model with a longer context",
         )
 
 
@@ -201,17 +294,17 @@ def is_finished(
     )
     if checkpoint is None or checkpoint.step < steps:
         return False
-    table = run_dir / "summary.json"
-    rows = json.loads(table.read_text())["table"] if table.is_file() else []
-    told = {None, *(row["stage"] for row in rows)}
+    told = {None, *(row["stage"] for row in stages_of(run_dir))}
     left = ("report.html", *files)
     if stage not in told or not all((run_dir / name).exists() for name in left):
         return False
     if read_launch().rank == 0:
+        changed = config_changes(run_dir, to_yaml(config))
+        other = f"; it was trained with other keys: {'; '.join(changed)}" if changed else ""
         print(
             f"nothing to do: {checkpoint.path} holds the last of {steps} steps; raise "
             "total_training_steps or total_epochs to go on, or name another "
-            "trainer.experiment_name",
+            f"trainer.experiment_name{other}",
             flush=True,
         )
     return True
@@ -223,11 +316,13 @@ def read_inputs(
     *,
     trains: bool = True,
     validates: bool = True,
+    revises: bool = False,
 ) -> RunInputs:
     """The tables of the run; those of an evaluation (``trains=False``) are the validation rows.
 
     ``measured`` names the reward functions that run in any case (``reward_functions_of``); without
-    ``validates`` there is no table of validation rows.
+    ``validates`` there is no table of validation rows. Where the run ``revises`` first solutions,
+    engines have room for the requests that it will make.
 
     UserError naming file, row and column of what does not fit, and for too few rows for a step.
     """
@@ -235,11 +330,45 @@ def read_inputs(
     if not trains:
         table = _table(config, codec, "data.val_files", config.data.val_files)
         check_columns(config, table.rows, measured)
-        return RunInputs(codec=codec, train=table, validation=table)
+        longest = engine_length(config, codec, table.rows, revises=revises)
+        return RunInputs(codec=codec, train=table, validation=table, max_model_len=longest)
     train, validation = prompt_tables(config, codec, validates=validates)
     _require_a_step(len(train.rows), train.dropped, config)
-    check_columns(config, [*train.rows, *(validation.rows if validation else ())], measured)
-    return RunInputs(codec=codec, train=train, validation=validation)
+    rows = [*train.rows, *(validation.rows if validation else ())]
+    check_columns(config, rows, measured)
+    longest = engine_length(config, codec, rows, revises=revises)
+    return RunInputs(codec=codec, train=train, validation=validation, max_model_len=longest)
+
+
+def engine_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revises: bool) -> int:
+    """Longest sequence that the engines are built for: what is configured; else what the
+    configuration alone says, or more where the rows' revision prompts (problem, solution and the
+    longest critique, whose text may take other tokens than were drawn) need it, up to the model's
+    context.
+
+    UserError where no row leaves room for a critique and a revision.
+    """
+    rollout, longest = config.actor_rollout_ref.rollout, config.max_model_len
+    if not revises:
+        return longest
+    bare = [
+        len(codec.encode_chat(revision_messages(row.attempt().problem, row.solution, "")))
+        for row in rows
+    ]
+    revision, critique = rollout.revision_max_tokens, config.data.max_response_length
+    if rollout.max_model_len is None:
+        context = read_model_shape(config.actor_rollout_ref.model.path).max_position_embeddings
+        wanted = max(bare) + critique + critique // _REENCODED_SHARE + revision
+        longest = max(longest, min(wanted, context))
+    if min(bare) + revision >= longest:
+        raise UserError(
+            f"problem and solution take {min(bare)} tokens or more in every row's revision prompt, "
+            f"and with actor_rollout_ref.rollout.revision_max_tokens={revision} nothing of "
+            f"{longest} is left for a critique",
+            key="actor_rollout_ref.rollout.max_model_len",
+            remedy="raise it, or lower revision_max_tokens",
+        )
+    return longest
 
 
 def check_rows(

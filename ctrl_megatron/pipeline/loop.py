@@ -44,8 +44,11 @@ class Schedule:
     """When to do what; frequencies in steps, -1 for never."""
 
     batch_size: int
-    """Rows of a step; a graph with dynamic sampling draws its own."""
+    """Rows of a step, or of a draw of dynamic sampling."""
     total_steps: int
+    total_epochs: int | None = None
+    """Where the graph draws rows itself, ``batch_size`` at a time: passes over them after which no
+    further step begins."""
     save_freq: int = -1
     save_hf_freq: int = -1
     test_freq: int = -1
@@ -82,22 +85,26 @@ class TrainingLoop:
     """Of what has been saved since the last step that was recorded."""
 
     def resume(self) -> None:
-        """Continue from the configured checkpoint, if there is one. Collective."""
+        """Continue from the configured checkpoint, if there is one. Collective. A checkpoint that
+        cannot be loaded leaves the run's directory as it was.
+        """
         groups, mode = self.worker.groups, self.schedule.resume_mode
         # One for all: a shared file system may show a rank an older state.
         checkpoint = groups.from_first(self.store.find(mode))
+        parts = ("sampler", *self.parts)
+        if checkpoint is not None:
+            state = self.store.load(self.worker.trained, checkpoint, parts=parts)
+            self.sampler.load_state_dict(state["sampler"])
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+            self.worker.step = self._saved = state["step"]
+        self.recorder.begin()
         left = self.store.begin(mode, checkpoint) if groups.is_first else []
         if left:
             names = ", ".join(path.name for path in left)
             self.recorder.say(f"set aside in {left[0].parent}: {names}, ahead of where this starts")
-        if checkpoint is None:
-            return
-        state = self.store.load(self.worker.trained, checkpoint, parts=("sampler", *self.parts))
-        self.sampler.load_state_dict(state["sampler"])
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
-        self.worker.step = self._saved = state["step"]
-        self.recorder.say(f"continuing from {checkpoint.path} after step {self.worker.step}")
+        if checkpoint is not None:
+            self.recorder.say(f"continuing from {checkpoint.path} after step {self.worker.step}")
 
     def run(self) -> bool:
         """Train to the last step; False if a stop was asked for. Saves either way."""
@@ -107,16 +114,21 @@ class TrainingLoop:
             if schedule.val_before_train and worker.step == 0:
                 self._validate(f"before {schedule.stage}")
             self._state = self._snapshot()
-            while worker.step < schedule.total_steps:
+            last = self._is_over()
+            while not last:
                 self._step(executor)
                 self._state = self._snapshot()
-                last = worker.step == schedule.total_steps
+                last = self._is_over()
                 if last or _due(worker.step, schedule.save_freq):
                     self._save()
                 if _due(worker.step, schedule.save_hf_freq):
                     self._export()
                 if not last and _due(worker.step, schedule.test_freq):
                     self._validate(f"step {worker.step}")
+            if worker.step < schedule.total_steps:
+                self.recorder.say(
+                    f"{schedule.total_epochs} epochs of rows are drawn after step {worker.step}"
+                )
             self._validate(f"after {schedule.stage}")
             self._tell(self.store.wait())
         except StopRequested:
@@ -127,6 +139,12 @@ class TrainingLoop:
             self.recorder.say(f"stopped as asked{kept or ' before the first step ended'}")
             return False
         return True
+
+    def _is_over(self) -> bool:
+        """Whether the last step has been made, or the rows of all epochs have been drawn."""
+        schedule, epochs = self.schedule, self.schedule.total_epochs
+        drawn = epochs is not None and self.sampler.is_through(epochs, schedule.batch_size)
+        return drawn or self.worker.step >= schedule.total_steps
 
     def _step(self, executor: Executor) -> None:
         worker, step, report = self.worker, self.worker.step + 1, self.graph.report

@@ -5,7 +5,7 @@ KL term, and the value model's loss.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from ctrl_megatron.algorithms import (
     get_policy_loss_terms,
     kl_penalty,
     over_tokens,
+    token_lots,
     token_selection,
     value_loss_terms,
 )
@@ -28,7 +29,7 @@ from ctrl_megatron.config import Actor
 from ctrl_megatron.errors import UserError, is_users, place_of, users_code
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.pipeline.batch import tensors_of
+from ctrl_megatron.pipeline.batch import tensors_of, texts
 from ctrl_megatron.pipeline.worker import DAGWorker
 
 
@@ -162,12 +163,15 @@ def aggregate(
 
 
 def select_tokens(
-    worker: DAGWorker, rows: dict[str, torch.Tensor], *, draw: int
+    worker: DAGWorker, batch: TensorDict, rows: dict[str, torch.Tensor], *, draw: int
 ) -> dict[str, torch.Tensor]:
-    """``selected`` (b, R) bool for losses that choose tokens of the whole mini-batch. Collective.
+    """``selected`` (b, R) bool for losses that choose tokens of the whole mini-batch, whose
+    ``rows`` are some of ``batch`` (``mini_batches``). Collective.
 
-    The choice is made by the log-probs from before the training step, so that it depends on neither
-    micro-batches nor ranks. ``draw`` numbers the optimizer steps of the training step.
+    The choice is made by the log-probs from before the training step, and by lots that depend on
+    the run's seed, the step, the rows' uids and their places in their groups: so it is the
+    same for all micro-batches, ranks and orders. ``draw`` numbers the optimizer steps of the
+    training step.
     """
     actor, groups = worker.config.actor_rollout_ref.actor, worker.groups
     selection = token_selection(actor.policy_loss)
@@ -177,23 +181,37 @@ def select_tokens(
     mask = rows.get("loss_mask", rows["response_mask"])
     sums = groups.sum_over_data(covariance_sums(old, gains, mask))
     covariances = selection.covariances(old, old, gains, mask, actor, sums)[mask]
-    parts = groups.from_data_ranks(covariances)
-    seed = worker.config.trainer.seed * 1_000_003 + worker.step * 1009 + draw
-    generator = torch.Generator().manual_seed(seed % 2**63)
-    chosen = selection.choose(torch.cat(parts), actor, generator)
-    first = sum(len(part) for part in parts[: groups.place.dp])
+    draw_name = f"{worker.config.trainer.seed}/{worker.step}/{draw}"
+    names = row_names(texts(batch["uid"]), draw_name)
+    lots = token_lots([names[place] for place in rows["place"].tolist()], mask)
+    parts = groups.from_data_ranks((covariances, lots[mask]))
+    every, lots = (torch.cat(column) for column in zip(*parts, strict=True))
+    chosen = selection.choose(every, actor, lots)
+    first = sum(len(part) for part, _ in parts[: groups.place.dp])
     return {"selected": over_tokens(chosen[first : first + len(covariances)], mask)}
+
+
+def row_names(uids: Sequence[str], draw: str) -> list[str]:
+    """Of each row, by its group and its place in it, for one draw. Groups must be whole."""
+    seen: Counter[str] = Counter()
+    names = []
+    for uid in uids:
+        names.append(f"{draw}/{uid}/{seen[uid]}")
+        seen[uid] += 1
+    return names
 
 
 def mini_batches(
     batch: TensorDict, groups: ProcessGroups, *, epochs: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of every mini-batch in the order of its number, ``epochs`` times over.
+    """The tensors of every mini-batch in the order of its number, ``epochs`` times over; ``place``
+    (b,) int64 are its rows in ``batch``.
 
     One of which no rank has a token in the loss, because none of its rows was judged or all were
     rejected, has nothing to teach and is left out. ValueError where all are. Collective.
     """
     fields, numbers = tensors_of(batch), batch["mini_batch"]
+    fields["place"] = torch.arange(len(numbers))
     mask = fields.get("loss_mask", fields["response_mask"])
     pieces = [(numbers == number).nonzero().squeeze(-1) for number in numbers.unique().tolist()]
     tokens = groups.sum_over_data(torch.stack([mask[rows].sum() for rows in pieces]))

@@ -9,11 +9,14 @@ from typing import Any
 
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.config import Config, read_yaml, to_dict, to_yaml
+from ctrl_megatron.errors import UserError, read_json, read_text
 from ctrl_megatron.metrics import Display, JsonlWriter, Meter, Timeline, build_sinks
 from ctrl_megatron.metrics.report import write_report
 from ctrl_megatron.metrics.sinks import TextSink
 from ctrl_megatron.metrics.warnings import StepWarnings
 from ctrl_megatron.parallel.layout import Layout
+
+_SUMMARY = "summary.json"
 
 
 class Recorder:
@@ -25,10 +28,8 @@ class Recorder:
         if not active:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        changed = keep_config(self.run_dir, to_yaml(config))
+        self._config = to_yaml(config)
         self.display = Display(total_steps).start()
-        if changed:
-            self.say(f"changed since the last start: {'; '.join(changed)}")
         self._sinks = build_sinks(
             config.trainer.logger, self.run_dir, to_dict(config), self.display
         )
@@ -43,6 +44,11 @@ class Recorder:
             return Timeline(meter=meter)
         begin, end = self.display.begin_phase, self.display.end_phase
         return Timeline(on_begin=begin, on_end=end, meter=meter)
+
+    def begin(self) -> None:
+        """The run begins or goes on with this configuration, which its directory keeps from now."""
+        if self.active and (changed := keep_config(self.run_dir, self._config)):
+            self.say(f"changed since the last start: {'; '.join(changed)}")
 
     def say(self, text: str) -> None:
         """One line on the terminal."""
@@ -135,17 +141,24 @@ def keep_config(run_dir: Path, text: str) -> list[str]:
     """Write ``config.yaml``; one of an earlier start that says something else stays beside it as
     ``config.N.yaml``. Returns what is different, as ``key: before -> now``.
     """
-    path = run_dir / "config.yaml"
-    before = path.read_text(encoding="utf-8") if path.is_file() else text
-    changed = []
-    if before != text:
-        old, new = (_flat(read_yaml(content, str(path))[0]) for content in (before, text))
-        keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        changed = [f"{key}: {old.get(key, 'unset')} -> {new.get(key, 'unset')}" for key in keys]
+    path, changed = run_dir / "config.yaml", config_changes(run_dir, text)
+    if path.is_file() and path.read_text(encoding="utf-8") != text:
         number = 1 + len(list(run_dir.glob("config.*.yaml")))
         path.rename(run_dir / f"config.{number}.yaml")
     write_whole(path, text)
     return changed
+
+
+def config_changes(run_dir: Path, text: str) -> list[str]:
+    """What the configuration ``text`` says otherwise than the one that the directory keeps, as
+    ``key: before -> now``; nothing where it keeps none.
+    """
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return []
+    old, new = (_flat(read_yaml(part, str(path))[0]) for part in (read_text(path), text))
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [f"{key}: {old.get(key, 'unset')} -> {new.get(key, 'unset')}" for key in keys]
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -155,9 +168,18 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
+def stages_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of the run's final table. UserError where the file is none of ours."""
+    path = run_dir / _SUMMARY
+    found = read_json(path) if path.is_file() else {"table": []}
+    rows = found.get("table") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(r, dict) and "stage" in r for r in rows):
+        raise UserError("is no table of stages", file=path, remedy="remove it")
+    return rows
+
+
 def add_stage(run_dir: Path, stage: str, results: Mapping[str, float]) -> None:
     """Add a row to the run's final table; an earlier row of the same stage is replaced."""
-    path = run_dir / "summary.json"
-    table = json.loads(path.read_text())["table"] if path.is_file() else []
+    path, table = run_dir / _SUMMARY, stages_of(run_dir)
     table = [row for row in table if row["stage"] != stage]
     write_whole(path, json.dumps({"table": [*table, {"stage": stage, **results}]}, indent=1))

@@ -7,28 +7,38 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ctrl_megatron.algorithms import get_adv_estimator, get_policy_loss_terms
-from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER, CheckpointStore
+from ctrl_megatron.checkpoint.store import (
+    POLICY_FOLDER,
+    VALUE_FOLDER,
+    CheckpointStore,
+    read_state,
+)
 from ctrl_megatron.config import CTRL_PIPELINE, GRPO_PIPELINE, Config
-from ctrl_megatron.errors import UserError, users_code
+from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.errors import UserError, users_code, users_input
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.pipeline.build import (
     build_worker,
     total_steps,
 )
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
+from ctrl_megatron.pipeline.dynamic_sampling import check_sampling
 from ctrl_megatron.pipeline.executor import check_calls
 from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
 from ctrl_megatron.pipeline.inputs import (
     check_checkpoint,
+    check_disk,
     check_gpu,
     check_loggers,
     check_models,
     check_place,
     check_together,
+    check_tokenizers,
     is_finished,
     read_inputs,
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
+from ctrl_megatron.pipeline.node_fields import check_fields
 from ctrl_megatron.pipeline.node_keys import check_read
 from ctrl_megatron.pipeline.performance import device_memory
 from ctrl_megatron.pipeline.recorder import Recorder, banner
@@ -55,8 +65,10 @@ def check_run(config: Config) -> TaskGraph:
         lambda: graphs.append(pipeline_of(config)),
         lambda: check_names(config),
         lambda: check_reward_functions(config),
+        lambda: [check_sampling(config, graph.measured) for graph in graphs],
         lambda: check_models(config, "rl"),
         lambda: require_engine(rollout.name, rollout.python),
+        lambda: check_tokenizers(config, "rl"),
         lambda: check_loggers(config),
         lambda: check_place(config),
         lambda: check_checkpoint(
@@ -66,6 +78,7 @@ def check_run(config: Config) -> TaskGraph:
         ),
     )
     check_gpu(config, "rl")
+    check_disk(config, "rl")
     return graphs[0]
 
 
@@ -75,12 +88,19 @@ def train(config: Config) -> bool:
     Raises UserError before anything starts for whatever it is given that cannot be used.
     """
     graph, trainer, finished = check_run(config), config.trainer, False
-    inputs = read_inputs(config, graph.measured, validates=graph.report.validate is not None)
-    steps = total_steps(config, len(inputs.train.rows))
+    inputs = read_inputs(
+        config,
+        graph.measured,
+        validates=graph.report.validate is not None,
+        revises=graph.revises,
+    )
+    steps = planned_steps(config, len(inputs.train.rows))
     if is_finished(config, steps, stage="after RL" if graph.report.validate else None):
         return True
     with session(config) as run:
-        services = run.start_services(judges=runs_programs(config, graph.measured))
+        services = run.start_services(
+            max_model_len=inputs.max_model_len, judges=runs_programs(config, graph.measured)
+        )
         worker, sampler, steps = build_worker(run, services, graph, inputs)
         run.check_stop()
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
@@ -99,8 +119,9 @@ def train(config: Config) -> bool:
             ),
             recorder=recorder,
             schedule=Schedule(
-                batch_size=config.data.train_batch_size,
+                batch_size=config.gen_batch_size,
                 total_steps=steps,
+                total_epochs=counted_epochs(config),
                 save_freq=trainer.save_freq,
                 save_hf_freq=trainer.save_hf_freq,
                 test_freq=trainer.test_freq,
@@ -112,10 +133,11 @@ def train(config: Config) -> bool:
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
             constants=isolation,
         )
+        bound = "" if counted_epochs(config) is None else " at most"
         for line in banner(
             config,
             run.groups.layout,
-            steps=f"{steps} steps of {config.data.train_batch_size} prompts x "
+            steps=f"{steps} steps{bound} of {config.data.train_batch_size} prompts x "
             f"{config.actor_rollout_ref.rollout.n}",
             rows=len(inputs.train.rows),
             dropped=(inputs.train.dropped, "prompt above data.max_prompt_length"),
@@ -123,7 +145,8 @@ def train(config: Config) -> bool:
             services=engines_and_sandbox(config, services, isolation),
         ):
             recorder.say(line)
-        recorder.say(kernels_line(on_gpu=run.groups.device.type == "cuda"))
+        dtype, on_gpu = config.actor_rollout_ref.model.dtype, run.groups.device.type == "cuda"
+        recorder.say(kernels_line(on_gpu=on_gpu, dtype=dtype))
         loop.resume()
         worker.weights.actor_changed(worker.step)
         finished = loop.run()
@@ -133,6 +156,34 @@ def train(config: Config) -> bool:
         run.watch.quiet()
         worker.close()
     return finished
+
+
+def counted_epochs(config: Config) -> int | None:
+    """The epochs after which dynamic sampling begins no further step: it draws several batches of
+    rows in one, so that their number says nothing about the steps. None where steps are counted.
+    """
+    counted = config.algorithm.filter_groups.enable and config.trainer.total_training_steps is None
+    return config.trainer.total_epochs if counted else None
+
+
+def planned_steps(config: Config, rows: int) -> int:
+    """Training steps of the run; where epochs are counted at most so many, and no more than its
+    checkpoint has made if that has drawn all of them.
+    """
+    steps, epochs, trainer = total_steps(config, rows), counted_epochs(config), config.trainer
+    store = CheckpointStore(
+        Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
+    )
+    checkpoint = None if epochs is None else store.find(trainer.resume_mode)
+    if epochs is None or checkpoint is None:
+        return steps
+    models = (POLICY_FOLDER, *((VALUE_FOLDER,) if config.needs_values else ()))
+    with users_input():
+        state = read_state(checkpoint, models, ("sampler", *_PARTS))
+        sampler = ResumableSampler(rows, seed=trainer.seed, shuffle=config.data.shuffle)
+        sampler.load_state_dict(state["sampler"])
+    through = sampler.is_through(epochs, config.gen_batch_size)
+    return min(steps, checkpoint.step) if through else steps
 
 
 def engines_and_sandbox(config: Config, services: Services, level: Mapping[str, float]) -> str:
@@ -160,6 +211,7 @@ def pipeline_of(config: Config) -> TaskGraph:
             "TaskGraph that Pipeline.build() gives"
         )
     check_calls(graph)
+    check_fields(config, graph)
     if config.algorithm.filter_groups.enable and not graph.draws_rows:
         raise UserError(
             f"algorithm.filter_groups.enable=true has no effect on the pipeline {graph.graph_id}: "

@@ -35,7 +35,7 @@ from ctrl_megatron.rollout.engine import (
 )
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
-from ctrl_megatron.sandbox import EmbeddedSandbox
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxLimits
 from ctrl_megatron.sandbox.cores import usable_cores
 
 _ASK_SECONDS, _TURN_SECONDS = 2.0, 0.5
@@ -57,8 +57,10 @@ class Services:
         background: BackgroundLoop,
         stop: StopFlag,
         *,
+        max_model_len: int,
         judges: bool = True,
     ) -> None:
+        self.max_model_len = max_model_len
         self._config, self._groups, self._watch = config, groups, watch
         self._background, self._stop, self._judges = background, stop, judges
         self.placement = placement_of(config, groups)
@@ -84,7 +86,8 @@ class Services:
         run_dir = Path(config.trainer.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         for place in self.placement.on(groups.here):
-            engine = EngineProcess(engine_spec(config, groups, self.placement, place))
+            spec = engine_spec(config, groups, self.placement, place, self.max_model_len)
+            engine = EngineProcess(spec)
             self._engines[place.number] = engine
             name, log = engine.address.name, partial(log_tail, engine.address.log_path)
             self._watch.guard(partial(child_died, f"engine {name}", engine.pid, engine.alive, log))
@@ -102,6 +105,7 @@ class Services:
             return EmbeddedSandbox.start(
                 workers=config.workers or workers,
                 isolation=config.isolation,  # type: ignore[arg-type]
+                limits=SandboxLimits(problem_seconds=config.problem_seconds),
                 host=groups.hosts.addresses[groups.here],
                 token_file=file.name if self.sandbox_token else None,
             )
@@ -250,7 +254,11 @@ def placement_of(config: Config, groups: ProcessGroups) -> Placement:
 
 
 def engine_spec(
-    config: Config, groups: ProcessGroups, placement: Placement, place: EnginePlace
+    config: Config,
+    groups: ProcessGroups,
+    placement: Placement,
+    place: EnginePlace,
+    max_model_len: int,
 ) -> EngineSpec:
     """The configured engine at one of its places, holding the actor's initial weights."""
     family, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
@@ -267,7 +275,7 @@ def engine_spec(
         devices=place.devices if on_gpus else (),
         model_path=family.model.path,
         dtype=family.rollout_dtype,
-        max_model_len=config.max_model_len,
+        max_model_len=max_model_len,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         kv_cache_gib=rollout.kv_cache_gib,

@@ -43,14 +43,21 @@ class Session:
         if self.stop.agreed(self.groups):
             raise StopRequested
 
-    def start_services(self, *, judges: bool = True) -> Services:
-        """This host's engines and, where the run ``judges`` programs, its sandbox, starting.
+    def start_services(self, *, max_model_len: int, judges: bool = True) -> Services:
+        """This host's engines for sequences of ``max_model_len`` tokens and, where the run
+        ``judges`` programs, its sandbox, starting.
 
         A death of one is this rank's failure. Collective.
         """
         self.check_stop()
         services = Services(
-            self.config, self.groups, self.watch, self.background, self.stop, judges=judges
+            self.config,
+            self.groups,
+            self.watch,
+            self.background,
+            self.stop,
+            max_model_len=max_model_len,
+            judges=judges,
         )
         self.at_end.append(services.stop)
         services.start()

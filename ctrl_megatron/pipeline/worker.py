@@ -46,6 +46,8 @@ class RolloutWorker:
     """Which model the engine holds."""
     device: DeviceOwner
     """Whether engine or trainer holds the device."""
+    max_model_len: int
+    """Longest sequence of the engine, in tokens."""
     rewards: RewardSum | None
     """Every reward function of the run; given on leaders where a node reads ``reward``."""
     reward_weights: Mapping[str, float]

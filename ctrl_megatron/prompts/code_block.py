@@ -22,8 +22,8 @@ LANGUAGE_TAGS = {
 _REASONING_BEGINS = re.compile(r"\s*<think(?:ing)?>")
 _REASONING_ENDS = re.compile(r"</think(?:ing)?>")
 _LAST_OF_ITS_LINE = re.compile(r"</think(?:ing)?>[ \t\r]*(?:\n|\Z)")
-_DOUBLED = re.compile(rf"(?:\s*{FENCE}([^`\n]*)\n)+")
-_FENCE_IN_CODE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
+_REPEATED = re.compile(rf"(?:\s*{FENCE}([^`\n]*)\n)+")
+_FENCES = re.compile(r"`{3,}")
 
 
 def sanitize(text: str) -> str:
@@ -50,7 +50,9 @@ def extract_code(text: str, language: str = _TAG) -> str:
     """
     answer = without_reasoning(text)
     code = _fenced_code(answer, language)
-    return answer if code is None else code
+    if code is not None:
+        return code
+    return _without_margin(answer) if language == _TAG else answer
 
 
 def sanitized_answer(text: str) -> str:
@@ -94,19 +96,25 @@ def program_block(answer: str, language: str) -> FencedBlock | None:
 def _as_meant(block: FencedBlock) -> FencedBlock:
     """A block of Python as models mean it: of a repeated opening fence the last; with a first line
     that is right behind the fence, where the tag belongs; without a margin; up to a fence that is
-    not on a line of its own, where only that much is a program.
+    not on a line of its own, where only that much is a program. What a longer fence encloses may
+    hold shorter ones.
     """
     info, code = block.info, block.code
-    if doubled := _DOUBLED.match(code):
-        info, code = doubled[1], code[doubled.end() :]
+    if block.mark == FENCE and (repeated := _REPEATED.match(code)):
+        info, code = repeated[1], code[repeated.end() :]
     if CODE_LINE.match(info):
         info, code = "", f"{info}\n{code}"
-    if code.strip() and code.lstrip("\r\n")[0].isspace():
-        code = textwrap.dedent(code)
-    if FENCE in code and not is_program(code):
+    code = _without_margin(code)
+    if block.mark == FENCE and FENCE in code and not is_program(code):
         before = code.partition(FENCE)[0]
         code = before if is_program(before) else code
-    return FencedBlock(info, code, block.closed)
+    return block._replace(info=info, code=code)
+
+
+def _without_margin(code: str) -> str:
+    if not code.strip() or not code.lstrip("\r\n")[0].isspace():
+        return code
+    return textwrap.dedent(code)
 
 
 def tags_of(language: str) -> frozenset[str]:
@@ -122,17 +130,16 @@ def without_reasoning(text: str) -> str:
     has no answer yet: "".
     """
     if ends := [match.end() for match in _LAST_OF_ITS_LINE.finditer(text)]:
-        return text[ends[-1] :]
-    begins = _REASONING_BEGINS.match(text)
-    if begins is None:
-        return text
-    end = _REASONING_ENDS.search(text, begins.end())
-    return text[end.end() :] if end else ""
+        text = text[ends[-1] :]
+    while begins := _REASONING_BEGINS.match(text):
+        end = _REASONING_ENDS.search(text, begins.end())
+        text = text[end.end() :] if end else ""
+    return text
 
 
 def fenced(code: str, language: str = _TAG) -> str:
-    """``code`` as the canonical fenced block, whose fences are longer than those in the code."""
-    longest = max(map(len, _FENCE_IN_CODE.findall(code)), default=len(FENCE) - 1)
+    """``code`` as the canonical fenced block, whose fences are longer than any in the code."""
+    longest = max(map(len, _FENCES.findall(code)), default=len(FENCE) - 1)
     fence = "`" * (longest + 1)
     return f"{fence}{language}\n{code}\n{fence}"
 
@@ -148,10 +155,7 @@ def _fenced_code(answer: str, language: str) -> str | None:
         return None
     tag, line_break, rest = answer.partition(FENCE)[2].partition("\n")
     if line_break and tag.strip().lower() in ("", *tags_of(_TAG)):
-        code = rest.partition(FENCE)[0]
-        if code.lstrip("\r\n")[:1].isspace():
-            code = textwrap.dedent(code)
-        return code.strip() or None
+        return _without_margin(rest.partition(FENCE)[0]).strip() or None
     return _first_block(answer, must_close=False) or None
 
 

@@ -28,6 +28,8 @@ _TAG = re.compile(r"[{.\s]*(?:lang(?:uage)?[-=]\W?)?([\w+#-]+)")
 class FencedBlock(NamedTuple):
     """What is between two fences."""
 
+    mark: str
+    """The opening fence."""
     info: str
     """What follows the opening fence in its line, stripped."""
     code: str
@@ -58,7 +60,9 @@ class _Fence:
         return not mark.strip(self.mark[0])
 
     def block(self, *, closed: bool) -> FencedBlock:
-        return FencedBlock(self.info, "".join(f"{line}\n" for line in self.lines), closed)
+        return FencedBlock(
+            self.mark, self.info, "".join(f"{line}\n" for line in self.lines), closed
+        )
 
 
 @dataclass(slots=True)

@@ -92,6 +92,8 @@ def build_reward_sum(
             sandbox=judge,
             show_progress=False,
             cache=cache,
+            copying=config.reward.copying,
+            copying_threshold=config.reward.copying_threshold,
         )
     return RewardSum({name: functions[name] for name in weights}, weights, judge=judge)
 

@@ -4,18 +4,17 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import logging
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.prompts.python_source import does_something, parsed
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
@@ -37,7 +36,8 @@ WELL_FORMED, UNPARSABLE, MALFORMED = 1.0, 0.5, 0.0
 
 
 def code_format_score(text: str, *, final_newline: bool = True) -> float:
-    """1.0 for one well-formed block, 0.5 if its code does not parse, 0.0 otherwise.
+    """1.0 for one well-formed block, 0.5 if its code does not parse, 0.0 otherwise, also where no
+    statement of it does anything.
 
     Well-formed: any text without a fence, an opening fence with the tag ``python`` at a line's end,
     code, a closing fence on a line of its own, one line break, the end. With ``final_newline``
@@ -53,7 +53,10 @@ def code_format_score(text: str, *, final_newline: bool = True) -> float:
     ending = next((e for e in endings if rest.endswith(e)), None)
     if ending is None:
         return MALFORMED
-    return WELL_FORMED if _parses(rest.removesuffix(ending)) else UNPARSABLE
+    tree = parsed(rest.removesuffix(ending))
+    if tree is None:
+        return UNPARSABLE
+    return WELL_FORMED if does_something(tree) else MALFORMED
 
 
 class CodeFormatReward:
@@ -228,13 +231,3 @@ def subtasks_of(row: Row, tests: int) -> list[IoiSubtask]:
                 f"{tests - 1}"
             )
     return subtasks
-
-
-def _parses(code: str) -> bool:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the program's style, not ours
-            ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True

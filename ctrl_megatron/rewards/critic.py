@@ -6,7 +6,9 @@ Source: CTRL (arXiv 2502.03492) and its ``critic_rm.py``; the names and signatur
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -18,6 +20,7 @@ from ctrl_megatron.prompts import (
     sanitized_answer,
 )
 from ctrl_megatron.rewards.cache import VerdictCache
+from ctrl_megatron.rewards.copying import COPYING_THRESHOLD, copied_rate
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
@@ -26,7 +29,14 @@ from ctrl_megatron.rewards.grading import (
     check_tests,
     grading_job,
 )
-from ctrl_megatron.rewards.reward_sum import RewardItem, RewardOutcome, Rewards, gathered, rows_of
+from ctrl_megatron.rewards.reward_sum import (
+    Copying,
+    RewardItem,
+    RewardOutcome,
+    Rewards,
+    gathered,
+    rows_of,
+)
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.types import Message, Verdict
 
@@ -44,6 +54,9 @@ class RewardModelForCritic:
     ``max_requests`` of a batch are under way; a test takes ``run_timeout`` seconds at most where
     its row does not say. One event loop at a time. Raises ``ValueError`` naming a row whose tests
     cannot be judged.
+
+    A critique that holds more than the share ``copying_threshold`` of the revision's program
+    (``copied_rate``) earns 0 where ``copying`` is "penalise", and has no reward with "mask".
     """
 
     reads = ATTEMPT_COLUMNS
@@ -52,6 +65,8 @@ class RewardModelForCritic:
     id_key: str = "problem_id"
     max_requests: int = MAX_REQUESTS
     run_timeout: float = RUN_TIMEOUT
+    copying: Copying = "measure"
+    copying_threshold: float = COPYING_THRESHOLD
 
     def __init__(
         self,
@@ -66,6 +81,8 @@ class RewardModelForCritic:
         max_requests: int = MAX_REQUESTS,
         run_timeout: float = RUN_TIMEOUT,
         cache: VerdictCache | None = None,
+        copying: Copying = "measure",
+        copying_threshold: float = COPYING_THRESHOLD,
     ) -> None:
         given = isinstance(file, Sequence) and any(isinstance(row, Row) for row in file)
         rows = file if given else read_rows(cast(Paths, file), prompt_key=None)
@@ -77,6 +94,7 @@ class RewardModelForCritic:
         self.id_key = id_key
         self.show_progress = show_progress
         self.max_requests, self.run_timeout = max_requests, run_timeout
+        self.copying, self.copying_threshold = copying, copying_threshold
         self._cache = VerdictCache() if cache is None else cache
         self._judge = None if sandbox is None else CachedJudge(sandbox, self._cache)
 
@@ -128,10 +146,14 @@ class RewardModelForCritic:
     async def reward_revision(
         self, critique: str, revision: str, sample: Row, semaphore: asyncio.Semaphore
     ) -> float:
-        """The reward of one critique, 0.0 without a judgment; raises ``SandboxError``."""
+        """The reward of one critique, 0.0 without a judgment, NaN where ``copying`` masks it;
+        raises ``SandboxError``.
+        """
         if parse_judgment(critique) is None:
             return 0.0
-        return await self.get_sandbox_response(sanitized_answer(revision), sample, semaphore)
+        reward = await self.get_sandbox_response(sanitized_answer(revision), sample, semaphore)
+        limited = self._limited(RewardOutcome(reward=reward), critique, revision).reward
+        return math.nan if limited is None else limited
 
     async def get_sandbox_response(
         self, revision: str, sample: Row, semaphore: asyncio.Semaphore
@@ -164,7 +186,7 @@ class RewardModelForCritic:
         rows = rows_of("critic", items)
         return await self._gather(
             [
-                partial(self._outcome, i.text, row, semaphore, i.judgment)
+                partial(self._outcome, i.text, row, semaphore, i.judgment, critique=i.critique)
                 for i, row in zip(items, rows, strict=True)
             ]
         )
@@ -196,6 +218,7 @@ class RewardModelForCritic:
         semaphore: asyncio.Semaphore,
         judgment: bool | None,
         *,
+        critique: str = "",
         solution: bool = False,
     ) -> RewardOutcome:
         if judgment is None and not solution:
@@ -206,9 +229,17 @@ class RewardModelForCritic:
         except SandboxError as error:
             fault = str(error) or type(error).__name__
             return RewardOutcome(reward=None, judgment=judgment, error=fault)
-        return RewardOutcome(
+        outcome = RewardOutcome(
             reward=self._score(verdict), judgment=judgment, verdict=verdict, cached=cached
         )
+        return self._limited(outcome, critique, text) if critique else outcome
+
+    def _limited(self, outcome: RewardOutcome, critique: str, revision: str) -> RewardOutcome:
+        copied = copied_rate(critique, revision)
+        if self.copying == "measure" or copied <= self.copying_threshold:
+            return replace(outcome, copied=copied)
+        reward = 0.0 if self.copying == "penalise" else None
+        return replace(outcome, reward=reward, copied=copied, copying=self.copying)
 
     async def _grade(
         self, text: str, row: Row, run_all_cases: bool, semaphore: asyncio.Semaphore

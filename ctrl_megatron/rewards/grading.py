@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,9 +13,9 @@ from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.datasets.functions import number_of_tests, read_function_tests
+from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
 from ctrl_megatron.sandbox.wire import (
     GRADER_VERSION,
-    CommandRunStatus,
     EvalResult,
     EvalTestCase,
     SubmitRequest,
@@ -56,7 +55,8 @@ class GradingJob:
         """Equal only for equal programs, tests, set-up, entry point, statement of a function
         problem, time limit and mode.
         """
-        return fingerprint(GRADER_VERSION, self.request.model_dump(mode="json"))
+        with long_integers():
+            return fingerprint(GRADER_VERSION, self.request.model_dump(mode="json"))
 
 
 def grading_job(
@@ -122,7 +122,7 @@ def cases_of(row: Row) -> list[dict[str, Any]]:
     """The tests of a stdin/stdout problem, each ``{"input": {"stdin"}, "output": {"stdout"}}``."""
     if not isinstance(row.selected_uts, str):
         raise UserError(f"{row.place}: selected_uts of {row.id!r} has no stdin/stdout cases")
-    return json.loads(row.selected_uts)
+    return loads(row.selected_uts)
 
 
 async def grade(judge: Judge, job: GradingJob) -> Verdict:
@@ -144,7 +144,7 @@ async def grade(judge: Judge, job: GradingJob) -> Verdict:
         passed=tuple(case.passed for case in cases),
         total=job.total,
         detail=tuple(map(_why, cases)),
-        timed_out=any(map(_timed_out, cases)),
+        timed_out=any(case.timed_out for case in cases),
     )
 
 
@@ -177,15 +177,10 @@ class CachedJudge:
         return await self._cache.get(await self.key(job), run)
 
 
-def _timed_out(case: EvalTestCase) -> bool:
-    run = case.exec_info.run_result
-    return run is not None and run.status is CommandRunStatus.TIME_LIMIT_EXCEEDED
-
-
 def _why(case: EvalTestCase) -> str:
     if case.passed:
         return ""
-    if _timed_out(case):
+    if case.exec_info.timed_out:
         return TIMED_OUT
     run = case.exec_info.run_result
     crashed = run is not None and run.return_code not in (0, None)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
@@ -24,6 +24,10 @@ Rewards = list[float | None]
 """One per item; None where nothing is known."""
 LARGEST_REWARD = 1e9
 """Squares of rewards, advantages and gradients up to here add up in float32 over any batch."""
+Copying = Literal["measure", "penalise", "mask"]
+"""What is done about a critique that carries the program of its revision: nothing, a reward of 0,
+no reward.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +35,20 @@ class RewardOutcome:
     """What one critique or solution earned, and why."""
 
     reward: float | None
-    """In [0, 1]; None where the judge failed, so that nothing is known: mask the sample out."""
+    """In [0, 1]; None where the judge failed, so that nothing is known, and where ``copying`` is
+    "mask": mask the sample out."""
     judgment: bool | None = None
     """What the critique says about the answer; None without a judgment."""
     verdict: Verdict | None = None
     """On the program; None where none ran: no judgment, or a fault."""
+    copied: float | None = None
+    """Share of the revision's program that is in the critique; None where there is no revision."""
+    copying: Copying = "measure"
+    """What was done about that: "measure" is nothing."""
     cached: bool = False
     """The verdict was remembered or shared with an equal program of the batch."""
     error: str = ""
-    """The judge's fault; empty unless ``reward`` is None."""
+    """The judge's fault; empty unless that is why ``reward`` is None."""
 
     @property
     def pass_rate(self) -> float | None:

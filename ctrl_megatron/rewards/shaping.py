@@ -77,7 +77,8 @@ class TransitionReward:
     """``transition``: the value of what happened from the first solution to the revision.
 
     A critique without a judgment has no revision and earns 0; None where the revision's verdict is
-    unknown. Reads ``RewardItem.outcome``, so ``critic`` must be among the functions. Right is a
+    unknown. A critique that was penalised for copying earns no more than 0, a masked one None.
+    Reads ``RewardItem.outcome``, so ``critic`` must be among the functions. Right is a
     solution that passes every test; (1, 1, 0, 0) is the paper's own reward. Raises ``ValueError``
     for a row without ``pass_rate``.
     """
@@ -111,7 +112,10 @@ class TransitionReward:
         if item.outcome is None:
             raise ValueError("transition needs the outcome of the reward function critic")
         verdict = item.outcome.verdict
-        return None if verdict is None else self._values[before, verdict.accepted]
+        if verdict is None or item.outcome.copying == "mask":
+            return None
+        value = self._values[before, verdict.accepted]
+        return min(0.0, value) if item.outcome.copying == "penalise" else value
 
 
 def _was_right(row: Row) -> bool:

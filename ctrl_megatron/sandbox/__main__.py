@@ -7,14 +7,14 @@ import asyncio
 import json
 import os
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from ctrl_megatron.config.flags import CommandParser, count, given_file, new_path, number, port
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.sandbox.access import read_token
 from ctrl_megatron.sandbox.cores import usable_cores
 from ctrl_megatron.sandbox.jail.isolation import IsolationRefused
-from ctrl_megatron.sandbox.limits import LEVELS, MECHANISMS, SandboxLimits
+from ctrl_megatron.sandbox.limits import INTEGER_DIGITS, LEVELS, MECHANISMS, SandboxLimits
 from ctrl_megatron.sandbox.service.server import ServerOptions, serve
 from ctrl_megatron.sandbox.service.telemetry import LOG_LEVELS, log_json_lines
 from ctrl_megatron.sandbox.service.workers import WorkerFault, WorkerSettings
@@ -28,6 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         with users_input("--limits"):
             limits = _limits(options.limits)
+        if options.problem_seconds is not None:
+            with users_input("--problem-seconds"):
+                limits = replace(limits, problem_seconds=options.problem_seconds)
         with users_input("--token-file"):
             token = read_token(options.token_file) if options.token_file else None
         if not (os.path.isfile(options.python) and os.access(options.python, os.X_OK)):
@@ -36,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"sandbox: {error}", file=sys.stderr)
         return 2
     log_json_lines(options.log_level)
+    sys.set_int_max_str_digits(INTEGER_DIGITS)
     try:
         settings = WorkerSettings(
             level=options.isolation,
@@ -101,6 +105,11 @@ def _parser() -> CommandParser:
     parser.add_argument("--python", default=sys.executable, help="interpreter of the programs")
     parser.add_argument("--preload", nargs="*", default=[], help="further modules to import once")
     parser.add_argument("--without", nargs="*", choices=MECHANISMS, default=[])
+    parser.add_argument(
+        "--problem-seconds",
+        type=float,
+        help="what all tests of a problem may spend on workers (as in --limits)",
+    )
     parser.add_argument("--limits", default="{}", help="JSON object of SandboxLimits fields")
     parser.add_argument("--owner", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--owner-main-thread", action="store_true", help=argparse.SUPPRESS)

@@ -210,20 +210,20 @@ RULES = {
 
 RESULT_CHECK = """
 from builtins import all as _all, dict as _dict, float as _float, int as _int, len as _len
-from builtins import list as _list, max as _max, abs as _abs, tuple as _tuple, type as _type
-from builtins import zip as _zip
+from builtins import isinstance as _isinstance, list as _list, max as _max, abs as _abs
+from builtins import tuple as _tuple, type as _type, zip as _zip
 from math import inf, nan
 def _same(got, wanted, absolute, relative):
     kind = _type(wanted)
     if kind is _list or kind is _tuple:
         return (
-            (_type(got) is _list or _type(got) is _tuple)
+            _isinstance(got, (_list, _tuple))
             and _len(got) == _len(wanted)
             and _all(_same(g, w, absolute, relative) for g, w in _zip(got, wanted))
         )
     if kind is _dict:
         return (
-            _type(got) is _dict
+            _isinstance(got, _dict)
             and got.keys() == wanted.keys()
             and _all(_same(got[key], wanted[key], absolute, relative) for key in wanted)
         )

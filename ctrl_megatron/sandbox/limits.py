@@ -26,8 +26,11 @@ class SandboxLimits:
     """Wall clock of one test or run where the request names none."""
     max_test_seconds: float = 300.0
     """Upper bound of the wall clock a request may ask for."""
-    job_seconds: float = 160.0
-    """Wall clock of all asserts of one problem together (never less than one test's)."""
+    problem_seconds: float = 160.0
+    """What the jobs of one problem may spend on workers, all its tests together, compilation and
+    checker included, where the request names nothing else; never less than one test's time."""
+    max_problem_seconds: float = 3600.0
+    """Upper bound of what a request may ask for."""
     max_timeouts: int = 2
     """Tests of one problem that may time out before the rest counts as failed unseen."""
     memory_mb: int = 1024
@@ -48,8 +51,13 @@ class SandboxLimits:
     """File descriptors of one process."""
     request_bytes: int = 64 << 20
     """Largest HTTP request."""
+    head_seconds: float = 10.0
+    """In which the head of a request must arrive once its first byte, or its connection, has."""
     body_seconds: float = 60.0
-    """In which a request's body must arrive; it counts as held meanwhile. Answered 408 then."""
+    """In which a request's body must arrive. Answered 408 then."""
+    connections: int = 4096
+    """That are open at the same time, fewer where the process may have fewer descriptors. One more
+    closes the one that has waited longest for its client, or waits."""
     service_mb: int = 4096
     """MiB of requests that are in work, answers included; a request beyond is answered 503."""
     queue: int = 100_000
@@ -92,3 +100,17 @@ CHECKED_BYTES = 1 << 16
 """A longer request is read aside of the event loop."""
 JSON_VALUES = 50_000
 """In such a request: nothing else of the service runs while its parser does."""
+MOST_WAIT_SECONDS = 60.0
+"""After which a client that named its request hears that the work goes on, at the latest."""
+ABANDONED_SECONDS = 20.0
+"""In which such a client has to come back, else its work is given up."""
+ANSWERED_SECONDS = 120.0
+KEPT_ANSWERS_BYTES = 64 << 20
+"""How long such an answer is kept, and how much of them: for a client whose connection broke."""
+INTEGER_DIGITS = 100_000
+"""Of one integer in a record, a test or an answer, in decimal: reading one takes 0.1 s. A program's
+own integers may be of any length."""
+LONG_DIGITS = 2_000_000
+"""Of all integers of more than 4,300 digits in one text that a service reads."""
+IDLE_SECONDS = 75.0
+"""In which a connection has to bring its next request."""

@@ -12,7 +12,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 CLIENT_HEADER = "X-Sandbox-Client"
-"""Of every request: the name of the client, which the service is fair to."""
+"""Of a request: the name of the client in the service's log. It buys nothing."""
+JOB_HEADER = "X-Sandbox-Job"
+"""Of a request: a number of the client's choice. The same request with the same number joins the
+work that is under way, or gets the answer that is there, and does not begin it anew."""
+WAIT_HEADER = "X-Sandbox-Wait"
+"""Of a request with ``JOB_HEADER``: seconds after which 202 answers that the work goes on, with the
+route in ``Location`` under which it can be asked for again."""
 LEVEL_HEADER = "X-Sandbox-Level"
 """Of ``/v1/ping``: the isolation level that the service reached."""
 
@@ -79,6 +85,13 @@ class RunCodeResponse(_Record):
     files: dict[str, str] = Field(default_factory=dict)
     """Fetched path -> base64 content."""
 
+    @property
+    def timed_out(self) -> bool:
+        """Whether the program or its compiler ran out of time."""
+        late = CommandRunStatus.TIME_LIMIT_EXCEEDED
+        results = (self.compile_result, self.run_result)
+        return any(result is not None and result.status is late for result in results)
+
 
 class TestConfig(_Record):
     """How a submission is judged."""
@@ -100,7 +113,8 @@ class TestConfig(_Record):
     provided_data: dict[str, Any] | list[dict[str, Any]] | None = None
     extra: dict[str, Any] = Field(default_factory=dict)
     """``run_all_cases`` (bool) judges every test instead of stopping at the first failure;
-    ``max_cases`` (int) judges only the first ones; ``cpp_standard`` (c++17); ``compatibility``
+    ``max_cases`` (int) judges only the first ones; ``problem_seconds`` is what all tests together
+    may take of workers' time; ``cpp_standard`` (c++17); ``compatibility``
     (``sandbox_fusion``) compares outputs and results as laxly as that service.
     """
 
@@ -120,7 +134,13 @@ class EvalTestCase(_Record):
     passed: bool
     exec_info: RunCodeResponse
     test_info: dict[str, Any] | None = None
-    """Short account of the test; ``reason`` says why it failed."""
+    """Short account of the test; ``reason`` says why it failed, ``timed_out`` is true where time
+    decided that though the run itself does not say so."""
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether time decided it, so that it may come out otherwise on an idle machine."""
+        return self.exec_info.timed_out or bool((self.test_info or {}).get("timed_out"))
 
 
 class EvalResult(_Record):

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import ast
+import html
 import json
 import re
+import textwrap
 from collections.abc import Iterator
+from itertools import groupby
 
 from ctrl_megatron.prompts import extract_code
+from ctrl_megatron.prompts.python_source import is_program
 from ctrl_megatron.types import Attempt
 
 _HINT = re.compile(r"\bhints?\b|\btest (?:case|suite)s?\b|\b(?:unit|hidden|failing) tests?\b", re.I)
-_CODE = re.compile(r"```|^\s*(?:def|class) \w+.*:\s*$", re.MULTILINE)
+_ARGUMENT = r"\*{0,2}\w+(?:\s*=\s*[^\s,:]+)?"
+_CODE = re.compile(
+    r"```|~~~|</?pre\b"  # blocks
+    r"|\b(?:async\s+)?def\s+\w+\s*\([^\n]{0,200}\)[^\n:]{0,99}:"  # anywhere in a line
+    r"|^[^\w\n]*+\d*+[^\w\n]*+class\s+\w+\s*(?:\([^\n]{0,200}\))?\s*:"
+    rf"|\blambda\s*(?:{_ARGUMENT}(?:\s*,\s*{_ARGUMENT})*)?\s*:"
+    r"|^[^\w\n@]*+\d*+[^\w\n@]*+@\w[\w.]*\s*(?:\(.*\))?$",
+    re.MULTILINE,
+)
+_MARGIN = re.compile(r"(?: {4}|\t)\s*\S")
 _SHORTEST = 4
 """Characters of a value that cannot stand in a critique by chance."""
 _LITERAL = (
@@ -28,7 +41,7 @@ def leak_of(critique: str, attempt: Attempt) -> str:
     """
     if _HINT.search(critique):
         return "speaks of the hint or of tests"
-    if _CODE.search(critique):
+    if _writes_code(critique):
         return "writes out code"
     problem, squeezed = attempt.problem, _squeezed(critique)
     known = _squeezed(f"{problem.statement}\n{extract_code(attempt.solution)}")
@@ -43,6 +56,18 @@ def leak_of(critique: str, attempt: Attempt) -> str:
     if any(len(s) >= _SHORTEST_LINE and s not in known and s in squeezed for s in lines):
         return "quotes the solution"
     return ""
+
+
+def _writes_code(critique: str) -> bool:
+    """Whether ``critique`` holds a function, a class or a block of code: fenced, in HTML, or at
+    least two indented lines that are a program.
+    """
+    text = html.unescape(critique)
+    if _CODE.search(text):
+        return True
+    blocks = groupby(text.splitlines(), key=lambda line: _MARGIN.match(line) is not None)
+    written = (list(lines) for is_indented, lines in blocks if is_indented)
+    return any(len(w) > 1 and is_program(textwrap.dedent("\n".join(w))) for w in written)
 
 
 def _tests(attempt: Attempt) -> Iterator[str]:

@@ -16,12 +16,14 @@ from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.pipeline.build import build_policy, optimizer_options
 from ctrl_megatron.pipeline.inputs import (
     check_checkpoint,
+    check_disk,
     check_gpu,
     check_loggers,
     check_models,
     check_place,
     check_together,
     check_tokenizer,
+    check_tokenizers,
     is_finished,
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
@@ -105,7 +107,8 @@ def train_sft(config: Config) -> bool:
             validation=len(held_out),
         ):
             recorder.say(line)
-        recorder.say(kernels_line(on_gpu=groups.device.type == "cuda"))
+        dtype, on_gpu = config.actor_rollout_ref.model.dtype, groups.device.type == "cuda"
+        recorder.say(kernels_line(on_gpu=on_gpu, dtype=dtype))
         loop.resume()
         finished = loop.run()
         if finished:
@@ -119,11 +122,13 @@ def check_sft(config: Config) -> None:
     """UserError, with a line per problem, for what a run is given; its rows are not looked at."""
     check_together(
         lambda: check_models(config, "sft"),
+        lambda: check_tokenizers(config, "sft"),
         lambda: check_loggers(config),
         lambda: check_place(config),
         lambda: check_checkpoint(config, (POLICY_FOLDER,), ("sampler",)),
     )
     check_gpu(config, "sft")
+    check_disk(config, "sft")
 
 
 def check_rows(config: Config) -> tuple[TextCodec, list[SftExample], list[SftExample]]:

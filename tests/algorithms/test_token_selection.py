@@ -21,6 +21,7 @@ from ctrl_megatron.algorithms.covariance import (
     select_clip_cov,
     select_kl_cov,
     token_covariances,
+    token_lots,
 )
 
 TENSORS = ("old_log_prob", "log_prob", "advantages", "response_mask")
@@ -58,15 +59,18 @@ def covariance_oracle(data: dict[str, torch.Tensor]) -> dict[tuple[int, int], fl
     }
 
 
-def selected_by(
-    name: str, data: dict[str, torch.Tensor], generator: torch.Generator | None = None
-) -> torch.Tensor:
-    """(B, R) bool: the choice among all tokens of ``data``."""
+def selected_by(name: str, data: dict[str, torch.Tensor], seed: int = 0) -> torch.Tensor:
+    """(B, R) bool: the choice among all tokens of ``data``, whose rows are named by number."""
     selection, mask = token_selection(name), data["response_mask"]
     assert selection is not None
     sums = covariance_sums(data["log_prob"], data["advantages"], mask)
     covariances = selection.covariances(*(data[k] for k in TENSORS), CONFIG, sums)[mask]
-    return over_tokens(selection.choose(covariances, CONFIG, generator), mask)
+    lots = token_lots(names_of(len(mask), seed), mask)[mask]
+    return over_tokens(selection.choose(covariances, CONFIG, lots), mask)
+
+
+def names_of(rows: int, seed: int) -> list[str]:
+    return [f"{seed}/{row}" for row in range(rows)]
 
 
 def clip_cov_config(ratio: float, lowest: float, highest: float) -> Any:
@@ -111,21 +115,18 @@ def test_clip_cov_draws_between_the_bounds(seed: int) -> None:
         if free and CONFIG.clip_cov_lb <= value <= CONFIG.clip_cov_ub:
             candidates.add((i, t))
     count = min(len(candidates), max(1, int(CONFIG.clip_cov_ratio * len(found))))
-    generator = torch.Generator().manual_seed(seed)
-    picked = selected_by("clip_cov", data, generator)
+    picked = selected_by("clip_cov", data, seed)
     chosen = {tuple(p) for p in picked.nonzero().tolist()}
     assert len(chosen) == count
     assert chosen <= candidates
 
 
-def test_the_draw_is_uniform_and_follows_the_generator() -> None:
+def test_the_draw_is_uniform_and_follows_the_lots() -> None:
     covariances = torch.tensor([2.0, 0.5, 3.0, 9.0, 4.0, float("-inf"), 2.0, 1.0])
     counts, config = torch.zeros(8), clip_cov_config(0.25, 1.0, 5.0)
     for seed in range(400):
-        a, b = (
-            select_clip_cov(covariances, config, torch.Generator().manual_seed(seed))
-            for _ in range(2)
-        )
+        lots = token_lots([str(seed)], torch.ones(1, 8, dtype=torch.bool))[0]
+        a, b = (select_clip_cov(covariances, config, lots) for _ in range(2))
         assert torch.equal(a, b)
         assert int(a.sum()) == 2
         counts += a
@@ -139,7 +140,8 @@ def test_how_many_tokens() -> None:
 
     def largest(covariances: torch.Tensor, ratio: float) -> list[int]:
         config: Any = SimpleNamespace(kl_cov_ratio=ratio)
-        return select_kl_cov(covariances, config).nonzero().squeeze(-1).tolist()
+        lots = torch.arange(len(covariances), dtype=torch.float64)
+        return select_kl_cov(covariances, config, lots).nonzero().squeeze(-1).tolist()
 
     assert largest(values, 0.3) == [7, 8, 9]
     assert largest(values, 0.0002) == [9]
@@ -148,7 +150,7 @@ def test_how_many_tokens() -> None:
     with pytest.raises(ValueError, match=r"kl_cov_ratio must lie in \[0, 1\], got 1.5"):
         largest(values, 1.5)
     with pytest.raises(ValueError, match=r"clip_cov_lb=2.0 is above clip_cov_ub=1.0"):
-        select_clip_cov(values, clip_cov_config(0.1, 2.0, 1.0), None)
+        select_clip_cov(values, clip_cov_config(0.1, 2.0, 1.0), values)
 
 
 @given(seeds, st.sampled_from(["clip_cov", "kl_cov"]), st.integers(1, 5))
@@ -165,13 +167,20 @@ def test_pieces_select_like_the_whole(seed: int, name: str, size: int) -> None:
     )
     found = [selection.covariances(*(s[k] for k in TENSORS), CONFIG, sums) for s in shares]
     gathered = torch.cat([c[s["response_mask"]] for c, s in zip(found, shares, strict=True)])
-    chosen = selection.choose(gathered, CONFIG, torch.Generator().manual_seed(seed))
+    names = names_of(len(mask), seed)
+    lots = torch.cat(
+        [
+            token_lots(names[rows], s["response_mask"])[s["response_mask"]]
+            for rows, s in zip(cuts, shares, strict=True)
+        ]
+    )
+    chosen = selection.choose(gathered, CONFIG, lots)
     parts = chosen.split([int(s["response_mask"].sum()) for s in shares])
     selected = torch.cat(
         [over_tokens(p, s["response_mask"]) for p, s in zip(parts, shares, strict=True)]
     )
     assert not bool((selected & ~mask).any())
-    of_whole = selected_by(name, data, torch.Generator().manual_seed(seed))
+    of_whole = selected_by(name, data, seed)
     assert torch.equal(selected, of_whole)
     terms = get_policy_loss_terms(name)
     whole = terms(**data, config=CONFIG, selected=of_whole).loss
@@ -182,3 +191,29 @@ def test_pieces_select_like_the_whole(seed: int, name: str, size: int) -> None:
         ]
     )
     torch.testing.assert_close(joined, whole, rtol=1e-12, atol=1e-14)
+
+
+@given(seeds, st.sampled_from(["clip_cov", "kl_cov"]), st.randoms(use_true_random=False))
+def test_the_order_of_the_rows_does_not_matter(seed: int, name: str, random: Any) -> None:
+    """Nor how wide a rank's batch is. Equal covariances are dealt with by lot too."""
+    data = {key: value.clone() for key, value in batch(seed).items()}
+    data["advantages"][::2] = 0.25
+    mask, order = data["response_mask"], list(range(8))
+    random.shuffle(order)
+    selection = token_selection(name)
+    assert selection is not None
+    sums = covariance_sums(data["log_prob"], data["advantages"], mask)
+    covariances = selection.covariances(*(data[k] for k in TENSORS), CONFIG, sums)
+    names, wider = names_of(8, seed), torch.nn.functional.pad(mask, (0, 40))
+    lots = token_lots([names[row] for row in order], wider[order])[:, : mask.shape[1]]
+    chosen = selection.choose(covariances[order][mask[order]], CONFIG, lots[mask[order]])
+    found = over_tokens(chosen, mask[order])
+    assert torch.equal(found, selected_by(name, data, seed)[order])
+
+
+def test_lots_depend_on_the_name_alone() -> None:
+    lots = token_lots(["a", "b", "a"], torch.ones(3, 50, dtype=torch.bool))
+    assert torch.equal(lots[0], lots[2]) and not torch.equal(lots[0], lots[1])
+    assert torch.equal(token_lots(["b"], torch.ones(1, 3, dtype=torch.bool))[0], lots[1, :3])
+    assert token_lots([], torch.ones(0, 3, dtype=torch.bool)).shape == (0, 3)
+    assert ((lots >= 0) & (lots < 1)).all()

@@ -26,6 +26,8 @@ NOT_HERE = {
     "tools/check_env.py": "what it finds depends on the machine; tests/commands/test_check_env.py",
     "curl": "the service that the block before starts; tests/sandbox/test_sandbox_operations.py, "
     "tests/generation/test_critic_service.py",
+    "hf": "a model hub",
+    "tensorboard": "a browser; tests/integration/test_journeys.py looks for its files",
     "tools/study.py": "hours; tests/tools/test_study.py",
     "examples/journeys/mbpp_to_critic.sh": "MBPP's own file, and an hour",
 }
@@ -36,6 +38,8 @@ JOURNEYS = {
     "own_problems": "docs/own_problems.md",
     "own_reward": "docs/own_reward.md",
     "own_pipeline": "docs/own_pipeline.md",
+    "from_verl": "docs/coming_from.md",
+    "one_node": "docs/one_node.md",
     "resume_elsewhere": "docs/checkpoints.md",
     "export_and_load": "docs/checkpoints.md",
 }

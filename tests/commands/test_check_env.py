@@ -16,6 +16,7 @@ import pytest
 
 from ctrl_megatron.commands import check_env
 from ctrl_megatron.commands.check_env import Finding
+from ctrl_megatron.config import load_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,7 +157,7 @@ def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_check_that_breaks_is_a_line_and_the_next_ones_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken() -> None:
+    def broken(config: object) -> None:
         raise RuntimeError("kernel module missing\nand more")
 
     monkeypatch.setattr(check_env, "kernels", broken)
@@ -164,6 +165,44 @@ def test_a_check_that_breaks_is_a_line_and_the_next_ones_follow(
     found = by_item(check_env.findings(launch, None))
     assert found["kernels"].found == "RuntimeError: kernel module missing"
     assert found["processors"].status == "pass" and found["ranks meet"].status == "skip"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "found", "note"),
+    [
+        ((9, 0), "bfloat16", "TEDotProductAttention", ""),
+        ((8, 0), "bfloat16", "varlen_attn", "no variable lengths on sm80; install flash-attn"),
+        ((7, 5), "bfloat16", "scaled_dot_product_attention", "on sm75"),
+        ((9, 0), "float32", "scaled_dot_product_attention", "use bfloat16"),
+    ],
+)
+def test_attention_that_transformer_engine_does_not_compute_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    dtype: str,
+    found: str,
+    note: str,
+) -> None:
+    import torch
+
+    from ctrl_megatron.models import attention_kernel, kernels, layer_spec
+
+    installed = {"transformer_engine": "2.11.0"}
+    for name, value in (
+        ("is_available", lambda: True),
+        ("current_device", lambda: 0),
+        ("get_device_capability", lambda device: capability),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(attention_kernel, "_version", lambda _, module: installed.get(module))
+    monkeypatch.setattr(attention_kernel, "kernel_on", attention_kernel.kernel_on.__wrapped__)
+    monkeypatch.setattr(layer_spec, "has_transformer_engine", lambda: True)
+    provider = kernels._attention("megatron.core.extensions.TEDotProductAttention", dtype)
+    monkeypatch.setattr(kernels, "providers", lambda kind: {"attention": provider})
+    config = load_config(None, [f"actor_rollout_ref.model.dtype={dtype}"], "none")
+    (finding,) = check_env.kernels(config)
+    assert found in finding.found and note in finding.remedy
+    assert (finding.status == "warn") == bool(note)
 
 
 def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:

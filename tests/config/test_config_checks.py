@@ -86,6 +86,19 @@ MEGATRON = ACTOR + "megatron."
         ((ACTOR + "policy_loss=vanila",), ["policy_loss", "did you mean 'vanilla'"]),
         (("trainer.logger=[console, tensorbord]",), ["logger", "did you mean 'tensorboard'"]),
         (("sandbox.isolation=nome",), ["sandbox.isolation", "strict, standard, none"]),
+        (
+            (
+                "algorithm.filter_groups.enable=true",
+                "algorithm.filter_groups.max_num_gen_batches=3",
+                "data.gen_batch_size=300",
+            ),
+            ["max_num_gen_batches=3", "900 groups at most", "data.train_batch_size=1024"],
+        ),
+        (
+            ("algorithm.filter_groups.enable=true", ROLLOUT + "top_k=1"),
+            [ROLLOUT + "top_k=1", "filter_groups.enable=true finds no difference"],
+        ),
+        ((ROLLOUT + "top_k=1",), [ROLLOUT + "top_k=1", "adv_estimator=grpo finds no difference"]),
         ((ROLLOUT + "max_model_len=3000",), ["max_model_len=3000", "3328", "leave it unset"]),
         ((ACTOR + "ppo_max_token_len_per_gpu=2000",), ["2304", "raise it"]),
         ((ROLLOUT + "log_prob_max_token_len_per_gpu=9",), ["2304", "raise it"]),

@@ -40,7 +40,7 @@ IN_LOSS = ACTOR + "use_kl_loss=true"
         ('actor_rollout_ref.ref.model.path="anchor"', (), (IN_LOSS, IN_REWARD), ()),
         (MEGATRON + "recompute_num_layers=2", (), (MEGATRON + "recompute_granularity=full",), ()),
         (FILTER + "max_num_gen_batches=3", (), (FILTER + "enable=true",), ()),
-        ("data.gen_batch_size=8", (), (FILTER + "enable=true",), ()),
+        ("data.gen_batch_size=512", (), (FILTER + "enable=true",), ()),
         (OVERLONG + "len=5", (), (OVERLONG + "enable=true",), ()),
         (OVERLONG + "penalty_factor=1.0", (), (OVERLONG + "enable=true",), ()),
         (CORRECTION + "rollout_is_threshold=3.0", (), (CORRECTION + "rollout_is=token",), ()),

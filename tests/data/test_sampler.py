@@ -35,6 +35,17 @@ def test_an_epoch_shows_every_row_at_most_once(
             assert drawn == list(range(len(drawn)))
 
 
+@given(sizes, st.integers(1, 4))
+def test_it_is_through_once_no_whole_batch_is_left(shape: tuple[int, int], epochs: int) -> None:
+    num_rows, size = shape
+    sampler, batches = ResumableSampler(num_rows, seed=1), 0
+    while not sampler.is_through(epochs, size):
+        sampler.next_batch(size)
+        batches += 1
+        assert sampler.epoch < epochs
+    assert batches == epochs * (num_rows // size)
+
+
 @given(sizes, st.integers(0, 5), st.integers(0, 60), st.booleans())
 def test_resuming_anywhere_continues_exactly(
     shape: tuple[int, int], seed: int, steps: int, shuffle: bool

@@ -60,7 +60,28 @@ def test_a_ground_truth_of_cases_is_judged_by_running(tmp_path: Path) -> None:
     assert program.prompter_type == "code_contests" and program.problem == "What is 3 and 4?"
     case = {"input": {"stdin": "1 2\n"}, "output": {"stdout": "3\n"}}
     assert json.loads(str(program.selected_uts)) == [case]
+    assert (program.comparison, function.comparison) == ("apps", "")
     assert function.prompter_type == "mbppplus" and function.entry_point == "twice"
+    assert (program.comparison, function.comparison) == ("apps", "")
+    named = write(
+        tmp_path / "named.parquet",
+        row(reward_model=truth, comparison="strict"),
+        row(reward_model=calls, comparison="absolute:0.05"),
+    )
+    program, function = read_rows(named)
+    assert program.comparison == "strict"
+    # Of a function the tests themselves say it.
+    assert function.comparison == "" and "absolute=0.05" in function.selected_uts[0]
+
+
+def test_the_last_question_of_a_conversation_is_the_statement(tmp_path: Path) -> None:
+    truth = {"style": "rule", "ground_truth": json.dumps(SUMS)}
+    said = [("system", "Think."), ("user", "Add both."), ("assistant", "<think>")]
+    talk = [{"role": role, "content": content} for role, content in said]
+    (one,) = read_rows(write(tmp_path / "talk.parquet", row(reward_model=truth, prompt=talk)))
+    (two,) = read_rows(write(tmp_path / "text.parquet", row(reward_model=truth, prompt="Add.")))
+    assert (one.problem, two.problem) == ("Add both.", "Add.")
+    assert [m["role"] for m in one.prompt] == ["system", "user", "assistant"]
 
 
 def test_a_file_with_ids_of_its_own_keeps_them(tmp_path: Path) -> None:
@@ -74,6 +95,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no source": ({"data_source": None}, "'data_source' must be text"),
     "no prompt": ({"prompt": None}, "'prompt' must be a non-empty list of messages"),
     "a role that is none": ({"prompt": [{"role": "human", "content": "?"}]}, "role 'human'"),
+    "no rule": (
+        {"reward_model": {"ground_truth": json.dumps(SUMS)}, "comparison": "lax"},
+        "'comparison' names no rule",
+    ),
     "uneven cases": (
         {"reward_model": {"ground_truth": '{"inputs": ["1"], "outputs": []}'}},
         "'reward_model': ground_truth",

@@ -26,10 +26,8 @@ ACTORS: dict[str, dict[str, Any]] = {
             "kl_cov_ratio": 0.2,
         }
         for loss in POLICY_LOSS_REGISTRY
-        if loss != "clip_cov"
     },
 }
-"""Not clip_cov: which tokens it draws depends on the order of the ranks."""
 ONE, THREE, EIGHT = 4096, 56, 21
 """Token budgets that give the eight rows below about so many micro-batches."""
 CUTS: dict[str, tuple[dict[str, Any], int]] = {
@@ -102,3 +100,41 @@ def test_a_step_with_its_own_log_probs_is_the_same(
 def test_the_objectives_differ(whole: dict[str, dict[str, float]]) -> None:
     norms = [round(metrics["grad_norm"], 7) for metrics in whole.values()]
     assert len(set(norms)) >= len(norms) - 1, "two configurations compute the same"
+
+
+KEPT = ([True, False] * 4, [False, True, False, False, True, False, True, False])
+"""With two ranks the first leaves one of them without a row, the second with other numbers."""
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_rows_that_a_filter_leaves_out_count_nowhere_and_hang_nobody(
+    model: Path, kept: list[bool], tmp_path: Path
+) -> None:
+    """The rows in two mini-batches, on one rank and on two; and the step of the kept rows alone."""
+    batch = random_batch(seed=3, rows=8)
+    batch["mini_batch"] = torch.arange(8) // 4
+    alone = {key: value[torch.tensor(kept)] for key, value in batch.items()}
+    found = {}
+    for name, layout, rows, stay in (
+        ("alone", {}, alone, [True] * sum(kept)),
+        ("one", {}, batch, kept),
+        ("two", {"data": 2}, batch, kept),
+    ):
+        found[name] = run_world(
+            "filtered_step",
+            ranks(layout),
+            layout=layout,
+            directory=str(model),
+            batch=rows,
+            kept=stay,
+            out=str(tmp_path / name),
+        )
+    (metrics,) = found["alone"]
+    for other in (*found["one"], *found["two"]):
+        assert other.pop("filter/update") == sum(kept) / 8
+        assert other == pytest.approx(
+            {k: v for k, v in metrics.items() if k != "filter/update"}, rel=1e-5, abs=1e-6
+        )
+    wanted = gradient(model, tmp_path / "alone")
+    for name in ("one", "two"):
+        assert (gradient(model, tmp_path / name) - wanted).norm() <= 1e-5 * wanted.norm()

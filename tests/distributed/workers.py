@@ -318,6 +318,54 @@ def ragged_groups(rank: int, directory: str, examples: int) -> int:
     return shared
 
 
+def filtered_step(
+    rank: int, layout: dict[str, Any], directory: str, batch: dict, kept: list[bool], out: str
+) -> dict[str, Any]:
+    """An update behind a node that lets rows stay, in other numbers on every rank; the metrics, and
+    the weights in ``out``."""
+    from types import SimpleNamespace
+
+    from tensordict import TensorDict
+
+    from ctrl_megatron.checkpoint.hf import save_hf
+    from ctrl_megatron.config import Actor
+    from ctrl_megatron.metrics import Timeline
+    from ctrl_megatron.parallel.stop import StopFlag
+    from ctrl_megatron.pipeline import NodeOutput, NodeType, Pipeline
+    from ctrl_megatron.pipeline.batch import tensors_of
+    from ctrl_megatron.pipeline.executor import Executor
+    from ctrl_megatron.pipeline.losses import ActorLoss, mini_batches
+
+    groups = start(layout)
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    optimizer = {"lr": 1.0, "eps": 1.0, "weight_decay": 0.0, "total_steps": 10}
+    policy = make_policy(groups, directory, optimizer=optimizer, token_budget=24)
+
+    def log_probs(worker: Any, batch: Any) -> NodeOutput:
+        found, _ = policy.log_probs(tensors_of(batch), 1.0)
+        return NodeOutput(fields={"old_log_probs": found})
+
+    def update(worker: Any, batch: Any) -> NodeOutput:
+        loss = ActorLoss(Actor(), response_limit=9)
+        steps = [policy.step(rows, loss) for rows in mini_batches(batch, groups, epochs=1)]
+        numbered = {f"{i}/{k}": v for i, step in enumerate(steps) for k, v in step.items()}
+        return NodeOutput(metrics=numbered)
+
+    pipeline = Pipeline("filtering")
+    pipeline.add_node("old", log_probs, node_type=NodeType.MODEL_TRAIN, only_forward_compute=True)
+    pipeline.add_node(
+        "update", update, ["old"], node_type=NodeType.MODEL_TRAIN, filter_plugin=lambda b: b["kept"]
+    )
+    rows = TensorDict(mine, batch_size=[len(mine["response_mask"])])
+    rows["kept"] = torch.tensor(kept)[groups.place.dp :: groups.layout.data]
+    worker: Any = SimpleNamespace(
+        groups=groups, timeline=Timeline(), stop=StopFlag(), background=None
+    )
+    _, metrics = Executor(pipeline.build(), worker).run_step(rows)
+    save_hf(policy, out, side_files=directory)
+    return metrics
+
+
 def objectives(
     rank: int,
     layout: dict,
@@ -340,6 +388,8 @@ def objectives(
 
     groups, results = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    numbers = range(groups.place.dp, len(batch["response_mask"]), groups.layout.data)
+    named: Any = {"uid": [f"row {number}" for number in numbers]}
     # A rank's batch is as wide as its own longest response.
     unused = batch["response_mask"].shape[1] - int(mine["response_mask"].sum(1).max())
     mine = {k: v[:, : v.shape[1] - unused] for k, v in mine.items()}
@@ -352,7 +402,8 @@ def objectives(
                 actor_rollout_ref=SimpleNamespace(actor=actor), trainer=SimpleNamespace(seed=1)
             ),
         )
-        rows = {**mine, **select_tokens(worker, mine, draw=0)}
+        rows = {**mine, "place": torch.arange(len(numbers))}
+        rows |= select_tokens(worker, named, rows, draw=0)
         optimizer = {"lr": 1.0, "eps": 1.0, "weight_decay": 0.0, "total_steps": 10}
         policy = make_policy(groups, directory, optimizer=optimizer, token_budget=budget)
         results[name] = policy.step(rows, ActorLoss(actor, response_limit=11))
@@ -501,6 +552,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
             engine=engine,
             weights=unused,
             device=unused,
+            max_model_len=64,
             rewards=None,
             reward_weights={},
             validation=None,

@@ -16,9 +16,10 @@ from evaluated import TWO_TURNS, chain, pair
 
 from ctrl_megatron.commands.report import main as report
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.report import write_evaluation_report
+from ctrl_megatron.eval.report import tables, write_evaluation_report
 from ctrl_megatron.eval.results import RATES
 from ctrl_megatron.eval.transcripts import (
+    ProgramResult,
     begin_evaluation,
     open_evaluation,
     part_file,
@@ -186,3 +187,74 @@ def test_evaluations_stand_side_by_side_beside_nobody_elses_files(
     assert "+0.0% [0.0%, 0.0%]" in text  # the same transcripts
     critics = json.loads(page.with_suffix(".json").read_text())["critics"]
     assert [critic["critic"] for critic in critics] == ["a: ours", "b: ours"]
+
+
+def test_a_report_keeps_its_pass_at_k(tmp_path: Path) -> None:
+    folder = made(tmp_path / "e")
+    write_part(part_file(folder, "ours", 0), TWO_TURNS)
+
+    def told() -> list[int]:
+        assert "pass@2" in (folder / "report.md").read_text()
+        return json.loads((folder / "results.json").read_text())["pass_at"]
+
+    assert report([str(folder), "--pass-at", "2", "3"]) == 0 and told() == [1, 2, 3]
+    assert report([str(folder)]) == 0 and told() == [1, 2, 3]
+    (folder / "results.json").unlink()
+    settings = json.loads((folder / "evaluation.json").read_text())
+    settings["settings"]["samples"] = 2
+    (folder / "evaluation.json").write_text(json.dumps(settings))
+    assert report([str(folder)]) == 0 and told() == [1, 2]
+
+
+def test_what_is_missing_of_an_evaluation_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made(tmp_path / "e")
+    settings = json.loads((folder / "evaluation.json").read_text())
+    settings["critics"] = {name: {"path": name} for name in ("ours", "cut", "never")}
+    (folder / "evaluation.json").write_text(json.dumps(settings))
+    one_turn = [turn for turn in TWO_TURNS if turn.turn == 1]
+    write_part(part_file(folder, "ours", 0), one_turn)
+    write_part(part_file(folder, "ours", 1), [dataclasses.replace(t, seed=1) for t in one_turn])
+    cut = part_file(folder, "cut", 0)
+    write_part(cut, [dataclasses.replace(t, critic="cut") for t in one_turn])
+    cut.write_bytes(cut.read_bytes()[:-20])
+    capsys.readouterr()
+    assert report([str(folder)]) == 0
+    out, page = capsys.readouterr().out, (folder / "report.html").read_text()
+    for told in (
+        f"transcripts/{cut.name}: line {len(one_turn)} is cut off",
+        "cut has no transcript of seed 1",
+        "never has no transcript",
+    ):
+        assert f"left out of {folder}: {told}" in out and told in page
+        assert told in (folder / "report.md").read_text()
+    assert json.loads((folder / "results.json").read_text())["left_out"]
+
+
+def test_a_page_without_examples_or_judgments_has_no_section_for_them(tmp_path: Path) -> None:
+    folder = made(tmp_path / "e")
+    right = ProgramResult(pass_rate=1.0, accepted=True, timed_out=False)
+    turns = [
+        dataclasses.replace(t, critique=None, judgment=None, before=right, after=right)
+        for t in TWO_TURNS
+        if t.turn == 1
+    ]
+    write_part(part_file(folder, "ours", 0), turns)
+    write_evaluation_report(folder)
+    html = (folder / "report.html").read_text()
+    assert "<h2>Solved after revision</h2>" in html
+    assert "<h2>Examples</h2>" not in html and "<h2>Judgments</h2>" not in html
+
+
+def test_every_table_of_rates_has_the_first_solutions_beside(tmp_path: Path) -> None:
+    folder = made(tmp_path / "e")
+    for name in ("ours", "theirs"):
+        turns = [dataclasses.replace(t, critic=name) for t in TWO_TURNS]
+        write_part(part_file(folder, name, 0), turns)
+    found = {
+        title: (note, head) for title, note, head, _ in tables(write_evaluation_report(folder))
+    }
+    for title in ("Solved after revision", "Judgments", "By difficulty"):
+        assert "pass@1 before" in found[title][1]
+    assert "pass@1 of these before: 33.3%" in found["Gains"][0]

@@ -167,6 +167,28 @@ def test_a_lost_verdict_takes_its_first_solution_alone_out_of_the_gains() -> Non
     assert nothing.too_few == {"pass@4": (36, 36)} and "pass@4" not in nothing.last
 
 
+@pytest.mark.parametrize("samples", [(3, 1), (2, 2), (1, 3)])
+def test_pass_at_k_is_there_where_every_problem_has_k_chains(samples: tuple[int, int]) -> None:
+    """Of the few problems that happen to have k it would say another thing than pass@1 beside it,
+    whether their chains are samples or begin with several first solutions.
+    """
+    turns = [
+        turn
+        for problem, count in zip(("p1", "p2"), samples, strict=True)
+        for n in range(count)
+        for turn in chain(problem, "I", (0, 4), **{"attempt": f"{problem}/{n}"})
+    ]
+    (result,) = evaluate_turns(turns, ks=(1, 2, 3))
+    shown = [k for k in (2, 3) if f"pass@{k}" in result.last]
+    assert shown == [k for k in (2, 3) if min(samples) >= k]
+    assert set(result.too_few) == {f"pass@{k}" for k in (2, 3)} - {f"pass@{k}" for k in shown}
+    title, note, head, _ = tables([result])[0]
+    assert title == "Solved after revision" and [f"pass@{k}" in head for k in (2, 3)] == [
+        k in shown for k in (2, 3)
+    ]
+    assert ("pass@3 is not given, for" in note) == (3 not in shown)
+
+
 def test_chains_that_could_not_be_judged_are_left_out_and_counted() -> None:
     lost = dataclasses.replace(chain("p4", "I", (0, 4))[0], after=None)
     known = chain("p1", "I", (2, 4))

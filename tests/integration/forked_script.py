@@ -21,7 +21,7 @@ from tiny_run import REPOSITORY
 
 _COMMANDS = REPOSITORY / "ctrl_megatron/commands"
 _STAND_IN = f"""#!{sys.executable} -ISs
-import json, os, socket, sys
+import json, os, signal, socket, sys
 name = os.path.basename(sys.argv[0])
 module = "ctrl_megatron.commands." + name.removeprefix("ctrl-").replace("-", "_")
 args = sys.argv[1:] if name == "python" else ["-m", module, *sys.argv[1:]]
@@ -32,7 +32,11 @@ server.connect(os.environ["FORKED_COMMANDS"])
 socket.send_fds(server, [b"."], [0, 1, 2])
 server.sendall(json.dumps(told).encode())
 server.shutdown(socket.SHUT_WR)
-sys.exit(int(server.makefile().read() or 1))
+answer = server.makefile()
+pid = int(answer.readline())
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+sys.exit(int(answer.read() or 1))
 """
 
 
@@ -118,6 +122,8 @@ def _serve(address: str, ready: object) -> None:
                     listener.close()
                     # Ranks, or the engine of a command that starts none; each rank an engine.
                     wait_for_command(asked, (2, 1))
-                _, status = os.waitpid(pid, 0)
                 with suppress(BrokenPipeError):  # whoever waited was killed too
+                    asked.sendall(f"{pid}\n".encode())
+                _, status = os.waitpid(pid, 0)
+                with suppress(BrokenPipeError):
                     asked.sendall(str(os.waitstatus_to_exitcode(status)).encode())

@@ -101,6 +101,7 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
         reward_weights={"critic": 1.0},
         weights=unused,
         device=unused,
+        max_model_len=4096,
         policy=policy,
         reference=reference,
         value=None,

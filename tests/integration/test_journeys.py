@@ -69,7 +69,12 @@ def table(run: Path) -> dict[str, dict[str, float]]:
     return {row["stage"]: row for row in rows}
 
 
-def test_own_problems(shell: Shell, actor_path: Path) -> None:
+@pytest.fixture(scope="module")
+def solved(shell: Shell) -> dict[str, str]:
+    """Problems with solutions as the journeys take them.
+
+    A model of these tests writes nothing that could be read as a program.
+    """
     problems = [
         {
             "id": f"mine/{number}",
@@ -80,7 +85,6 @@ def test_own_problems(shell: Shell, actor_path: Path) -> None:
         }
         for number in range(24)
     ]
-    # A model of these tests writes nothing that could be read as a program.
     solutions = [
         {"id": f"{p['id']}/{n}", "problem_id": p["id"], "solution": f"```python\nprint({n})\n```"}
         for p in problems
@@ -89,8 +93,11 @@ def test_own_problems(shell: Shell, actor_path: Path) -> None:
     for name, records in (("mine.jsonl", problems), ("solved.jsonl", solutions)):
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (shell.folder / name).write_text(lines)
-    solved = {"SOLVE": "--solutions solved.jsonl"}
-    out = journey(shell, "own_problems", MODEL=actor_path, PROBLEMS="mine.jsonl", **solved)
+    return {"PROBLEMS": "mine.jsonl", "SOLVE": "--solutions solved.jsonl"}
+
+
+def test_own_problems(shell: Shell, actor_path: Path, solved: dict[str, str]) -> None:
+    out = journey(shell, "own_problems", MODEL=actor_path, **solved)
     said = (out / "said").read_text()
     for begins in ("run own_problems/sft: 1 steps", "run own_problems/critic: 2 steps"):
         assert f"{begins} of 4" in said
@@ -103,6 +110,23 @@ def test_own_problems(shell: Shell, actor_path: Path) -> None:
     assert (out / "critic/report.html").is_file()
 
 
+def test_one_node(shell: Shell, actor_path: Path, solved: dict[str, str]) -> None:
+    """A run that is stopped after its first step goes on with the same command."""
+    config = CONFIG.replace("total_training_steps: 2", "total_training_steps: 8")
+    (shell.folder / "one_node.yaml").write_text(config)
+    out = journey(shell, "one_node", MODEL=actor_path, CONFIG="one_node.yaml", **solved)
+    said, log = (out / "said").read_text(), (out / "rl.log").read_text()
+    assert "GPU memory by phase" in said or "GiB" in said
+    assert "run one_node/sft: 1 steps" in said and "run one_node/rl: 8 steps" in log
+    assert len(steps(out / "rl")) == 8 and log.count("run one_node/rl: 8 steps") == 2
+    assert "stopped" in log.partition("run one_node/rl: 8 steps")[2]
+    first = json.loads((out / "rl/timeline.jsonl").read_text().splitlines()[0])
+    assert first["step"] == 1
+    # What the page's command for TensorBoard looks for.
+    assert list((out / "rl/tensorboard").glob("events.out.*"))
+    assert (out / "rl/report.html").is_file() and (out / "rl/engine.log").is_file()
+
+
 def test_own_reward(shell: Shell, solver: Path) -> None:
     out = journey(shell, "own_reward", MODEL=solver)
     assert "1 hf engine; no sandbox of this run" in (out / "said").read_text()
@@ -111,6 +135,22 @@ def test_own_reward(shell: Shell, solver: Path) -> None:
     reward = table(out / "solver")["after RL"]["reward/examples.journeys.own_reward:last_number"]
     # Of 64 sums five are 8, six are 9.
     assert reward in (5 / 64, 6 / 64)
+
+
+def test_from_verl(shell: Shell, solver: Path) -> None:
+    out = journey(shell, "from_verl", MODEL=solver)
+    assert "rows: 48 to train, 30 to validate" in (out / "said").read_text()
+    trained = steps(out / "solver")
+    assert len(trained) == 2 and all("reward/mean" in step for step in trained)
+    name = "reward/examples/journeys/verl_form.py:compute_score"
+    last = table(out / "solver")["after RL"]
+    # The model says 8 or 9 to everything: two sums of 16 are 8, one is 9; no difference is.
+    assert last[f"sums_test/{name}"] in (2 / 16, 1 / 16)
+    assert last[f"differences_test/{name}"] == 0
+    assert last[name] == pytest.approx(last[f"sums_test/{name}"] * 16 / 30)
+    assert any(f"val/sums_test/{name}" in step for step in trained)
+    page = (out / "solver/report.html").read_text()
+    assert "sums_test" in page and "differences_test" in page
 
 
 def test_own_pipeline(shell: Shell, solver: Path) -> None:

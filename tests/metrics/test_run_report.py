@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from html.parser import HTMLParser
@@ -16,8 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ctrl_megatron.commands.report import main as report_command
 from ctrl_megatron.metrics.names import metric_of
-from ctrl_megatron.metrics.report import write_report
+from ctrl_megatron.metrics.report import write_comparison, write_report
 from ctrl_megatron.metrics.report.charts import charts, tiles
 from ctrl_megatron.metrics.report.figures import trailing_mean, value_range
 from ctrl_megatron.metrics.report.run_files import read_run_files
@@ -186,6 +188,80 @@ def test_a_missing_file_is_said(tmp_path: Path, file: str, note: str) -> None:
     run_dir = full_run(tmp_path / "demo")
     (run_dir / file).unlink()
     assert note in report(run_dir).text
+
+
+def test_a_section_without_content_is_none(tmp_path: Path) -> None:
+    run_dir = full_run(tmp_path / "demo")
+    for file in ("timeline.jsonl", "summary.json"):
+        (run_dir / file).unlink()
+    page = report(run_dir)
+    assert "One step in time" not in page.text and "Stages" not in page.text
+    assert "Left out: timeline.jsonl: not recorded; summary.json: not recorded." in page.text
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "timeline.jsonl", "examples.jsonl"])
+def test_a_file_that_is_cut_off_is_named_by_page_and_command(
+    tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = full_run(tmp_path / "demo")
+    lines = (run_dir / file).read_text().count("\n")
+    with (run_dir / file).open("a") as opened:
+        opened.write('{"step": 4, "metr')
+    told = f"{file}: line {lines + 1} is cut off and left out"
+    assert told in report(run_dir).text
+    assert report_command([str(run_dir)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [f"left out of {run_dir}: {told}"]
+
+
+def test_data_model_and_date_are_at_the_top(tmp_path: Path) -> None:
+    run_dir = full_run(tmp_path / "demo")
+    config = {
+        "actor_rollout_ref": {"model": {"path": "models/mine"}},
+        "data": {"train_files": ["a.parquet", "b.parquet"], "val_files": []},
+    }
+    (run_dir / "config.yaml").write_text(json.dumps(config))
+    for path in run_dir.iterdir():
+        os.utime(path, (0, 86_400))
+    text = report(run_dir).text
+    assert (
+        "demo data a.parquet, b.parquet · model models/mine · written 1970-01-02 00:00 UTC" in text
+    )
+
+
+def test_an_example_shows_how_it_ended_and_what_changed(tmp_path: Path) -> None:
+    shared = "def f(n):\n    total = 0"
+    examples = [
+        {
+            **{"step": 1, "solution": f"{shared}\n    return n < 1", "reward": rate},
+            **{"revision": f"{shared}\n    return n <= 1", "passed_before": 0.0},
+            "passed_after": rate,
+        }
+        for rate in (1.0, 0.5, 0.0, None)
+    ]
+    write_lines(tmp_path / "examples.jsonl", examples)
+    html = write_report(tmp_path).read_text()
+    cards = re.findall(r'<div class="card example ?([\w-]*)">', html)
+    assert cards == ["pass", "part-pass", "fail", ""]
+    assert html.count('<span class="removed">-    return n &lt; 1') == 4
+    assert html.count('<span class="added">+    return n &lt;= 1') == 4
+    assert 'class="chip fail">passed before: 0<' in html
+    assert 'class="chip pass">passed after: 1<' in html
+
+
+def test_what_is_declared_to_matter_is_at_the_top() -> None:
+    names = ("reward/mean", "time/step", "pass_rate/before", "pass_rate/after", "val/solved_after")
+    series = {name: [(1, 0.5)] for name in (*names, "critique/length", "reward/cached_rate")}
+    assert set(tiles(series)) == set(names) and tiles(series)[0] == "reward/mean"
+
+
+def test_runs_side_by_side_say_what_is_not_compared(tmp_path: Path) -> None:
+    runs = [full_run(tmp_path / name) for name in ("a", "b")]
+    write_metrics(runs[1], (1, {"reward/mean": 0.5, "own/one": 1.0, "own/two": 2.0}))
+    write_comparison(runs, tmp_path / "both.html")
+    text = Page((tmp_path / "both.html").read_text()).text
+    assert "what b alone recorded (own/one, own/two)" in text
+    assert "what a alone recorded (style/kept_rate" in text
+    assert "which each run's own report has" in text
 
 
 def write_metrics(run_dir: Path, *records: tuple[int, Mapping[str, float | str]]) -> None:

@@ -27,7 +27,7 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 64,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,

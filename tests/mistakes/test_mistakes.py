@@ -85,6 +85,37 @@ def _model(**changes: object) -> Spoil:
     return lambda folder: change_json(folder / "model/config.json", **changes)
 
 
+def _context(tokens: int) -> Spoil:
+    return _model(max_position_embeddings=tokens)
+
+
+def _other_model(spoil: Spoil) -> Spoil:
+    """A model of the actor's shape, spoilt."""
+
+    def write(folder: Path) -> None:
+        write_model(folder / "other")
+        spoil(folder / "other")
+
+    return write
+
+
+def _swapped_words(model: Path) -> None:
+    """Two words of the vocabulary have changed their numbers."""
+    file = model / "tokenizer.json"
+    state = json.loads(file.read_text())
+    words = state["model"]["vocab"]
+    words["w0"], words["w1"] = words["w1"], words["w0"]
+    file.write_text(json.dumps(state))
+
+
+def _end_token(word: str) -> Spoil:
+    return lambda model: change_json(model / "tokenizer_config.json", eos_token=word)
+
+
+def _template(text: str) -> Spoil:
+    return lambda model: (model / "chat_template.jinja").write_text(text)
+
+
 def _all(*spoils: Spoil) -> Spoil:
     return lambda folder: [spoil(folder) for spoil in spoils]
 
@@ -266,6 +297,67 @@ CASES = [
         _A + "model.tokenizer_path=data",
         "tokenizer_path",
         lambda f: (f / "data").mkdir(),
+    ),
+    *(
+        rl(
+            f"another {part} of the proxy",
+            _A + "proxy.model.path=other",
+            f"{_A}proxy.model.path: the tokenizer of other differs in its {part}",
+            _other_model(spoil),
+        )
+        for part, spoil in (
+            ("vocabulary (token 59", lambda folder: write_tokenizer(folder, 59)),
+            ("vocabulary (token 2 is", _swapped_words),
+            ("special tokens", _end_token("w3")),
+            ("chat template", _template("{{ messages }}")),
+        )
+    ),
+    rl(
+        "another vocabulary of the reference",
+        f"{_A}ref.model.path=other {_A}actor.use_kl_loss=true",
+        f"{_A}ref.model.path: the tokenizer of other differs in its vocabulary",
+        _other_model(_swapped_words),
+    ),
+    rl(
+        "another vocabulary of the value model",
+        "critic.model.path=other algorithm.adv_estimator=gae",
+        "critic.model.path: the tokenizer of other differs in its vocabulary",
+        _other_model(_swapped_words),
+    ),
+    *(
+        case(
+            "a tokenizer that is not the model's",
+            _A + "model.tokenizer_path=other",
+            f"{_A}model.path: the tokenizer of model differs in its vocabulary",
+            _other_model(_swapped_words),
+        )
+        for case in (rl, sft)
+    ),
+    *(
+        case(
+            f"a short context for {keys}",
+            given,
+            f"embeddings=64 tokens, and {keys}",
+            spoil,
+        )
+        for case, given, keys, spoil in (
+            (rl, "", "data.max_prompt_length=4000 + data.max_response_length=768", _context(64)),
+            (rl, f"{_A}rollout.max_model_len=9000", _A + "rollout.max_model_len", _context(64)),
+            (sft, "", "sft.max_length=1024", _context(64)),
+        )
+    ),
+    rl(
+        "a short context for revisions",
+        "",
+        "max_position_embeddings=4800 tokens, and data.max_prompt_length=4000 + data."
+        f"max_response_length=768 + {_A}rollout.revision_max_tokens=1024 makes 5792",
+        _context(4800),
+    ),
+    rl(
+        "a short context of the reference",
+        f"{_A}ref.model.path=other {_A}actor.use_kl_loss=true",
+        f"{_A}ref.model.path: the model of other has a context of max_position_embeddings=70",
+        lambda f: write_model(f / "other", max_position_embeddings=70),
     ),
     rl("tokenizer is garbage", "", "model", _text("model/tokenizer.json", "{")),
     rl("no chat template", "", "chat template", _remove("model/chat_template.jinja")),
@@ -688,6 +780,7 @@ CASES = [
     tree_of("onto a file", _TREE.replace("--out new", "--out run.yaml"), "run.yaml is there"),
     service("no critic", "--port 0", "--critic"),
     service("no model", "--critic none", "none"),
+    service("a short context", _SERVE, "fewer than --max-model-len=2048", _context(64)),
     service("no generator", _SERVE + " --generator none", "--generator"),
     service(
         "weights are cut off",

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
 
-from ctrl_megatron.models import attention
+from ctrl_megatron.models import attention, attention_kernel
 from ctrl_megatron.models.packed_layout import PackedLayout, lay_out, layout_params
 
 Groups = list[tuple[int, list[int]]]
@@ -129,14 +129,48 @@ def by_flash(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
         return attention.variable_length_attention(q, k, v, params, None).flatten(1)
 
 
-def by_transformer_engine(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
+def built_with_transformer_engine(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
+    """Through Megatron's slot for Transformer Engine's attention."""
     kernel = attention.over_shared_prefixes(te_stand_ins.DotProductAttention)
     module = kernel(config=None, layer_number=1, attn_mask_type=None, attention_type="self")
     params = layout_params(layout, CPU)
     return module(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params)
 
 
-@pytest.mark.parametrize("compute", [by_segments, by_masks, by_flash, by_transformer_engine])
+def by_transformer_engine(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_kernel, "kernel_on", lambda *_: "transformer_engine")
+        return built_with_transformer_engine(q, k, v, layout)
+
+
+def never(*_: Any, **__: Any) -> torch.Tensor:
+    raise AssertionError("Transformer Engine was asked for what it has no kernel for")
+
+
+def in_its_place(kernel: str) -> Callable[..., torch.Tensor]:
+    """Where Transformer Engine is installed and has no kernel for this GPU or type."""
+
+    def compute(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention_kernel, "kernel_on", lambda *_: kernel)
+            patch.setattr(te_stand_ins.DotProductAttention, "forward", never)
+            patch.setattr(attention.varlen, "varlen_attn", te_stand_ins.varlen_attn)
+            return built_with_transformer_engine(q, k, v, layout)
+
+    return compute
+
+
+WAYS = {
+    "segments": by_segments,
+    "masks": by_masks,
+    "flash": by_flash,
+    "transformer_engine": by_transformer_engine,
+    "flash in its place": in_its_place("varlen"),
+    "masks in its place": in_its_place("masked"),
+}
+
+
+@pytest.mark.parametrize("compute", WAYS.values(), ids=WAYS)
 @settings(deadline=None, max_examples=12)
 @given(groups_of_rows, st.integers(0, 3), st.sampled_from([1, 3, 100]))
 @example(RAGGED, 2, 3)
@@ -202,3 +236,49 @@ def test_rows_of_their_own_are_computed_as_without_sharing() -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "te", "flash", "kernel"),
+    [
+        (None, BF16, None, False, "segments"),
+        (None, FP32, None, False, "segments"),
+        # Hopper and Blackwell: cuDNN has kernels for halves.
+        ((9, 0), BF16, "2.11.0", False, "transformer_engine"),
+        ((9, 0), FP16, "2.9.0", True, "transformer_engine"),
+        ((10, 0), BF16, "2.11.0", False, "transformer_engine"),
+        ((9, 0), FP32, "2.11.0", True, "masked"),
+        ((10, 3), FP32, "2.11.0", False, "masked"),
+        # Ampere and Ada: only flash-attn has, else torch.
+        ((8, 0), BF16, "2.11.0", True, "transformer_engine"),
+        ((8, 0), BF16, "2.11.0", False, "varlen"),
+        ((8, 6), FP16, "2.11.0", False, "varlen"),
+        ((8, 9), BF16, "2.11.0", False, "varlen"),
+        ((8, 9), FP32, "2.11.0", True, "masked"),
+        # Cards of which cuDNN's kernels are not known.
+        ((12, 0), BF16, "2.11.0", False, "varlen"),
+        ((12, 0), BF16, "2.11.0", True, "transformer_engine"),
+        # Volta and Turing have no flash attention.
+        ((7, 0), FP16, "2.11.0", True, "masked"),
+        ((7, 5), BF16, "2.11.0", False, "masked"),
+        ((7, 5), FP16, None, False, "masked"),
+        # Without Transformer Engine, or with one that does not know the mask.
+        ((9, 0), BF16, None, True, "varlen"),
+        ((9, 0), FP32, None, True, "masked"),
+        ((9, 0), BF16, "1.5.0", True, "varlen"),
+    ],
+)
+def test_which_kernel_a_gpu_takes(
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    te: str | None,
+    flash: bool,
+    kernel: str,
+) -> None:
+    found = attention_kernel.attention_kernel(
+        capability=capability, dtype=dtype, transformer_engine=te, flash_attn=flash
+    )
+    assert found == kernel

@@ -10,8 +10,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from ctrl_megatron.config import load_config
+from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.metrics import Timeline
+from ctrl_megatron.pipeline import NodeOutput, NodeRole, Pipeline
 from ctrl_megatron.pipeline.batch import LeftoverGroups, Sample
-from ctrl_megatron.pipeline.dynamic_sampling import groups_that_teach
+from ctrl_megatron.pipeline.dynamic_sampling import check_sampling, groups_that_teach
+from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.losses import means_over_steps, mini_batches
 from ctrl_megatron.types import Completion, VersionSpan
 
@@ -100,3 +106,75 @@ def numbered(mini_batch: list[int]) -> TensorDict:
 def test_means_over_steps_name_what_has_no_prefix() -> None:
     steps = [{"lr": 1.0, "actor/kl": 2.0}, {"lr": 3.0, "actor/kl": 4.0}]
     assert means_over_steps(steps, "actor") == {"actor/lr": 2.0, "actor/kl": 3.0}
+
+
+FILTERED = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=4")
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "measured", "named"),
+    [
+        ("[soft_overlong_punishment]", "[1]", (), "of soft_overlong_punishment none counts"),
+        ("[critic,soft_overlong_punishment]", "[0,1]", ("critic",), "of critic, soft_over"),
+        ("[code,soft_overlong_punishment]", "[0,2]", (), "of code, soft_over"),
+    ],
+)
+def test_groups_that_could_never_differ_are_refused(
+    functions: str, weights: str, measured: tuple[str, ...], named: str
+) -> None:
+    given = (
+        f"reward.reward_funcs={functions}",
+        f"reward.reward_weights={weights}",
+        "dag.custom_pipeline_fn=mine:build",
+    )
+    config = load_config(None, [*FILTERED, *given], "none")
+    with pytest.raises(UserError, match=rf"^reward\.reward_funcs: .*{named}"):
+        check_sampling(config, measured)
+    check_sampling(load_config(None, list(given), "none"), measured)
+    check_sampling(load_config(None, [*FILTERED], "none"), measured)
+
+
+def loop_over(rows: int, *, drawn_per_step: list[int], epochs: int, size: int) -> TrainingLoop:
+    """A loop whose only node draws ``size`` rows so many times in each step."""
+    sampler = ResumableSampler(rows, seed=1)
+
+    def draw(worker: Any, batch: TensorDict) -> NodeOutput:
+        assert len(batch) == 0
+        for _ in range(drawn_per_step[worker.step % len(drawn_per_step)]):
+            sampler.next_batch(size)
+        return NodeOutput()
+
+    graph = Pipeline("g").add_node("d", draw, node_role=NodeRole.DYNAMIC_SAMPLING).build()
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    names = ("begin_step", "end_step", "say", "log", "add_stage")
+    recorder: Any = SimpleNamespace(**dict.fromkeys(names, nothing))
+    store: Any = SimpleNamespace(save=nothing, wait=nothing, take_report=nothing)
+    groups = SimpleNamespace(from_all=lambda value: [value], is_first=False, rank=0)
+    stop = SimpleNamespace(agreed=lambda groups: False)
+    worker: Any = SimpleNamespace(
+        step=0, trained={}, groups=groups, timeline=Timeline(), stop=stop, background=None
+    )
+    return TrainingLoop(
+        worker=worker,
+        graph=graph,
+        sampler=sampler,
+        store=store,
+        recorder=recorder,
+        schedule=Schedule(
+            batch_size=size, total_steps=epochs * (rows // size), total_epochs=epochs
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("drawn_per_step", "steps"), [([1], 12), ([2], 6), ([4], 3), ([1, 3], 6), ([5], 3), ([30], 1)]
+)
+def test_epochs_count_rows_and_not_steps(drawn_per_step: list[int], steps: int) -> None:
+    """Two epochs of six batches: whatever a step draws, no row begins a third one but in a step
+    that had begun before.
+    """
+    loop = loop_over(20, drawn_per_step=drawn_per_step, epochs=2, size=3)
+    assert loop.run() and loop.worker.step == steps
+    again = loop_over(20, drawn_per_step=drawn_per_step, epochs=2, size=3)
+    again.sampler.load_state_dict(loop.sampler.state_dict())
+    assert again.run() and again.worker.step == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.pipeline import Node, NodePlace, NodeStatus, NodeType, TaskGraph
@@ -23,7 +25,10 @@ def worker() -> Iterator[Any]:
     background = BackgroundLoop()
     yield SimpleNamespace(
         groups=SimpleNamespace(
-            is_leader=True, from_leader=lambda value: value, on_any=lambda *flags: flags
+            is_leader=True,
+            from_leader=lambda value: value,
+            on_any=lambda *flags: flags,
+            sum_over_data=lambda sums: sums,
         ),
         background=background,
         timeline=Timeline(),
@@ -86,13 +91,58 @@ def test_a_host_node_is_tried_again(worker: Any, retries: int) -> None:
         assert len(tries) == 2 and node.error_info == "OSError: not yet"
 
 
-def test_a_filter_drops_rows_from_its_node_on(worker: Any) -> None:
-    def count(worker: Any, batch: TensorDict) -> NodeOutput:
-        return NodeOutput(metrics={"rows": float(len(batch))})
+def drawn() -> TensorDict:
+    made = batch()
+    made["response_mask"] = torch.tensor([[1, 1], [1, 0], [1, 1]], dtype=torch.bool)
+    return made
 
-    node = Node("n", NodeType.COMPUTE, func=count, filter_plugin=lambda b: b["x"] > 1)
-    done, metrics = Executor(graph_of(node), worker).run_step(batch())
-    assert metrics == {"rows": 2.0} and done["x"].tolist() == [2.0, 3.0]
+
+def test_a_filter_empties_masks_from_its_node_on(worker: Any) -> None:
+    """The rows stay, so that ranks which leave out other numbers of them walk on together."""
+
+    def before(worker: Any, batch: TensorDict) -> NodeOutput:
+        return NodeOutput(fields={"loss_mask": batch["response_mask"].clone()})
+
+    def count(worker: Any, batch: TensorDict) -> NodeOutput:
+        return NodeOutput(metrics={"tokens": float(batch["response_mask"].sum())})
+
+    given = drawn()
+    graph = graph_of(
+        Node("before", NodeType.COMPUTE, func=before),
+        Node("n", NodeType.COMPUTE, func=count, filter_plugin=lambda b: b["x"] > 1),
+    )
+    done, metrics = Executor(graph, worker).run_step(given)
+    assert metrics == {"tokens": 3.0, "filter/n": pytest.approx(2 / 3)}
+    assert done["x"].tolist() == [1.0, 2.0, 3.0]
+    for mask in ("response_mask", "loss_mask"):
+        assert done[mask].tolist() == [[False, False], [True, False], [True, True]]
+    # Whoever holds the batch as it was still sees every row.
+    assert given["response_mask"].any(dim=1).all()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "said"),
+    [
+        (lambda b: b["x"], "gave Tensor of shape"),
+        (lambda b: b["x"][:2] > 1, r"gave Tensor of shape \(2,\)"),
+        (lambda b: [True, False, True], "gave list"),
+        (lambda b: None, "gave NoneType"),
+        (lambda b: b["nothing"], "failed: KeyError"),
+        (lambda b: sys.exit(1), r"failed: it calls sys\.exit"),
+    ],
+)
+def test_a_filter_that_gives_no_rows_is_named(worker: Any, plugin: Any, said: str) -> None:
+    node = Node("n", NodeType.COMPUTE, func=lambda worker, batch: None, filter_plugin=plugin)
+    with pytest.raises(UserError, match=rf"node 'n' \(.*{__file__} line \d+\)\) {said}"):
+        Executor(graph_of(node), worker).run_step(drawn())
+
+
+def test_a_filter_before_there_are_samples_is_refused(worker: Any) -> None:
+    node = Node(
+        "n", NodeType.COMPUTE, func=lambda worker, batch: None, filter_plugin=lambda b: b["x"] > 1
+    )
+    with pytest.raises(UserError, match="behind the one that draws"):
+        Executor(graph_of(node), worker).run_step(batch())
 
 
 def test_two_nodes_that_report_one_metric_are_an_error(worker: Any) -> None:

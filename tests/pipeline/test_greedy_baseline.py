@@ -10,6 +10,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.pipeline.critique_revision import group_heads, judge_greedy_revisions
+from ctrl_megatron.rewards import Scores
 
 
 def batch() -> TensorDict:
@@ -23,6 +24,7 @@ def batch() -> TensorDict:
     for name, values in texts.items():
         made[name] = NonTensorStack(*values)
     made["greedy_valid"] = torch.tensor([True, False, True, True])
+    made["greedy_revision_fits"] = torch.ones(4, dtype=torch.bool)
     made["greedy_judged_correct"] = torch.tensor([True, False, True, False])
     return made
 
@@ -33,7 +35,8 @@ def test_a_group_is_judged_once_and_all_its_rows_get_the_baseline() -> None:
 
     async def score(items: list[Any]) -> Any:
         seen.extend(items)
-        return SimpleNamespace(parts={"critic": [0.5, None, 1.0]})
+        rewards: Any = [0.5, None, 1.0]
+        return Scores(parts={"critic": rewards}, totals=rewards, outcomes=[None] * 3)
 
     worker: Any = SimpleNamespace(
         train=SimpleNamespace(row=lambda name: f"row {name}"),

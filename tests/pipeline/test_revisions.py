@@ -1,7 +1,8 @@
-"""Greedy revisions of the same dialogue are written once."""
+"""Greedy revisions of the same dialogue are written once, and those that do not fit not at all."""
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 from ctrl_megatron.config import load_config
 from ctrl_megatron.pipeline import critique_revision
-from ctrl_megatron.pipeline.critique_revision import revise_valid
+from ctrl_megatron.pipeline.critique_revision import revise_valid, reward_items, score_revised
+from ctrl_megatron.prompts import revision_messages
+from ctrl_megatron.rewards import Scores
 from ctrl_megatron.types import Attempt, Completion, Problem
 
 CRITIQUES = ["the sign", "the sign", "no judgment", "the loop", "the sign"]
@@ -46,10 +49,57 @@ def test_equal_critiques_of_one_solution_are_answered_once(monkeypatch: pytest.M
         decode=lambda tokens: f"revision {tokens[0]}",
         eos_token_ids=(0,),
     )
-    worker: Any = SimpleNamespace(config=load_config(None, [], "none"), codec=codec)
+    worker: Any = SimpleNamespace(
+        config=load_config(None, [], "none"), codec=codec, max_model_len=10_000
+    )
     rows = [row(0), row(0), row(0), row(0), row(1)]
-    written, lengths = revise_valid(worker, rows, CRITIQUES, [True, True, False, True, True])
+    valid = [True, True, False, True, True]
+    revised = revise_valid(worker, rows, CRITIQUES, valid)
     # The last critique is the first one's text, about another problem.
-    assert written == ["revision 0", "revision 0", "", "revision 1", "revision 2"]
-    assert lengths == [1, 1, None, 1, 1]
+    assert revised.texts == ["revision 0", "revision 0", "", "revision 1", "revision 2"]
+    assert revised.lengths == [1, 1, None, 1, 1] and all(revised.fits)
     assert len(asked) == 3 and "problem 1" in asked[2]
+    assert revised.metrics(valid)["revision/left_out_rate"].tolist() == [0.0] * 4
+
+
+def test_a_critique_that_leaves_no_room_for_a_revision_is_left_out_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine is asked for what fits alone, and nothing is said of the rest."""
+
+    def generate(worker: Any, role: str, prompts: Any, params: Any) -> Any:
+        assert max(map(len, prompts), default=0) + params.max_tokens <= worker.max_model_len
+        done = Completion(token_ids=(1,), log_probs=(), finish_reason="stop", spans=())
+        return [[done] for _ in prompts]
+
+    scored: list[str] = []
+
+    async def score(items: Any) -> Scores:
+        scored.extend(item.critique for item in items)
+        rewards: Any = [1.0] * len(items)
+        return Scores(parts={"critic": rewards}, totals=rewards, outcomes=[None] * len(items))
+
+    monkeypatch.setattr(critique_revision, "generate", generate)
+    config = load_config(None, ["actor_rollout_ref.rollout.revision_max_tokens=50"], "none")
+    codec = SimpleNamespace(
+        encode_chat=lambda messages, add_generation_prompt: [ord(c) for c in str(messages)],
+        decode=lambda tokens: "revision",
+        eos_token_ids=(0,),
+    )
+    short, long = "the sign", "the sign" * 40
+    rows, valid = [row(0)] * 4, [True, True, False, True]
+    exact = len(str(revision_messages(row(0).attempt().problem, row(0).solution, short))) + 50
+    worker: Any = SimpleNamespace(config=config, codec=codec, max_model_len=exact)
+    worker.score, worker.reward_weights = score, {"critic": 1.0}
+    critiques = [short, long, long, short]
+    revised = revise_valid(worker, rows, critiques, valid)
+    assert revised.texts == ["revision", "", "", "revision"]
+    assert revised.fits == [True, False, True, True]
+    assert revised.metrics(valid)["revision/left_out_rate"].tolist() == [0.0, 1.0, 0.0]
+    items = reward_items(rows, critiques, [True] * 4, revised.texts, [1] * 4)
+    fields = asyncio.run(score_revised(worker, items, revised.fits))
+    assert scored == [short, long, short]  # an invalid critique earns its zero
+    assert [f["score"] for f in fields] == [1.0, None, 1.0, 1.0]
+    assert fields[1]["reward/critic"] is None and "too long" in str(fields[1]["detail"])
+    worker.max_model_len = 60
+    assert not any(revise_valid(worker, rows, critiques, [True] * 4).fits)

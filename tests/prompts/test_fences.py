@@ -86,7 +86,7 @@ def test_tabs_end_at_columns(text: str, code: str) -> None:
 )
 def test_the_tag(info: str, tag: str) -> None:
     (block,) = fenced_blocks(f"~~~{info}\nx\n~~~")
-    assert block == FencedBlock(info.strip(), "x\n", True)
+    assert block == FencedBlock("~~~", info.strip(), "x\n", True)
     assert block.tag == tag
 
 

@@ -324,6 +324,7 @@ def test_the_key_tells_apart_whatever_may_change_a_verdict(
         key(selected_uts=["assert add(1, 2) == 3"]),
         key(test_setup="import os"),
         key(entry_point="plus"),
+        key(comparison="livecodebench"),
         key(identity={"memory_mb": 64}),
         key(identity={"memory_mb": 65}),
     ]

@@ -79,6 +79,28 @@ def test_pass_rates_of_a_mixed_batch(sandbox: EmbeddedSandbox, tmp_path: Path) -
     asyncio.run(main())
 
 
+def test_a_row_is_judged_by_the_rule_that_it_names(sandbox: EmbeddedSandbox) -> None:
+    def rewards(program: str, want: str, *rules: str) -> list[float | None]:
+        cases = [{"input": {"stdin": ""}, "output": {"stdout": want}}]
+        rows = [stdio_row(f"r/{r}", selected_uts=cases, comparison=r) for r in rules]
+        items = [RewardItem(text=block(program), critique=CORRECT, row=row) for row in rows]
+
+        async def main() -> list[float | None]:
+            async with SandboxClient(sandbox.endpoint) as client:
+                model = RewardModelForCritic(rows, None, sandbox=client, show_progress=False)
+                return [outcome.reward for outcome in await model.judge(items)]
+
+        return asyncio.run(main())
+
+    rules = ("", "strict", "tokens", "livecodebench", "code_contests", "float:1e-6")
+    assert rewards("print(7.5)", "7.50", *rules) == [0, 0, 0, 1, 1, 1]
+    assert rewards("print('*')", "  *", *rules) == [0, 0, 1, 1, 1, 1]
+    assert rewards("print(21)", "0021", *rules) == [0, 0, 0, 1, 0, 0]
+    assert rewards("print(100000.9)", "99999.99", *rules) == [0] * 6
+    deep = "def depth(n): return n and 1 + depth(n - 1)\nprint(depth(3000), gcd(4, 6))"
+    assert rewards(deep, "3000 2", *rules) == [0, 0, 0, 1, 0, 0]
+
+
 def test_verdicts_carry_what_synthesis_needs(sandbox: EmbeddedSandbox, tmp_path: Path) -> None:
     faults = {
         "right": "none",

@@ -95,6 +95,35 @@ def test_the_final_newline_is_required_unless_it_is_not() -> None:
     assert rewards(make_reward("code_format", final_newline=False), bare) == [1.0]
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("", "# TODO", "pass", "yes", "...", '"""A docstring."""', "1 + 1", "yes, no", "a.b < c"),
+        *("def f(x): pass", "def f(x):\n    ...", 'def f(x):\n    """Doc."""', "class A: pass"),
+        *("if True:\n    pass", "for _ in ():\n    ...", "while 0: 1", "lambda: f()", "f'{x}'"),
+        *(
+            "class A:\n    def f(self): ...",
+            "try: pass\nexcept E: pass",
+            "global x",
+            "-" * 900 + "1",
+        ),
+    ],
+)
+def test_a_block_that_does_nothing_earns_nothing(code: str) -> None:
+    assert code_format_score(f"```python\n{code}\n```\n") == 0.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("x = 1", "print()", "import os", "def f(x): return x", "class E(Exception): pass"),
+        *("if x:\n    y = 1", "(n := 1)", "def f():\n    yield", "for _ in f(): pass", "raise E"),
+    ],
+)
+def test_a_block_that_does_something_is_paid_for(code: str) -> None:
+    assert code_format_score(f"```python\n{code}\n```\n") == 1.0
+
+
 @given(st.text(alphabet="`python\n x=(", max_size=60))
 def test_code_format_gives_one_of_three_scores(text: str) -> None:
     assert code_format_score(text) in (0.0, 0.5, 1.0)

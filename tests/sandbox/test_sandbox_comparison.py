@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -25,6 +26,7 @@ from ctrl_megatron.sandbox.comparison import (
     rule_named,
 )
 from ctrl_megatron.sandbox.wire import EvalResult
+from tools import format_mutations as formats
 
 DOCS = Path(__file__).parents[2] / "docs" / "sandbox.md"
 TOLERANT = ("float:1e-6", "absolute:0.001", "relative:1e-9")
@@ -206,12 +208,25 @@ def test_the_table_of_the_docs_is_what_the_code_does() -> None:
         assert verdicts == list(row.groups()[2:]), (want, got)
 
 
+@pytest.mark.parametrize("rule", formats.RULES)
+def test_other_formats_of_right_outputs(rule: str) -> None:
+    """As ``tools/check_mutations.py`` has a service judge them."""
+    wrong = [
+        (change, got, want)
+        for want in formats.right_outputs(60)
+        for change, mutate in formats.MUTATIONS.items()
+        for got in [mutate(want)]
+        if accepts(rule, got, want) is not formats.means_the_same(got, want, rule)
+    ]
+    assert not wrong
+
+
 spelled = st.from_regex(
     r"[+-]?(0|[1-9][0-9]{0,17})(\.[0-9]{1,12})?(e[+-][0-9]{1,2})?", fullmatch=True
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(spelled, spelled, st.integers(-30, 30), st.integers(1, 12))
 def test_numbers_against_fractions(want: str, other: str, steps: int, digits: int) -> None:
     """Near values as well: some steps in a decimal place off."""
@@ -238,7 +253,7 @@ def _text(digits: int, places: int) -> str:
     return f"{'-' * (digits < 0)}{text[:-places]}.{text[-places:]}"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(NAMES), *[st.text(st.sampled_from("017.e+- \n\r\ta"), max_size=12)] * 3)
 def test_a_beginning_differs_only_from_what_no_ending_makes_right(
     name: str, got: str, rest: str, want: str
@@ -306,6 +321,8 @@ RESULTS: list[tuple[Any, Any, str, bool]] = [
     (1, [1, 2], "", False),
     (1, [1, 2], "first=True", True),
     ([1, 2], [1, 2], "first=True", True),
+    (Counter("aab"), {"a": 2, "b": 1}, "", True),
+    (Counter("aab"), {"a": 2}, "", False),
     ({1: 2}, {1: 3}, "", False),
     ({1: 2, 2: 3}, {1: 2}, "", False),
     (None, [], "", False),
@@ -318,6 +335,22 @@ def test_results_of_functions(got: Any, wanted: Any, options: str, same: bool) -
     exec(RESULT_CHECK, names)
     given = eval(f"dict({options})")
     assert names["_matches"](got, wanted, **given) is same
+
+
+@pytest.mark.parametrize("rule", formats.RESULT_RULES)
+def test_other_forms_of_right_results(rule: str) -> None:
+    names: dict[str, Any] = {}
+    exec(RESULT_CHECK, names)
+    absolute, relative = rule_named(rule).result_tolerance
+    wrong = [
+        (change, got, want)
+        for want in formats.right_results(80)
+        for change, mutate in formats.RESULT_MUTATIONS.items()
+        for got in [mutate(want)]
+        if names["_matches"](got, want, absolute, relative)
+        is not formats.results_the_same(got, want, rule)
+    ]
+    assert not wrong
 
 
 Submit = Callable[..., EvalResult]

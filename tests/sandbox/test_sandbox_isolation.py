@@ -395,6 +395,8 @@ ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050001, 0x00050026
         ("x86_64", 56, 17, REFUSE),  # clone of a process
         ("x86_64", 57, 0, REFUSE),  # fork
         ("x86_64", 59, 0, REFUSE),  # execve
+        *(("x86_64", number, 0, REFUSE) for number in (206, 209, 333)),  # asynchronous I/O
+        ("x86_64", 222, 0, REFUSE),  # timer_create
         ("x86_64", 435, 0, ABSENT),  # clone3
         ("x86_64", 62, 77, ALLOW),  # kill itself
         ("x86_64", 62, 1, REFUSE),  # kill another
@@ -404,6 +406,7 @@ ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050001, 0x00050026
         ("x86_64", 0x40000000 + 41, 0, ABSENT),  # the x32 table
         ("x86_64", 9999, 0, ABSENT),
         ("aarch64", 198, 2, REFUSE),
+        *(("aarch64", number, 0, REFUSE) for number in (0, 2, 292, 107)),
         ("aarch64", 220, 17, REFUSE),
         ("aarch64", 220, 0x00010F00, ALLOW),
         ("aarch64", 129, 1, REFUSE),

@@ -31,7 +31,7 @@ from ctrl_megatron.sandbox.service.telemetry import (
     RequestTelemetry,
     metric_lines,
 )
-from ctrl_megatron.sandbox.wire import RunCodeRequest, RunStatus
+from ctrl_megatron.sandbox.wire import RunCodeRequest, RunStatus, SubmitRequest, TestConfig
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a token of the tests, long enough"
@@ -158,50 +158,74 @@ def test_draining_finishes_the_running_and_refuses_the_new() -> None:
     asyncio.run(scenario())
 
 
-async def until_running(endpoint: str, count: int) -> None:
+async def until_running(endpoint: str, count: int, token: str | None = None) -> None:
     text = ""
     while f"sandbox_requests_running {count}\n" not in text:
         await asyncio.sleep(0.02)
-        text = (await get(endpoint + "/metrics", None))[1]
+        text = (await get(endpoint + "/metrics", token))[1]
 
 
-def test_one_request_does_not_wait_for_another_clients_hundred(guarded: EmbeddedSandbox) -> None:
+def test_one_case_does_not_wait_for_a_request_of_hundreds(guarded: EmbeddedSandbox) -> None:
+    test = [{"input": {"stdin": str(n)}, "output": {"stdout": "x"}} for n in range(200)]
+    config = TestConfig(
+        dataset_type="CommonOJDataset",
+        language="python",
+        provided_data={"test": test},
+        extra={"run_all_cases": True},
+    )
+    code = "```python\nimport time; time.sleep(0.02); print('x')\n```"
+    long = SubmitRequest(dataset="t", id=0, completion=code, config=config)
+
     async def scenario() -> None:
-        crowd = SandboxClient(guarded.endpoint, token=TOKEN, name="crowd")
-        single = SandboxClient(guarded.endpoint, token=TOKEN, name="single")
-        async with crowd, single:
-            many = [asyncio.create_task(crowd.run_code(REQUEST)) for _ in range(60)]
-            while sum(task.done() for task in many) < 3:
-                await asyncio.sleep(0.01)
-            await single.run_code(REQUEST)
-            done = sum(task.done() for task in many)
-            assert done < 60, "the single request came after all of the crowd"
-            await asyncio.gather(*many)
+        async with SandboxClient(guarded.endpoint, token=TOKEN, name="many cases") as client:
+            crowd = [asyncio.create_task(client.submit(long)) for _ in range(2)]
+            await until_running(guarded.endpoint, 2, TOKEN)
+            # A name of its own for each: what a client calls itself buys nothing.
+            for number in range(5):
+                name = {"X-Sandbox-Client": f"other {number}"}
+                await asyncio.wait_for(post_json(guarded.endpoint, REQUEST, name), 3.0)
+            assert not any(task.done() for task in crowd)
+            for task in crowd:
+                task.cancel()
+            await asyncio.gather(*crowd, return_exceptions=True)
 
     asyncio.run(scenario())
 
 
-def test_clients_that_never_send_their_body_do_not_keep_others_out() -> None:
-    limits = SandboxLimits(service_mb=128, body_seconds=3.0)
+async def post_json(endpoint: str, request: RunCodeRequest, headers: dict[str, str]) -> str:
+    own = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}", **headers}
+    async with (
+        aiohttp.ClientSession(headers=own) as session,
+        session.post(endpoint + "/run_code", data=request.model_dump_json()) as answer,
+    ):
+        assert answer.status == 200
+        return await answer.text()
+
+
+def test_bodies_that_are_declared_and_never_sent_hold_nothing() -> None:
+    limits = SandboxLimits(service_mb=16, request_bytes=8 << 20, body_seconds=2.0)
     size = limits.request_bytes - 1
 
-    async def silent(host: str, port: str) -> bytes:
+    async def send(host: str, port: str, body: bytes) -> tuple[asyncio.StreamWriter, bytes]:
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(
-            f"POST /submit HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n{{".encode()
-        )
-        answer = await reader.readuntil(b"\r\n")
-        writer.close()
-        return answer
+        head = f"POST /submit HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+        writer.write(head.encode() + body)
+        return writer, await reader.readuntil(b"\r\n")
 
     async def scenario(service: EmbeddedSandbox) -> None:
         host, _, port = service.endpoint.removeprefix("http://").partition(":")
-        waiting = asyncio.create_task(silent(host, port))
-        await until_running(service.endpoint, 1)
-        assert (await silent(host, port)).split()[1] == b"503", "a second one is too much"
-        assert (await waiting).split()[1] == b"408"
+        silent = [asyncio.create_task(send(host, port, b"{")) for _ in range(20)]
+        await until_running(service.endpoint, 20)
         async with SandboxClient(service.endpoint, attempts=1) as client:
             assert (await client.run_code(REQUEST)).status is RunStatus.SUCCESS
+        for task in silent:
+            writer, answer = await task
+            assert answer.split()[1] == b"408"
+            writer.close()
+        # What did arrive counts: two bodies of 8 MiB fit, with a third there is too much.
+        full = [asyncio.create_task(send(host, port, b" " * (size - 1))) for _ in range(3)]
+        answers = sorted([(await task)[1].split()[1] for task in full])
+        assert answers == [b"408", b"408", b"503"] or answers == [b"408", b"503", b"503"]
         assert "sandbox_requests_bytes 0\n" in (await get(service.endpoint + "/metrics", None))[1]
 
     with EmbeddedSandbox.start(workers=1, limits=limits) as service:

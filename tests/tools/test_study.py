@@ -66,6 +66,13 @@ def test_tables_and_plots_come_from_transcripts_alone(tmp_path: Path) -> None:
     assert [file.read_bytes() for file in files] == before
 
 
+def test_the_kept_tables_are_those_of_the_kept_transcripts(tmp_path: Path) -> None:
+    study.write_tables(study.KEPT, tmp_path)
+    made = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert made.keys() >= {"tables.md", "unseen_mutants.svg"}
+    assert made == {name: (study.HOME / name).read_bytes() for name in made}
+
+
 def test_curves_come_from_the_steps_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ctrl_megatron.errors import UserError
@@ -40,6 +41,11 @@ def write_comparison(run_dirs: Sequence[Path], target: Path) -> None:
     write_page(target, render_comparison(runs))
 
 
+def date_of(seconds: float) -> str:
+    """A moment, in seconds since the epoch, in universal time to the minute."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
 def write_page(target: Path, html: str) -> None:
     """Write a page in one step: a reader of an older one never sees half of the new one."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
@@ -50,4 +56,4 @@ def write_page(target: Path, html: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-__all__ = ["write_comparison", "write_page", "write_report"]
+__all__ = ["date_of", "write_comparison", "write_page", "write_report"]

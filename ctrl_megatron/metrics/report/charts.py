@@ -77,12 +77,15 @@ def charts(series: Series) -> list[Chart]:
 
 
 def tiles(series: Series) -> list[str]:
-    """The metrics whose last values are shown big."""
+    """The metrics whose last values are shown big: those that are declared to matter, or else what
+    the pipeline measured.
+    """
+    declared = [name for name, metric in METRICS.items() if metric.headline and name in series]
     own = [name for name in _of_pipeline(series) if _group(name) != "val"]
     # Shares can be read without knowing the metric; the rewards' details come last.
     own.sort(key=lambda name: (not is_share(name, series), _group(name) == "reward"))
     own = [name for name in own if name not in _TITLES][:_TILES_OF_PIPELINE]
-    shown = ("reward/mean", *own, *_SPEED)
+    shown = ("reward/mean", *(declared or own), *(_SPEED[:1] if declared else _SPEED))
     return [name for name in shown if name in series]
 
 
@@ -96,7 +99,7 @@ def title_of(name: str) -> str:
 
 def is_share(name: str, series: Series) -> bool:
     """Whether the values are parts of a whole, shown as percentages; nan may be among them."""
-    named = re.search(r"rate|frac|share|accuracy|mfu", name)
+    named = re.search(r"rate|frac|share|accuracy|mfu|solved|to_right|to_wrong", name)
     return named is not None and not any(value < 0 or value > 1 for _, value in series[name])
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from difflib import unified_diff
 from html import escape
 from typing import Any, TypeVar
 
+from ctrl_megatron.config import read_yaml
 from ctrl_megatron.metrics.display import format_number
+from ctrl_megatron.metrics.report import date_of
 from ctrl_megatron.metrics.report.charts import charts, is_share, tiles, title_of
 from ctrl_megatron.metrics.report.figures import (
     BLUE,
@@ -23,7 +27,9 @@ from ctrl_megatron.metrics.report.style import CSS
 from ctrl_megatron.metrics.timeline import hidden_seconds
 
 T = TypeVar("T")
-_EXAMPLES, _CHIP_LENGTH = 6, 40
+_OUTCOMES = ("passed_after", "passed_before", "reward")
+"""Fields of an example that are shares of what could be had; the first says how it ended."""
+_EXAMPLES, _CHIP_LENGTH, _NAMED = 6, 40, 5
 
 
 def render(run: RunFiles) -> str:
@@ -57,24 +63,46 @@ def render_comparison(runs: Sequence[RunFiles]) -> str:
         title,
         [
             f"<h1>{escape(title)}</h1>",
-            *_section("Stages", "summary.json", stages, _summary_table),
+            *(f"<h3>{escape(run.name)}</h3>{facts(facts_of(run))}" for run in runs),
+            left_out([f"{run.name}: {text}" for run in runs for text in run.left_out]),
+            left_out(_not_compared(series)),
+            *_section("Stages", stages, _summary_table),
             *(("<h2>Warnings</h2>", warned) if counts else ()),
-            f'<h2>Curves</h2><div class="charts">{"".join(cards)}</div>',
+            *_section("Curves", cards, lambda c: f'<div class="charts">{"".join(c)}</div>'),
         ],
     )
+
+
+def _not_compared(series: Mapping[str, Series]) -> list[str]:
+    alone: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for one in series.values() for name in one):
+        having = [run for run, one in series.items() if name in one]
+        if len(having) == 1:
+            alone.setdefault(having[0], []).append(name)
+    found = [
+        f"what {run} alone recorded ({', '.join(names[:_NAMED])}"
+        f"{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''})"
+        for run, names in alone.items()
+    ]
+    return [
+        *found,
+        "times of nodes, steps in time, examples and configurations, which each run's "
+        "own report has",
+    ]
 
 
 def _body(run: RunFiles) -> list[str]:
     return [
         f"<h1>{escape(run.name)}</h1>",
-        '<p class="note">What the run measured.</p>',
+        facts(facts_of(run)),
+        left_out(run.left_out),
         _tiles(run.series) if run.series else "",
         _warnings(run.warnings) if run.warnings else "",
-        *_section("Stages", "summary.json", run.summary, _summary_table),
-        *_section("Training curves", "metrics.jsonl", run.series, _charts),
-        *_section("One step in time", "timeline.jsonl", run.timelines, _timeline),
-        *_section("Examples", "examples.jsonl", run.examples, _examples),
-        *_section("Configuration", "config.yaml", run.config, _config),
+        *_section("Stages", run.summary, _summary_table),
+        *_section("Training curves", run.series, _charts),
+        *_section("One step in time", run.timelines, _timeline),
+        *_section("Examples", run.examples, _examples),
+        *_section("Configuration", run.config, _config),
         "<footer>Made from metrics.jsonl, timeline.jsonl, examples.jsonl, summary.json and "
         "config.yaml in this directory.</footer>",
     ]
@@ -91,9 +119,42 @@ def whole_page(title: str, body: Sequence[str]) -> str:
     )
 
 
-def _section(title: str, file: str, content: T | None, draw: Callable[[T], str]) -> list[str]:
-    missing = f'<div class="card"><div class="missing">{file}: not recorded</div></div>'
-    return [f"<h2>{title}</h2>", draw(content) if content else missing]
+def _section(title: str, content: T | None, draw: Callable[[T], str]) -> list[str]:
+    """Nothing where there is nothing to show: the top of the page says what is left out."""
+    return [f"<h2>{title}</h2>", draw(content)] if content else []
+
+
+def facts(named: Mapping[str, str]) -> str:
+    """Short facts at the top of a page, by what they are."""
+    parts = (f"<span>{escape(name)}</span> {escape(text)}" for name, text in named.items() if text)
+    return f'<p class="facts">{" · ".join(parts)}</p>'
+
+
+def left_out(sentences: Sequence[str]) -> str:
+    """What the page does not show, at its top."""
+    if not sentences:
+        return ""
+    return f'<p class="left-out">Left out: {escape("; ".join(sentences))}.</p>'
+
+
+def facts_of(run: RunFiles) -> dict[str, str]:
+    """Data, model and date of a run."""
+    tree = read_yaml(run.config, "config.yaml")[0] if run.config else None
+    data = [_value(tree, f"{key}.train_files") for key in ("data", "sft")]
+    validated = [_value(tree, f"{key}.val_files") for key in ("data", "sft")]
+    return {
+        "data": next(filter(None, data), ""),
+        "validated on": next(filter(None, validated), ""),
+        "model": _value(tree, "actor_rollout_ref.model.path"),
+        "proxy": _value(tree, "actor_rollout_ref.proxy.model.path"),
+        "written": "" if run.written is None else date_of(run.written),
+    }
+
+
+def _value(tree: Any, key: str) -> str:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return ", ".join(map(str, tree)) if isinstance(tree, list) else str(tree or "")
 
 
 def image(svg: str, text: str) -> str:
@@ -112,6 +173,11 @@ def _tiles(series: Series) -> str:
             format_number(series[name][i][1], percent=is_share(name, series)) for i in (0, -1)
         )
         shown.append((title_of(name), last, f"first step {first}"))
+    return tile_row(shown)
+
+
+def tile_row(shown: Sequence[tuple[str, str, str]]) -> str:
+    """Big numbers: what each is, its value, and a note on it."""
     cells = (
         f'<div class="card tile"><div class="label">{escape(label)}</div>'
         f'<div class="value">{value}</div><div class="from">{escape(note)}</div></div>'
@@ -132,9 +198,9 @@ def _warnings(warnings: list[dict[str, Any]]) -> str:
 def _summary_table(summary: list[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(key for row in summary for key in row))
     rows = [[_cell(column, row.get(column)) for column in columns] for row in summary]
-    return (
-        f'<div class="card scroll">{html_table([_words(column) for column in columns], rows)}</div>'
-    )
+    note = '<p class="note">Every judged row counts the same; rounds counts these rows.</p>'
+    table = html_table([_words(column) for column in columns], rows)
+    return f'{note if "rounds" in columns else ""}<div class="card scroll">{table}</div>'
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -220,16 +286,38 @@ def _examples(examples: list[dict[str, Any]]) -> str:
 def _example(example: dict[str, Any], texts: set[str]) -> str:
     """Short fields as chips, texts in full, both in the order of the record."""
     chips = parts = ""
+    before, after = example.get("solution"), example.get("revision")
     for name, value in example.items():
         label, text = escape(_words(name)), escape(_value_text(value))
         if name in texts:
+            if name == "revision" and isinstance(before, str) and isinstance(after, str):
+                parts += changes(before, after)
             parts += f'<div><div class="part">{label}</div><pre>{text}</pre></div>'
         elif name != "step":
-            chips += f'<span class="chip">{label}: {text}</span>'
+            judged = outcome(value) if name in _OUTCOMES else ""
+            chips += f'<span class="chip {judged}">{label}: {text}</span>'
+    judged = outcome(next((example[n] for n in _OUTCOMES if n in example), None))
     return (
-        f'<div class="card example"><header><span class="step">step {example["step"]}</span>'
-        f'{chips}</header><div class="pair">{parts}</div></div>'
+        f'<div class="card example {judged}"><header><span class="step">step {example["step"]}'
+        f'</span>{chips}</header><div class="pair">{parts}</div></div>'
     )
+
+
+def outcome(value: object) -> str:
+    """The class of a share of tests passed, or of a reward: all, none, or some of it."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return ""
+    return "pass" if value >= 1 else "fail" if value <= 0 else "part-pass"
+
+
+def changes(before: str, after: str) -> str:
+    """What lines a revision adds and removes, as a part of an example."""
+    lines = list(unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2))[2:]
+    if not lines:
+        return '<div><div class="part">changes</div><pre>none</pre></div>'
+    kinds = {"+": "added", "-": "removed", "@": "place"}
+    shown = (f'<span class="{kinds.get(line[:1], "")}">{escape(line)}\n</span>' for line in lines)
+    return f'<div><div class="part">changes</div><pre>{"".join(shown)}</pre></div>'
 
 
 def _is_long(value: object) -> bool:

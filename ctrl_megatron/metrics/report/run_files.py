@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.errors import UserError, read_json, read_text
-from ctrl_megatron.metrics.json_lines import read_json_lines
+from ctrl_megatron.metrics.json_lines import cut_line, read_json_lines
 from ctrl_megatron.metrics.timeline import Phase
 
 Series = dict[str, list[tuple[int, float]]]
@@ -33,6 +33,10 @@ class RunFiles:
     """Every warning of every step: ``{"step": int, "warning": name, "text": str}``."""
     config: str | None = None
     """The configuration as YAML text."""
+    written: float | None = None
+    """When the newest of the files was written, in seconds since the epoch."""
+    left_out: tuple[str, ...] = ()
+    """What the directory does not have or what cannot be read of it, a sentence each."""
 
 
 def read_run_files(run_dir: Path) -> RunFiles:
@@ -49,7 +53,16 @@ def read_run_files(run_dir: Path) -> RunFiles:
     if not there:
         raise UserError(f"{run_dir} holds none of {', '.join(readers)}; is it a run's directory?")
     contents = {readers[file][0]: readers[file][1](path) for file, path in there.items()}
-    return RunFiles(name=run_dir.resolve().name, **contents)
+    usual = [file for file in readers if file != "warnings.jsonl"]  # most runs have none
+    left_out = [f"{f}: not recorded" for f in usual if not contents.get(readers[f][0])]
+    cut = {path: cut_line(path) for path in there.values() if path.suffix == ".jsonl"}
+    left_out += [f"{path.name}: line {n} is cut off and left out" for path, n in cut.items() if n]
+    return RunFiles(
+        name=run_dir.resolve().name,
+        written=max(path.stat().st_mtime for path in there.values()),
+        left_out=tuple(left_out),
+        **contents,
+    )
 
 
 def _series(path: Path) -> Series:

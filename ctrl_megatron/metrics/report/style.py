@@ -4,7 +4,7 @@ from __future__ import annotations
 
 CSS = """
 :root { --ink: #1f2933; --muted: #66727f; --line: #e1e6ea; --paper: #ffffff; --ground: #f5f7f9;
-  --blue: #2563c9; }
+  --blue: #2563c9; --pass: #17734f; --fail: #b8344c; --warn: #8a5a00; }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -28,7 +28,9 @@ pre { margin: 0; padding: 12px 14px; max-height: 360px; overflow: auto; white-sp
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(350px, 1fr)); gap: 14px; }
 .card.all { margin-top: 14px; }
 .card img { display: block; width: 100%; height: auto; }
-.missing { color: var(--muted); font-style: italic; padding: 26px 0; text-align: center; }
+p.facts { margin: 6px 0 0; color: var(--muted); overflow-wrap: anywhere; }
+p.facts span { font-weight: 500; color: var(--ink); }
+p.left-out { margin: 10px 0 0; color: var(--warn); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th { font-weight: 500; }
@@ -40,6 +42,13 @@ tr:last-child td { border-bottom: 0; }
   margin-bottom: 10px; }
 .example .step { margin-right: auto; }
 .chip { border-radius: 999px; padding: 2px 11px; font-size: 13px; background: var(--ground); }
+.example.pass { border-left: 4px solid var(--pass); }
+.example.fail { border-left: 4px solid var(--fail); }
+.example.part-pass { border-left: 4px solid #c58a1c; }
+.chip.pass, .added { color: var(--pass); background: #e3f4ec; }
+.chip.fail, .removed { color: var(--fail); background: #fbe7ea; }
+.chip.part-pass { color: var(--warn); background: #fbf1dc; }
+.place { color: var(--muted); }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(330px, 1fr)); gap: 12px; }
 .pair > div { min-width: 0; }
 .part { margin-bottom: 4px; }

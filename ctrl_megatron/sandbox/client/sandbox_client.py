@@ -1,11 +1,14 @@
 """Asynchronous client of the sandbox service (ours or SandboxFusion's).
 
-A fault of the service is retried and then raised; a fault of the user's program is a result.
+A fault of the service is retried and then raised; a fault of the user's program is a result. Every
+call has a number: the service says now and then that its work goes on, so that none is given up for
+the time that it waits its turn, and an attempt after a broken connection joins the work.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import secrets
@@ -26,6 +29,11 @@ _TRY_AGAIN = (408, 429)
 _UNAVAILABLE = (502, 503, 504)
 _CHECK_SECONDS = 30.0
 _CHECK_PAUSE_SECONDS = 1.0
+_UNDER_WAY, _LOST = 202, 404
+_WAIT_SECONDS = 20.0
+_WAITS_OF_TIMEOUT = 4
+"""A sign of life comes this often before one attempt is out of time."""
+_WITHDRAWAL_SECONDS = 5.0
 
 
 class SandboxError(RuntimeError):
@@ -72,11 +80,12 @@ class SandboxClient:
     a health check.
 
     It binds to the event loop of its first call, which may run in any thread. ``endpoint`` is one
-    address, several in a sequence, or several with commas between them. ``timeout`` (seconds)
-    covers one HTTP attempt, ``backoff`` is the first pause between attempts (doubled each time, at
+    address, several in a sequence, or several with commas between them. ``timeout`` is the seconds
+    that a service may be silent, or take for its answer where it gives no signs of life (another
+    program's). ``backoff`` is the first pause between attempts (doubled each time, at
     most 60 s, with jitter; no pause where another service is left to try). ``max_concurrency``
     bounds requests on the wire; a request that waits for its retry holds no place. ``token`` is the
-    services' bearer token, ``name`` tells services whom to be fair to (a random one by default).
+    services' bearer token, ``name`` is for the services' logs (a random one by default).
     """
 
     def __init__(
@@ -106,12 +115,15 @@ class SandboxClient:
         self.counters = ClientCounters()
         self._headers = {wire.CLIENT_HEADER: name or secrets.token_hex(8)}
         self._timeout = aiohttp.ClientTimeout(total=timeout)
+        wait = min(_WAIT_SECONDS, timeout / _WAITS_OF_TIMEOUT)
+        self._wait = {wire.WAIT_HEADER: f"{wait:.3f}"}
         self._attempts = attempts
         self._backoff = backoff
         self._limit = max_concurrency
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(max_concurrency)
         self._checks: dict[str, asyncio.Task[None]] = {}
+        self._withdrawing: set[asyncio.Task[None]] = set()
 
     async def run_code(self, request: wire.RunCodeRequest) -> wire.RunCodeResponse:
         """Run a program. Raises ``SandboxError`` (service fault), ``ValueError`` (bad request)."""
@@ -158,12 +170,12 @@ class SandboxClient:
 
     async def close(self) -> None:
         """Close the connections; a later call opens new ones."""
-        session, self._session = self._session, None
         self._slots = asyncio.Semaphore(self._limit)
         checks, self._checks = list(self._checks.values()), {}
         for check in checks:
             check.cancel()
-        await asyncio.gather(*checks, return_exceptions=True)
+        await asyncio.gather(*checks, *self._withdrawing, return_exceptions=True)
+        session, self._session = self._session, None
         if session is not None:
             await session.close()
 
@@ -184,10 +196,10 @@ class SandboxClient:
     async def _call(self, path: str, request: BaseModel, answer: type[AnswerT]) -> AnswerT:
         self.counters.requests += 1
         tried: set[str] = set()
-        body = request.model_dump_json().encode()
+        body, number = request.model_dump_json().encode(), secrets.token_hex(16)
         for failed in range(self._attempts):
             try:
-                return await self._attempt(path, body, answer, tried)
+                return await self._attempt(path, body, number, answer, tried)
             except _Fault as fault:
                 if failed + 1 == self._attempts:
                     self.counters.failures += 1
@@ -206,7 +218,7 @@ class SandboxClient:
         return min(self._backoff * 2**failed, 60.0) + random.uniform(0.0, self._backoff)
 
     async def _attempt(
-        self, path: str, body: bytes, answer: type[AnswerT], tried: set[str]
+        self, path: str, body: bytes, number: str, answer: type[AnswerT], tried: set[str]
     ) -> AnswerT:
         async with self._slots:
             # The least loaded one; healthy ones first, among them those that were not tried.
@@ -217,13 +229,13 @@ class SandboxClient:
             tried.add(endpoint.url)
             endpoint.in_flight += 1
             try:
-                headers = {**_JSON, **endpoint.headers}
-                async with self._open_session().post(url, data=body, headers=headers) as response:
-                    status, text = response.status, await response.text()
-                    retry_after = _seconds(response.headers.get("Retry-After", ""))
+                status, text, retry_after = await self._exchange(endpoint, path, body, number)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 self._distrust(endpoint)
                 raise _Fault(f"sandbox {url} failed: {_text(error)}") from error
+            except asyncio.CancelledError:
+                self._withdraw(endpoint, number)
+                raise
             finally:
                 endpoint.in_flight -= 1
         if status in _UNAVAILABLE:
@@ -233,6 +245,41 @@ class SandboxClient:
         if status != 200:
             raise _Fault(f"sandbox {url} answered {status}: {_detail(text)}", retry_after)
         return _parse(url, text, answer)
+
+    async def _exchange(
+        self, endpoint: _Endpoint, path: str, body: bytes, number: str
+    ) -> tuple[int, str, float]:
+        """Status, text and ``Retry-After`` of the answer, however long its work waits and takes."""
+        session, headers = self._open_session(), {**self._wait, **endpoint.headers}
+        sent = {**_JSON, **headers, wire.JOB_HEADER: number}
+        asking = session.post(endpoint.url + path, data=body, headers=sent)
+        while True:
+            async with asking as response:
+                status, text = response.status, await response.text()
+                if status == _UNDER_WAY and "Location" in response.headers:
+                    asking = session.get(f"{endpoint.url}/jobs/{number}", headers=headers)
+                    continue
+                lost = status == _LOST and response.method == "GET"
+                if lost:
+                    raise _Fault(f"sandbox {endpoint.url} lost the job: {_detail(text)}")
+                return status, text, _seconds(response.headers.get("Retry-After", ""))
+
+    def _withdraw(self, endpoint: _Endpoint, number: str) -> None:
+        """Tell the service that nobody wants the work any more, without waiting for it."""
+
+        async def tell() -> None:
+            limit = aiohttp.ClientTimeout(total=_WITHDRAWAL_SECONDS)
+            url = f"{endpoint.url}/jobs/{number}"
+            # A service that does not hear of it gives the work up by itself.
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                async with self._open_session().delete(
+                    url, timeout=limit, headers=endpoint.headers
+                ):
+                    pass
+
+        task = asyncio.create_task(tell())
+        self._withdrawing.add(task)
+        task.add_done_callback(self._withdrawing.discard)
 
     def _distrust(self, endpoint: _Endpoint) -> None:
         """No more requests for ``endpoint`` until it answers a health check."""

@@ -26,6 +26,7 @@ from ctrl_megatron.sandbox.comparison import (
     STRICT,
 )
 from ctrl_megatron.sandbox.datasets import preambles
+from ctrl_megatron.sandbox.datasets.long_integers import long_integers, require_few_digits
 from ctrl_megatron.sandbox.datasets.marking import mark_tests
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, rule_field, text_field
 from ctrl_megatron.sandbox.datasets.syntax import is_vacuous, walk_code
@@ -214,6 +215,7 @@ if "Solution" in globals() and hasattr(globals()["Solution"], "{name}"):
 """
 
 
+@long_integers()
 def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
     """From ``provided_data`` with ``test_list`` (a list, or its text as JSON or a Python literal),
     ``test_setup_code`` and ``entry_point`` (a name or several, or ``Solution().name`` for a
@@ -255,6 +257,8 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
             f"provided_data.entry_point must be a function's name, got {given!r}"[:200]
         )
     small = len(setup) + len(prompt) + sum(map(len, tests)) <= _REMEMBERED_CHARACTERS
+    if not small:
+        require_few_digits("\n".join((setup, prompt, *tests)), "provided_data")
     problem = (_read_once if small else _read)(tuple(tests), setup, entries, prompt)
     rule = rule_field(data, STRICT)
     if rule not in (STRICT, LIVE_CODE_BENCH):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import pickle
 import zlib
 from typing import Any
+
+from ctrl_megatron.sandbox.datasets.long_integers import loads
 
 _MAX_BYTES = 256 << 20
 _MAX_NODES = 5_000_000
@@ -24,11 +25,11 @@ def read_payload(text: str, where: str) -> Any:
     """
     try:
         try:
-            return json.loads(text)
+            return loads(text)
         except ValueError:
             raw = _decompressed(text, where)
         try:
-            return json.loads(raw)
+            return loads(raw)
         except ValueError:
             return _unpickle(raw, where)
     except RecursionError as error:

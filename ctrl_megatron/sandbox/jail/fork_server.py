@@ -165,8 +165,8 @@ def _run_candidate(
     linux.close_all_but(2, spec, calls)
     job = frames.receive_spec(spec)
     directory = confinement.enter(job)
-    seconds = confinement.limits.job_seconds
-    confinement.apply(directory, memory_mb=job["memory_mb"], cpu_seconds=seconds)
+    seconds, memory = job["problem_seconds"], job["memory_mb"]
+    confinement.apply(directory, memory_mb=memory, cpu_seconds=seconds)
     serve_calls(calls, job["prelude"], job["code"], job["stubs"])
 
 

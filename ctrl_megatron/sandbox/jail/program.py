@@ -5,6 +5,8 @@ Python as ``__main__`` of a fresh interpreter, or a command (compiler, binary, s
 from __future__ import annotations
 
 import atexit
+import builtins
+import functools
 import gc
 import io
 import os
@@ -13,6 +15,7 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import files, frames, linux
@@ -27,6 +30,20 @@ PYTHON_STACK = 120 << 20
 beyond, the interpreter crashes. The kernel keeps 128 MiB free for a stack.
 """
 _NOT_EXECUTED = 127
+_STREAMS = (
+    ("stdin", "r", "strict"),
+    ("stdout", "w", "strict"),
+    ("stderr", "w", "backslashreplace"),
+)
+_DESCRIPTORS = {
+    **{f"/dev/{name}": number for number, (name, *_) in enumerate(_STREAMS)},
+    **{
+        f"{folder}/{number}": number
+        for folder in ("/dev/fd", "/proc/self/fd")
+        for number in range(3)
+    },
+}
+_OS_OPEN = os.open
 _HARNESS: list[str] = []
 _HIDDEN: list[types.ModuleType | None] = []
 
@@ -110,25 +127,60 @@ def _run_command(directory: str, profile: str, command: list[str]) -> NoReturn:
 
 
 def harness_modules() -> list[str]:
-    """Names of our modules that are imported; kept for ``forget_harness``."""
+    """Names of our modules that are imported; kept for ``begin_program``."""
     _HARNESS[:] = [name for name in sys.modules if name.startswith("ctrl_megatron")]
     return _HARNESS
 
 
-def fresh_streams() -> None:
-    """Text streams over the descriptors 0, 1 and 2 in place of the fork server's."""
-    source = io.BufferedReader(io.FileIO(0, closefd=False))
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(source, encoding="utf-8")  # type: ignore[misc]
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
-        errors = "strict" if name == "stdout" else "backslashreplace"
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors=errors)
+def begin_program() -> None:
+    """Make this process what a program finds when an interpreter has just started.
+
+    Streams of its own and no module of ours; randomness of its own it has since the fork. Integers
+    may be of any length: what long ones take of time is the program's.
+    """
+    _open_streams()
+    _forget_harness()
+    sys.set_int_max_str_digits(0)
+
+
+def _open_streams() -> None:
+    """Text streams over the descriptors 0, 1 and 2, named as the interpreter names its own."""
+    for number, (name, mode, errors) in enumerate(_STREAMS):
+        lines = 1 if name == "stderr" else -1
+        # It lives as long as the program.
+        stream: Any = open(number, mode, lines, "utf-8", errors, closefd=False)  # noqa: SIM115
+        stream.buffer.raw.name = f"<{name}>"
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    if not os.path.exists("/dev/fd/0"):
+        io.open = builtins.open = _opening(open)
+        os.open = _opening(os.open)
 
 
-def forget_harness() -> None:
-    """Take our modules out of the program's sight; randomness of its own it has since the fork."""
+def _opening(system: Callable[..., Any]) -> Callable[..., Any]:
+    """``open`` that knows the streams' names, where no /proc gives them: ``/dev/stdin`` and its kin
+    share the descriptor's place in its file, as they do where it is a pipe.
+    """
+
+    @functools.wraps(system)
+    def opening(file: Any, *arguments: Any, **named: Any) -> Any:
+        text = os.fsdecode(file) if isinstance(file, (bytes, os.PathLike)) else file
+        number = _DESCRIPTORS.get(text) if isinstance(text, str) else None
+        if number is None:
+            return system(file, *arguments, **named)
+        own = os.dup(number)
+        if system is _OS_OPEN:
+            return own
+        stream = system(own, *arguments, **named)
+        buffer = getattr(stream, "buffer", stream)
+        getattr(buffer, "raw", buffer).name = text
+        return stream
+
+    return opening
+
+
+def _forget_harness() -> None:
+    """Take our modules out of the program's sight."""
     # A copied list: walking all modules would touch, and so copy, memory shared with the fork
     # server. Kept: taking them down would touch as much.
     _HIDDEN.extend(sys.modules.pop(name, None) for name in _HARNESS or harness_modules())
@@ -140,8 +192,7 @@ def _run_python(directory: str, code: str, prelude: str) -> NoReturn:
     """
     path = os.path.join(directory, _MAIN)
     linux.allow_stack(PYTHON_STACK)
-    fresh_streams()
-    forget_harness()
+    begin_program()
     sys.argv, sys.path[:0] = [path], [directory]
     sys.orig_argv = [sys.executable, path]
     module = types.ModuleType("__main__")

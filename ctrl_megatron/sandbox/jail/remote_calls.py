@@ -169,8 +169,7 @@ def serve_calls(fd: int, prelude: str, code: str, entry_points: list[str]) -> No
     point is not there for the program.
     """
     linux.allow_stack(program.PYTHON_STACK)
-    program.fresh_streams()
-    program.forget_harness()
+    program.begin_program()
     # Not __main__: a program's main guard reads stdin and prints, it is not what is judged.
     module = types.ModuleType("solution")
     sys.modules["solution"] = module

@@ -2,11 +2,13 @@
 goes.
 
 Denied: new processes and programs, sockets, signals to others, tracing, anonymous executable memory
-files, shared memory outside the address-space limit, keys, eBPF, io_uring, mounts, namespaces,
-clocks and scheduling, signals by way of a descriptor's owner; and what would make the library files
-that all jobs share a channel between them: locks, watches, leases, a look at or a say in what the
-page cache holds. Threads work. Where Landlock alone guards the machine's files, what it does not
-mediate is denied too. Source: Linux ``include/uapi/linux/seccomp.h`` and ``bpf_common.h``.
+files, shared memory outside the address-space limit, keys, eBPF, mounts, namespaces, clocks and
+scheduling, signals by way of a descriptor's owner; what takes from a store that the whole machine
+or user has but once (asynchronous I/O of both kinds, timers that hold a signal); and
+what would make library files that all jobs share a channel between them: locks, watches, leases,
+a look at or a say in what the page cache holds. Threads work. Where Landlock alone guards the
+machine's files, what it does not mediate is denied too. Source: Linux
+``include/uapi/linux/seccomp.h`` and ``bpf_common.h``.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ DENIED: dict[str, tuple[int, ...]] = {
         *(240, 241, 242, 243, 244, 245),  # mq_*
         *(248, 249, 250, 321, 298, 323),  # keys bpf perf_event_open userfaultfd
         *(425, 426, 427),  # io_uring
+        *(206, 207, 208, 209, 210, 333),  # io_setup destroy getevents submit cancel pgetevents
+        *(222,),  # timer_create
         *(165, 166, 155, 161, 428, 429, 430, 431, 432, 433, 442),  # mount family
         *(272, 308),  # unshare setns
         *(203, 144, 142, 314, 141, 251, 239, 237, 238, 256, 279),  # scheduling, NUMA
@@ -65,6 +69,8 @@ DENIED: dict[str, tuple[int, ...]] = {
         *(180, 181, 182, 183, 184, 185),
         *(217, 218, 219, 280, 241, 282),
         *(425, 426, 427),
+        *(0, 1, 4, 2, 3, 292),
+        *(107,),
         *(40, 39, 41, 51, 428, 429, 430, 431, 432, 433, 442),
         *(97, 268),
         *(122, 119, 118, 274, 140, 30, 235, 237, 238, 239),

@@ -39,7 +39,8 @@ _TICK_SECONDS = 0.05
 Job = dict[str, Any]
 """What a worker is to do. ``kind`` is ``program`` (with ``stdin``, ``files``, ``fetch`` and perhaps
 ``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``marked``, ``stubs``,
-``in_place``, ``run_all``); both have ``code``, ``prelude``, ``seconds`` and ``memory_mb``."""
+``in_place``, ``run_all``, ``problem_seconds``); both have ``code``, ``prelude``, ``seconds``,
+``memory_mb``."""
 
 
 class JobReport(TypedDict):
@@ -50,8 +51,9 @@ class JobReport(TypedDict):
     verdicts: list[list[Any]]
     """Of ``asserts``, for each test that was run: index, status, reason, seconds."""
     stopped: str | None
-    """Why it was cut short: ``timeout``, ``job_timeout``, ``output``, ``disk``, ``fetch``,
-    ``cancelled``, or ``broke`` for a program that brought its workers down."""
+    """Why it was cut short: ``timeout``, ``output``, ``disk``, ``fetch``, ``cancelled``. The
+    service adds ``job_timeout``, where it cancelled the job because the time of the whole problem
+    was over, and ``broke`` for a program that brought its workers down."""
     exit: int | None
     """Wait status of the program."""
     wall: float
@@ -198,7 +200,7 @@ class _JobRun:
         self._running = True
         self._spare: socket.socket | None = None
         """The line to a candidate that the judge has not asked for yet."""
-        self._deadline = self._job_deadline = self._patience = self._ticked = 0.0
+        self._deadline = self._patience = self._ticked = 0.0
 
     def run(self) -> dict[str, Any]:
         """The report for the service."""
@@ -219,9 +221,8 @@ class _JobRun:
                 line.close()
 
     def _begin(self, now: float) -> None:
-        seconds, limits = float(self._job["seconds"]), self._confinement.limits
+        seconds = float(self._job["seconds"])
         self._deadline = now + seconds
-        self._job_deadline = now + max(limits.job_seconds, seconds + _GRACE_SECONDS)
         self._on_read(self._control, self._service_speaks)
         stdout, self._stdout_given = self._pipe()
         stderr, self._stderr_given = self._pipe()
@@ -273,7 +274,8 @@ class _JobRun:
                 spec, line_given.fileno(), self._stdout_given, self._stderr_given
             )
         self._close(spec)
-        self._send_spec(given, ("code", "prelude", "stubs", "memory_mb"), **self._place())
+        names = ("code", "prelude", "stubs", "memory_mb", "problem_seconds")
+        self._send_spec(given, names, **self._place())
         return line
 
     def _place(self) -> dict[str, Any]:
@@ -297,9 +299,9 @@ class _JobRun:
         # Without a tick nothing needs a look before something is to be read.
         ticks = self._judged or not self._confinement.isolated
         while self._running and self._stopped is None:
-            left = min(self._deadline, self._job_deadline) - time.monotonic()
+            left = self._deadline - time.monotonic()
             if left <= 0:
-                self._stopped = "timeout" if self._deadline <= self._job_deadline else "job_timeout"
+                self._stopped = "timeout"
                 break
             for key, _ in self._selector.select(min(left, _TICK_SECONDS) if ticks else left):
                 key.data()

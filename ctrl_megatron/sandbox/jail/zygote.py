@@ -1,7 +1,8 @@
 """A worker process: isolates itself once, imports what programs import, then divides into a
 supervisor, which reads jobs, and a fork server, which never sees one.
 
-Started as ``python -I -S -B -c "...; main(fd)"``; the descriptor is a socket to the service.
+Started as ``python -s -P -S -B -c "...; main(fd)"`` with a fixed seed of hashes; the descriptor
+is a socket to the service.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ctrl_megatron.sandbox.jail import frames, isolation, linux, namespaces, pro
 from ctrl_megatron.sandbox.jail.fork_server import ForkServer, serve_forks
 from ctrl_megatron.sandbox.jail.isolation import Confinement
 from ctrl_megatron.sandbox.jail.supervisor import serve_jobs
-from ctrl_megatron.sandbox.limits import SandboxLimits
+from ctrl_megatron.sandbox.limits import INTEGER_DIGITS, SandboxLimits
 
 _REFUSED = 3
 _SETUP_BYTES = 1 << 20
@@ -36,6 +37,7 @@ is copied into the page tables of every job."""
 def main(fd: int) -> None:
     """Serve jobs on the socket ``fd`` until the service closes it or dies."""
     setup = frames.receive(fd, limit=_SETUP_BYTES)
+    sys.set_int_max_str_digits(INTEGER_DIGITS)
     linux.die_with_parent(setup["service_pid"])
     try:
         # The kernel ends programs before the service and the trainer; children inherit it.

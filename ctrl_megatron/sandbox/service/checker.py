@@ -9,48 +9,76 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ctrl_megatron.sandbox.datasets.problems import CheckerProgram, StdioCase
 from ctrl_megatron.sandbox.languages import language_named
-from ctrl_megatron.sandbox.service.programs import Program, ProgramRun, ProgramRunner, to_base64
+from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
+from ctrl_megatron.sandbox.service.programs import (
+    STOP_REASONS,
+    Program,
+    ProgramRun,
+    ProgramRunner,
+    to_base64,
+)
 from ctrl_megatron.sandbox.service.workers import WorkerFault
 
 _REJECTS = (1, 2)
 """Exit statuses that mean a wrong answer, as testlib has them; others mean that it broke."""
 
 
+class CheckerScore(NamedTuple):
+    """What a checker says of one output."""
+
+    score: float
+    """In [0, 1]."""
+    reason: str
+    """Why it is not 1."""
+    timed_out: bool = False
+    """The checker's time decided it."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutputChecker:
-    """A checker that is ready to run."""
+    """A checker that is ready to run; what it takes of time is counted by the problem's clock."""
 
     _runner: ProgramRunner
     _checker: CheckerProgram
     _program: Program
+    _clock: ProblemClock
 
     @classmethod
-    async def prepare(cls, runner: ProgramRunner, checker: CheckerProgram) -> OutputChecker:
-        """Compile where needed. Raises ``ValueError`` for a checker that cannot be used."""
+    async def prepare(
+        cls, runner: ProgramRunner, checker: CheckerProgram, clock: ProblemClock
+    ) -> OutputChecker:
+        """Compile where needed. Raises ``ValueError`` for a checker that cannot be used,
+        ``WorkerFault`` for one that the compiler did not finish in time.
+        """
         program = await runner.prepare(language_named(checker.language), checker.code)
         if program.not_compiled is not None:
-            raise ValueError(f"provided_data.checker: {program.not_compiled.failure}")
-        return cls(runner, checker, program)
+            trouble = f"provided_data.checker: {program.not_compiled.failure}"
+            raise WorkerFault(trouble) if program.not_compiled.timed_out else ValueError(trouble)
+        return cls(runner, checker, program, clock)
 
-    async def score(self, case: StdioCase, output: str) -> tuple[float, str]:
-        """Score in [0, 1] and why it is not 1. Raises ``ValueError`` for a checker that fails."""
+    async def score(self, case: StdioCase, output: str) -> CheckerScore:
+        """How good ``output`` is. Raises ``ValueError`` for a checker that fails."""
         run = await self._run(case, output)
         scored = _read_score(run)
         if scored is not None:
             return scored
         # Did this output break the checker, or is the checker broken?
         reference = await self._run(case, case.output)
+        if self._clock.over:
+            return CheckerScore(0.0, STOP_REASONS["job_timeout"], timed_out=True)
         verdict = _read_score(reference)
         if verdict is None and reference.timed_out:
             raise WorkerFault("provided_data.checker ran out of time on the reference answer")
-        if verdict is None or verdict[0] < 1:
+        if verdict is None or verdict.score < 1:
             raise ValueError(
                 f"provided_data.checker fails on the reference answer: {_account(reference)}"
             )
-        return 0.0, f"the checker broke on this output: {_account(run)}"
+        text = f"the checker broke on this output: {_account(run)}"
+        return CheckerScore(0.0, text, run.timed_out)
 
     async def _run(self, case: StdioCase, output: str) -> ProgramRun:
         texts = {"input": case.input, "answer": case.output, "output": output}
@@ -59,15 +87,16 @@ class OutputChecker:
             seconds=self._checker.seconds,
             contents={f"{name}.txt": to_base64(text) for name, text in texts.items()},
             arguments=[f"{name}.txt" for name in self._checker.order],
+            clock=self._clock,
         )
 
 
-def _read_score(run: ProgramRun) -> tuple[float, str] | None:
+def _read_score(run: ProgramRun) -> CheckerScore | None:
     """None for a checker that broke."""
     result = run.response.run_result
     if result is not None and result.return_code in _REJECTS:
         text = ((result.stderr or "").strip() or run.stdout.strip()).rpartition("\n")[2]
-        return 0.0, f"rejected by the checker: {text}"[:1000]
+        return CheckerScore(0.0, f"rejected by the checker: {text}"[:1000])
     if result is None or result.return_code != 0:
         return None
     first, *rest = run.stdout.split(maxsplit=1) or ["1"]
@@ -78,7 +107,9 @@ def _read_score(run: ProgramRun) -> tuple[float, str] | None:
     if not (math.isfinite(score) and 0 <= score <= 1):
         return None
     text = (result.stderr or "").strip() or "".join(rest).strip()
-    return score, "" if score == 1 else f"score {score:g} by the checker: {text}"[:1000]
+    return CheckerScore(
+        score, "" if score == 1 else f"score {score:g} by the checker: {text}"[:1000]
+    )
 
 
 def _account(run: ProgramRun) -> str:

@@ -32,11 +32,13 @@ from ctrl_megatron.sandbox.languages import (
 )
 from ctrl_megatron.sandbox.limits import CASE_CHARACTERS, VERDICT_CHARACTERS
 from ctrl_megatron.sandbox.service.checker import OutputChecker
+from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
 from ctrl_megatron.sandbox.service.programs import (
     DEFAULT_CPP_STANDARD,
     STOP_REASONS,
     Program,
     ProgramRunner,
+    problem_seconds_within,
     run_response,
     seconds_within,
 )
@@ -63,6 +65,7 @@ class Submission:
     problem: GradedProblem
     language: Language
     extracted: ExtractedProgram
+    clock: ProblemClock
 
     @property
     def shown(self) -> int:
@@ -147,6 +150,10 @@ async def _read(runner: ProgramRunner, request: wire.SubmitRequest) -> Submissio
     problem = await aside(READERS[kind], data)
     if compatibility is not None and not isinstance(problem, FunctionProblem):
         problem = replace(problem, rule=SANDBOX_FUSION)
+    asked = problem.seconds if config.run_timeout is None else config.run_timeout
+    seconds = problem_seconds_within(
+        runner.limits, config.extra.get("problem_seconds"), seconds_within(runner.limits, asked)
+    )
     extracted = (
         extract_code(request.completion, language)
         if len(request.completion) < _SHORT
@@ -158,6 +165,7 @@ async def _read(runner: ProgramRunner, request: wire.SubmitRequest) -> Submissio
         problem=_first_cases(problem, config.extra.get("max_cases")),
         language=language,
         extracted=extracted,
+        clock=ProblemClock(seconds),
     )
 
 
@@ -190,14 +198,19 @@ async def _judge(submission: Submission) -> wire.EvalResult:
     sources = problem.sources if isinstance(problem, ScoredProblem) else {}
     if sources and not language.compiled:
         raise ValueError(f"provided_data.grader_files need language cpp, got {language.name!r}")
+    limits, clock = submission.runner.limits, submission.clock
+    compiling = limits.test_seconds if config.compile_timeout is None else config.compile_timeout
     program = await submission.runner.prepare(
         language,
         submission.extracted.code,
-        compile_seconds=config.compile_timeout,
+        compile_seconds=min(compiling, clock.left),
         standard=str(config.extra.get("cpp_standard", DEFAULT_CPP_STANDARD)),
         with_sources=sources,
         prelude=problem.prelude if isinstance(problem, StdioProblem) else "",
     )
+    if program.compilation is not None:
+        # As long as it took when it was done: a program that was compiled before has no more time.
+        clock.spend(program.compilation.result.execution_time or 0.0)
     score_case = await _case_scorer(submission, problem, program)
     if isinstance(problem, ScoredProblem):
         return await _score_subtasks(submission, problem, score_case)
@@ -232,7 +245,8 @@ async def _in_order(
 
     A few are under way at a time: a request of hundreds must not hold a job for each. After so many
     cases that ran out of time those behind them fail unseen, as asserts do: a program that loops
-    would hold a worker for as many time limits as there are cases.
+    would hold a worker for as many time limits as there are cases. Once the problem's time is over
+    every case that has no verdict fails.
     """
     if not submission.run_all:
         scored = []
@@ -241,18 +255,22 @@ async def _in_order(
             if not scored[-1][0].passed:
                 break
         return scored
-    most = submission.runner.limits.max_timeouts
+    most, clock = submission.runner.limits.max_timeouts, submission.clock
     slots, end = asyncio.Semaphore(_AT_ONCE), len(cases)
 
     async def score(number: int) -> tuple[wire.EvalTestCase, float]:
         nonlocal end
         async with slots:
             result = await score_case(cases[number])
-        if _timed_out(result[0]) and not submission.compatible:
+        if result[0].timed_out and not submission.compatible:
             late.append(number)
             if len(late) >= most:
                 end = sorted(late)[most - 1] + 1
                 for task in tasks[end:]:
+                    task.cancel()
+        if clock.over:
+            for task in tasks:
+                if task is not asyncio.current_task():
                     task.cancel()
         return result
 
@@ -262,22 +280,22 @@ async def _in_order(
             tasks = [group.create_task(score(number)) for number in range(len(cases))]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    unseen = f"not run: {most} tests timed out before"
+    behind = f"not run: {most} tests timed out before"
+    over = f"not run: {STOP_REASONS['job_timeout']}"
     return [
-        task.result() if number < end else (_not_run(case, submission.shown, unseen), 0.0)
+        (_not_run(case, submission.shown, behind), 0.0)
+        if number >= end
+        else (_not_run(case, submission.shown, over), 0.0)
+        if task.cancelled()
+        else task.result()
         for number, (task, case) in enumerate(zip(tasks, cases, strict=True))
     ]
-
-
-def _timed_out(verdict: wire.EvalTestCase) -> bool:
-    run = verdict.exec_info.run_result
-    return run is not None and run.status is wire.CommandRunStatus.TIME_LIMIT_EXCEEDED
 
 
 def _not_run(case: StdioCase, shown: int, reason: str) -> wire.EvalTestCase:
     texts = {"input": case.input[:shown], "expected": case.output[:shown], "output": ""}
     run = run_response(code=1, timed_out=False, seconds=None, stderr=reason)
-    info = {**case.labels, **texts, "reason": reason}
+    info = {**case.labels, **texts, "reason": reason, "timed_out": True}
     return wire.EvalTestCase(passed=False, exec_info=run, test_info=info)
 
 
@@ -301,17 +319,21 @@ async def _test_functions(
         "seconds": seconds_within(limits, submission.seconds),
         "memory_mb": limits.memory_mb,
         "run_all": run_all,
+        "problem_seconds": submission.clock.left,
     }
-    report = await submission.runner.pool.run(job, max(limits.job_seconds, job["seconds"]))
+    clock = submission.clock
+    report = await submission.runner.pool.run(job, clock.left, clock)
     shown = submission.shown
     verdicts = [_assert_verdict(problem, shown, *row) for row in report["verdicts"]]
     ended = bool(verdicts) and not verdicts[-1].passed and not run_all
     stopped = report["stopped"] or ""
-    status = "timeout" if "timeout" in stopped else "failed"
+    late = "timeout" in stopped
+    status, behind = ("timeout", "not_run") if late else ("failed", "failed")
     reason = STOP_REASONS.get(stopped, "not run")
     while len(verdicts) < len(problem.tests) and not ended:
         verdicts.append(_assert_verdict(problem, shown, len(verdicts), status, reason, None))
-        status, reason = "failed", f"not run: {reason}"[:200]
+        if status != behind:
+            status, reason = behind, f"not run: {reason}"[:200]
         ended = not run_all
     return verdicts
 
@@ -328,7 +350,9 @@ def _assert_verdict(
     run = run_response(
         code=int(not passed), timed_out=status == "timeout", seconds=seconds, stderr=reason
     )
-    info = {"test": problem.tests[index][:shown], "reason": reason}
+    info: dict[str, Any] = {"test": problem.tests[index][:shown], "reason": reason}
+    if status == "not_run":
+        info["timed_out"] = True
     if problem.cases:
         info |= {name: text[:shown] for name, text in problem.cases[index].items()}
     return wire.EvalTestCase(passed=passed, exec_info=run, test_info=info)
@@ -342,16 +366,23 @@ async def _case_scorer(
     """
     checker = None
     if problem.checker is not None:
-        checker = await OutputChecker.prepare(submission.runner, problem.checker)
+        checker = await OutputChecker.prepare(submission.runner, problem.checker, submission.clock)
 
     async def score_case(case: StdioCase) -> tuple[wire.EvalTestCase, float]:
+        late, clock = False, submission.clock
         run = await submission.runner.run(
-            program, stdin=case.input, seconds=submission.seconds, expected=case.output
+            program,
+            stdin=case.input,
+            seconds=submission.seconds,
+            expected=case.output,
+            clock=clock,
         )
         if run.failure:
             score, reason = 0.0, run.failure
+            if run.timed_out and clock.over:
+                reason = STOP_REASONS["job_timeout"]
         elif checker is not None:
-            score, reason = await checker.score(case, run.stdout)
+            score, reason, late = await checker.score(case, run.stdout)
         else:
             fold = isinstance(problem, StdioProblem) and problem.ignore_case
             compare = functools.partial(difference, ignore_case=fold)
@@ -370,6 +401,7 @@ async def _case_scorer(
             "expected": case.output[:shown],
             "output": run.stdout[:shown],
             "reason": reason[:shown],
+            **({"timed_out": True} if late else {}),
         }
         passed = score == 1 and run.response.status is wire.RunStatus.SUCCESS
         told = _cut(run.response, shown)

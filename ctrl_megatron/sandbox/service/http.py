@@ -1,14 +1,19 @@
 """The HTTP service: SandboxFusion's routes over the pool of workers, and what every request passes
 before: counting, errors as JSON, the token, the refusal of new work while the service ends.
+
+A client may name its request (``wire.JOB_HEADER``). It then hears from the service while its work
+waits or goes on, and may ask again without starting it anew.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import ipaddress
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
@@ -18,14 +23,21 @@ from pydantic import BaseModel, ValidationError
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.access import is_allowed
 from ctrl_megatron.sandbox.datasets import READERS
-from ctrl_megatron.sandbox.limits import CHECKED_BYTES, JSON_VALUES, VERDICT_CHARACTERS
+from ctrl_megatron.sandbox.datasets.long_integers import loads
+from ctrl_megatron.sandbox.limits import (
+    CHECKED_BYTES,
+    JSON_VALUES,
+    MOST_WAIT_SECONDS,
+    VERDICT_CHARACTERS,
+)
+from ctrl_megatron.sandbox.service.connections import Doorkeeper
 from ctrl_megatron.sandbox.service.grading import grade
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
 from ctrl_megatron.sandbox.service.reading import aside
 from ctrl_megatron.sandbox.service.telemetry import CONTENT_TYPE, RequestTelemetry, metric_lines
+from ctrl_megatron.sandbox.service.under_way import UnknownWork, Work, WorkUnderWay
 from ctrl_megatron.sandbox.service.workers import (
-    CURRENT_CLIENT,
-    CURRENT_REQUEST,
+    CURRENT_SHARE,
     QueueFull,
     WorkerFault,
     WorkerPool,
@@ -37,7 +49,14 @@ OPEN_ROUTES = ("/v1/ping",)
 """Answered without a token, for health checks."""
 _RETRY_SECONDS = 2
 _CLIENT_LENGTH = 128
+_JOB_NUMBER = re.compile(r"[0-9A-Za-z_-]{16,128}").fullmatch
+_NETWORK_BITS = 64
+"""Of an address of IPv6, which one machine has all addresses of."""
 _log = logging.getLogger(__name__)
+
+
+class Overloaded(RuntimeError):
+    """The service holds as much as it may; the request may be sent again."""
 
 
 @dataclass(slots=True)
@@ -47,17 +66,47 @@ class ServiceState:
     pool: WorkerPool
     runner: ProgramRunner
     token: str | None = None
+    door: Doorkeeper | None = None
+    """Of the connections that requests come through."""
     telemetry: RequestTelemetry = field(default_factory=RequestTelemetry)
     draining: bool = False
     """The service ends: running requests finish, new ones are refused."""
-    running: int = 0
-    """Requests that do work: POST."""
+    arriving: int = 0
+    """Requests whose body is on its way."""
     held: int = 0
-    """Bytes that they hold, at most: their bodies and the verdicts on them."""
-    arrivals: Iterator[int] = field(default_factory=itertools.count)
-    """Numbers for requests."""
+    """Bytes of requests that have arrived, and of the verdicts on them at most."""
+    works: WorkUnderWay = field(default_factory=WorkUnderWay)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last request has ended while the service drains."""
+
+    def __post_init__(self) -> None:
+        self.works.on_change = self.look_if_idle
+
+    @property
+    def running(self) -> int:
+        """Requests that do work: POST."""
+        return self.arriving + self.works.open
+
+    def look_if_idle(self) -> None:
+        """Tell who drains that nothing runs any more."""
+        if self.running == 0 and self.draining:
+            self.idle.set()
+
+    def hold(self, size: int) -> None:
+        """Hold ``size`` bytes more. Raises ``Overloaded``; a single request is always taken."""
+        if self.held and self.held + size > self.pool.settings.limits.service_mb << 20:
+            raise Overloaded(f"the requests in work hold {self.held >> 20} MiB")
+        self.held += size
+
+    @contextmanager
+    def arrival(self) -> Iterator[None]:
+        """The body of a request is on its way."""
+        self.arriving += 1
+        try:
+            yield
+        finally:
+            self.arriving -= 1
+            self.look_if_idle()
 
     async def drain(self, seconds: float) -> None:
         """Refuse new work and wait for the running, at most ``seconds``."""
@@ -72,14 +121,18 @@ class ServiceState:
 STATE = web.AppKey("state", ServiceState)
 
 
-def build_app(pool: WorkerPool, *, token: str | None = None) -> web.Application:
-    """The application over a started pool; with ``token`` it wants that bearer token."""
-    app = web.Application(
-        client_max_size=pool.settings.limits.request_bytes, middlewares=[_count, _admit]
-    )
-    app[STATE] = ServiceState(pool, ProgramRunner(pool), token)
+def build_app(
+    pool: WorkerPool, *, token: str | None = None, door: Doorkeeper | None = None
+) -> web.Application:
+    """The application over a started pool; with ``token`` it wants that bearer token. ``door`` is
+    told of every request whether it waits for its client.
+    """
+    app = web.Application(middlewares=[_count, _admit])
+    app[STATE] = ServiceState(pool, ProgramRunner(pool), token, door)
     app.router.add_post("/run_code", run_code)
     app.router.add_post("/submit", submit)
+    app.router.add_get("/jobs/{number}", job)
+    app.router.add_delete("/jobs/{number}", give_up)
     app.router.add_get("/list_datasets", datasets)
     app.router.add_get("/v1/ping", ping)
     app.router.add_get("/stats", stats)
@@ -90,17 +143,34 @@ def build_app(pool: WorkerPool, *, token: str | None = None) -> web.Application:
 
 async def run_code(request: web.Request) -> web.Response:
     """Run one program; a fault of ours is a 200 with ``SandboxError``, as the contract has it."""
-    body = await _body(request, wire.RunCodeRequest)
+    runner = request.app[STATE].runner
     try:
-        return _json(await request.app[STATE].runner.run_code(body))
+        return await _work(request, wire.RunCodeRequest, runner.run_code)
     except WorkerFault as fault:
-        _log.error("run_code failed: %s", fault)
-        return _json(wire.RunCodeResponse(status=wire.RunStatus.SANDBOX_ERROR, message=str(fault)))
+        return _sandbox_error(fault)
 
 
 async def submit(request: web.Request) -> web.Response:
     """Judge one completion; a fault of ours is a 500, never a failed verdict."""
-    return _json(await grade(request.app[STATE].runner, await _body(request, wire.SubmitRequest)))
+    runner = request.app[STATE].runner
+    return await _work(request, wire.SubmitRequest, lambda body: grade(runner, body))
+
+
+async def job(request: web.Request) -> web.Response:
+    """The answer to a request that was sent before, or 202 while there is none."""
+    works = request.app[STATE].works
+    try:
+        return await _answer_of(request, works.find(request.match_info["number"]))
+    except UnknownWork as error:
+        return _refusal(404, str(error.args[0]))
+
+
+async def give_up(request: web.Request) -> web.Response:
+    """End the work of a request that was sent before; 204 whether or not there is any."""
+    works = request.app[STATE].works
+    with suppress(UnknownWork):
+        works.give_up(works.find(request.match_info["number"]))
+    return web.Response(status=204)
 
 
 async def datasets(request: web.Request) -> web.Response:
@@ -137,9 +207,10 @@ async def metrics(request: web.Request) -> web.Response:
         ("gauge", "sandbox_workers", "Workers.", pool.size),
         ("gauge", "sandbox_workers_free", "Workers without a job.", pool.queue.free),
         ("gauge", "sandbox_queue_length", "Jobs that wait.", pool.queue.waiting),
-        ("gauge", "sandbox_clients_waiting", "Clients with a job waiting.", pool.queue.clients),
+        ("gauge", "sandbox_clients_waiting", "Addresses with a job waiting.", pool.queue.peers),
         ("gauge", "sandbox_requests_running", "Requests in work.", state.running),
         ("gauge", "sandbox_requests_bytes", "What they may hold.", state.held),
+        ("gauge", "sandbox_connections", "Open connections.", state.door.open if state.door else 0),
         ("gauge", "sandbox_draining", "1 while the service ends.", state.draining),
     ]
     lines = list(state.telemetry.lines())
@@ -186,9 +257,16 @@ async def status(request: web.Request) -> web.Response:
 async def _count(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Outermost: count, time and log every answer; errors become JSON."""
     started, status = time.perf_counter(), 499
+    door, transport = request.app[STATE].door, request.transport
+    if door is not None:
+        door.headed(transport)
+        if request.method != "POST":
+            door.served(transport)
     try:
         response = await _answer(request, handler)
         status = response.status
+        if door is not None and door.answered(transport):
+            response.force_close()
         return response
     finally:
         # 499: the client left before the answer.
@@ -221,22 +299,7 @@ async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     if encoding.strip().lower() != "identity":
         # It would hold more memory than the length that it declares.
         return _refusal(415, f"the body is packed ({encoding[:_CLIENT_LENGTH]}): send it as it is")
-    limits, size = state.pool.settings.limits, request.content_length
-    # A body of unknown length may be as long as any. Text takes up to four bytes a character.
-    size = 4 * VERDICT_CHARACTERS + (limits.request_bytes if size is None else size)
-    if state.held + size > limits.service_mb << 20 and state.running:
-        return _busy(f"the requests in work hold {state.held >> 20} MiB")
-    CURRENT_CLIENT.set(_client(request))
-    CURRENT_REQUEST.set(next(state.arrivals))
-    state.running += 1
-    state.held += size
-    try:
-        return await handler(request)
-    finally:
-        state.running -= 1
-        state.held -= size
-        if state.running == 0 and state.draining:
-            state.idle.set()
+    return await handler(request)
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -247,7 +310,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _refusal(422, detail)
     except ValueError as error:
         return _refusal(400, str(error))
-    except QueueFull as error:
+    except (QueueFull, Overloaded) as error:
         return _busy(str(error))
     except WorkerFault as error:
         _log.error("%s failed: %s", request.path, error)
@@ -270,24 +333,106 @@ def _busy(detail: str) -> web.Response:
 
 
 def _client(request: web.Request) -> str:
-    """Whom to be fair to: the name that the client gives itself, else its address."""
+    """Who it is for the log: the name that the client gives itself, else its address."""
     named = request.headers.get(wire.CLIENT_HEADER, "")[:_CLIENT_LENGTH]
     return named or (request.remote or "unknown")
 
 
-async def _body(request: web.Request, kind: type[BodyT]) -> BodyT:
-    seconds = request.app[STATE].pool.settings.limits.body_seconds
+def peer_of(address: str | None) -> str:
+    """Whom to be fair to: where a request comes from, which its sender cannot choose at will."""
     try:
-        async with asyncio.timeout(seconds):
-            text = await request.read()
+        parsed = ipaddress.ip_address((address or "").partition("%")[0])
+    except ValueError:
+        return "unknown"
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    parsed = mapped or parsed
+    if parsed.is_loopback:
+        return "loopback"
+    if parsed.version == 6:
+        return str(ipaddress.ip_network((parsed, _NETWORK_BITS), strict=False))
+    return str(parsed)
+
+
+async def _work(
+    request: web.Request, kind: type[BodyT], do: Callable[[BodyT], Awaitable[BaseModel]]
+) -> web.Response:
+    """Do what a request of ``kind`` asks for, or join who does it already."""
+    state = request.app[STATE]
+    number = request.headers.get(wire.JOB_HEADER, "")
+    if number and not _JOB_NUMBER(number):
+        return _refusal(400, f"{wire.JOB_HEADER} must be 16 to 128 letters, digits, - or _")
+    with state.arrival():
+        body = await _body(request)
+        CURRENT_SHARE.set(state.pool.queue.enter(peer_of(request.remote)))
+
+        async def answer() -> str:
+            # Text takes up to four bytes a character.
+            size = len(body) + 4 * VERDICT_CHARACTERS
+            state.hold(size)
+            try:
+                return _text(await do(await _parsed(body, kind)))
+            finally:
+                state.held -= size
+
+        work = state.works.begin(number, body, answer)
+    return await _answer_of(request, work)
+
+
+async def _answer_of(request: web.Request, work: Work) -> web.Response:
+    """What came of the work, or 202 when the client does not want to wait longer."""
+    works, seconds = request.app[STATE].works, None
+    if work.named:
+        asked = request.headers.get(wire.WAIT_HEADER, "")
+        wanted = float(asked) if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", asked) else MOST_WAIT_SECONDS
+        seconds = min(wanted, MOST_WAIT_SECONDS)
+    text = await works.wait(work, seconds)
+    if text is None:
+        where = f"/jobs/{work.number}"
+        return web.json_response({"detail": "under way"}, status=202, headers={"Location": where})
+    return web.Response(text=text, content_type="application/json")
+
+
+async def _body(request: web.Request) -> bytes:
+    """The request's body, counted as it arrives: what is declared and never sent holds nothing."""
+    state, parts, size = request.app[STATE], list[bytes](), 0
+    limits = state.pool.settings.limits
+    too_large = web.HTTPRequestEntityTooLarge(max_size=limits.request_bytes, actual_size=size)
+    if (request.content_length or 0) > limits.request_bytes:
+        raise too_large
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in request.content.iter_any():
+                state.hold(len(part))
+                size += len(part)
+                parts.append(part)
+                if size > limits.request_bytes:
+                    raise too_large
     except TimeoutError as error:
-        reason = f"the request's body did not arrive within {seconds:g} s"
+        reason = f"the request's body did not arrive within {limits.body_seconds:g} s"
         raise web.HTTPRequestTimeout(reason=reason) from error
-    if len(text) > CHECKED_BYTES:
+    finally:
+        state.held -= size
+    if state.door is not None:
+        state.door.served(request.transport)
+    return b"".join(parts)
+
+
+async def _parsed(body: bytes, kind: type[BodyT]) -> BodyT:
+    if len(body) > CHECKED_BYTES:
         # Other requests go on meanwhile; the parser itself lets nobody else run.
-        await aside(_check_values, text)
-        return await aside(kind.model_validate_json, text)
-    return kind.model_validate_json(text)
+        await aside(_check_values, body)
+        return await aside(_read_json, body, kind)
+    return _read_json(body, kind)
+
+
+def _read_json(body: bytes, kind: type[BodyT]) -> BodyT:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        # Pydantic's parser stops at integers of 4,300 digits.
+        if "number out of range" not in str(error):
+            raise
+    return kind.model_validate(loads(body))
 
 
 def _check_values(text: bytes) -> None:
@@ -307,10 +452,15 @@ def _check_values(text: bytes) -> None:
             raise ValueError(f"the request holds more than {JSON_VALUES} JSON values")
 
 
-def _json(record: BaseModel) -> web.Response:
+def _text(record: BaseModel) -> str:
     try:
-        text = record.model_dump_json()
+        return record.model_dump_json()
     except ValueError as error:
         # Ours to mend, not the request's fault.
         raise WorkerFault(f"the answer cannot be written as JSON: {error}") from error
-    return web.Response(text=text, content_type="application/json")
+
+
+def _sandbox_error(fault: WorkerFault) -> web.Response:
+    _log.error("run_code failed: %s", fault)
+    record = wire.RunCodeResponse(status=wire.RunStatus.SANDBOX_ERROR, message=str(fault))
+    return web.Response(text=_text(record), content_type="application/json")

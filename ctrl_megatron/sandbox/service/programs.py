@@ -13,6 +13,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.jail import files
@@ -27,13 +28,14 @@ from ctrl_megatron.sandbox.limits import (
     SHELL_MEMORY_MB,
     SandboxLimits,
 )
+from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
 from ctrl_megatron.sandbox.service.workers import WorkerPool
 
 CPP_STANDARDS = ("c++11", "c++14", "c++17", "c++20")
 DEFAULT_CPP_STANDARD = "c++17"
 STOP_REASONS = {
     "timeout": "time limit exceeded",
-    "job_timeout": "time limit of the whole problem exceeded",
+    "job_timeout": "the problem's time is over",
     "output": "output limit exceeded",
     "disk": "disk limit exceeded",
     "fetch": f"the files to fetch take more than {FETCHED_BYTES >> 20} MiB",
@@ -98,9 +100,8 @@ class ProgramRun:
 
     @property
     def timed_out(self) -> bool:
-        """Whether it used up its time."""
-        run = self.response.run_result
-        return run is not None and run.status is wire.CommandRunStatus.TIME_LIMIT_EXCEEDED
+        """Whether it, or the compiler, used up its time."""
+        return self.response.timed_out
 
     @property
     def failure(self) -> str:
@@ -164,9 +165,11 @@ class ProgramRunner:
         fetch: Sequence[str] = (),
         arguments: Sequence[str] = (),
         expected: str = "",
+        clock: ProblemClock | None = None,
     ) -> ProgramRun:
-        """Run once. ``contents``: path -> base64. ``expected``: an output that must be kept whole,
-        however long. Raises ``ValueError`` for what is not granted.
+        """Run once, while the problem's ``clock`` is not over. ``contents``: path -> base64.
+        ``expected``: an output that must be kept whole, however long. Raises ``ValueError`` for
+        what is not granted.
         """
         if program.not_compiled is not None:
             return program.not_compiled
@@ -198,7 +201,7 @@ class ProgramRunner:
             job["prelude"] = program.prelude
         # No character takes more than four bytes.
         job["output_bytes"] = max(self.limits.output_bytes, 4 * len(expected))
-        report = await self.pool.run(job, job["seconds"])
+        report = await self.pool.run(job, job["seconds"], clock)
         response = _job_response(report, fetch)
         if compilation is not None:
             response.compile_result = compilation.result
@@ -304,6 +307,19 @@ def seconds_within(limits: SandboxLimits, wanted: float | None) -> float:
         raise ValueError(
             f"run_timeout must be in (0, {limits.max_test_seconds:g}] seconds, got {wanted:g}"
         )
+    return float(wanted)
+
+
+def problem_seconds_within(limits: SandboxLimits, wanted: Any, test_seconds: float) -> float:
+    """The time of a whole problem, of which one test may take ``test_seconds``. Raises
+    ``ValueError`` for one beyond the limit.
+    """
+    if wanted is None:
+        return max(limits.problem_seconds, test_seconds)
+    number = isinstance(wanted, (int, float)) and not isinstance(wanted, bool)
+    if not number or not 0 < wanted <= limits.max_problem_seconds:
+        most = f"{limits.max_problem_seconds:g}"
+        raise ValueError(f"extra.problem_seconds must be in (0, {most}], got {wanted!r}"[:200])
     return float(wanted)
 
 

@@ -19,12 +19,12 @@ from aiohttp import web
 
 from ctrl_megatron.sandbox.access import publish_endpoints, require_safe_address
 from ctrl_megatron.sandbox.jail import linux
-from ctrl_megatron.sandbox.service.http import STATE, build_app
+from ctrl_megatron.sandbox.limits import IDLE_SECONDS
+from ctrl_megatron.sandbox.service.connections import Doorkeeper, room_for_connections
+from ctrl_megatron.sandbox.service.http import STATE, build_app, peer_of
 from ctrl_megatron.sandbox.service.workers import WorkerPool, WorkerSettings
 
 _OWNER_POLL_SECONDS = 0.5
-_BACKLOG = 4096
-"""Connections that may wait to be accepted: a trainer opens hundreds at the same moment."""
 _log = logging.getLogger(__name__)
 
 
@@ -66,29 +66,36 @@ async def serve(settings: WorkerSettings, *, workers: int, options: ServerOption
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
     watch = asyncio.create_task(_watch_owner(options, stop_now)) if options.owner else None
-    pool = WorkerPool(settings, workers)
-    app = build_app(pool, token=options.token)
+    pool, limits = WorkerPool(settings, workers), settings.limits
+    door = Doorkeeper(
+        room_for_connections(limits.connections, workers),
+        head_seconds=limits.head_seconds,
+        idle_seconds=IDLE_SECONDS,
+        peer_of=peer_of,
+    )
+    app = build_app(pool, token=options.token, door=door)
     state = app[STATE]
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
         shutdown_timeout=0.1,
         access_log=None,
-        # A body may take what was counted for it, its declared length.
+        # A body takes what was counted for it, the bytes that arrived.
         auto_decompress=False,
+        keepalive_timeout=IDLE_SECONDS,
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, options.host, options.port, backlog=_BACKLOG)
+        assert runner.server is not None
         try:
-            await site.start()
+            address = await door.listen(options.host, options.port, runner.server)
         except OSError as error:
             text = f"cannot listen on {options.host}:{options.port}: {error.strerror}"
             if error.errno == errno.EADDRINUSE:
                 text = f"port {options.port} on {options.host} is taken; choose another with --port"
             raise OSError(error.errno, text) from error
         await pool.start()
-        _announce(runner, pool, options)
+        _announce(address, pool, options)
         await _first(stop.wait(), stop_now.wait())
         if not stop_now.is_set():
             if options.endpoint_file is not None:
@@ -101,12 +108,13 @@ async def serve(settings: WorkerSettings, *, workers: int, options: ServerOption
             watch.cancel()
         if options.endpoint_file is not None:
             options.endpoint_file.unlink(missing_ok=True)
+        door.close()
         await runner.cleanup()
         await pool.stop()
 
 
-def _announce(runner: web.AppRunner, pool: WorkerPool, options: ServerOptions) -> None:
-    host, port = runner.addresses[0][:2]
+def _announce(address: tuple[str, int], pool: WorkerPool, options: ServerOptions) -> None:
+    host, port = address
     if options.endpoint_file is not None:
         publish_endpoints(options.endpoint_file, [_endpoint_of(host, port)])
     note = {"host": host, "port": port, "isolation": pool.isolation, "scratch": pool.scratch}

@@ -1,13 +1,11 @@
-"""The pool of worker processes: start them, give each one job at a time, fairly to the clients that
-wait, replace one that dies.
+"""The pool of worker processes: start them, give each one job at a time, fairly to the requests
+that wait, replace one that dies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import bisect
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -16,27 +14,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import OrderedDict, deque
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 from ctrl_megatron.sandbox.jail import files, frames
 from ctrl_megatron.sandbox.jail.isolation import IsolationRefused
 from ctrl_megatron.sandbox.jail.supervisor import Job, JobReport
 from ctrl_megatron.sandbox.limits import ATTEMPTS, Level, SandboxLimits
 from ctrl_megatron.sandbox.service.cgroups import CgroupSubtree, NotDelegated
+from ctrl_megatron.sandbox.service.fair_queue import FairQueue, Lease, RequestShare
+from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
 from ctrl_megatron.sandbox.service.telemetry import DurationHistogram
-
-ItemT = TypeVar("ItemT")
 
 PROCESS_MARK = "sandbox-of-"
 """In the command line of every process of a worker, followed by the service's pid."""
-CURRENT_CLIENT: ContextVar[str] = ContextVar("sandbox_client", default="")
-"""Name of the client on whose behalf the current task works."""
-CURRENT_REQUEST: ContextVar[int] = ContextVar("sandbox_request", default=0)
-"""That the current task works on, counted in the order of arrival."""
+CURRENT_SHARE: ContextVar[RequestShare | None] = ContextVar("sandbox_share", default=None)
+"""Of the request that the current task works on."""
 _FIRST_UID, _UID_BLOCKS, _UIDS_PER_SERVICE = 20_001, 256, 128
 _START_SECONDS, _END_SECONDS = 60.0, 2.0
 _JOB_MARGIN_SECONDS = 30.0
@@ -53,6 +48,9 @@ _HONEST = {
     "fetch": [],
 }
 """A job that only a worker which is broken itself fails."""
+_ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+"""Of a worker, and no more: sets of texts have one order on all of them, so that equal programs get
+equal verdicts. A worker clears it before its first job."""
 _BOOT = (
     "import sys; sys.path.insert(0, {root!r}); "
     "from ctrl_megatron.sandbox.jail.zygote import main; main({fd})"
@@ -96,73 +94,6 @@ class PoolCounters:
     """Jobs whose client left."""
 
 
-class FairQueue(Generic[ItemT]):
-    """Items that waiting clients get in turn; one that sends a thousand requests delays another
-    client's single request by at most one item.
-
-    A client's own requests are served in their order: of a thousand that take turns test by test
-    none would be done before all of them nearly are, and the client has given up on every one.
-
-    For one event loop.
-    """
-
-    def __init__(self) -> None:
-        self._free: deque[ItemT] = deque()
-        self._arrivals = itertools.count()
-        self._queues: OrderedDict[str, list[tuple[int, int, asyncio.Future[ItemT]]]] = OrderedDict()
-        """Client -> (its request, arrival, place), sorted."""
-        self.waiting = 0
-        """Tasks that wait for an item."""
-
-    @property
-    def clients(self) -> int:
-        """Clients that have a task waiting."""
-        return len(self._queues)
-
-    @property
-    def free(self) -> int:
-        """Items that nobody holds."""
-        return len(self._free)
-
-    async def acquire(self, client: str, request: int = 0) -> ItemT:
-        """The next item for ``client``; who takes it gives it back. Items go to its requests in
-        the order of their numbers.
-        """
-        if self._free:
-            return self._free.popleft()
-        place: asyncio.Future[ItemT] = asyncio.get_running_loop().create_future()
-        entry = (request, next(self._arrivals), place)
-        bisect.insort(self._queues.setdefault(client, []), entry)
-        self.waiting += 1
-        try:
-            return await place
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self.release(place.result())
-            elif entry in (queue := self._queues.get(client, [])):
-                # Else its turn came and passed while it was cancelled.
-                queue.remove(entry)
-                self.waiting -= 1
-                if not queue:
-                    del self._queues[client]
-            raise
-
-    def release(self, item: ItemT) -> None:
-        """Hand ``item`` to the client whose turn it is, or keep it for the next that asks."""
-        while self._queues:
-            client, queue = next(iter(self._queues.items()))
-            *_, place = queue.pop(0)
-            self.waiting -= 1
-            if queue:
-                self._queues.move_to_end(client)
-            else:
-                del self._queues[client]
-            if not place.done():
-                place.set_result(item)
-                return
-        self._free.append(item)
-
-
 @dataclass(slots=True, eq=False)
 class SandboxWorker:
     """One worker process."""
@@ -192,10 +123,10 @@ class SandboxWorker:
             boot = _BOOT.format(root=root, fd=theirs.fileno())
             process = subprocess.Popen(
                 [
-                    *(settings.python, "-I", "-S", "-B", "-X", "utf8", "-c", boot),
+                    *(settings.python, "-s", "-P", "-S", "-B", "-X", "utf8", "-c", boot),
                     f"{PROCESS_MARK}{os.getpid()}",
                 ],
-                env={},
+                env=_ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -220,10 +151,14 @@ class SandboxWorker:
             raise WorkerFault(message.get("reason", "a worker sent an unknown message"))
         return cast("JobReport", message)
 
+    def end_job(self) -> None:
+        """Cut the running job short: its report comes at once, ``stopped`` is ``cancelled``."""
+        self._writer.write(frames.encode(None))
+
     async def cancel(self) -> None:
         """Give up the job whose ``run`` was cancelled. Raises ``WorkerFault`` like ``run``."""
         assert self._answer is not None
-        self._writer.write(frames.encode(None))
+        self.end_job()
         await self._arrived(_CANCEL_SECONDS)
 
     async def stop(self) -> None:
@@ -292,9 +227,13 @@ class SandboxWorker:
             raise WorkerFault("a worker died") from error
 
 
+_Place = tuple[int, SandboxWorker | None]
+"""The number of a worker, and the worker unless it has to be started."""
+
+
 @dataclass(slots=True)
 class WorkerPool:
-    """Workers behind a queue of jobs; clients take turns."""
+    """Workers behind a queue of jobs; requests take turns."""
 
     settings: WorkerSettings
     size: int
@@ -303,7 +242,7 @@ class WorkerPool:
     """From a job's arrival to its worker."""
     job_seconds: DurationHistogram = field(default_factory=DurationHistogram)
     """On the worker."""
-    queue: FairQueue[tuple[int, SandboxWorker | None]] = field(default_factory=FairQueue)
+    queue: FairQueue[_Place] = field(default_factory=FairQueue)
     _workers: dict[int, SandboxWorker] = field(default_factory=dict)
     _cancelling: set[asyncio.Task[None]] = field(default_factory=set)
     _scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -324,7 +263,7 @@ class WorkerPool:
                 self._no_cgroups = str(why)
 
         async def add(number: int) -> None:
-            self.queue.release((number, await self._new(number)))
+            self.queue.add((number, await self._new(number)))
 
         # Each comes to its own end: a start that is cancelled while it removes its directories
         # would go on removing them beside `stop`.
@@ -363,46 +302,47 @@ class WorkerPool:
         counted = sorted(self._cgroups.controllers) if self._cgroups else []
         return {**reached, "cgroups": counted, "no_cgroups": self._no_cgroups}
 
-    async def run(self, job: Job, seconds: float) -> JobReport:
+    async def run(self, job: Job, seconds: float, clock: ProblemClock | None = None) -> JobReport:
         """Run a job on the next free worker; a fault of the worker is repeated on another one.
 
         A job that brings down as many workers as it may, while an honest one runs well, is its
         program's failure: the report has ``stopped`` ``broke``. ``seconds`` is what the job itself
-        may take. Raises ``WorkerFault`` where the honest one fails too, ``QueueFull``.
+        may take. ``clock`` is its problem's: when that is over the job ends, or does not begin, and
+        ``stopped`` is ``job_timeout``. Raises ``WorkerFault`` where the honest one fails too,
+        ``QueueFull``.
         """
         if self.queue.waiting >= self.settings.limits.queue:
             raise QueueFull(f"{self.queue.waiting} jobs are waiting already")
+        if clock is not None and clock.over:
+            return _no_report("job_timeout")
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return await self._run_once(job, seconds + _JOB_MARGIN_SECONDS)
+                return await self._run_once(job, seconds, clock)
             except WorkerFault as fault:
                 self.counters.faults += 1
                 if attempt == ATTEMPTS:
                     await self._require_honest_run(fault)
         self.counters.broken += 1
-        return {
-            "kind": "end",
-            "verdicts": [],
-            "stopped": "broke",
-            "exit": None,
-            "wall": 0.0,
-            "stdout": {"bytes": "", "truncated": False},
-            "stderr": {"bytes": "", "truncated": False},
-            "files": {},
-        }
+        return _no_report("broke")
 
     async def _require_honest_run(self, fault: WorkerFault) -> None:
         """Raise ``fault`` unless a program without tricks runs."""
         job = {**_HONEST, "memory_mb": self.settings.limits.memory_mb}
-        report = await self._run_once(job, job["seconds"] + _JOB_MARGIN_SECONDS)
+        report = await self._run_once(job, job["seconds"], None)
         if report["stopped"] or report["exit"] != 0:
             raise fault
 
-    async def _run_once(self, job: Job, seconds: float) -> JobReport:
+    async def _run_once(self, job: Job, seconds: float, clock: ProblemClock | None) -> JobReport:
         arrived = time.perf_counter()
-        number, worker = await self.queue.acquire(CURRENT_CLIENT.get(), CURRENT_REQUEST.get())
+        # A job that belongs to no request is alone.
+        share = CURRENT_SHARE.get() or self.queue.enter("")
+        lease = await self.queue.acquire(share, seconds)
+        number, worker = lease.item
         began = time.perf_counter()
         self.queue_seconds.add(began - arrived)
+        if clock is not None and clock.over:
+            self.queue.release(lease, lease.item)
+            return _no_report("job_timeout")
         try:
             if worker is None:
                 self.counters.restarts += 1
@@ -411,51 +351,69 @@ class WorkerPool:
                 except (IsolationRefused, OSError) as error:
                     raise WorkerFault(f"a worker could not be restarted: {error}") from error
             try:
-                report = await worker.run(job, seconds)
+                with clock.running(worker.end_job) if clock else contextlib.nullcontext():
+                    report = await worker.run(job, seconds + _JOB_MARGIN_SECONDS)
             except asyncio.CancelledError:
                 # Not awaited: whoever cancelled waits for nothing.
-                task = asyncio.create_task(self._cancel(number, worker))
+                task = asyncio.create_task(self._cancel(lease, worker))
                 self._cancelling.add(task)
                 task.add_done_callback(self._cancelling.discard)
                 raise
         except asyncio.CancelledError:
             if worker is None:
-                self.queue.release((number, None))
+                self.queue.release(lease, (number, None))
             raise
         except BaseException:
-            await self._replace(number, worker)
+            await self._replace(lease, worker)
             raise
-        self.queue.release((number, worker))
+        self.queue.release(lease, (number, worker))
+        if report["stopped"] == "cancelled":
+            report["stopped"] = "job_timeout"
         self.job_seconds.add(time.perf_counter() - began)
         self.counters.executions += 1
         timeouts = (status == "timeout" for _, status, *_ in report["verdicts"])
         self.counters.timeouts += "timeout" in (report["stopped"] or "") or any(timeouts)
         return report
 
-    async def _cancel(self, number: int, worker: SandboxWorker) -> None:
+    async def _cancel(self, lease: Lease[_Place], worker: SandboxWorker) -> None:
         """The job's client left; the worker is free again once the job has ended."""
         self.counters.cancelled += 1
         try:
             await worker.cancel()
         except WorkerFault:
-            await self._replace(number, worker)
+            await self._replace(lease, worker)
         else:
-            self.queue.release((number, worker))
+            self.queue.release(lease, (lease.item[0], worker))
 
-    async def _replace(self, number: int, worker: SandboxWorker | None) -> None:
+    async def _replace(self, lease: Lease[_Place], worker: SandboxWorker | None) -> None:
         """Stop a worker that cannot be trusted; the next job on its place starts another."""
+        number, _ = lease.item
         self._workers.pop(number, None)
         try:
             if worker is not None:
                 await asyncio.shield(worker.stop())
         finally:
-            self.queue.release((number, None))
+            self.queue.release(lease, (number, None))
 
     async def _new(self, number: int) -> SandboxWorker:
         assert self._scratch is not None
         worker = await SandboxWorker.start(self.settings, self._scratch.name, number, self._cgroups)
         self._workers[number] = worker
         return worker
+
+
+def _no_report(stopped: str) -> JobReport:
+    """Of a job that nothing came of."""
+    return {
+        "kind": "end",
+        "verdicts": [],
+        "stopped": stopped,
+        "exit": None,
+        "wall": 0.0,
+        "stdout": {"bytes": "", "truncated": False},
+        "stderr": {"bytes": "", "truncated": False},
+        "files": {},
+    }
 
 
 def _user(number: int) -> int:

@@ -1,0 +1,141 @@
+"""Which fields of the batch the nodes of a step need and write, so that a graph which lacks what
+its keys ask for is refused before it starts.
+
+A function that declares nothing may write any field but those of models, which it writes only in a
+node of the model's role (``OF_MODELS``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.errors import UserError, all_of
+from ctrl_megatron.pipeline.graph import Node, NodePlace, NodeRole, NodeType, TaskGraph
+
+F = TypeVar("F", bound=Callable[..., object])
+Needs = Callable[[Config], Mapping[str, str]]
+"""From the configuration to the fields that a function needs, each with the setting that asks for
+it; "" where it needs the field whatever is set."""
+OF_MODELS = {
+    "old_log_probs": NodeRole.ACTOR,
+    "ref_log_prob": NodeRole.REFERENCE,
+    "values": NodeRole.CRITIC,
+}
+"""What only a model can say, and the role of the node that asks it."""
+DRAWN = ("input_ids", "response_mask", "rollout_log_probs", "mini_batch", "uid")
+"""What samples have from the start (``batch.make_batch``)."""
+
+
+def writes(*fields: str) -> Callable[[F], F]:
+    """Decorator of a node's function: the fields that it may write, which are all of them."""
+
+    def mark(function: F) -> F:
+        function.writes = fields  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def needs(fields: Needs) -> Callable[[F], F]:
+    """Decorator of a node's function: the fields that it cannot do without."""
+
+    def mark(function: F) -> F:
+        function.needs = fields  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def asks_values(function: F) -> F:
+    """Decorator of a node's function that works on the run's value model."""
+    function.asks_values = True  # type: ignore[attr-defined]
+    return function
+
+
+def check_fields(config: Config, graph: TaskGraph) -> None:
+    """UserError with a line for every field that a node needs and no node before it writes, and for
+    a model that the keys ask for and no node uses.
+    """
+    order = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
+    problems = []
+    for place, node in enumerate(order):
+        asked: Mapping[str, str] = getattr(node.executable, "needs", lambda config: {})(config)
+        ancestors = graph.get_ancestors(node.node_id)
+        # What a host node writes is there once somebody waits for it.
+        before = [n for n in order[:place] if n.place is not NodePlace.HOST]
+        before += [n for n in order[:place] if n.place is NodePlace.HOST and n.node_id in ancestors]
+        for field, setting in asked.items():
+            if not any(_may_write(writer, field) for writer in before):
+                why = f"{setting}: " if setting else ""
+                problems.append(
+                    UserError(
+                        f"{why}the node {node.node_id!r} of the pipeline {graph.graph_id} needs "
+                        f"the field {field}, which no node before it writes",
+                        remedy=_remedy(field),
+                    )
+                )
+    all_of([*problems, *_unused_models(config, graph)])
+
+
+def _may_write(node: Node, field: str) -> bool:
+    declared = getattr(node.executable, "writes", None)
+    if declared is not None:
+        return field in declared
+    role = OF_MODELS.get(field)
+    return role is None or node.node_role is role
+
+
+def _remedy(field: str) -> str:
+    role = OF_MODELS.get(field)
+    if role is None:
+        return "add one before it, or let it depend on the host node that writes it"
+    return (
+        f"add one of role {role.value} before it (add_update_nodes and the functions of "
+        "ctrl_megatron.pipeline.ctrl have it), or change the setting"
+    )
+
+
+def _unused_models(config: Config, graph: TaskGraph) -> list[UserError]:
+    nodes = list(graph.nodes.values())
+    problems = []
+    if config.needs_reference and not any(_may_write(node, "ref_log_prob") for node in nodes):
+        on = config.actor_rollout_ref.actor.use_kl_loss
+        key = "actor_rollout_ref.actor.use_kl_loss" if on else "algorithm.use_kl_in_reward"
+        problems.append(
+            UserError(
+                f"{key}=true: no node of the pipeline {graph.graph_id} asks the reference",
+                remedy=_remedy("ref_log_prob"),
+            )
+        )
+    trains = [
+        node
+        for node in nodes
+        if node.node_role is NodeRole.CRITIC
+        and node.node_type is NodeType.MODEL_TRAIN
+        and not node.only_forward_compute
+    ]
+    setting = (
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+        if config.critic.enable is None
+        else f"critic.enable={str(config.critic.enable).lower()}"
+    )
+    if config.needs_values and not trains:
+        problems.append(
+            UserError(
+                f"{setting}: no node of the pipeline {graph.graph_id} trains the value model",
+                remedy="add one of role CRITIC and type MODEL_TRAIN (update_critic of "
+                "ctrl_megatron.pipeline.ctrl), or change the setting",
+            )
+        )
+    critics = [node.node_id for node in nodes if getattr(node.executable, "asks_values", False)]
+    if critics and not config.needs_values:
+        problems.append(
+            UserError(
+                f"{setting}: the node {critics[0]!r} of the pipeline {graph.graph_id} works on a "
+                "value model, which the run has not",
+                remedy="set critic.enable=true, or leave the node out",
+            )
+        )
+    return problems

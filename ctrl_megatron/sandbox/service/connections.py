@@ -1,0 +1,255 @@
+"""The service's connections: as many as the process has descriptors for, and none that keeps others
+out while it waits for its own client.
+
+Where there is no room, the connection that has waited longest for its client goes, of the peer that
+has most of them; where all are at work, new ones wait unaccepted, and each that is answered closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+_SWEEP_SECONDS = 0.25
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: a trainer opens hundreds at the same moment."""
+_PATIENCE_SECONDS = 1.0
+"""With a client that has just come or been answered, however many others wait."""
+_SPARE_DESCRIPTORS, _DESCRIPTORS_OF_WORKER = 32, 8
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Visit:
+    """One connection. It waits for its client from ``since`` on, or works where that is None."""
+
+    peer: str
+    since: float | None
+    head: bool = True
+    """What it waits for is a request's head, or the rest of one."""
+    until: float = 0.0
+    """When the head has to be there."""
+    transport: asyncio.Transport | None = None
+
+
+@dataclass(slots=True)
+class Doorkeeper:
+    """Accepts connections, knows what each waits for, closes those that wait too long. For one
+    event loop.
+    """
+
+    most: int
+    """Connections at the same time."""
+    head_seconds: float
+    """In which a request's head must arrive, from its first byte or the connection's begin on."""
+    idle_seconds: float
+    """That a connection may be without a request."""
+    peer_of: Callable[[str | None], str] = str
+    """An address's owner."""
+    _factory: Callable[[], asyncio.Protocol] | None = None
+    _listeners: list[socket.socket] = field(default_factory=list)
+    _visits: dict[int, _Visit] = field(default_factory=dict)
+    """By descriptor."""
+    _by_transport: dict[Any, _Visit] = field(default_factory=dict)
+    _accepting: bool = False
+    _sweeping: asyncio.TimerHandle | None = None
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    @property
+    def open(self) -> int:
+        """Connections."""
+        return len(self._visits)
+
+    async def listen(
+        self, host: str, port: int, factory: Callable[[], asyncio.Protocol]
+    ) -> tuple[str, int]:
+        """Accept connections for ``factory``'s protocols; the first address. Raises ``OSError``."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            listener = socket.socket(family, kind, protocol)
+            self._listeners.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+        self._factory = factory
+        self._accept_again()
+        self._sweep()
+        name = self._listeners[0].getsockname()
+        return name[0], name[1]
+
+    def close(self) -> None:
+        """Accept nothing more; what is open stays."""
+        self._pause()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def headed(self, transport: Any) -> None:
+        """A request's head has arrived."""
+        if (visit := self._by_transport.get(transport)) is not None:
+            visit.head = False
+
+    def served(self, transport: Any) -> None:
+        """All of a request has arrived: the client waits for us."""
+        if (visit := self._by_transport.get(transport)) is not None:
+            visit.since = None
+
+    def answered(self, transport: Any) -> bool:
+        """The request has its answer; whether the connection should close because others wait."""
+        if (visit := self._by_transport.get(transport)) is not None:
+            now = asyncio.get_running_loop().time()
+            visit.since, visit.head = now, True
+            visit.until = now + self.idle_seconds
+        return bool(self._listeners) and not self._accepting
+
+    def arrived(self, visit: _Visit) -> None:
+        """Bytes came from a client."""
+        if visit.head and visit.since is not None:
+            now = asyncio.get_running_loop().time()
+            visit.until = min(visit.until, now + self.head_seconds)
+
+    def left(self, number: int, visit: _Visit) -> None:
+        """A connection has ended."""
+        self._visits.pop(number, None)
+        self._by_transport.pop(visit.transport, None)
+        if self._listeners and not self._accepting:
+            self._accept_again()
+
+    def made(self, visit: _Visit, transport: asyncio.Transport) -> None:
+        """A connection is ready."""
+        visit.transport = transport
+        self._by_transport[transport] = visit
+
+    def _accept_again(self) -> None:
+        self._accepting = True
+        for listener in self._listeners:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _pause(self) -> None:
+        self._accepting = False
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Somebody wants to come in."""
+        loop = asyncio.get_running_loop()
+        if self.open >= self.most:
+            # An end makes room; until then the newcomers wait.
+            self._pause()
+            self._show_out()
+            return
+        try:
+            connection, address = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            if error.errno not in _SCARCE:
+                raise
+            _log.error("no connection can be accepted: %s", error.strerror)
+            self._pause()
+            self._show_out()
+            return
+        connection.setblocking(False)
+        now = loop.time()
+        visit = _Visit(self.peer_of(address[0]), now, until=now + self.head_seconds)
+        self._visits[connection.fileno()] = visit
+        task = loop.create_task(self._welcome(connection, visit))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _welcome(self, connection: socket.socket, visit: _Visit) -> None:
+        assert self._factory is not None
+        number, inner = connection.fileno(), self._factory()
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: _Visitor(self, number, visit, inner), connection
+            )
+        except OSError as error:
+            _log.warning("a connection ended at its begin: %s", error)
+            connection.close()
+            self.left(number, visit)
+
+    def _show_out(self) -> bool:
+        """End the connection that has waited longest for its client, of the peer that has most;
+        whether there is one.
+        """
+        latest = asyncio.get_running_loop().time() - _PATIENCE_SECONDS
+        waiting = [
+            (visit.since, visit)
+            for visit in self._visits.values()
+            if visit.since is not None and visit.since <= latest and visit.transport is not None
+        ]
+        if not waiting:
+            return False
+        held = Counter(visit.peer for visit in self._visits.values())
+        _, victim = min(waiting, key=lambda one: (-held[one[1].peer], one[0]))
+        assert victim.transport is not None
+        victim.transport.abort()
+        return True
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for visit in list(self._visits.values()):
+            late = visit.head and visit.since is not None and now > visit.until
+            if late and visit.transport is not None:
+                visit.transport.abort()
+        if self._listeners and not self._accepting:
+            self._accept_again()
+        self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep)
+
+
+class _Visitor(asyncio.Protocol):
+    """Passes everything on to the protocol that speaks HTTP, and tells the doorkeeper."""
+
+    def __init__(
+        self, door: Doorkeeper, number: int, visit: _Visit, inner: asyncio.Protocol
+    ) -> None:
+        self._door, self._number, self._visit, self._inner = door, number, visit, inner
+        self.pause_writing = inner.pause_writing
+        self.resume_writing = inner.resume_writing
+        self.eof_received = inner.eof_received
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._door.made(self._visit, transport)
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._door.arrived(self._visit)
+        self._inner.data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.left(self._number, self._visit)
+        self._inner.connection_lost(exc)
+
+
+def room_for_connections(most: int, workers: int) -> int:
+    """How many of ``most`` connections the process has descriptors for. Raises ``OSError`` where
+    there are too few for a single one.
+    """
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY:
+        return most
+    own = len(os.listdir("/proc/self/fd"))
+    room = soft - own - _SPARE_DESCRIPTORS - _DESCRIPTORS_OF_WORKER * workers
+    if room < 1:
+        needed = soft - room + 1
+        text = f"{workers} workers need at least {needed} file descriptors (ulimit -n), not {soft}"
+        raise OSError(errno.EMFILE, text)
+    return min(most, room)

@@ -1,0 +1,87 @@
+"""What a user of verl types is a key here, or is answered with what it is called."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ctrl_megatron.config import load_config
+from ctrl_megatron.config.foreign import ABSENT, RENAMED, foreign_key
+from ctrl_megatron.config.schema import KEYS
+
+PAGE = (Path(__file__).parents[2] / "docs/coming_from.md").read_text(encoding="utf-8")
+EXAMPLE = {
+    "algorithm": "adv_estimator use_kl_in_reward",
+    "data": "train_files val_files return_raw_chat train_batch_size max_prompt_length "
+    "max_response_length filter_overlong_prompts truncation",
+    "actor_rollout_ref.model": "path enable_gradient_checkpointing",
+    "actor_rollout_ref.actor.optim": "lr",
+    "actor_rollout_ref.actor": "ppo_mini_batch_size ppo_micro_batch_size_per_gpu use_kl_loss "
+    "kl_loss_coef kl_loss_type entropy_coeff",
+    "actor_rollout_ref.actor.megatron": "pipeline_model_parallel_size tensor_model_parallel_size",
+    "actor_rollout_ref.rollout": "log_prob_micro_batch_size_per_gpu tensor_model_parallel_size "
+    "name mode gpu_memory_utilization n",
+    "actor_rollout_ref.ref": "log_prob_micro_batch_size_per_gpu",
+    "actor_rollout_ref.ref.megatron": "pipeline_model_parallel_size tensor_model_parallel_size",
+    "trainer": "critic_warmup logger project_name experiment_name n_gpus_per_node nnodes "
+    "save_freq test_freq total_epochs",
+}
+"""By their groups, the keys of verl's ``run_qwen2-7b_math_megatron.sh`` (commit 3f38806)."""
+ROW = re.compile(r"^\| `([a-z_.]+)` \| (.*) \|$", re.MULTILINE)
+TABLES = PAGE.partition("key by key")[2].partition("## A run")[0]
+SHOWN = dict(ROW.findall(TABLES))
+
+
+def test_every_key_of_the_example_has_a_line() -> None:
+    keys = [f"{group}.{name}" for group, names in EXAMPLE.items() for name in names.split()]
+    assert len(keys) == 39
+    assert [key for key in keys if key not in SHOWN] == []
+
+
+@pytest.mark.parametrize(("key", "here"), SHOWN.items(), ids=SHOWN)
+def test_the_page_says_what_the_command_says(key: str, here: str) -> None:
+    if here == "the same":
+        assert key in KEYS
+        return
+    assert key not in KEYS
+    if here.startswith("none: "):
+        answer = f"{here.removeprefix('none: ')}; leave it out"
+    else:
+        assert here.strip("`") == RENAMED[key]
+        answer = f"here that is {RENAMED[key]}"
+    with pytest.raises(ValueError) as raised:
+        load_config(None, [f"{key}=1"], "none")
+    assert str(raised.value) == f"override '{key}=1': unknown key {key!r}: {answer}"
+
+
+def test_a_group_of_theirs_is_answered_key_by_key(tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text(
+        "reward_model:\n  reward_manager: dapo\n  reward_kwargs: {max_resp_len: 9}\n"
+        "  enable: false\n"
+        "actor_rollout_ref:\n  ref: {megatron: {tensor_model_parallel_size: 2}}\n"
+    )
+    with pytest.raises(ValueError) as raised:
+        load_config(file, [], "none")
+    lines = str(raised.value).splitlines()
+    told = [line.partition("unknown key ")[2].partition(":")[0] for line in lines]
+    assert sorted(told) == [
+        "'actor_rollout_ref.ref.megatron.tensor_model_parallel_size'",
+        "'reward_model.enable'",
+        "'reward_model.reward_kwargs.max_resp_len'",
+        "'reward_model.reward_manager'",
+    ]
+    assert all(str(file) in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["trainer.log_val_generations", "critic.megatron.anything.else"])
+def test_what_lies_below_a_group_of_theirs_is_answered(name: str) -> None:
+    assert any(answer in foreign_key(name) for answer in ABSENT.values())
+    assert foreign_key("nobodys.key") == foreign_key("actor_rollout_ref.actor.lrr") == ""
+
+
+def test_hydras_plus_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'\+trainer.seed=2'.*without a \+"):
+        load_config(None, ["+trainer.seed=2"], "none")

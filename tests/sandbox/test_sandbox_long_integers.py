@@ -1,0 +1,112 @@
+"""Records and tests may hold integers beyond CPython's 4,300 digits, up to a bound that is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sandbox_talk import BackgroundLoop, submission
+
+from ctrl_megatron.data.problems import read_placed_lines
+from ctrl_megatron.data.rows import decode_tests
+from ctrl_megatron.sandbox import SandboxClient
+from ctrl_megatron.sandbox.datasets.functions import read_function_tests
+from ctrl_megatron.sandbox.datasets.long_integers import (
+    digits_of_long_runs,
+    loads,
+    long_integers,
+)
+from ctrl_megatron.sandbox.limits import INTEGER_DIGITS, LONG_DIGITS
+from ctrl_megatron.sandbox.wire import EvalResult
+
+LONG = "7" * 5000
+
+
+def number(digits: str) -> int:
+    with long_integers():
+        return int(digits)
+
+
+@pytest.mark.parametrize("size", [1, 4300, 4301, 5000, 50_000, INTEGER_DIGITS])
+def test_integers_of_json_may_be_long(size: int) -> None:
+    text = (
+        json.dumps({"a": "1" * size, "b": [0.5, None]})[:-1] + f', "c": [{"9" * size}, -{LONG}]}}'
+    )
+    read = loads(text)
+    assert read == {"a": "1" * size, "b": [0.5, None], "c": [number("9" * size), -number(LONG)]}
+    assert loads(text.encode()) == read
+    assert sys.get_int_max_str_digits() == 4300, "the limit is lifted meanwhile only"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * (INTEGER_DIGITS + 1),
+        f"[{','.join(['9' * 20_000] * (LONG_DIGITS // 20_000 + 1))}]",
+        f'{{"a": "{"1" * 9000}", "b": {"2" * 500_000}}}',
+        f"[{'9' * 5000}",
+    ],
+)
+def test_what_would_take_long_is_refused_at_once(text: str) -> None:
+    began = time.perf_counter()
+    with pytest.raises(json.JSONDecodeError):
+        loads(text)
+    assert time.perf_counter() - began < 5
+
+
+def test_text_of_digits_is_no_integer() -> None:
+    text = json.dumps(["5" * (LONG_DIGITS + 1), "6" * (2 * INTEGER_DIGITS)])
+    assert loads(text) == json.loads(text)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9000), st.sampled_from(["", "x", ", ", "a b"]))))
+def test_every_long_run_is_found(parts: list[tuple[int, str]]) -> None:
+    text = "".join("8" * size + between for size, between in parts)
+    runs = "".join(c if c.isdigit() else " " for c in text).split()
+    assert digits_of_long_runs(text) == sum(len(run) for run in runs if len(run) > 4300)
+
+
+def test_rows_and_problems_of_long_integers_are_read(tmp_path: Path) -> None:
+    cases = f'[{{"input": {{"stdin": "{LONG}"}}, "output": {{"stdout": "7"}}, "more": {LONG}}}]'
+    assert decode_tests("code_contests", cases) == cases
+    assert decode_tests("mbppplus", f'["assert f({LONG}) == 1"]') == (f"assert f({LONG}) == 1",)
+    file = tmp_path / "lines.jsonl"
+    file.write_text(f'{{"x": {LONG}}}\n')
+    assert read_placed_lines(file) == [(f"{file}: line 1", {"x": number(LONG)})]
+    file.write_text(f'{{"x": {"9" * (INTEGER_DIGITS + 1)}}}\n')
+    with pytest.raises(ValueError, match="line 1 is not JSON: an integer has more than 100000"):
+        read_placed_lines(file)
+    assert read_function_tests({"test_list": [f"assert f({LONG}) == 1"]}).stubs == ("f",)
+
+
+def test_a_test_whose_numbers_take_long_to_read_is_refused() -> None:
+    tests = [f"assert f({'9' * 90_000}) == 1"] * (LONG_DIGITS // 90_000 + 1)
+    with pytest.raises(ValueError, match="long numbers have more than"):
+        read_function_tests({"test_list": tests, "entry_point": "f"})
+
+
+def test_a_service_reads_them_in_every_form(
+    client: SandboxClient, on_loop: BackgroundLoop, judge: Callable[..., EvalResult]
+) -> None:
+    assert judge("def f(x): return x + 1", [f"assert f({LONG}) == {LONG[:-1]}8"]).accepted
+    with long_integers():
+        functions = {"inputs": [[int(LONG)]], "outputs": [int(LONG) + 1], "fn_name": "f"}
+        for data in (functions, json.dumps(functions)):
+            request = submission(
+                "def f(x):\n    return x + 1",
+                dataset_type="APPSDataset",
+                provided_data={"input_output": data},
+            )
+            assert on_loop(client.submit(request)).accepted
+    many = {"input_output": {"inputs": [[1]], "outputs": [2], "fn_name": "f", "spare": 0}}
+    with long_integers():
+        many["input_output"]["spare"] = [int("9" * 9000)] * (LONG_DIGITS // 9000 + 1)  # type: ignore[assignment]
+        request = submission("def f(x): return 2", dataset_type="APPSDataset", provided_data=many)
+        with pytest.raises(ValueError, match="digits"):
+            on_loop(client.submit(request))
