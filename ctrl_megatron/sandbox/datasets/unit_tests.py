@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from ctrl_megatron.sandbox.datasets.syntax import (
     FUNCTIONS,
@@ -52,7 +52,14 @@ def may_hold_unit_tests(text: str) -> bool:
     return "def test" in text
 
 
-def unit_tests(tree: ast.Module) -> list[ast.Module]:
+class UnitTest(NamedTuple):
+    """One test by itself: with all that it needs, and what to tell of it."""
+
+    tree: ast.Module
+    told: str
+
+
+def unit_tests(tree: ast.Module) -> list[UnitTest]:
     """A text for each test function or method of ``tree`` that nothing else in it calls, with all
     that is no other test around it; none where there is no such test. A literal list of parameters
     makes a test of each. Raises ``ValueError`` for what cannot be run: fixtures, coroutines.
@@ -71,40 +78,43 @@ def unit_tests(tree: ast.Module) -> list[ast.Module]:
     functions = [n for n in functions if not _is_left_out(n.decorator_list)]
     cases = [n for n in cases if not _is_left_out(n.decorator_list)]
     _refuse_fixtures_for_all(body)
-    texts = _Texts()
+    tests = _Tests()
     for function in functions:
         before = _if_defined(body, ("setup_module", "setUpModule", "setup_function"))
         context = [*_around(body, found, function), *before]
         calls = _calls(ast.Name(function.name, ast.Load()), function, (), 0)
-        texts.add(context, ([call] for call in calls))
+        tests.add(context, function, ([call] for call in calls))
     for case in cases:
         before = _if_defined(body, ("setup_module", "setUpModule"))
         for method in _methods(case, classes):
             context = [*_around(body, found, case, method), *before]
-            texts.add(context, _runs(method, classes))
-    if not texts.found:
+            tests.add(context, method.function, _runs(method, classes))
+    if not tests.texts:
         raise ValueError("every test in it is skipped or expected to fail")
-    return [ast.parse(text) for text in texts.found]
+    return [UnitTest(ast.parse(text), told) for text, told in tests.texts]
 
 
 def _defined_in(body: Iterable[ast.stmt]) -> list[Function]:
     return [node for node in body if isinstance(node, FUNCTIONS)]
 
 
-class _Texts:
-    """Texts of single tests, as many and as long as may come of one."""
+class _Tests:
+    """Texts of single tests and what to tell of them, as many and as long as may come of one."""
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.texts: list[tuple[str, str]] = []
         self._characters = 0
 
-    def add(self, context: list[ast.stmt], runs: Iterable[list[ast.stmt]]) -> None:
-        """``context`` with each of ``runs`` behind it. Raises ``ValueError``."""
-        around = _source(context)
+    def add(
+        self, context: list[ast.stmt], function: Function, runs: Iterable[list[ast.stmt]]
+    ) -> None:
+        """``context``, with ``function``, and each of ``runs`` behind it. Raises ``ValueError``."""
+        around, told = _source(context), _source([_undecorated(function)])
         for run in runs:
-            self.found.append(f"{around}\n{_source(run)}")
-            self._characters += len(self.found[-1])
-            if len(self.found) > MOST_TESTS:
+            call = _source(run)
+            self.texts.append((f"{around}\n{call}", f"{told}\n{call}"))
+            self._characters += len(self.texts[-1][0])
+            if len(self.texts) > MOST_TESTS:
                 raise ValueError(f"it holds more than {MOST_TESTS} tests")
             if self._characters > MOST_CHARACTERS:
                 raise ValueError(
