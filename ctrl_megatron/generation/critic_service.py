@@ -24,7 +24,7 @@ from ctrl_megatron.generation.chat import Chat, ChatAnswer, ChatError, TextListe
 from ctrl_megatron.generation.critic_page import show_page
 from ctrl_megatron.generation.search_nodes import total, vote
 from ctrl_megatron.prompts import critique_messages, extract_code, revision_messages
-from ctrl_megatron.rewards.grading import Judge, check_tests, grade, grading_job
+from ctrl_megatron.rewards.grading import Judge, check_tests, grade, grading_job, told_of_tests
 from ctrl_megatron.rewards.reward_sum import gathered
 from ctrl_megatron.rollout.engine import EngineError
 from ctrl_megatron.rollout.told import told_by
@@ -212,7 +212,7 @@ class CriticService:
         return [
             {"test": test, "passed": passed, "detail": detail}
             for test, passed, detail in zip(
-                problem.selected_uts, verdict.passed, verdict.detail, strict=True
+                told_of_tests(problem), verdict.passed, verdict.detail, strict=True
             )
         ]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, Row, function_record
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.sandbox.client import SandboxError
-from ctrl_megatron.sandbox.datasets.functions import number_of_tests, read_function_tests
+from ctrl_megatron.sandbox.datasets.functions import read_function_tests, told_tests
 from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
 from ctrl_megatron.sandbox.wire import (
     GRADER_VERSION,
@@ -21,7 +21,7 @@ from ctrl_megatron.sandbox.wire import (
     SubmitRequest,
     TestConfig,
 )
-from ctrl_megatron.types import Verdict
+from ctrl_megatron.types import Problem, Verdict
 
 RUN_TIMEOUT = int(DEFAULT_TIME_LIMIT)
 """Seconds that one test may take where the row does not say."""
@@ -105,7 +105,7 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
     comparison = {"comparison": row.comparison} if row.comparison else {}
     if row.prompter_type == "mbppplus":
         data = function_record(list(row.selected_uts), row.test_setup, row.entry_point, row.problem)
-        return "MBPPDataset", {**data, **comparison}, number_of_tests(data)
+        return "MBPPDataset", {**data, **comparison}, len(told_tests(data))
     if row.prompter_type == "code_contests":
         cases = cases_of(row)
         return "CommonOJDataset", {"test": cases, **comparison}, len(cases)
@@ -116,6 +116,14 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
         )
     data = {"id": row.id, **{name: row.extra[name] for name in names}, **comparison}
     return "LiveCodeBenchDataset", data, 1
+
+
+def told_of_tests(problem: Problem) -> list[str]:
+    """Of a function problem, what to tell of the test behind each verdict."""
+    tests = cast("tuple[str, ...]", problem.selected_uts)
+    return told_tests(
+        function_record(tests, problem.test_setup, problem.entry_point, problem.statement)
+    )
 
 
 def cases_of(row: Row) -> list[dict[str, Any]]:

@@ -11,10 +11,12 @@ import pytest
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.rewards.grading import check_tests, grading_job
+from ctrl_megatron.rewards.grading import check_tests, grading_job, told_of_tests
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests, read_human_eval
 from ctrl_megatron.sandbox.jail import pytest_stand_in
 from ctrl_megatron.sandbox.wire import EvalResult
+from ctrl_megatron.sft.hints import execution_hint
+from ctrl_megatron.types import Attempt, Problem, Verdict
 
 Judge = Callable[..., EvalResult]
 RIGHT = "def f(x):\n    if x < 0: raise ValueError('negative')\n    return x + 1"
@@ -188,6 +190,10 @@ def test_a_class_of_the_program_in_unittest(judge: Judge) -> None:
         "result = unittest.TextTestRunner().run(suite)\nassert result.wasSuccessful()",
         "from unittest import TestCase, main\nclass It(TestCase):\n    def test_it(self):\n"
         "        self.assertEqual(f(1), 2)\nmain()",
+        "import pytest\n@pytest.mark.parametrize('x', [*range(1), 1])\ndef test_it(x):\n"
+        "    assert f(x) == x + 1",
+        "import pytest\n@pytest.mark.parametrize('x, y', [pytest.param(*(1, 2))])\n"
+        "def test_it(x, y):\n    assert f(x) == y",
         "def now(test):\n    test()\n    return test\n@now\ndef it():\n    assert f(1) == 2",
         "import threading\ndef run():\n    assert f(1) == 2\n"
         "thread = threading.Thread(target=run)\nthread.start()\nthread.join()",
@@ -231,6 +237,11 @@ def test_a_text_of_unit_tests_may_be_the_test_of_human_eval_too() -> None:
         (
             "import pytest\n@pytest.mark.skip\ndef test_it():\n    assert f(1) == 2",
             "every test in it is skipped",
+        ),
+        (
+            f"import pytest\n@pytest.mark.parametrize('x', [{'1, ' * 1001}])\ndef test_it(x):\n"
+            "    assert f(x) == 2\n",
+            "it holds more than 1000 tests",
         ),
         ("def f(x): return 2\ndef test_it():\n    assert f(1) == 2", "defines f itself"),
         ("import numpy as np\nassert f(1) == np.array(1)", "imports numpy, which the judge"),
@@ -278,6 +289,26 @@ def test_a_job_asks_for_as_many_verdicts_as_there_are_unit_tests() -> None:
     job = grading_job("", row("assert f(1) == 2", PYTEST), run_all_cases=True)
     assert job.total == 1 + len(PYTEST_OF_HALF)
     assert grading_job("", row("assert f(1) == 2"), run_all_cases=True).total == 1
+
+
+def test_what_is_told_of_a_unit_test_is_the_test_itself(judge: Judge) -> None:
+    problem = Problem(
+        id="p",
+        statement="Write f.",
+        prompter_type="mbppplus",
+        selected_uts=("assert f(1) == 2", PYTEST),
+        entry_point="f",
+    )
+    told = told_of_tests(problem)
+    assert len(told) == 1 + len(PYTEST_OF_HALF) and told[0] == "assert f(1) == 2"
+    assert told[1] == "def test_one():\n    assert f(1) == plus_one(1)\ntest_one()"
+    result = judge(HALF, list(problem.selected_uts), entry_point="f")
+    assert [(case.test_info or {})["test"] for case in result.tests] == told
+    attempt = Attempt(id="p/0", problem=problem, solution="")
+    verdict = Verdict(
+        passed=(True, True, False, *[True] * 9), total=12, detail=("", "", "AssertionError")
+    )
+    assert "def test_two():\n    assert f(2) == 3" in execution_hint(attempt, verdict).text
 
 
 NEAR = [

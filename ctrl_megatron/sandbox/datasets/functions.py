@@ -284,7 +284,7 @@ def _read(
     entries = tuple(dict.fromkeys([*entries, *sorted(set[str]().union(*imported))]))
     if imported[0]:
         setup = ast.unparse(setup_tree)
-    tests, trees, places = _one_by_one(tests, trees, imported[1:])
+    tests, trees, places, told = _one_by_one(tests, trees, imported[1:])
     for text, tree, place in zip(
         [setup, *tests], [setup_tree, *trees], [_SETUP, *places], strict=True
     ):
@@ -328,35 +328,44 @@ def _read(
         prelude="\n".join(filter(None, (*map(ast.unparse, imports), _prompt_code(prompt, stubs)))),
         stubs=tuple(sorted(stubs)),
         in_place=in_place,
+        cases=tuple({"test": text} for text in told) if told != tests else (),
     )
 
 
 def _one_by_one(
     tests: tuple[str, ...], trees: list[ast.Module], imported: Sequence[set[str]]
-) -> tuple[tuple[str, ...], list[ast.Module], list[str]]:
-    """Tests and their trees, where a text of unit tests gives way to one text for each of them; and
-    where each is from. Raises ``ValueError``.
+) -> tuple[tuple[str, ...], list[ast.Module], list[str], tuple[str, ...]]:
+    """Tests and their trees, where a text of unit tests gives way to one text for each of them;
+    where each is from, and what to tell of it. Raises ``ValueError``.
     """
-    texts, found, places = list[str](), list[ast.Module](), list[str]()
+    texts, found, places, told = list[str](), list[ast.Module](), list[str](), list[str]()
     for index, (test, tree) in enumerate(zip(tests, trees, strict=True)):
         place = f"provided_data.test_list[{index}]"
         try:
             parts = unit_tests(tree) if may_hold_unit_tests(test) else []
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
-        texts += [ast.unparse(p) for p in parts] or [ast.unparse(tree) if imported[index] else test]
-        found += parts or [tree]
+        if parts:
+            texts += [ast.unparse(part.tree) for part in parts]
+            told += [part.told for part in parts]
+        else:
+            texts.append(ast.unparse(tree) if imported[index] else test)
+            told.append(texts[-1])
+        found += [part.tree for part in parts] or [tree]
         places += [place] * (len(parts) or 1)
-    return tuple(texts), found, places
+    return tuple(texts), found, places, tuple(told)
 
 
-def number_of_tests(data: Mapping[str, Any]) -> int:
-    """How many tests ``read_function_tests`` makes of ``test_list``, which is a list."""
-    tests = data["test_list"]
+def told_tests(data: Mapping[str, Any]) -> list[str]:
+    """What to tell of each test, one for each verdict, that ``read_function_tests`` makes of
+    ``test_list``, which is a list.
+    """
+    tests: list[str] = data["test_list"]
     # Unit tests are functions; nothing else becomes more or less than it is.
     if not any(map(may_hold_unit_tests, tests)):
-        return len(tests)
-    return len(read_function_tests(data).tests)
+        return tests
+    problem = read_function_tests(data)
+    return [str(case["test"]) for case in problem.cases] or tests
 
 
 def _defines(node: ast.stmt) -> Iterable[str]:

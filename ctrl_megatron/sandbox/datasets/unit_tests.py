@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from ctrl_megatron.sandbox.datasets.syntax import (
     FUNCTIONS,
@@ -29,6 +29,9 @@ PROGRAM_MODULES = frozenset(
 )
 """What tests call the file of the program."""
 _LEFT_OUT = frozenset(["expectedFailure", "skip", "skipIf", "skipUnless", "skipif", "xfail"])
+MOST_TESTS = 1000
+MOST_CHARACTERS = 2 << 20
+"""Of the tests of one text, each with what is around it."""
 _RUNNERS = frozenset(
     ["TestLoader", "TestSuite", "TextTestRunner", "defaultTestLoader", "makeSuite"]
 )
@@ -49,7 +52,14 @@ def may_hold_unit_tests(text: str) -> bool:
     return "def test" in text
 
 
-def unit_tests(tree: ast.Module) -> list[ast.Module]:
+class UnitTest(NamedTuple):
+    """One test by itself: with all that it needs, and what to tell of it."""
+
+    tree: ast.Module
+    told: str
+
+
+def unit_tests(tree: ast.Module) -> list[UnitTest]:
     """A text for each test function or method of ``tree`` that nothing else in it calls, with all
     that is no other test around it; none where there is no such test. A literal list of parameters
     makes a test of each. Raises ``ValueError`` for what cannot be run: fixtures, coroutines.
@@ -68,24 +78,53 @@ def unit_tests(tree: ast.Module) -> list[ast.Module]:
     functions = [n for n in functions if not _is_left_out(n.decorator_list)]
     cases = [n for n in cases if not _is_left_out(n.decorator_list)]
     _refuse_fixtures_for_all(body)
-    texts: list[ast.Module] = []
+    tests = _Tests()
     for function in functions:
         before = _if_defined(body, ("setup_module", "setUpModule", "setup_function"))
         context = [*_around(body, found, function), *before]
         calls = _calls(ast.Name(function.name, ast.Load()), function, (), 0)
-        texts += [_module([*context, call]) for call in calls]
+        tests.add(context, function, ([call] for call in calls))
     for case in cases:
         before = _if_defined(body, ("setup_module", "setUpModule"))
         for method in _methods(case, classes):
             context = [*_around(body, found, case, method), *before]
-            texts += [_module([*context, *run]) for run in _runs(method, classes)]
-    if not texts:
+            tests.add(context, method.function, _runs(method, classes))
+    if not tests.texts:
         raise ValueError("every test in it is skipped or expected to fail")
-    return texts
+    return [UnitTest(ast.parse(text), told) for text, told in tests.texts]
 
 
 def _defined_in(body: Iterable[ast.stmt]) -> list[Function]:
     return [node for node in body if isinstance(node, FUNCTIONS)]
+
+
+class _Tests:
+    """Texts of single tests and what to tell of them, as many and as long as may come of one."""
+
+    def __init__(self) -> None:
+        self.texts: list[tuple[str, str]] = []
+        self._characters = 0
+
+    def add(
+        self, context: list[ast.stmt], function: Function, runs: Iterable[list[ast.stmt]]
+    ) -> None:
+        """``context``, with ``function``, and each of ``runs`` behind it. Raises ``ValueError``."""
+        around, told = _source(context), _source([_undecorated(function)])
+        for run in runs:
+            call = _source(run)
+            self.texts.append((f"{around}\n{call}", f"{told}\n{call}"))
+            self._characters += len(self.texts[-1][0])
+            if len(self.texts) > MOST_TESTS:
+                raise ValueError(f"it holds more than {MOST_TESTS} tests")
+            if self._characters > MOST_CHARACTERS:
+                raise ValueError(
+                    f"its tests, each with what is around it, take more than {MOST_CHARACTERS} "
+                    "characters"
+                )
+
+
+def _source(body: list[ast.stmt]) -> str:
+    return ast.unparse(ast.fix_missing_locations(ast.Module(body=body, type_ignores=[])))
 
 
 def _is_case(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> str | None:
@@ -241,18 +280,25 @@ def _cases(mark: ast.Call, number: int, test: str) -> list[_Case]:
     values = mark.args[1] if len(mark.args) > 1 else by_name[0] if by_name else None
     if not names or values is None:
         raise ValueError(f"the parameters of {test} cannot be read")
-    if not isinstance(values, (ast.List, ast.Tuple)):
+    written_out = isinstance(values, (ast.List, ast.Tuple)) and not any(
+        isinstance(part, ast.Starred) for value in values.elts for part in (value, *_given(value))
+    )
+    if not written_out:
         item = f"_values{number}"
         loop = ast.Name(item, ast.Store()), values
         return [_Case(keywords=_spread(names, ast.Name(item, ast.Load())), loop=loop)]
     cases = []
-    for value in values.elts:
+    for value in values.elts if isinstance(values, (ast.List, ast.Tuple)) else ():
         if isinstance(value, ast.Call) and last_name(value.func) == "param":
             if _is_left_out([k.value for k in value.keywords]):
                 continue
             value = value.args[0] if len(names) == 1 else ast.Tuple(value.args, ast.Load())
         cases.append(_Case(keywords=_spread(names, value)))
     return cases
+
+
+def _given(value: ast.expr) -> list[ast.expr]:
+    return value.args if isinstance(value, ast.Call) else []
 
 
 def _spread(names: list[str], value: ast.expr) -> list[ast.keyword]:
@@ -457,9 +503,3 @@ def _statement(text: str) -> ast.stmt:
 
 def _expression(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
-
-
-def _module(body: list[ast.stmt]) -> ast.Module:
-    # Written and read again: the parts of a text are shared by the tests that it makes.
-    module = ast.Module(body=body, type_ignores=[])
-    return ast.parse(ast.unparse(ast.fix_missing_locations(module)))
