@@ -12,7 +12,6 @@ as a GPU might, whatever else the machine does.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psutil
 from aiohttp import web
 
+from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import (
@@ -135,9 +135,7 @@ async def compare(
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = ToolParser(__doc__)
     parser.add_argument("--engine", choices=available_engines(), default=default_engine())
     parser.add_argument("--model", default="runs/models/smollm2", help="Hugging Face directory")
     parser.add_argument("--dtype", default="bfloat16")

@@ -7,7 +7,6 @@ hidden states, output weight and the weight's float32 gradient existed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.parallel import host_memory
 from ctrl_megatron.parallel.vocab import linear_log_probs
 
@@ -28,9 +28,7 @@ def resident(name: str) -> int:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = ToolParser(__doc__)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--vocabulary", type=int, default=152064)
     parser.add_argument("--hidden", type=int, default=1024)

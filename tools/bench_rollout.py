@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import aiohttp
 from aiohttp import web
 
+from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.parallel.parent_watch import end_group, end_with_parent
 from ctrl_megatron.rollout import wire
@@ -150,9 +151,7 @@ async def compare(
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = ToolParser(__doc__)
     parser.add_argument("--host-engine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--engines", nargs="+", choices=available_engines())
     parser.add_argument("--model", default="runs/models/smollm2", help="Hugging Face directory")

@@ -30,6 +30,7 @@ import psutil
 import requests
 from aiohttp import web
 
+from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.sandbox import EmbeddedSandbox, RunCodeRequest, SandboxClient, SubmitRequest
 from ctrl_megatron.sandbox.wire import (
     CommandRunResult,
@@ -298,7 +299,7 @@ def fresh_interpreters() -> Iterator[str]:
 
 def main() -> None:
     """Parse, start the services, measure."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ToolParser(__doc__)
     parser.add_argument("--count", type=int, default=200, help="problems per row")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--isolation", default="strict")

@@ -34,6 +34,7 @@ import torch
 from aiohttp import ClientSession, web
 
 from ctrl_megatron.checkpoint.hf import load_hf
+from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.parallel_model import ModelOptions
@@ -103,9 +104,7 @@ def raw_copy(parts: list[torch.Tensor], segments: list[SharedSegment]) -> float:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = ToolParser(__doc__)
     parser.add_argument("--model", default="runs/models/smollm2", help="Hugging Face directory")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--bucket", type=int, default=128, help="in 2**20 bytes")

@@ -15,7 +15,6 @@ follow, checksums must be equal on both sides, and the engine's memory is shown.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import AutoModelForCausalLM
 
+from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.parallel.background import BackgroundLoop
@@ -178,9 +178,7 @@ def write_changed(model: Any, source: str, folder: str) -> None:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = ToolParser(__doc__)
     parser.add_argument("--engines", nargs="+", choices=available_engines())
     parser.add_argument("--model", default="runs/models/smollm2", help="Hugging Face directory")
     parser.add_argument("--problems", default="examples/problems", help="problem file or directory")

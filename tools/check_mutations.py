@@ -28,6 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.sandbox import (
     EmbeddedSandbox,
     EvalResult,
@@ -306,7 +307,7 @@ async def check_all(options: argparse.Namespace, endpoint: str) -> int:
 
 def main() -> int:
     """Parse, start the service, judge, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ToolParser(__doc__)
     parser.add_argument("--data", type=Path, help="folder with the data sets, for MBPP's programs")
     parser.add_argument("--count", type=int, default=200, help="programs of each kind")
     parser.add_argument("--formats", type=int, default=60, help="right outputs, and results")

@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.data.published import read_published
 from ctrl_megatron.sandbox import EmbeddedSandbox, EvalResult, SandboxClient, SubmitRequest
 from ctrl_megatron.sandbox.wire import TestConfig
@@ -240,7 +241,7 @@ async def _check_all(options: argparse.Namespace, service: EmbeddedSandbox) -> i
 
 def main() -> int:
     """Parse, start the service, judge, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ToolParser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--every", type=int, default=1, help="take one program of so many")

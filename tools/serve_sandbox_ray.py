@@ -7,7 +7,6 @@ replaced, nodes that join get one.
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import signal
@@ -18,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.sandbox.access import read_token
 from ctrl_megatron.sandbox.client.ray_cluster import (
     Deployment,
@@ -74,8 +74,8 @@ def _say(*lines: str) -> None:
         print(f"{datetime.now():%H:%M:%S} {line}", flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+def _parser() -> ToolParser:
+    parser = ToolParser(__doc__)
     parser.add_argument("--endpoints-file", required=True, help="file to hold the addresses")
     parser.add_argument(
         "--token-file", required=True, help="the clients' bearer token; made if it is not there"

@@ -42,6 +42,17 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(message, remedy="--help shows what there is")
 
 
+class ToolParser(CommandParser):
+    """Of a program that is no command: wrong arguments end it with the line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Wrong arguments."""
+        try:
+            super().error(message)
+        except UserError as error:
+            self.exit(2, f"{self.prog}: {error}\n")
+
+
 def whole(least: int = -_LARGEST, most: int = _LARGEST) -> Callable[[str], int]:
     """The type of a flag that is a whole number."""
 
