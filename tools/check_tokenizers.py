@@ -71,14 +71,14 @@ def faults_of(codec: TextCodec) -> Iterator[str]:
 
 
 def honest_texts() -> Iterator[str]:
-    """Prose, programs and odd spacing."""
+    """Prose, programs and odd spacing, none of which spells a control token."""
     yield from (
         "hi",
         " two  spaces\n\n\tand a tab ",
         "naïve 数学 🙂 x<y>z [a] {b} </p>",
         "1234 + 5.60",
     )
-    for file in sorted((ROOT / "ctrl_megatron" / "prompts").glob("*.py")):
+    for file in sorted((ROOT / "ctrl_megatron" / "algorithms").glob("*.py")):
         yield file.read_text()
     yield (ROOT / "README.md").read_text()
 
