@@ -316,9 +316,7 @@ def _read(
         stubs = _inferred_stubs(free) or _shadowed_builtin(trees, setup_tree)
     helpers = "".join(_import_of(name) for name in sorted(free - stubs))
     in_place = tuple(
-        i
-        for i, tree in enumerate([setup_tree, *trees], start=SETUP)
-        if any(changing_calls(tree))
+        i for i, tree in enumerate([setup_tree, *trees], start=SETUP) if any(changing_calls(tree))
     )
     imports = [node for node in setup_tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     defined = {node.name for node in setup_tree.body if isinstance(node, ast.ClassDef)} - stubs

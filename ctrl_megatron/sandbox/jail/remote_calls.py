@@ -177,7 +177,7 @@ class CandidateConnection:
         self._call, self._error, self._value = request, None, _NOT_READ
         answer = self._answer_to(request["id"])
         self._call, self.busy = request, before
-        if len(answer) == _PLAIN_ANSWER and type(answer.get("value")) in _PLAIN:
+        if len(answer) == _PLAIN_ANSWER and type(answer.get("value", ...)) in _PLAIN:
             self._value = answer["value"]
             return self._value
         for output in request.get("hear", ()):
