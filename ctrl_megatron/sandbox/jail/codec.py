@@ -164,7 +164,6 @@ _ENCODERS: dict[type, Encoder] = {
         "slice",
         *(encode(part, o, d) for part in (value.start, value.stop, value.step)),
     ],
-    type(Ellipsis): lambda _value, _o, _d: ["ellipsis"],
     range: lambda value, _o, _d: ["range", [value.start, value.stop, value.step]],
     Fraction: lambda value, o, d: [
         "fraction",
@@ -245,7 +244,6 @@ _DECODERS: dict[str, Decoder] = {
     "named": _named,
     "type": lambda rest, _o, _d: _TYPES[rest[0]],
     "slice": lambda rest, o, d: slice(*(decode(part, o, d) for part in rest)),
-    "ellipsis": lambda _rest, _o, _d: ...,
     "defaultdict": _defaults,
     "deque": _many(deque),
     "set": _many_keys(lambda keys: keys),

@@ -12,9 +12,10 @@ import os
 import random
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 from ctrl_megatron.sandbox.jail import frames, pytest_stand_in
@@ -71,7 +72,10 @@ class _TestRunner:
         self._timeouts: int = spec["timeouts"]
         self._reloading = 0.0
         """Seconds spent on starting the program again, since they last counted as a time-out."""
-        self._namespace: dict[str, Any] = {"__name__": "tests", _CHANGING: self._changing}
+        # Dataclasses look for the module of their annotations.
+        sys.modules["tests"] = ModuleType("tests")
+        self._namespace: dict[str, Any] = vars(sys.modules["tests"])
+        self._namespace[_CHANGING] = self._changing
         for name in spec["stubs"]:
             trust = Trust.MEMBER if name in spec["classes"] else Trust.RESULT
             self._namespace[name] = Stub(self._connection, name, trust)
