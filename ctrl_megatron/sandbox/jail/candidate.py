@@ -250,6 +250,8 @@ class _CallServer:
             told["ahead"] = kind.__module__ in ("builtins", "itertools")
         if codec.holds_data(kind):
             told["data"] = True
+        if isinstance(value, Enum):
+            told["single"] = True
         return told
 
     def _reader(self, made: list[Any]) -> Callable[[list[Any]], Any]:

@@ -104,7 +104,8 @@ class CandidateConnection:
         requests.sendall(NEW_CANDIDATE)
         _, (self._fd,), _, _ = socket.recv_fds(requests, 64, 1)
         self._answers = frames.FrameReader(self._fd, limit=ANSWER_BYTES + _FRAME_SLACK)
-        self._objects: dict[int, RemoteObject] = {}
+        self._objects: dict[tuple[int, bool], RemoteObject] = {}
+        """By number, and whether the test made it."""
         self._given: list[Callable[..., Any]] = []
         """Functions of the tests that the program may call."""
         self._given_numbers: dict[int, int] = {}
@@ -133,7 +134,7 @@ class CandidateConnection:
         arguments = ", ".join(_short_encoded(item) for item in self._call["args"])
         of, name = self._call["of"], self._call["name"]
         if isinstance(of, int):
-            of = _short(self._objects.get(of))
+            of = _short(self._objects.get((of, True)) or self._objects.get((of, False)))
         text = f"{of}.{name}" if name else f"{of}({arguments})"
         if self._error is not None:
             return f"{text} raised {_describe(self._error)}"
@@ -192,6 +193,8 @@ class CandidateConnection:
             error = self._exception(self._error)
             vars(error)["_of_program"] = True
             raise error
+        if do == "get" and of in self._classes and isinstance(value, RemoteObject):
+            value._told["makes"] = True  # as the class itself does
         self._value = value
         return value
 
@@ -210,9 +213,13 @@ class CandidateConnection:
         """What stands for an object that the program has told of."""
         number, name = int(told["number"]), told.get("class")
         level = trust(name if isinstance(name, str) else None)
-        if number not in self._objects:
-            self._objects[number] = remote_object(self, told, level)
-        known = self._objects[number]
+        if told.get("single") is True:
+            level = min(level, Trust.MEMBER)
+        # What a method returns is not trusted as what the test made, be it the same object.
+        key = number, level is Trust.MADE
+        if key not in self._objects:
+            self._objects[key] = remote_object(self, told, level)
+        known = self._objects[key]
         if level > known._trust:
             object.__setattr__(known, "_trust", level)
         return known
@@ -231,13 +238,11 @@ class CandidateConnection:
     def _trust_for(self, of: int | str, do: str, trust: Trust) -> Callable[[str | None], Trust]:
         """The trust in what an answer brings, by the program's class that it is an object of."""
         of_class = isinstance(of, str) and of in self._classes
-        makes = of_class or (do != "get" and trust is Trust.MADE)
+        makes = do != "get" and (of_class or trust is Trust.MADE)
 
         def level(name: str | None) -> Trust:
             if name in self._classes:
                 return Trust.MADE if makes else Trust.MEMBER
-            if of_class and do == "get":
-                return Trust.MADE
             if name is not None:
                 return Trust.OBJECT
             return Trust.RESULT if isinstance(of, str) else min(trust, Trust.OBJECT)

@@ -141,9 +141,10 @@ class _Ahead:
 
 def remote_object(program: ProgramLine, told: dict[str, Any], trust: Trust) -> RemoteObject:
     """What stands for an object that the program describes."""
-    kind, offers = str(told["type"])[:80], str(told["offers"])[:400]
-    told = {**told, "type": kind, "offers": offers.split()}
-    return _kind(kind, offers)(program, int(told["number"]), told, trust)
+    kind, offers, number = str(told["type"])[:80], str(told["offers"])[:400], int(told["number"])
+    known = {name: told.get(name) is True for name in ("iterator", "ahead", "data")}
+    told = {**known, "type": kind, "offers": offers.split()}
+    return _kind(kind, offers)(program, number, told, trust)
 
 
 @functools.lru_cache(256)
@@ -264,7 +265,8 @@ def _next(self: RemoteObject) -> Any:
 
 
 def _call(self: RemoteObject, *arguments: Any, **named: Any) -> Any:
-    return self._program.ask(self._of, "call", "", arguments, named, trust=self._trust)
+    trust = Trust.MADE if self._told.get("makes") else self._trust
+    return self._program.ask(self._of, "call", "", arguments, named, trust=trust)
 
 
 def _set_item(self: RemoteObject, key: Any, value: Any) -> None:
