@@ -21,6 +21,8 @@ from ctrl_megatron.sandbox.jail.codec import DATA_ATTRIBUTES
 
 _PREDICATES = frozenset(n for n in DATA_ATTRIBUTES if n.startswith(("is", "starts", "ends")))
 _SPECIAL_ATTRIBUTES = frozenset(("__dict__", "__name__", "__qualname__", "__doc__", "__wrapped__"))
+_ORDER = random.SystemRandom()
+"""Not the test's own numbers."""
 _OBSERVATIONS = "getitem reversed round trunc floor ceil"
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul divmod and or xor lshift rshift"
 _BATCH_GROWTH = 8
@@ -298,7 +300,7 @@ def _equals_data(remote: RemoteObject, data: object) -> bool:
     is like it.
     """
     asked = [data, *_like(data)]
-    random.shuffle(asked)
+    _ORDER.shuffle(asked)
     equal = [other for other in asked if _operate(remote, "eq", other, returns=bool)]
     if len(equal) > 1:
         remote._program.refuse(f"{_shown(remote)} is equal to different data of the test")
