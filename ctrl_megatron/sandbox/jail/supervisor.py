@@ -40,8 +40,8 @@ _TICK_SECONDS = 0.05
 Job = dict[str, Any]
 """What a worker is to do. ``kind`` is ``program`` (with ``stdin``, ``files``, ``fetch`` and perhaps
 ``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``marked``, ``stubs``,
-``classes``, ``exceptions``, ``shared_classes``, ``in_place``, ``run_all``, ``problem_seconds``); both
-have ``code``, ``prelude``, ``seconds``, ``memory_mb``."""
+``classes``, ``exceptions``, ``shared_classes``, ``in_place``, ``run_all``, ``problem_seconds``);
+both have ``code``, ``prelude``, ``seconds``, ``memory_mb``."""
 
 
 class JobReport(TypedDict):
