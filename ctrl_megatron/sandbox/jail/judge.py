@@ -44,9 +44,10 @@ def run_tests(requests: socket.socket, verdicts: int, spec: dict[str, Any]) -> N
 
     For each test goes a frame to ``verdicts``: this job's nonce, the test's index, its status
     (``passed``, ``failed``, ``timeout``, ``died``, ``protocol``, ``not_run``), the reason where it
-    did not pass, seconds of wall clock. The nonce alone, and exit status 0, mean that was all. The
-    nonce and a time (``time.monotonic``) say until when what follows may take: no alarm ends a loop
-    in C, so the supervisor ends a judge that is late. Another goes on with test ``first``.
+    did not pass, seconds of wall clock. The nonce alone, and exit status 0, mean that was all. A
+    time (``time.monotonic``) behind a verdict, or in its place, says until when what follows may
+    take: no alarm ends a loop in C, so the supervisor ends a judge that is late. Another goes on
+    with test ``first``.
     """
     signal.signal(signal.SIGALRM, _alarm)
     # Equal tests draw equal numbers, which a program that does not know the tests cannot foresee.
@@ -81,8 +82,8 @@ class _TestRunner:
             self._namespace[name] = Stub(self._connection, name, trust)
         for name in spec["exceptions"]:
             self._namespace[name] = type(name, (Exception,), {"__module__": "tests"})
-        self._unsent = b""
-        """A verdict that the supervisor has not been told."""
+        self._verdict: list[Any] = []
+        """That the supervisor has not been told."""
         self._evidence = Evidence(lambda: self._candidate.calls if self._candidate else 0)
         self._namespace[NAME] = self._evidence
 
@@ -98,17 +99,21 @@ class _TestRunner:
             # A program chooses part of this text; lone surrogates are no text on the wire.
             reason = reason[:_REASON_LENGTH].encode(errors="backslashreplace").decode()
             # It is sent with what follows: a write costs as much as a call of the program.
-            self._unsent += self._frame(index, status, reason, time.monotonic() - started)
+            self._send_verdict()
+            self._verdict = [index, status, reason, time.monotonic() - started]
             if status != "passed" and not self._spec["run_all"]:
                 break
+        self._send_verdict()
         self._report()
 
     def _report(self, *told: Any) -> None:
-        frames.send_encoded(self._verdicts, self._unsent + self._frame(*told))
-        self._unsent = b""
+        frames.send(self._verdicts, [self._spec["nonce"], *told])
 
-    def _frame(self, *told: Any) -> bytes:
-        return frames.encode([self._spec["nonce"], *told])
+    def _send_verdict(self, *until: float) -> None:
+        """Tell the verdict that is not told yet, and until when what follows may take."""
+        if self._verdict or until:
+            self._report(*self._verdict, *until)
+        self._verdict = []
 
     def _prepare(self) -> tuple[str, str] | None:
         """Load the program and run the setup; what makes every test fail, or None."""
@@ -130,7 +135,7 @@ class _TestRunner:
     def _connect(self) -> str | None:
         if self._candidate is not None:
             self._candidate.close()
-        self._report(time.monotonic() + self._seconds + _STARTING_SECONDS)
+        self._send_verdict(time.monotonic() + self._seconds + _STARTING_SECONDS)
         self._candidate = CandidateConnection(
             self._requests,
             self._seconds,
@@ -172,7 +177,7 @@ class _TestRunner:
         return status, reason
 
     def _until(self, deadline: float, work: Callable[[], None]) -> None:
-        self._report(deadline)
+        self._send_verdict(deadline)
         signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), _AT_ONCE))
         try:
             work()

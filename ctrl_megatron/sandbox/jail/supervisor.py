@@ -30,6 +30,7 @@ _REPORT_BYTES = 64 << 20
 _GRACE_SECONDS = 2.0
 _LATE_SECONDS = 0.1
 """How long after a test's time the judge is ended; one that runs Python ends the test itself."""
+_VERDICT_PARTS = 4
 _CANCEL = None
 """What the service sends in place of a job to give up the running one."""
 _CHUNK = 1 << 16
@@ -168,12 +169,12 @@ class _VerdictPipe:
         for nonce, *verdict in messages:
             if nonce != self.nonce:
                 raise frames.FrameError("a verdict without this job's nonce")
-            if len(verdict) > 1:
-                self.verdicts.append(verdict)
-            elif verdict:
-                self.until = verdict[0]
-            else:
+            if not verdict:
                 self.complete = True
+            if len(verdict) in (1, 1 + _VERDICT_PARTS):
+                self.until = verdict.pop()
+            if verdict:
+                self.verdicts.append(verdict)
 
 
 class _JobRun:
