@@ -30,8 +30,6 @@ from ctrl_megatron.sandbox.wire import TestConfig
 
 _NO_TUPLES = (106, 124, 252, 580, 596, 720, 737, 787, 794)
 KNOWN_BAD = {
-    # A type as an argument, which cannot be given to another process.
-    "mbpp": {"mbpp/533"},
     # JSON has no tuples; and results that are matches of a regular expression.
     "mbppplus-inputs": {f"mbppplus/{number}" for number in _NO_TUPLES},
     # The published loop calls the polynomial with the pieces of a number.

@@ -247,6 +247,7 @@ RESULT_CHECK_NAMES = (
         "_dict",
         "_float",
         "_int",
+        "_isinstance",
         "_len",
         "_list",
         "_max",

@@ -71,7 +71,7 @@ class SandboxLimits:
 
 CALL_BYTES = 256 << 20
 """Of one call of a program's function, encoded."""
-ANSWER_BYTES = 4 << 20
+ANSWER_BYTES = 32 << 20
 """Of what such a call returns, encoded."""
 DECODING_SECONDS = 2.0
 """What the judge spends on reading one returned value of more than ``DECODING_BYTES``."""

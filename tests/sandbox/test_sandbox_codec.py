@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import IntEnum
@@ -85,8 +85,10 @@ class Liar(int):
     [
         (Colour.RED, 3),
         (Liar(5), 5),
-        (namedtuple("Point", "x y")(1, 2), (1, 2)),
         (Counter("aab"), Counter("aab")),
+        (defaultdict(list, {1: [2]}), defaultdict(list, {1: [2]})),
+        (slice(1, None, 2), slice(1, None, 2)),
+        (int, int),
         (OrderedDict(a=1), OrderedDict(a=1)),
         (range(2, 9, 3), range(2, 9, 3)),
         (float("inf"), float("inf")),
@@ -99,6 +101,27 @@ def test_subclasses_cross_as_what_they_hold(value: Any, plain: Any) -> None:
     got = there_and_back(value)
     assert type(got) is type(plain)
     assert plain == got
+
+
+def test_a_named_tuple_keeps_its_names_and_brings_no_method() -> None:
+    got = there_and_back(namedtuple("Point", "x count")(1, 2))
+    assert got == (1, 2) and got.x == 1 and got.count == 2 and type(got).__name__ == "Point"
+
+    class Sum(namedtuple("Pair", "x y")):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+    assert type(there_and_back(Sum(1, 2))) is tuple
+    code = ["named", "P", ["startswith"], [["object", 0]]]
+    with pytest.raises(codec.CodecError, match="has the name of a method"):
+        codec.decode(code, lambda _: print)
+
+
+def test_a_default_that_is_no_type_is_left_out() -> None:
+    got = there_and_back(defaultdict(lambda: 3, a=1))
+    assert type(got) is defaultdict and got == {"a": 1} and got.default_factory is None
 
 
 def test_not_a_number_and_iterators() -> None:

@@ -249,8 +249,8 @@ def test_a_text_of_unit_tests_may_be_the_test_of_human_eval_too() -> None:
         ("import pytest\npytest.warns(UserWarning, f, 1)", r"uses pytest\.warns"),
         (
             "from unittest.mock import patch\ndef test_it():\n"
-            "    with patch('builtins.input', return_value='1'):\n        assert f(1) == 2",
-            "patches 'builtins.input': that does not reach the program",
+            "    with patch('time.time', return_value=1):\n        assert f(1) == 2",
+            "patches 'time.time': that does not reach the program",
         ),
         (
             "def test_it():\n    f(1)\ndef test_that():\n    assert f(1) == 2",

@@ -26,6 +26,7 @@ from ctrl_megatron.sandbox.comparison import (
     STRICT,
 )
 from ctrl_megatron.sandbox.datasets import preambles
+from ctrl_megatron.sandbox.datasets.class_use import caught, is_call_of, used_as_classes
 from ctrl_megatron.sandbox.datasets.long_integers import long_integers, require_few_digits
 from ctrl_megatron.sandbox.datasets.marking import mark_tests
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, rule_field, text_field
@@ -36,7 +37,8 @@ from ctrl_megatron.sandbox.datasets.unit_tests import (
     refuse_imports,
     unit_tests,
 )
-from ctrl_megatron.sandbox.jail.judge import SETUP, ignored_calls, is_call_of
+from ctrl_megatron.sandbox.jail.changing_calls import changing_calls
+from ctrl_megatron.sandbox.jail.judge import SETUP
 from ctrl_megatron.sandbox.limits import CASE_CHARACTERS
 
 _REMEMBERED_PROBLEMS = 512
@@ -296,6 +298,10 @@ def _read(
     if entries and "candidate" in _free_names([setup_tree, *trees]) - set(entries):
         setup = f"candidate = {entries[0]}\n{setup}"
         setup_tree = _parse(setup, "provided_data.test_setup_code")
+    public = _prompt_code(prompt, entries)
+    if entries and _free_names([setup_tree, *trees]) & _defined(public):
+        setup = f"{public}\n{setup}"
+        setup_tree = _parse(setup, "provided_data.test_setup_code")
     aliases = [node for node in ast.walk(setup_tree) if isinstance(node, ast.alias)]
     imports_all = any(alias.name == "*" for alias in aliases)
     if not entries and imports_all:
@@ -310,11 +316,14 @@ def _read(
         stubs = _inferred_stubs(free) or _shadowed_builtin(trees, setup_tree)
     helpers = "".join(_import_of(name) for name in sorted(free - stubs))
     in_place = tuple(
-        i
-        for i, tree in enumerate([setup_tree, *trees], start=SETUP)
-        if any(ignored_calls(tree, stubs))
+        i for i, tree in enumerate([setup_tree, *trees], start=SETUP) if any(changing_calls(tree))
     )
     imports = [node for node in setup_tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    defined = {node.name for node in setup_tree.body if isinstance(node, ast.ClassDef)} - stubs
+    exceptions = stubs & caught([setup_tree, *trees])
+    classes = used_as_classes([setup_tree, *trees], stubs) | {
+        node.name for node in _prompt_body(prompt) if isinstance(node, ast.ClassDef)
+    }
     marked = mark_tests(setup, setup_tree, trees, stubs)
     for index in marked.unchecked:
         raise ValueError(
@@ -326,7 +335,10 @@ def _read(
         marked=marked.tests,
         setup=_keeping(tuple(sorted(stubs)) if entries else (), f"{helpers}{marked.setup}"),
         prelude="\n".join(filter(None, (*map(ast.unparse, imports), _prompt_code(prompt, stubs)))),
-        stubs=tuple(sorted(stubs)),
+        stubs=tuple(sorted(stubs - exceptions)),
+        classes=tuple(sorted(classes & stubs - exceptions)),
+        exceptions=tuple(sorted(exceptions)),
+        shared_classes=tuple(sorted(defined)),
         in_place=in_place,
         cases=tuple({"test": text} for text in told) if told != tests else (),
     )
@@ -451,6 +463,12 @@ def _free_names(trees: Iterable[ast.Module]) -> set[str]:
             else:
                 bound.update(_bindings(node))
     return loaded - bound
+
+
+def _defined(source: str) -> set[str]:
+    """Functions and classes that ``source`` defines."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {node.name for node in ast.parse(source).body if isinstance(node, kinds)}
 
 
 def _bindings(node: ast.AST) -> Iterable[str]:

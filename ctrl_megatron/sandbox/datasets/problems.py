@@ -25,6 +25,12 @@ class FunctionProblem:
     what it imports and defines."""
     stubs: tuple[str, ...]
     """Names that the program has to define: all that a test may call in it."""
+    classes: tuple[str, ...] = ()
+    """Those of ``stubs`` that the tests can only mean a class by."""
+    exceptions: tuple[str, ...] = ()
+    """Those that the tests catch."""
+    shared_classes: tuple[str, ...] = ()
+    """Classes of the setup: objects of them cross between tests and program."""
     in_place: tuple[int, ...] = ()
     """Tests with a call that is made for what it does to its arguments; -1 is the setup."""
     adapter: str = ""

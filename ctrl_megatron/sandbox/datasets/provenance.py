@@ -151,7 +151,11 @@ class ProgramNames:
             case ast.Import() | ast.ImportFrom():
                 return self._import(node, names)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                names[node.name] = self._function(node, names)
+                level = self._function(node, names)
+                decorated = [self._level(part, names) for part in node.decorator_list]
+                if max(decorated, default=OWN) > OWN:
+                    self._calls, level = self._calls + 1, MADE
+                names[node.name] = level
             case ast.ClassDef():
                 return self._class(node, names)
             case _:
@@ -486,6 +490,18 @@ class ProgramNames:
                 name = self._key(part) or self._base(part)
                 if name is not None and names.get(name, OWN) == OWN:
                     self._taint(name, MADE, names)
+            for name in self._reached(part):
+                if names.get(name) == OWN:
+                    self._taint(name, MADE, names)
+
+    def _reached(self, part: ast.AST) -> set[str]:
+        """Names of the test that the program may change by calling what it is given."""
+        if isinstance(part, ast.Lambda):
+            return mentions([ast.Expr(part.body)])
+        if isinstance(part, ast.Attribute):
+            return {self._key(part.value) or ""}
+        function = self.functions.get(part.id) if isinstance(part, ast.Name) else None
+        return function.mentions if function is not None else set()
 
     def _changes(self, node: ast.Call, names: Names) -> None:
         """A call that is given something of the program may keep it where it can."""

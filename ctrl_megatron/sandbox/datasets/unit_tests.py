@@ -469,13 +469,16 @@ def refuse_imports(tree: ast.Module, place: str) -> None:
             _refuse_names([node.attr] if node.value.id == "pytest" else [], place)
 
 
+_REACH_THE_PROGRAM = ("builtins.input", "sys.stdin", "sys.stdout", "sys.stderr")
+
+
 def _patched(call: ast.Call) -> str | None:
-    """What a call of ``unittest.mock.patch`` replaces, unless it is stdout."""
+    """What a call of ``unittest.mock.patch`` replaces, unless that reaches the program."""
     parts = ast.unparse(call.func).split(".")
     if "patch" not in parts or not call.args:
         return None
     target = ast.unparse(call.args[0])
-    return None if target.strip("'\"") == "sys.stdout" else target
+    return None if target.strip("'\"") in _REACH_THE_PROGRAM else target
 
 
 def _refuse_names(names: Iterable[str], place: str) -> None:

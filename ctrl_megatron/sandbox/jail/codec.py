@@ -2,18 +2,20 @@
 pickle.
 
 ``None``, booleans, strings and small integers stand for themselves; everything else is ``[tag,
-...]``. A value of a subclass crosses as the plain value it holds. What becomes of an object of any
-other type each side decides for itself.
+...]``. A value of a subclass crosses as the plain value it holds; a named tuple keeps its names.
+What becomes of an object of any other type each side decides for itself.
 """
 
 from __future__ import annotations
 
 import base64
-from collections import Counter, OrderedDict, deque
+import keyword
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -21,6 +23,21 @@ MAX_DEPTH = 150
 MAX_ITEMS_OF_ITERATOR = 100_000
 _SMALL = 1 << 53
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
+_TYPES: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        *(bool, int, float, complex, str, bytes, bytearray, object, type, range, slice),
+        *(list, tuple, set, frozenset, dict, deque, Counter, OrderedDict, defaultdict),
+        *(Decimal, Fraction, date, datetime, time, timedelta),
+    )
+}
+"""Types that are data themselves."""
+DATA_ATTRIBUTES = frozenset(
+    name
+    for kind in (str, bytes, int, float, complex, list, tuple, dict, set, range, deque)
+    for name in dir(kind)
+)
+"""A test that asks for one of these expects data."""
 Other = Callable[[Any], Any]
 """What is done with an object of no builtin data type: its JSON-ready form for ``encode``, from the
 list behind the tag ``object`` the object for ``decode``.
@@ -30,12 +47,26 @@ Decoder = Callable[[list[Any], Other, int], Any]
 """Of a value and of what is behind a tag, at a depth."""
 
 
+def holds_data(kind: type) -> bool:
+    """Whether objects of this type cross as the data that they hold."""
+    return not issubclass(kind, type) and any(base in _ENCODERS for base in kind.__mro__)
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Whether a type is a tuple with names for its items and nothing else."""
+    return kind.__mro__ == (kind, tuple, object) and type(kind.__dict__.get("_fields")) is tuple
+
+
 class CodecError(ValueError):
     """A value cannot cross, or what arrived is not a value."""
 
 
 def refuse(value: Any) -> Any:
-    """``Other`` that takes nothing but data."""
+    """``Other`` that takes nothing but data, and what an iterator yields."""
+    if isinstance(value, Iterator):
+        items = list(islice(value, MAX_ITEMS_OF_ITERATOR + 1))
+        if len(items) <= MAX_ITEMS_OF_ITERATOR:
+            return ["iter", [encode(item) for item in items]]
     raise CodecError(f"a value of type {type(value).__name__} cannot be given to the program")
 
 
@@ -49,8 +80,8 @@ def encode(value: Any, other: Other = refuse, depth: int = 0) -> Any:
         encoder = _ENCODERS.get(kind)
         if encoder is not None:
             return encoder(value, other, depth + 1)
-    if isinstance(value, Iterator) or type(value) in _VIEWS:
-        return _iterator(value, other, depth + 1)
+    if type(value) in _VIEWS:
+        return [_VIEWS[type(value)], [encode(item, other, depth + 1) for item in value]]
     return other(value)
 
 
@@ -89,11 +120,27 @@ def _pairs(tag: str) -> Encoder:
     ]
 
 
-def _iterator(value: Any, other: Other, depth: int) -> Any:
-    items = list(islice(value, MAX_ITEMS_OF_ITERATOR + 1))
-    if len(items) > MAX_ITEMS_OF_ITERATOR:
-        return other(value)
-    return [_VIEWS.get(type(value), "iter"), [encode(item, other, depth) for item in items]]
+def _tuple(value: Any, other: Other, depth: int) -> Any:
+    items = [encode(item, other, depth) for item in tuple.__iter__(value)]
+    kind = type(value)
+    if not is_named_tuple(kind):
+        return ["tuple", items]
+    return ["named", kind.__name__, list(kind.__dict__["_fields"]), items]
+
+
+def _type(value: type, other: Other, _depth: int) -> Any:
+    name = value.__name__
+    return ["type", name] if _TYPES.get(name) is value else other(value)
+
+
+def _default_dict(value: Any, other: Other, depth: int) -> Any:
+    factory = value.default_factory
+    known = isinstance(factory, type) and _TYPES.get(factory.__name__) is factory
+    return [
+        "defaultdict",
+        factory.__name__ if known else None,
+        *_pairs("")(value, other, depth)[1:],
+    ]
 
 
 _ENCODERS: dict[type, Encoder] = {
@@ -104,13 +151,19 @@ _ENCODERS: dict[type, Encoder] = {
     bytes: lambda value, _o, _d: ["bytes", base64.b64encode(bytes(value)).decode()],
     bytearray: lambda value, _o, _d: ["bytearray", base64.b64encode(bytes(value)).decode()],
     list: _items("list", list.__iter__),
-    tuple: _items("tuple", tuple.__iter__),
+    tuple: _tuple,
     deque: _items("deque", deque.__iter__),
     set: _set("set", set.__iter__),
     frozenset: _set("frozenset", frozenset.__iter__),
     Counter: _pairs("counter"),
     OrderedDict: _pairs("ordered"),
+    defaultdict: _default_dict,
     dict: _pairs("dict"),
+    type: _type,
+    slice: lambda value, o, d: [
+        "slice",
+        *(encode(part, o, d) for part in (value.start, value.stop, value.step)),
+    ],
     range: lambda value, _o, _d: ["range", [value.start, value.stop, value.step]],
     Fraction: lambda value, o, d: [
         "fraction",
@@ -157,6 +210,25 @@ def _keys(rest: list[Any], other: Other, depth: int) -> Any:
     return _mapping(dict)([[[item, None] for item in rest[0]]], other, depth).keys()
 
 
+def _defaults(rest: list[Any], other: Other, depth: int) -> Any:
+    factory = None if rest[0] is None else _TYPES[rest[0]]
+    return _mapping(lambda: defaultdict(factory))(rest[1:], other, depth)
+
+
+@lru_cache(64)
+def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(name if name.isidentifier() and not keyword.iskeyword(name) else "T", fields)
+
+
+def _named(rest: list[Any], other: Other, depth: int) -> Any:
+    name, fields, items = rest
+    values = [decode(item, other, depth) for item in items]
+    # It would be a method that the program brings, for one of data.
+    if any(f in DATA_ATTRIBUTES and callable(v) for f, v in zip(fields, values, strict=True)):
+        raise ValueError("a field that is a function has the name of a method")
+    return _named_tuple(name, tuple(fields))._make(values)
+
+
 def _pairs_of_tuples(rest: list[Any], other: Other, depth: int) -> Any:
     return _mapping(dict)([[pair[1] for pair in rest[0]]], other, depth).items()
 
@@ -169,6 +241,10 @@ _DECODERS: dict[str, Decoder] = {
     "bytearray": lambda rest, _o, _d: bytearray(base64.b64decode(rest[0], validate=True)),
     "list": _many(list),
     "tuple": _many(tuple),
+    "named": _named,
+    "type": lambda rest, _o, _d: _TYPES[rest[0]],
+    "slice": lambda rest, o, d: slice(*(decode(part, o, d) for part in rest)),
+    "defaultdict": _defaults,
     "deque": _many(deque),
     "set": _many_keys(lambda keys: keys),
     "frozenset": _many_keys(frozenset),

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ctrl_megatron.sandbox.jail import frames, linux, namespaces
+from ctrl_megatron.sandbox.jail.candidate import serve_calls
 from ctrl_megatron.sandbox.jail.isolation import Confinement
 from ctrl_megatron.sandbox.jail.judge import run_tests
 from ctrl_megatron.sandbox.jail.program import run_init
-from ctrl_megatron.sandbox.jail.remote_calls import serve_calls
 
 _JUDGE_SECONDS = 3600
 _ANSWER_BYTES = 1 << 12
@@ -44,7 +44,9 @@ class ForkServer:
         return self._line.fileno()
 
     def judge(self, spec: int, verdicts: int, requests: int) -> None:
-        """Start the job's judge: it reads its specification and asks for candidates."""
+        """Start the job's judge, in place of the one before it if there was one: it reads its
+        specification and asks for candidates.
+        """
         socket.send_fds(self._line, [_JUDGE], [spec, verdicts, requests])
 
     def candidate(self, spec: int, calls: int, stdout: int, stderr: int) -> None:
@@ -95,12 +97,10 @@ class _ForkServerProcess:
             if kind == _END:
                 self._line.send(json.dumps(self._end_all()).encode())
             elif kind == _JUDGE:
+                self._end_one("judge")
                 self._start("judge", _run_judge, fds, os.fork)
             elif kind == _CANDIDATE:
-                before = self._running.pop("candidate", None)
-                if before is not None:
-                    os.kill(before, signal.SIGKILL)
-                    os.waitpid(before, 0)
+                self._end_one("candidate")
                 self._start("candidate", _run_candidate, fds, self._fork_first)
             else:  # _PROGRAM
                 self._start("init", run_init, fds, self._fork_first)
@@ -123,6 +123,12 @@ class _ForkServerProcess:
             body(self._confinement, *fds)
         finally:
             os._exit(1)
+
+    def _end_one(self, role: str) -> None:
+        pid = self._running.pop(role, None)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
     def _end_all(self) -> dict[str, int]:
         """Kill everything that was started and all below it, and wait until nothing is left; role
@@ -167,7 +173,7 @@ def _run_candidate(
     directory = confinement.enter(job)
     seconds, memory = job["problem_seconds"], job["memory_mb"]
     confinement.apply(directory, memory_mb=memory, cpu_seconds=seconds)
-    serve_calls(calls, job["prelude"], job["code"], job["stubs"])
+    serve_calls(calls, job["prelude"], job["code"], job["stubs"], job["shared_classes"])
 
 
 def _kill(pid: int) -> None:

@@ -12,24 +12,29 @@ import os
 import random
 import signal
 import socket
+import sys
 import time
-from collections.abc import Callable, Container, Iterator
-from types import CodeType
-from typing import Any, TypeGuard
+from collections.abc import Callable
+from types import CodeType, ModuleType
+from typing import Any
 
 from ctrl_megatron.sandbox.jail import frames, pytest_stand_in
+from ctrl_megatron.sandbox.jail.changing_calls import changing_calls
 from ctrl_megatron.sandbox.jail.evidence import NAME, Evidence
 from ctrl_megatron.sandbox.jail.remote_calls import (
     CandidateConnection,
     CandidateLost,
     HarnessFailure,
 )
+from ctrl_megatron.sandbox.jail.remote_objects import RemoteObject, Stub, Trust
 
 _REASON_LENGTH = 600
 _CHANGING = "_changing"
 """A function of ours in the tests' namespace."""
 SETUP = -1
 """Stands for the setup among the numbers of tests."""
+_STARTING_SECONDS = 2.0
+"""For what the supervisor does before the program loads."""
 _AT_ONCE = 1e-6
 """Seconds; 0 would switch the timer off."""
 
@@ -39,7 +44,10 @@ def run_tests(requests: socket.socket, verdicts: int, spec: dict[str, Any]) -> N
 
     For each test goes a frame to ``verdicts``: this job's nonce, the test's index, its status
     (``passed``, ``failed``, ``timeout``, ``died``, ``protocol``, ``not_run``), the reason where it
-    did not pass, seconds of wall clock. The nonce alone, and exit status 0, mean that was all.
+    did not pass, seconds of wall clock. The nonce alone, and exit status 0, mean that was all. A
+    time (``time.monotonic``) behind a verdict, or in its place, says until when what follows may
+    take: no alarm ends a loop in C, so the supervisor ends a judge that is late. Another goes on
+    with test ``first``.
     """
     signal.signal(signal.SIGALRM, _alarm)
     # Equal tests draw equal numbers, which a program that does not know the tests cannot foresee.
@@ -62,32 +70,50 @@ class _TestRunner:
         self._in_place = frozenset(spec["in_place"])
         """Tests that look at what a call does to its arguments; ``SETUP`` is the setup."""
         self._candidate: CandidateConnection | None = None
-        self._timeouts = 0
+        self._timeouts: int = spec["timeouts"]
         self._reloading = 0.0
         """Seconds spent on starting the program again, since they last counted as a time-out."""
-        stubs = {name: self._stub(name) for name in spec["stubs"]}
-        self._namespace: dict[str, Any] = {"__name__": "tests", _CHANGING: self._changing, **stubs}
-        self._stub_names = {id(stub): name for name, stub in stubs.items()}
+        # Dataclasses look for the module of their annotations.
+        sys.modules["tests"] = ModuleType("tests")
+        self._namespace: dict[str, Any] = vars(sys.modules["tests"])
+        self._namespace[_CHANGING] = self._changing
+        for name in spec["stubs"]:
+            trust = Trust.MEMBER if name in spec["classes"] else Trust.RESULT
+            self._namespace[name] = Stub(self._connection, name, trust)
+        for name in spec["exceptions"]:
+            self._namespace[name] = type(name, (Exception,), {"__module__": "tests"})
+        self._verdict: list[Any] = []
+        """That the supervisor has not been told."""
         self._evidence = Evidence(lambda: self._candidate.calls if self._candidate else 0)
         self._namespace[NAME] = self._evidence
 
     def run(self) -> None:
-        unusable = self._prepare()
-        for index in range(len(self._spec["tests"])):
+        most = self._spec["max_timeouts"]
+        unusable = self._prepare() if self._timeouts < most else None
+        for index in range(self._spec["first"], len(self._spec["tests"])):
             started = time.monotonic()
-            if unusable is None and self._timeouts >= self._spec["max_timeouts"]:
+            if unusable is None and self._timeouts >= most:
                 unusable = "not_run", f"not run: {self._timeouts} tests timed out before"
             status, reason = unusable or self._run_test(index)
             self._timeouts += status == "timeout"
             # A program chooses part of this text; lone surrogates are no text on the wire.
             reason = reason[:_REASON_LENGTH].encode(errors="backslashreplace").decode()
-            self._report(index, status, reason, time.monotonic() - started)
+            # It is sent with what follows: a write costs as much as a call of the program.
+            self._send_verdict()
+            self._verdict = [index, status, reason, time.monotonic() - started]
             if status != "passed" and not self._spec["run_all"]:
                 break
+        self._send_verdict()
         self._report()
 
-    def _report(self, *verdict: Any) -> None:
-        frames.send(self._verdicts, [self._spec["nonce"], *verdict])
+    def _report(self, *told: Any) -> None:
+        frames.send(self._verdicts, [self._spec["nonce"], *told])
+
+    def _send_verdict(self, *until: float) -> None:
+        """Tell the verdict that is not told yet, and until when what follows may take."""
+        if self._verdict or until:
+            self._report(*self._verdict, *until)
+        self._verdict = []
 
     def _prepare(self) -> tuple[str, str] | None:
         """Load the program and run the setup; what makes every test fail, or None."""
@@ -109,7 +135,13 @@ class _TestRunner:
     def _connect(self) -> str | None:
         if self._candidate is not None:
             self._candidate.close()
-        self._candidate = CandidateConnection(self._requests, self._seconds)
+        self._send_verdict(time.monotonic() + self._seconds + _STARTING_SECONDS)
+        self._candidate = CandidateConnection(
+            self._requests,
+            self._seconds,
+            classes=frozenset(self._spec["classes"]),
+            class_of_tests=self._class_of_tests,
+        )
         return self._candidate.load()
 
     def _reconnect(self) -> tuple[str, str] | None:
@@ -145,6 +177,7 @@ class _TestRunner:
         return status, reason
 
     def _until(self, deadline: float, work: Callable[[], None]) -> None:
+        self._send_verdict(deadline)
         signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), _AT_ONCE))
         try:
             work()
@@ -158,10 +191,9 @@ class _TestRunner:
         candidate = self._candidate
         assert candidate is not None
         candidate.begin_test(deadline)
-        changing = self._spec["stubs"] if in_place else ()
         status, reason = "failed", ""
         try:
-            self._until(deadline, lambda: exec(_compiled(source, name, changing), self._namespace))
+            self._until(deadline, lambda: exec(_compiled(source, name, in_place), self._namespace))
             status = "passed"
         except AssertionError as error:
             reason = _join("AssertionError", error, candidate.last_call)
@@ -182,53 +214,36 @@ class _TestRunner:
             return candidate.failure.status, candidate.failure.reason
         return status, reason
 
-    def _stub(self, name: str) -> Callable[..., Any]:
-        def remote(*arguments: Any, **named: Any) -> Any:
-            assert self._candidate is not None
-            return self._candidate.call(name, arguments, named)
+    def _connection(self) -> CandidateConnection:
+        assert self._candidate is not None
+        return self._candidate
 
-        remote.__name__ = remote.__qualname__ = name
-        return remote
+    def _class_of_tests(self, name: str) -> type | None:
+        """The class that setup or tests define under a name."""
+        found = self._namespace.get(name)
+        return found if isinstance(found, type) and found.__module__ == "tests" else None
 
     def _changing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` so that its call changes arguments here as it does in the program."""
-        name = self._stub_names.get(id(function))
+        if not isinstance(function, (Stub, RemoteObject)):
+            return function
 
         def remote(*arguments: Any, **named: Any) -> Any:
-            assert self._candidate is not None and name is not None
-            return self._candidate.call(name, arguments, named, in_place=True)
+            return self._connection().ask(
+                function._of, "call", "", arguments, named, trust=function._trust, in_place=True
+            )
 
-        return function if name is None else remote
+        return remote
 
 
-def _compiled(source: str, name: str, changing: Container[str] = ()) -> CodeType:
-    """Calls of ``changing`` that are made for what they do to their arguments do it to the test's.
-
-    No others: a program could change what its answer is compared with.
-    """
-    if not changing:
+def _compiled(source: str, name: str, in_place: bool) -> CodeType:
+    """Calls whose arguments the test looks at do to the test's what they do in the program."""
+    if not in_place:
         return compile(source, name, "exec", dont_inherit=True)
     tree = ast.parse(source, name)
-    for call in list(ignored_calls(tree, changing)):
+    for call in list(changing_calls(tree)):
         call.func = ast.Call(ast.Name(_CHANGING, ast.Load()), [call.func], [])
     return compile(ast.fix_missing_locations(tree), name, "exec", dont_inherit=True)
-
-
-def ignored_calls(tree: ast.AST, names: Container[str]) -> Iterator[ast.Call]:
-    """Calls of ``names`` whose result is thrown away or compared with None."""
-    for node in ast.walk(tree):
-        call: ast.AST | None = node.value if isinstance(node, ast.Expr) else None
-        if isinstance(node, ast.Compare) and any(
-            isinstance(c, ast.Constant) and c.value is None for c in node.comparators
-        ):
-            call = node.left
-        if is_call_of(call, names):
-            yield call
-
-
-def is_call_of(node: ast.AST | None, names: Container[str]) -> TypeGuard[ast.Call]:
-    """Whether ``node`` calls one of ``names``."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
 
 
 def _join(kind: str, error: BaseException, call: str) -> str:

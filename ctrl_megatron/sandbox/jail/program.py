@@ -132,30 +132,36 @@ def harness_modules() -> list[str]:
     return _HARNESS
 
 
-def begin_program() -> None:
-    """Make this process what a program finds when an interpreter has just started.
+def begin_program(output: type[io.FileIO] = io.FileIO) -> dict[str, Any]:
+    """Make this process what a program finds when an interpreter has just started; the files of
+    class ``output`` that its stdout and stderr write to.
 
     Streams of its own and no module of ours; randomness of its own it has since the fork. Integers
     may be of any length: what long ones take of time is the program's.
     """
-    _open_streams()
+    files = _open_streams(output)
     _forget_harness()
     sys.set_int_max_str_digits(0)
+    return files
 
 
-def _open_streams() -> None:
+def _open_streams(output: type[io.FileIO]) -> dict[str, Any]:
     """Text streams over the descriptors 0, 1 and 2, named as the interpreter names its own."""
+    files: dict[str, Any] = {}
     for number, (name, mode, errors) in enumerate(_STREAMS):
-        raw: Any = io.FileIO(number, mode, closefd=False)
+        raw: Any = output(number, mode, closefd=False)
         raw.name = f"<{name}>"
+        files[name] = raw
         buffer = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
-        stream: Any = io.TextIOWrapper(buffer, "utf-8", errors, line_buffering=number == 2)
+        # It lives as long as the program.
+        stream: Any = io.TextIOWrapper(buffer, "utf-8", errors, line_buffering=name == "stderr")
         stream.mode = mode
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     if not os.path.exists("/dev/fd/0"):
         io.open = builtins.open = _open
         os.open = _os_open
+    return files
 
 
 def _opening(system: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
-"""Calls of a program's functions across processes. The candidate serves them: it knows inputs,
-never what is expected of them. The judge's end sends them, and takes back data of exact builtin
-types; any other object stays in the program, and the judge gets a ``RemoteObject`` for it.
+"""The judge's line to the program: calls of its functions and operations on its objects.
+
+Data of exact builtin types comes back by value, instances of classes that the tests define as
+instances of the tests' own classes, any other object as what stands for it (``remote_objects``).
 """
 
 from __future__ import annotations
@@ -12,41 +13,50 @@ import signal
 import socket
 import sys
 import time
-import types
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Sequence
+from enum import Enum
+from itertools import islice
 from typing import Any, NoReturn
 
-from ctrl_megatron.sandbox.jail import codec, frames, linux, program
-from ctrl_megatron.sandbox.limits import (
-    ANSWER_BYTES,
-    CALL_BYTES,
-    DECODING_BYTES,
-    DECODING_SECONDS,
+from ctrl_megatron.sandbox.jail import codec, frames
+from ctrl_megatron.sandbox.jail.instances import (
+    InstanceWriter,
+    changeable,
+    read_instances,
+    refill,
+    set_state,
 )
+from ctrl_megatron.sandbox.jail.remote_objects import (
+    RemoteObject,
+    Stub,
+    Trust,
+    builtin_name,
+    remote_object,
+)
+from ctrl_megatron.sandbox.limits import ANSWER_BYTES, DECODING_BYTES, DECODING_SECONDS
 
 NEW_CANDIDATE = b"N"
 _FRAME_SLACK = 4096
 _NOT_READ = object()
 # StopIteration would silently end a loop of the test; the others cannot be made from a text.
-_NEVER_RAISED = (StopIteration, StopAsyncIteration, UnicodeError, BaseExceptionGroup)
-_EXCEPTIONS: dict[str, Callable[[str], Exception]] = {
+_NEVER_RAISED = (
+    *(StopIteration, StopAsyncIteration, GeneratorExit, UnicodeError),
+    BaseExceptionGroup,
+)
+_EXCEPTIONS: dict[str, type[BaseException]] = {
     name: kind
     for name, kind in vars(builtins).items()
     if isinstance(kind, type)
-    and issubclass(kind, Exception)
+    and issubclass(kind, BaseException)
+    and kind not in (BaseException, Exception)
     and not issubclass(kind, _NEVER_RAISED)
 }
-_MOST_BASES = 16
-_DATA_ATTRIBUTES = frozenset(
-    name
-    for kind in (str, bytes, int, float, complex, list, tuple, dict, set, range, deque)
-    for name in dir(kind)
-)
-"""A test that asks for one of these expects data, whose method would judge: an object of the
-program could answer ``f(x).startswith("expected")`` itself.
-"""
-_DATA_PREDICATES = frozenset(n for n in _DATA_ATTRIBUTES if n.startswith(("is", "starts", "ends")))
+_MALFORMED = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
+_OUTPUTS = ("stdout", "stderr")
+_INPUT = input
+_PLAIN = (int, str, bool, type(None))
+_PLAIN_ANSWER = 2
+"""Entries of an answer that holds nothing but such a value."""
 
 
 class HarnessFailure(BaseException):
@@ -69,215 +79,36 @@ def is_of_program(error: BaseException) -> bool:
     return getattr(error, "_of_program", False)
 
 
-class _Refused(Exception):
-    """The program's end cannot do what is asked, for a reason that is not the function's own."""
-
-
 class CandidateException(Exception):
     """The function raised something that derives from no builtin exception but ``Exception``."""
 
 
-class RemoteObject:
-    """Stands in the judge for an object of the program.
+class CandidateConnection:
+    """The judge's line to the candidate of the moment. ``lost`` holds what ended it.
 
-    It can be given back to the program and has the object's truth value. No comparison accepts it.
-    A test that made it by calling a class may read, set and call its attributes, and those of what
-    its attributes hold, as far as data has none of the name.
+    ``classes``: names of the program's that the tests use as classes. ``class_of_tests``: the class
+    that the tests define under a name, if they do.
     """
-
-    __slots__ = ("_attributes", "_connection", "_kind", "_number", "_truth")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(
         self,
-        connection: CandidateConnection,
-        attributes: Callable[[str], bool],
-        kind: str,
-        truth: bool,
-        number: int,
+        requests: socket.socket,
+        seconds: float,
+        *,
+        classes: Container[int | str | None] = (),
+        class_of_tests: Callable[[str], type | None] = lambda _: None,
     ) -> None:
-        own = {
-            "_attributes": attributes,
-            "_connection": connection,
-            "_kind": kind,
-            "_number": number,
-            "_truth": truth,
-        }
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
-
-    def __bool__(self) -> bool:
-        return self._truth
-
-    def __eq__(self, other: object) -> Any:
-        self._connection.refuse(
-            f"TypeError: a value of type {self._kind} cannot be compared outside the program"
-        )
-
-    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"<{self._kind} object>"
-
-    def __getattr__(self, name: str) -> Any:
-        self._check(name)
-        return self._connection.ask(
-            {"do": "get", "of": self._number, "name": name}, (), {}, attributes=is_no_data_attribute
-        )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._check(name)
-        self._connection.ask({"do": "set", "of": self._number, "name": name}, (value,), {})
-
-    def _check(self, name: str) -> None:
-        reason = f"a test may not ask a value of type {self._kind} for {name!r}"
-        if name.startswith("__"):
-            raise AttributeError(reason)  # Python itself looks for these
-        if not self._attributes(name):
-            self._connection.refuse(f"AttributeError: {reason}")
-
-
-class RemoteCallable(RemoteObject):
-    """Stands for a function, a class or a bound method."""
-
-    __slots__ = ()
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        of = {"do": "call", "of": self._number, "name": self._kind}
-        return self._connection.ask(of, arguments, named)
-
-
-def own_attribute(name: str) -> bool:
-    """Of what a call of a class made: all but those that only data has."""
-    return name not in _DATA_PREDICATES
-
-
-def no_attribute(_name: str) -> bool:
-    """Of what a function returned: a test of it expects data, or something to give back or call."""
-    return False
-
-
-def is_no_data_attribute(name: str) -> bool:
-    """Of what an attribute holds, which may be meant to be data."""
-    return name not in _DATA_ATTRIBUTES
-
-
-def serve_calls(fd: int, prelude: str, code: str, entry_points: list[str]) -> None:
-    """Load ``code`` after ``prelude`` (the setup's imports) and answer calls; never returns.
-
-    The prelude's own functions are no answer to the problem: one that has the name of an entry
-    point is not there for the program.
-    """
-    linux.allow_stack(program.PYTHON_STACK)
-    program.begin_program()
-    # Not __main__: a program's main guard reads stdin and prints, it is not what is judged.
-    module = types.ModuleType("solution")
-    sys.modules["solution"] = module
-    failure = None
-    try:
-        if prelude:
-            exec(compile(prelude, "setup.py", "exec", dont_inherit=True), module.__dict__)
-            for name in entry_points:
-                module.__dict__.pop(name, None)
-        exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
-    except BaseException as error:
-        failure = _failure(error)
-    frames.send(fd, {"loaded": failure is None, "error": failure})
-    calls = frames.FrameReader(fd, limit=CALL_BYTES)
-    server = _CallServer(module.__dict__)
-    while failure is None:
-        # No name holds a call: the program could look it up from the next one.
-        frames.send_encoded(fd, server.answer(calls.receive()))
-    os._exit(0)
-
-
-class _CallServer:
-    """Answers calls of what ``names`` holds, and of the objects that the judge has been told of."""
-
-    def __init__(self, names: dict[str, Any]) -> None:
-        self._names = names
-        self._objects: list[Any] = []
-
-    def answer(self, call: dict[str, Any]) -> bytes:
-        """The frame that answers ``call``."""
-        try:
-            arguments = [codec.decode(item, self._held) for item in call["args"]]
-            named = {name: codec.decode(item, self._held) for name, item in call["named"].items()}
-            value = codec.encode(self._do(call, arguments, named), self._hold)
-            answer: dict[str, Any] = {"id": call["id"], "value": value}
-            if "in_place" in call:
-                answer["changed"] = self._changes(arguments, call["args"])
-            encoded = frames.encode(answer)
-            if len(encoded) > ANSWER_BYTES:
-                raise _Refused(f"the returned value takes more than {ANSWER_BYTES} bytes")
-        except (_Refused, codec.CodecError) as error:
-            return frames.encode({"id": call["id"], "refused": str(error)})
-        except BaseException as error:
-            return frames.encode({"id": call["id"], "error": _failure(error)})
-        return encoded
-
-    def _do(self, call: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> Any:
-        name, do = call["name"], call.get("do")
-        if do is None:
-            if name not in self._names:
-                raise _Refused(f"NameError: name {name!r} is not defined")
-            if not callable(self._names[name]):
-                raise _Refused(f"TypeError: {name!r} is no function")
-            return self._names[name](*arguments, **named)
-        target = self._objects[call["of"]]
-        if do == "get":
-            return getattr(target, name)
-        if do == "set":
-            return setattr(target, name, *arguments)
-        return target(*arguments, **named)
-
-    def _changes(self, arguments: list[Any], before: list[Any]) -> list[list[Any]]:
-        """What the call has changed: place of an argument, and what it is now."""
-        after = (
-            (i, codec.encode(argument, self._hold))
-            for i, argument in enumerate(arguments)
-            if isinstance(argument, (list, dict, set))
-        )
-        return [[i, data] for i, data in after if data != before[i]]
-
-    def _hold(self, value: Any) -> list[Any]:
-        number = len(self._objects)
-        told = ["object", type(value).__name__[:80], bool(value), callable(value), number]
-        self._objects.append(value)
-        return told
-
-    def _held(self, rest: list[Any]) -> Any:
-        return self._objects[rest[0]]
-
-
-def _failure(error: BaseException) -> dict[str, Any]:
-    line = None
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == "solution.py":
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    if isinstance(error, SyntaxError):
-        line = error.lineno
-    try:
-        # KeyError alone shows its argument as code.
-        only = error.args[0] if len(error.args) == 1 else None
-        text = (only if type(only) is str else str(error))[:500]
-    except BaseException:
-        text = ""
-    kinds = [kind.__name__[:80] for kind in type(error).__mro__[:_MOST_BASES]]
-    bases = [name for name in kinds[1:] if name not in ("Exception", "BaseException", "object")]
-    return {"type": kinds[0], "bases": bases, "text": text, "line": line}
-
-
-class CandidateConnection:
-    """The judge's line to the candidate of the moment. ``lost`` holds what ended it."""
-
-    def __init__(self, requests: socket.socket, seconds: float) -> None:
         self._seconds = seconds
+        self._classes = classes
+        self._class_of_tests = class_of_tests
         requests.sendall(NEW_CANDIDATE)
         _, (self._fd,), _, _ = socket.recv_fds(requests, 64, 1)
         self._answers = frames.FrameReader(self._fd, limit=ANSWER_BYTES + _FRAME_SLACK)
+        self._objects: dict[tuple[int, bool], RemoteObject] = {}
+        """By number, and whether the test made it."""
+        self._given: list[Callable[..., Any]] = []
+        """Functions of the tests that the program may call."""
+        self._given_numbers: dict[int, int] = {}
         self._call: dict[str, Any] | None = None
         self._error: Any = None
         self._value: Any = _NOT_READ
@@ -301,7 +132,10 @@ class CandidateConnection:
         if self._call is None:
             return ""
         arguments = ", ".join(_short_encoded(item) for item in self._call["args"])
-        text = f"{self._call['name']}({arguments})"
+        of, name = self._call["of"], self._call["name"]
+        if isinstance(of, int):
+            of = _short(self._objects.get((of, True)) or self._objects.get((of, False)))
+        text = f"{of}.{name}" if name else f"{of}({arguments})"
         if self._error is not None:
             return f"{text} raised {_describe(self._error)}"
         return text if self._value is _NOT_READ else f"{text} returned {_short(self._value)}"
@@ -314,81 +148,212 @@ class CandidateConnection:
             return None
         return f"the program failed to load: {_describe(message.get('error'))}"
 
-    def call(
-        self,
-        name: str,
-        arguments: tuple[Any, ...],
-        named: dict[str, Any],
-        *,
-        in_place: bool = False,
-    ) -> Any:
-        """Call the program's ``name``. With ``in_place`` what it does to its arguments is done to
-        these as well.
-        """
-        attributes = own_attribute if name[0].isupper() else no_attribute
-        what = {"name": name, **({"in_place": True} if in_place else {})}
-        return self.ask(what, arguments, named, attributes=attributes)
-
     def ask(
+        self,
+        of: int | str,
+        do: str,
+        name: str = "",
+        arguments: tuple[Any, ...] = (),
+        named: dict[str, Any] | None = None,
+        *,
+        trust: Trust,
+        in_place: bool = False,
+        **more: Any,
+    ) -> Any:
+        """Have the program ``do`` something with one of its objects, by number, or with what it has
+        under a name. ``trust``: that of the object asked. With ``in_place`` what a call does to its
+        arguments is done to these as well.
+        """
+        if self.lost is not None:
+            raise self.lost
+        writer = InstanceWriter()
+        what = {"of": of, "do": do, "name": name, **more}
+        if in_place:
+            what["in_place"] = True
+        if of in self._classes or trust >= Trust.MEMBER:
+            what["whole"] = True
+        request = self._request(what, arguments, named or {}, writer)
+        before, self.busy, self.calls = self.busy, True, self.calls + 1
+        self._send(request)
+        self._call, self._error, self._value = request, None, _NOT_READ
+        answer = self._answer_to(request["id"])
+        self._call, self.busy = request, before
+        if len(answer) == _PLAIN_ANSWER and type(answer.get("value", ...)) in _PLAIN:
+            self._value = answer["value"]
+            return self._value
+        for output in request.get("hear", ()):
+            getattr(sys, output).write(str(answer.get(output, "")))
+        if "refused" in answer:
+            self.refuse(_describe(answer["refused"]))
+        reader = _AnswerReader(self, request, writer.instances, self._trust_for(of, do, trust))
+        changing = changeable([*arguments, *(named or {}).values()]) if in_place else []
+        value = self._timed(lambda: reader.read(answer, changing))
+        if "error" in answer:
+            self._error = answer["error"]
+            error = self._exception(self._error)
+            vars(error)["_of_program"] = True
+            raise error
+        if do == "get" and of in self._classes and isinstance(value, RemoteObject):
+            value._told["makes"] = True  # as the class itself does
+        self._value = value
+        return value
+
+    def refuse(self, reason: str) -> NoReturn:
+        """End the test: what it asks for cannot cross, or would be a verdict. The candidate goes
+        on.
+        """
+        self.failure = self.failure or HarnessFailure("failed", reason)
+        raise self.failure
+
+    def close(self) -> None:
+        """Let go of the candidate."""
+        os.close(self._fd)
+
+    def object_of(self, told: Any, trust: Callable[[str | None], Trust]) -> RemoteObject:
+        """What stands for an object that the program has told of."""
+        number, name = int(told["number"]), told.get("class")
+        level = trust(name if isinstance(name, str) else None)
+        if told.get("single") is True:
+            level = min(level, Trust.MEMBER)
+        # What a method returns is not trusted as what the test made, be it the same object.
+        key = number, level is Trust.MADE
+        if key not in self._objects:
+            self._objects[key] = remote_object(self, told, level)
+        known = self._objects[key]
+        if level > known._trust:
+            object.__setattr__(known, "_trust", level)
+        return known
+
+    def given(self, number: Any) -> Any:
+        """A function of the tests that the program gives back."""
+        return self._given[number[0] if isinstance(number, list) else number]
+
+    def class_of_tests(self, name: Any) -> type:
+        """The class that the tests define under a name. Raises ``CodecError``."""
+        found = self._class_of_tests(name) if isinstance(name, str) else None
+        if found is None:
+            raise codec.CodecError("an object of a class that the tests do not define")
+        return found
+
+    def _trust_for(self, of: int | str, do: str, trust: Trust) -> Callable[[str | None], Trust]:
+        """The trust in what an answer brings, by the program's class that it is an object of."""
+        of_class = isinstance(of, str) and of in self._classes
+        makes = do != "get" and (of_class or trust is Trust.MADE)
+
+        def level(name: str | None) -> Trust:
+            if name in self._classes:
+                return Trust.MADE if makes else Trust.MEMBER
+            if name is not None:
+                return Trust.OBJECT
+            return Trust.RESULT if isinstance(of, str) else min(trust, Trust.OBJECT)
+
+        return level
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _request(
         self,
         what: dict[str, Any],
         arguments: tuple[Any, ...],
         named: dict[str, Any],
-        *,
-        attributes: Callable[[str], bool] = no_attribute,
-    ) -> Any:
-        """Have the program do something. ``attributes``: which of those of the object that it
-        returns a test may ask for.
-        """
-        if self.lost is not None:
-            raise self.lost
+        writer: InstanceWriter,
+    ) -> dict[str, Any]:
+        encode = self._encoder(writer)
         try:
-            request = self._request(what, arguments, named)
-        except codec.CodecError as error:
-            self.refuse(f"CodecError: {error}")
-        self.busy, self.calls = True, self.calls + 1
-        self._send(frames.encode(request))
-        self._call, self._error, self._value = request, None, _NOT_READ
-        answer = self._receive()
-        self.busy = False
-        if answer.get("id") != request["id"]:
+            request = {
+                "id": os.urandom(4).hex(),
+                **what,
+                "args": [encode(value) for value in arguments],
+                "named": {key: encode(value) for key, value in named.items()},
+            }
+            if table := writer.table(encode):
+                request["table"] = table
+        except (codec.CodecError, RecursionError) as error:
+            self.refuse(f"{error}")
+        if hear := [o for o in _OUTPUTS if getattr(sys, o) is not getattr(sys, f"__{o}__")]:
+            request["hear"] = hear
+        if builtins.input is not _INPUT:
+            request["input"] = ["object", "given", [self._give(builtins.input), "input"]]
+        if sys.stdin is not sys.__stdin__:
+            request["stdin"] = str(sys.stdin.read())
+        return request
+
+    def _encoder(self, writer: InstanceWriter) -> Callable[[Any], Any]:
+        def other(value: Any) -> Any:
+            if isinstance(value, RemoteObject):
+                if value._program is not self:
+                    self.refuse("an object of the program is gone: the program was started again")
+                return ["object", "held", value._of]
+            if isinstance(value, Stub):
+                return ["object", "name", value._of]
+            if (name := builtin_name(value)) is not None:
+                return ["object", "builtin", name]
+            kind = type(value)
+            if self._class_of_tests(kind.__name__) is kind:
+                if isinstance(value, Enum):
+                    return ["object", "member", [kind.__name__, value.name]]
+                return ["object", "instance", writer.number(value)]
+            if callable(value):
+                shown = getattr(value, "__name__", "given")
+                return ["object", "given", [self._give(value), str(shown)]]
+            if isinstance(value, Iterator):
+                return ["object", "iterator", self._give(lambda: list(islice(value, 1)))]
+            return codec.refuse(value)
+
+        return lambda value: codec.encode(value, other)
+
+    def _give(self, function: Callable[..., Any]) -> int:
+        number = self._given_numbers.setdefault(id(function), len(self._given))
+        if number == len(self._given):
+            self._given.append(function)
+        return number
+
+    def _answer_to(self, number: str) -> dict[str, Any]:
+        """The answer to a request; the program may call functions of the test before."""
+        while True:
+            answer = self._receive()
+            if "given" not in answer:
+                break
+            self._send(self._call_given(answer))
+        if answer.get("id") != number:
             self._lose("protocol", "the program sent an answer to no call")
-        if "refused" in answer:
-            reason = answer["refused"]
-            self.refuse(reason if isinstance(reason, str) else "the program refused")
-        if "error" in answer:
-            self._error = answer["error"]
-            error = _exception(self._error)
-            vars(error)["_of_program"] = True
-            raise error
-        changing = arguments if "in_place" in what else ()
-        self._value = self._read(answer, changing, attributes)
-        return self._value
+        return answer
 
-    def _read(
-        self, answer: dict[str, Any], changing: tuple[Any, ...], attributes: Callable[[str], bool]
-    ) -> Any:
-        """The returned value; what the call has done to ``changing`` is done to them. Reading has a
-        time of its own: a program's value may be made to take long, a set of equal hashes for one.
+    def _call_given(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What a function of the test returns or raises to the program that calls it."""
+        writer = InstanceWriter()
+        reader = _AnswerReader(self, {}, (), self._trust_for("", "", Trust.RESULT))
+        function, arguments, named = self._timed(lambda: reader.read_call(message))
+        try:
+            value = function(*arguments, **named)
+        except AssertionError as error:
+            # The program could keep it to itself.
+            self.refuse(f"AssertionError: {error}")
+        except Exception as error:
+            return {"raised": [_given_kind(error), _given_arguments(error)]}
+        encode = self._encoder(writer)
+        try:
+            answer = {"value": encode(value)}
+            return {**answer, "table": writer.table(encode)}
+        except (codec.CodecError, RecursionError) as error:
+            self.refuse(f"a function of the test: {error}")
+
+    def _timed(self, read: Callable[[], Any]) -> Any:
+        """What ``read`` makes of the last message. Reading has a time of its own: a program's value
+        may be made to take long, a set of equal hashes for one.
         """
-
-        def remote(rest: list[Any]) -> RemoteObject:
-            kind, truth, is_callable, number = rest
-            made = RemoteCallable if is_callable is True else RemoteObject
-            return made(self, attributes, str(kind)[:80], truth is True, int(number))
-
         timed = self._answers.size > DECODING_BYTES
         if timed:
             signal.setitimer(signal.ITIMER_REAL, min(DECODING_SECONDS, self._left()))
         try:
-            value = codec.decode(answer.get("value"), remote)
-            if changing:
-                _apply_changes(changing, answer.get("changed", []), remote)
-        except (codec.CodecError, TypeError, ValueError, IndexError, RecursionError) as error:
+            value = read()
+        except _MALFORMED as error:
             self._lose("protocol", f"the program sent a malformed answer: {error}")
         except MemoryError:
             self._lose("protocol", "the returned value takes too much memory")
-        except CandidateLost:
+        except CandidateLost as lost:
+            if lost.status != "timeout":
+                raise
             self._lose("timeout", "the returned value takes too long to read")
         if timed:
             signal.setitimer(signal.ITIMER_REAL, self._left())
@@ -398,31 +363,9 @@ class CandidateConnection:
         """Seconds until the deadline, never 0: that would switch a timer off."""
         return max(self.deadline - time.monotonic(), 1e-6)
 
-    def close(self) -> None:
-        """Let go of the candidate."""
-        os.close(self._fd)
-
-    def _request(
-        self, what: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> dict[str, Any]:
-        return {
-            "id": os.urandom(4).hex(),
-            **what,
-            "args": [codec.encode(value, self._own) for value in arguments],
-            "named": {key: codec.encode(value, self._own) for key, value in named.items()},
-        }
-
-    def _own(self, value: Any) -> list[Any]:
-        """What the program knows of an object of its own."""
-        if not isinstance(value, RemoteObject):
-            return codec.refuse(value)
-        if value._connection is not self:
-            self.refuse("an object of the program is gone: the program was started again")
-        return ["object", value._number]
-
-    def _send(self, data: bytes) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         try:
-            frames.send_encoded(self._fd, data)
+            frames.send(self._fd, message)
         except frames.PeerGone:
             self._lose("died", "the program ended")
 
@@ -440,40 +383,138 @@ class CandidateConnection:
             self._lose("protocol", "the program broke the protocol")
         return message
 
-    def refuse(self, reason: str) -> NoReturn:
-        """End the test: what it asks for cannot be done. The candidate goes on."""
-        self.failure = self.failure or HarnessFailure("failed", reason)
-        raise self.failure
-
     def _lose(self, status: str, reason: str) -> NoReturn:
         self.lost = CandidateLost(status, reason)
         raise self.lost
 
+    def _exception(self, error: Any) -> BaseException:
+        """What the program raised: one of the tests' own classes or the first builtin exception
+        that it derives from.
+        """
+        name, text = (
+            (error.get("type"), error.get("text")) if isinstance(error, dict) else (None, None)
+        )
+        if not isinstance(name, str) or not isinstance(text, str):
+            return CandidateException("unknown error")
+        bases = error.get("bases")
+        names = [name, *(bases if isinstance(bases, list) else ())]
+        for kind in filter(None, map(self._exception_kind, names)):
+            return _raised(kind, text, error.get("args"), error.get("state"))
+        return _raised(CandidateException, text, error.get("args"), error.get("state"))
 
-def _apply_changes(arguments: tuple[Any, ...], changes: list[Any], other: codec.Other) -> None:
-    for index, data in changes:
-        target, value = arguments[index], codec.decode(data, other)
-        if type(target) is list and type(value) is list:
-            target[:] = value
-        elif isinstance(target, (dict, set)) and isinstance(value, type(target)):
-            target.clear()
-            target.update(value)
-        else:
-            raise codec.CodecError("a change of an argument that cannot change")
+    def _exception_kind(self, name: Any) -> type[BaseException] | None:
+        if not isinstance(name, str):
+            return None
+        own = self._class_of_tests(name)
+        if own is not None and issubclass(own, Exception):
+            return own
+        return _EXCEPTIONS.get(name)
 
 
-def _exception(error: Any) -> Exception:
-    name, text = (error.get("type"), error.get("text")) if isinstance(error, dict) else (None, None)
-    if not isinstance(name, str) or not isinstance(text, str):
-        return CandidateException("unknown error")
-    bases = error.get("bases")
-    names = [name, *(bases if isinstance(bases, list) else ())]
-    # One of the program's own is what it derives from.
-    kinds = (_EXCEPTIONS[kind] for kind in names if isinstance(kind, str) and kind in _EXCEPTIONS)
-    return next(kinds, CandidateException)(text)
+class _AnswerReader:
+    """Reads one message of the program. ``given``: the instances that went with the request."""
+
+    def __init__(
+        self,
+        connection: CandidateConnection,
+        request: dict[str, Any],
+        given: Sequence[Any],
+        trust: Callable[[str | None], Trust],
+    ) -> None:
+        self._connection = connection
+        self._request = request
+        self._given = given
+        self._trust = trust
+        self._changing: list[Any] = []
+
+    def read(self, answer: dict[str, Any], changing: list[Any]) -> Any:
+        """The returned value; what the call has done to ``changing`` is done to them."""
+        self._changing = changing
+        made = self._instances(answer, refresh="in_place" in self._request)
+        value = self._decode(answer.get("value"), made)
+        if "end" in answer:
+            end = answer["end"]
+            value = (value, end if type(end) is bool else self._connection._exception(end))
+        for place, data in answer.get("changed", []) if changing else []:
+            refill(changing[place], self._decode(data, made))
+        return value
+
+    def read_call(self, message: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+        """A call of a function of the test: the function and its arguments."""
+        made = self._instances(message, refresh=False)
+        arguments = [self._decode(item, made) for item in message["args"]]
+        named = {str(key): self._decode(item, made) for key, item in message["named"].items()}
+        return self._connection.given(int(message["given"])), arguments, named
+
+    def _instances(self, message: dict[str, Any], *, refresh: bool) -> list[Any]:
+        if "table" not in message:
+            return []
+        return read_instances(
+            message["table"],
+            class_of=self._class_of,
+            decode=self._decode,
+            own=self._given,
+            refresh=refresh,
+        )
+
+    def _class_of(self, name: Any) -> type:
+        found = self._connection.class_of_tests(name)
+        if issubclass(found, (Enum, BaseException)):
+            raise codec.CodecError("an object that cannot be made")
+        return found
+
+    def _decode(self, data: Any, made: list[Any]) -> Any:
+        def other(rest: list[Any]) -> Any:
+            what, which = rest
+            if what == "held":
+                return self._connection.object_of(which, self._trust)
+            if what == "instance":
+                return made[which]
+            if what == "member":
+                kind = self._connection.class_of_tests(which[0])
+                if not issubclass(kind, Enum):
+                    raise codec.CodecError("a member of no enumeration")
+                return kind[which[1]]
+            if what == "argument":
+                return self._changing[which]
+            if what == "given":
+                return self._connection.given(which)
+            raise codec.CodecError("an object of no kind")
+
+        return codec.decode(data, other)
+
+
+def _given_kind(error: Exception) -> str:
+    """An exception of the test as the program knows it."""
+    return next(k.__name__ for k in type(error).__mro__ if k.__module__ in ("builtins", "tests"))
+
+
+def _given_arguments(error: Exception) -> list[Any]:
+    try:
+        return [codec.encode(argument) for argument in error.args]
+    except codec.CodecError:
+        return [str(error)]
+
+
+def _raised(kind: type[BaseException], text: str, arguments: Any, state: Any) -> BaseException:
+    try:
+        decoded = (
+            [codec.decode(item) for item in arguments] if isinstance(arguments, list) else [text]
+        )
+        # A class of the tests may want other arguments.
+        error = kind(*decoded) if kind.__module__ == "builtins" else kind.__new__(kind)
+        error.args = tuple(decoded)
+        for name, data in (state if isinstance(state, dict) else {}).items():
+            if not name.startswith("__"):
+                set_state(error, name, codec.decode(data))
+    except (codec.CodecError, TypeError, ValueError, RecursionError):
+        return CandidateException(text)
+    return error
 
 
 def _describe(error: Any) -> str:
+    if isinstance(error, str):
+        return error
     if not isinstance(error, dict):
         return "unknown error"
     kind, text, line = (error.get(key) for key in ("type", "text", "line"))
@@ -483,9 +524,21 @@ def _describe(error: Any) -> str:
     return f"{kind}: {text}{f' (line {line})' if isinstance(line, int) else ''}"
 
 
+class _Shortener(reprlib.Repr):
+    """Asks the program nothing."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, RemoteObject):
+            return f"<{x._told['type']} object>"
+        return super().repr1(x, level)
+
+
+_SHORTENER = _Shortener()
+
+
 def _short(value: Any) -> str:
     try:
-        return reprlib.repr(value)
+        return _SHORTENER.repr(value)
     except Exception:
         return "<a value that cannot be shown>"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import math
 import os
 import select
 import selectors
@@ -27,8 +28,9 @@ from ctrl_megatron.sandbox.jail.remote_calls import NEW_CANDIDATE
 _JOB_BYTES = 1 << 30
 _REPORT_BYTES = 64 << 20
 _GRACE_SECONDS = 2.0
-_PHASES = 3
-"""What a judge may do between two verdicts: load the program anew, run the setup, run the test."""
+_LATE_SECONDS = 0.1
+"""How long after a test's time the judge is ended; one that runs Python ends the test itself."""
+_VERDICT_PARTS = 4
 _CANCEL = None
 """What the service sends in place of a job to give up the running one."""
 _CHUNK = 1 << 16
@@ -39,8 +41,8 @@ _TICK_SECONDS = 0.05
 Job = dict[str, Any]
 """What a worker is to do. ``kind`` is ``program`` (with ``stdin``, ``files``, ``fetch`` and perhaps
 ``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``marked``, ``stubs``,
-``in_place``, ``run_all``, ``problem_seconds``); both have ``code``, ``prelude``, ``seconds``,
-``memory_mb``."""
+``classes``, ``exceptions``, ``shared_classes``, ``in_place``, ``run_all``, ``problem_seconds``);
+both have ``code``, ``prelude``, ``seconds``, ``memory_mb``."""
 
 
 class JobReport(TypedDict):
@@ -142,14 +144,19 @@ class _VerdictPipe:
         self.verdicts: list[list[Any]] = []
         self.complete = False
         """The judge has told all."""
+        self.until = math.inf
+        """When the judge wants to be ready with what it does."""
         self._unread = b""
 
-    def read(self, fd: int) -> bool:
-        """Read what is there on a descriptor that does not block; whether there were verdicts.
+    def begin(self) -> None:
+        """A judge begins; what another left half said is lost."""
+        self._unread, self.until = b"", math.inf
+
+    def read(self, fd: int) -> None:
+        """Read what is there on a descriptor that does not block.
 
         Raises ``FrameError`` for a frame without the nonce.
         """
-        before = len(self.verdicts)
         while True:
             try:
                 data = os.read(fd, _CHUNK)
@@ -162,11 +169,12 @@ class _VerdictPipe:
         for nonce, *verdict in messages:
             if nonce != self.nonce:
                 raise frames.FrameError("a verdict without this job's nonce")
+            if not verdict:
+                self.complete = True
+            if len(verdict) in (1, 1 + _VERDICT_PARTS):
+                self.until = verdict.pop()
             if verdict:
                 self.verdicts.append(verdict)
-            else:
-                self.complete = True
-        return len(self.verdicts) > before
 
 
 class _JobRun:
@@ -200,7 +208,11 @@ class _JobRun:
         self._running = True
         self._spare: socket.socket | None = None
         """The line to a candidate that the judge has not asked for yet."""
-        self._deadline = self._patience = self._ticked = 0.0
+        self._requests: socket.socket | None = None
+        """Where the judge asks for candidates."""
+        self._ended_judge = False
+        """The judge was ended at its last test."""
+        self._deadline = self._ticked = 0.0
 
     def run(self) -> dict[str, Any]:
         """The report for the service."""
@@ -230,15 +242,16 @@ class _JobRun:
         for fd, output in self._outputs.items():
             self._on_read(fd, lambda fd=fd, output=output: self._drain(fd, output))
         if self._judged:
-            # The judge keeps the clock of each test; ours only catches a judge that hangs in a
-            # comparison.
-            self._patience = _PHASES * seconds + _GRACE_SECONDS
-            self._deadline = now + self._patience
+            # The judge keeps the clock of each test; ours only catches a judge that hangs in C.
             self._begin_judge()
         else:
             self._begin_program()
 
     def _begin_judge(self) -> None:
+        """Start a judge for the tests that have no verdict yet."""
+        self._deadline = time.monotonic() + float(self._job["seconds"]) + _GRACE_SECONDS
+        self._verdicts.begin()
+        told = [verdict[1] for verdict in self._verdicts.verdicts]
         spec, given = self._pipe()
         self._verdicts_fd, verdicts_given = self._pipe()
         os.set_blocking(self._verdicts_fd, False)
@@ -248,10 +261,29 @@ class _JobRun:
             self._fork_server.judge(spec, verdicts_given, requests_given.fileno())
         self._close(spec, verdicts_given)
         self._spare = self._new_candidate()
+        self._requests = requests
         self._on_read(requests.fileno(), lambda: self._candidate_wanted(requests))
-        names = ("setup", "tests", "marked", "stubs", "in_place", "seconds", "run_all", "memory_mb")
-        rest = {"max_timeouts": self._confinement.limits.max_timeouts}
+        names = (
+            *("setup", "tests", "marked", "stubs", "classes", "exceptions", "in_place"),
+            *("seconds", "run_all", "memory_mb"),
+        )
+        rest = {
+            "first": len(told),
+            "timeouts": told.count("timeout"),
+            "max_timeouts": self._confinement.limits.max_timeouts,
+        }
         self._send_spec(given, names, **rest, nonce=self._verdicts.nonce)
+
+    def _replace_judge(self) -> None:
+        """The judge is late: its test is over, another judge takes the tests after it."""
+        assert self._requests is not None
+        self._selector.unregister(self._requests)
+        verdicts, seconds = self._verdicts.verdicts, float(self._job["seconds"])
+        verdicts.append([len(verdicts), "timeout", "time limit exceeded", seconds])
+        if len(verdicts) == len(self._job["tests"]) or not self._job["run_all"]:
+            self._running, self._verdicts.complete, self._ended_judge = False, True, True
+            return
+        self._begin_judge()
 
     def _begin_program(self) -> None:
         spec, given = self._pipe()
@@ -274,7 +306,7 @@ class _JobRun:
                 spec, line_given.fileno(), self._stdout_given, self._stderr_given
             )
         self._close(spec)
-        names = ("code", "prelude", "stubs", "memory_mb", "problem_seconds")
+        names = ("code", "prelude", "stubs", "shared_classes", "memory_mb", "problem_seconds")
         self._send_spec(given, names, **self._place())
         return line
 
@@ -300,6 +332,11 @@ class _JobRun:
         ticks = self._judged or not self._confinement.isolated
         while self._running and self._stopped is None:
             left = self._deadline - time.monotonic()
+            if left <= 0 and self._judged:
+                self._look_at_verdicts()
+                if self._deadline <= time.monotonic() and not self._verdicts.complete:
+                    self._replace_judge()
+                left = _TICK_SECONDS
             if left <= 0:
                 self._stopped = "timeout"
                 break
@@ -314,11 +351,16 @@ class _JobRun:
         if now < self._ticked + _TICK_SECONDS:
             return
         self._ticked = now
-        if self._judged and self._verdicts.read(self._verdicts_fd):
-            self._deadline = now + self._patience
+        if self._judged:
+            self._look_at_verdicts()
         limit = self._confinement.limits.disk_mb << 20
         if self._directory is not None and files.exceeds(self._directory, limit):
             self._stopped = "disk"
+
+    def _look_at_verdicts(self) -> None:
+        self._verdicts.read(self._verdicts_fd)
+        if math.isfinite(self._verdicts.until):
+            self._deadline = self._verdicts.until + _LATE_SECONDS
 
     def _pipe(self) -> tuple[int, int]:
         """Reading and writing end of a new pipe."""
@@ -387,7 +429,8 @@ class _JobRun:
     def _report(self, statuses: dict[str, int], wall: float) -> dict[str, Any]:
         finished = self._exit is not None
         if self._judged:
-            finished = self._verdicts.complete and statuses["judge"] == 0
+            ended_well = self._ended_judge or statuses["judge"] == 0
+            finished = self._verdicts.complete and ended_well
             self._exit = statuses.get("candidate")
         if not finished and self._stopped is None:
             return {"kind": "fault", "reason": f"the job broke off: {statuses}"}
