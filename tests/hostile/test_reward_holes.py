@@ -272,7 +272,7 @@ def make_pool(outcomes: list[Any]) -> WorkerPool:
     """A pool whose runs come out as given."""
 
     class Scripted(WorkerPool):
-        async def _run_once(self, job: Any, seconds: float) -> JobReport:
+        async def _run_once(self, job: Any, seconds: float, clock: Any) -> JobReport:
             outcome = outcomes.pop(0)
             if isinstance(outcome, Exception):
                 raise outcome
