@@ -99,7 +99,7 @@ def title_of(name: str) -> str:
 
 def is_share(name: str, series: Series) -> bool:
     """Whether the values are parts of a whole, shown as percentages; nan may be among them."""
-    named = re.search(r"rate|frac|share|accuracy|mfu|solved|to_right|to_wrong", name)
+    named = re.search(r"rate|frac|share|accuracy|mfu", name)
     return named is not None and not any(value < 0 or value > 1 for _, value in series[name])
 
 
