@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import builtins
 import functools
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any, NoReturn, Protocol
 
 from ctrl_megatron.sandbox.jail.codec import DATA_ATTRIBUTES
+from ctrl_megatron.sandbox.jail.decoys import family_of
 
 _PREDICATES = frozenset(n for n in DATA_ATTRIBUTES if n.startswith(("is", "starts", "ends")))
 _SPECIAL_ATTRIBUTES = frozenset(("__dict__", "__name__", "__qualname__", "__doc__", "__wrapped__"))
-_ORDER = random.SystemRandom()
 """Not the test's own numbers."""
 _OBSERVATIONS = "getitem reversed round trunc floor ceil"
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul divmod and or xor lshift rshift"
@@ -299,23 +298,11 @@ def _equals_data(remote: RemoteObject, data: object) -> bool:
     """Whether the program calls its object equal to the test's data, which it has to tell from what
     is like it.
     """
-    asked = [data, *_like(data)]
-    _ORDER.shuffle(asked)
+    asked = family_of(data)
     equal = [other for other in asked if _operate(remote, "eq", other, returns=bool)]
     if len(equal) > 1:
         remote._program.refuse(f"{_shown(remote)} is equal to different data of the test")
     return bool(equal) and equal[0] is data
-
-
-def _like(data: Any) -> list[Any]:
-    if type(data) in (int, float):
-        return [data + 1, data - 1]
-    if type(data) in (str, list, tuple):
-        more = "x" if type(data) is str else type(data)([None])
-        return [data + more, more + data + more]
-    if type(data) is dict:
-        return [{**data, "": None}, {**data, None: ""}]
-    return ["", -1]
 
 
 _OFFERED: dict[str, Callable[..., Any]] = {
