@@ -6,6 +6,7 @@ code 2. Everything else that is raised is a fault of ours and keeps its tracebac
 
 from __future__ import annotations
 
+import codecs
 import errno
 import inspect
 import json
@@ -121,7 +122,7 @@ def read_bytes(file: str | os.PathLike[str]) -> bytes:
 def text_of(data: bytes, file: str | os.PathLike[str]) -> str:
     """``read_text`` of what was read of ``file``."""
     try:
-        return data.decode("utf-8-sig")
+        return data.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
         raise UserError(

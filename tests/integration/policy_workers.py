@@ -143,6 +143,7 @@ def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
     batch = make_batch(drawn, pad_token_id=codec.pad_token_id)
     batch["critique"] = NonTensorStack(*[row["critique"] for row in rows])
     batch["revision"] = NonTensorStack(*[row["revision"] for row in rows])
+    batch["revision_fits"] = torch.ones(len(rows), dtype=torch.bool)
     judgments = [parse_judgment(row["critique"]) for row in rows]
     batch["valid"] = torch.tensor([judgment is not None for judgment in judgments])
     batch["judged_correct"] = torch.tensor([bool(judgment) for judgment in judgments])
