@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,14 +87,17 @@ def whole(shell: Shell, model: Path) -> Path:
 
 
 def final_files(out: Path) -> dict[str, bytes]:
-    """What the stages leave at their ends, without what holds measured times: the pages and metrics
-    of training.
+    """What the stages leave at their ends, without what holds measured times, the pages and metrics
+    of training, and without the minute that a report names.
     """
     parts = ("problems.jsonl", "data/*", "s*/hf/*", "*/summary.json", "critic/*", "evaluation/*")
     paths = {path for part in (*parts, "evaluation/transcripts/*") for path in out.glob(part)}
     own = (".lock", ".log", ".yaml")
     files = [path for path in paths if path.is_file() and path.suffix not in own]
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}
+    minute = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d")
+    return {
+        path.relative_to(out).as_posix(): minute.sub(b"(when)", path.read_bytes()) for path in files
+    }
 
 
 def test_every_stage_leaves_something_to_the_next(whole: Path) -> None:
