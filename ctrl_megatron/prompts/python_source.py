@@ -30,12 +30,20 @@ CODE_LINE = re.compile(
 
 def parsed(code: str) -> ast.Module | None:
     """The syntax tree of ``code``; None for what is no Python, or too deeply nested to be read."""
+    tree = tree_or_line(code)
+    return tree if isinstance(tree, ast.Module) else None
+
+
+def tree_or_line(code: str) -> ast.Module | int:
+    """The syntax tree of ``code``, or the line of the error, from 1."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the program's style, not ours
             return ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+    except SyntaxError as error:
+        return error.lineno or 1
+    except (ValueError, RecursionError, MemoryError):  # NUL bytes, absurd nesting
+        return 1
 
 
 def is_program(code: str) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
 from ctrl_megatron.prompts import extract_code
+from ctrl_megatron.prompts.python_source import tree_or_line
 from ctrl_megatron.types import Attempt, Verdict
 
 Fault = Literal["none", "syntax", "missing", "timeout", "exception", "died", "no_return", "wrong"]
@@ -54,7 +54,7 @@ def diagnose(attempt: Attempt, verdict: Verdict) -> Diagnosis:
     """Why ``attempt`` got ``verdict``; the gravest fault wins."""
     name = attempt.problem.entry_point.split(", ")[0].rpartition(".")[2]
     failed, total = verdict.passed.count(False), len(verdict.passed)
-    tree = _parse(extract_code(attempt.solution))
+    tree = tree_or_line(extract_code(attempt.solution))
     if isinstance(tree, int):
         fault: Fault = "none" if verdict.accepted else "syntax"
         return Diagnosis(fault=fault, name=name, failed=failed, total=total, line=tree)
@@ -88,18 +88,6 @@ def _fault(
     if function is not None and not _returns(function):
         return "no_return"
     return "wrong"
-
-
-def _parse(code: str) -> ast.Module | int:
-    """The syntax tree, or the line of the error."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the answer's style, not ours
-            return ast.parse(code)
-    except SyntaxError as error:
-        return error.lineno or 1
-    except (ValueError, RecursionError, MemoryError):  # NUL bytes, absurd nesting
-        return 1
 
 
 def _find(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
