@@ -28,12 +28,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ctrl_megatron.config.flags import ToolParser
-from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.parent_watch import group_members
+from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.resharding.buckets import BucketMemory
 from ctrl_megatron.resharding.engine_weights import EngineLink, push
 from ctrl_megatron.resharding.plan import EngineLayout

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ctrl_megatron.config.flags import ToolParser
-from ctrl_megatron.data.published import read_published
+from ctrl_megatron.preparation.published import read_published
 from ctrl_megatron.sandbox import EmbeddedSandbox, EvalResult, SandboxClient, SubmitRequest
 from ctrl_megatron.sandbox.wire import TestConfig
 

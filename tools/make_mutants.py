@@ -24,14 +24,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import given_path, new_path
-from ctrl_megatron.data.mutations import Mutation, mutations
-from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.solutions import attempt_job, judge_attempts
 from ctrl_megatron.metrics import JsonlWriter, read_json_lines
+from ctrl_megatron.preparation.mutants import Mutant, Split
+from ctrl_megatron.preparation.mutations import Mutation, mutations
+from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.prompts import fenced
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
-from ctrl_megatron.sft.mutants import Mutant, Split
 from ctrl_megatron.types import Attempt, Problem
 
 _PART = 32

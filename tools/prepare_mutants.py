@@ -21,11 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ctrl_megatron.checkpoint.files import new_files, require_own_files
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count, given_path, new_path, share
-from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.data.rows import write_rows
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.sft.examples import write_examples
-from ctrl_megatron.sft.mutants import (
+from ctrl_megatron.preparation.mutants import (
     BLAND,
     attempt_row,
     critic_examples,
@@ -34,6 +32,8 @@ from ctrl_megatron.sft.mutants import (
     read_mutants,
     rl_rows,
 )
+from ctrl_megatron.preparation.problem_files import read_problems
+from ctrl_megatron.sft.examples import write_examples
 
 _TOOL = "prepare_mutants"
 TIME_LIMIT = 2.0

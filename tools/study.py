@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.commands.start import CommandParser, command, run_child
-from ctrl_megatron.data.problems import read_placed_lines
+from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.data.rows import read_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.resampling import Estimate
@@ -172,8 +172,8 @@ def _run(words: Sequence[str]) -> None:
 def _feedback(test: str, product: Path) -> None:
     """What the tests say of every attempt, as the templates tell it."""
     from ctrl_megatron.generation.solutions import judge_attempts
+    from ctrl_megatron.preparation.synthesis import synthesise_critique
     from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
-    from ctrl_megatron.sft.synthesis import synthesise_critique
 
     attempts = [row.attempt() for row in read_rows([str(DATA / f"{test}.parquet")])]
 

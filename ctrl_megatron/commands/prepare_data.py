@@ -17,9 +17,16 @@ from rich.table import Table
 from ctrl_megatron.checkpoint.files import require_replaceable, write_whole
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count, given_path, new_path
-from ctrl_megatron.data.problems import own_record, read_problems
-from ctrl_megatron.data.published import FORMATS, OWN, Dropped, Limits, read_published, select
 from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.preparation.problem_files import own_record, read_problems
+from ctrl_megatron.preparation.published import (
+    FORMATS,
+    OWN,
+    Dropped,
+    Limits,
+    read_published,
+    select,
+)
 
 _SHOWN = 3
 

@@ -40,23 +40,24 @@ from ctrl_megatron.config.flags import (
     temperature,
     whole,
 )
-from ctrl_megatron.data.problems import own_record, read_placed_lines, read_problems
-from ctrl_megatron.data.published import Dropped
+from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.data.rows import row_of, write_rows
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.generation.chat import Chat
-from ctrl_megatron.prompts import critique_messages, fenced, generation_messages, settle_answer
-from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
-from ctrl_megatron.sft.examples import write_examples
-from ctrl_megatron.sft.journal import StageJournal
-from ctrl_megatron.sft.selection import (
+from ctrl_megatron.preparation.journal import StageJournal
+from ctrl_megatron.preparation.problem_files import own_record, read_problems
+from ctrl_megatron.preparation.published import Dropped
+from ctrl_megatron.preparation.selection import (
     Part,
     Shares,
     choose_examples,
     distinct_attempts,
     problems_in_turn,
 )
-from ctrl_megatron.sft.stages import OpenChat, SynthesisStages
+from ctrl_megatron.preparation.stages import OpenChat, SynthesisStages
+from ctrl_megatron.prompts import critique_messages, fenced, generation_messages, settle_answer
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
+from ctrl_megatron.sft.examples import write_examples
 from ctrl_megatron.types import Attempt, Problem, SamplingParams
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ctrl_megatron.data.contests import NoTests, problem_of_tests
+from ctrl_megatron.data.graded import problem_of_tests
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.sandbox.comparison import STRICT, rule_named
 from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
@@ -33,14 +33,26 @@ def is_verl_form(columns: Collection[str]) -> bool:
     return "id" not in columns and "data_source" in columns and "reward_model" in columns
 
 
-def verl_problem(record: Mapping[str, Any], number: int) -> Problem:
-    """The programming problem of a row. ``NoTests`` where ``ground_truth`` holds no tests,
-    ``ValueError`` naming the column of what is wrong.
+def row_problem(record: Mapping[str, Any], name: str) -> Problem | None:
+    """The programming problem ``name`` of a row; None where ``ground_truth`` holds no tests.
+
+    Raises ``ValueError`` naming the column of what is wrong.
     """
     tests = _tests_of(_ground_truth(record))
     if tests is None:
-        raise NoTests("has an answer in place of tests")
-    return _problem(record, tests, f"verl/{_source(record)}/{number}")
+        return None
+    statement = _HOW_TO_ANSWER.sub("", _asked(record.get("prompt"))).strip()
+    if not statement:
+        raise UserError("column 'prompt' has no message of a user with a content")
+    comparison = record.get("comparison") or ""
+    try:
+        rule_named(comparison or STRICT.name)
+    except ValueError as error:
+        raise UserError(f"column 'comparison' names no rule: {error}") from error
+    try:
+        return problem_of_tests(name, statement, tests, comparison=comparison)
+    except ValueError as error:
+        raise UserError(f"column 'reward_model': ground_truth: {error}") from error
 
 
 def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,11 +64,10 @@ def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
     with long_integers():
         text = json.dumps(record, sort_keys=True, default=str)
     content = text.encode(errors="surrogatepass")
-    name = f"{_source(record)}/{hashlib.blake2b(content, digest_size=6).hexdigest()}"
+    name = f"{source_of(record)}/{hashlib.blake2b(content, digest_size=6).hexdigest()}"
     columns: dict[str, Any] = {**record, "id": name}
-    tests = _tests_of(_ground_truth(record))
-    if tests is not None:
-        problem = _problem(record, tests, name)
+    problem = row_problem(record, name)
+    if problem is not None:
         columns |= {
             "problem": problem.statement,
             "prompter_type": problem.prompter_type,
@@ -68,7 +79,8 @@ def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def _source(record: Mapping[str, Any]) -> str:
+def source_of(record: Mapping[str, Any]) -> str:
+    """Column ``data_source``. Raises ``ValueError``."""
     source = record.get("data_source")
     if not isinstance(source, str) or not source.strip():
         raise UserError(f"column 'data_source' must be text, is {source!r:.60}")
@@ -96,21 +108,6 @@ def _tests_of(ground_truth: Any) -> Mapping[str, Any] | None:
     if isinstance(ground_truth, Mapping) and {"inputs", "outputs"} <= ground_truth.keys():
         return ground_truth
     return None
-
-
-def _problem(record: Mapping[str, Any], tests: Mapping[str, Any], name: str) -> Problem:
-    statement = _HOW_TO_ANSWER.sub("", _asked(record.get("prompt"))).strip()
-    if not statement:
-        raise UserError("column 'prompt' has no message of a user with a content")
-    comparison = record.get("comparison") or ""
-    try:
-        rule_named(comparison or STRICT.name)
-    except ValueError as error:
-        raise UserError(f"column 'comparison' names no rule: {error}") from error
-    try:
-        return problem_of_tests(name, statement, tests, comparison=comparison)
-    except ValueError as error:
-        raise UserError(f"column 'reward_model': ground_truth: {error}") from error
 
 
 def _asked(prompt: Any) -> str:

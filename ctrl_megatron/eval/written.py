@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ctrl_megatron.data.problems import read_placed_lines
+from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.errors import UserError
 
 _FIELDS = ("id", "critique")

@@ -23,11 +23,11 @@ ORDER = (
         "algorithms",
     ),
     *("parallel", "models", "rollout", "resharding", "memory", "checkpoint", "generation"),
-    *("eval", "pipeline", "sft", "commands"),
+    *("eval", "pipeline", "sft", "preparation", "commands"),
 )
 """A room imports itself and the rooms before it."""
 
-TORCH_FREE = (*ORDER[: ORDER.index("algorithms")], "commands")
+TORCH_FREE = (*ORDER[: ORDER.index("algorithms")], "preparation", "commands")
 HEAVY = ("torch", "tensordict", "transformers", "vllm", "sglang", "megatron", "ray")
 
 OWNERS = {
@@ -48,7 +48,9 @@ OWNERS = {
     "wandb": ("metrics/sinks.py",),
     "mlflow": ("metrics/sinks.py",),
     "omegaconf": ("config/",),
-    "pyarrow": ("data/", "sft/examples.py", "generation/search_nodes.py"),
+    "pyarrow": (
+        *("data/", "sft/examples.py", "preparation/records.py", "generation/search_nodes.py"),
+    ),
 }
 """Where a library may be imported at all: paths inside the package, by their beginnings."""
 

@@ -25,7 +25,7 @@ ASKED = (
 FILES = "ctrl_megatron.checkpoint.files:os.replace"
 MOMENTS = (
     f"prepare_data {FILES} 1",
-    "synthesize ctrl_megatron.sft.stages:synthesise_critique 5",
+    "synthesize ctrl_megatron.preparation.stages:synthesise_critique 5",
     "train_sft ctrl_megatron.models.policy:Policy.step 2",
     "train_sft ctrl_megatron.checkpoint.hf:HfFiles.finish 1",
     "train_rl ctrl_megatron.models.policy:Policy.step_with_log_probs 2",

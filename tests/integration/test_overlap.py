@@ -10,8 +10,8 @@ import torch
 from in_process import in_process
 from tiny_run import REPOSITORY
 
-from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.data.rows import row_of, write_rows
+from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.types import Attempt, Problem
 
 # A busy machine may be several times slower than an idle one.

@@ -126,14 +126,14 @@ def test_a_kill_in_any_stage_changes_nothing(
     arguments: list[str], whole: Path, tmp_path: Path
 ) -> None:
     written, moved = (
-        "ctrl_megatron.sft.journal:os.fsync",
+        "ctrl_megatron.preparation.journal:os.fsync",
         "ctrl_megatron.checkpoint.files:os.replace",
     )
     stages = set()
     for interrupt in (
         Interrupt(written, KILL, 2),  # solutions
         Interrupt(written, KILL, 3),  # verdicts
-        Interrupt("ctrl_megatron.sft.stages:execution_hint", KILL, 20),
+        Interrupt("ctrl_megatron.preparation.stages:execution_hint", KILL, 20),
         Interrupt(written, KILL, 4),
         Interrupt(f"{SYNTHESIZE}:choose_examples", KILL, 2),
         Interrupt(moved, KILL, 8),  # some files have their places already
@@ -161,7 +161,7 @@ def test_what_is_finished_is_not_done_again_and_not_mixed(
 
 
 def test_a_signal_keeps_what_is_finished(arguments: list[str], tmp_path: Path) -> None:
-    interrupt = Interrupt("ctrl_megatron.sft.stages:judge_attempts", signal.SIGINT)
+    interrupt = Interrupt("ctrl_megatron.preparation.stages:judge_attempts", signal.SIGINT)
     code, output = run(SYNTHESIZE, arguments, tmp_path, interrupt=interrupt)
     assert code == 130 and "Traceback" not in output, output[-4000:]
     assert "synthesize: stopped; what is finished is kept" in output

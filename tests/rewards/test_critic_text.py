@@ -123,7 +123,8 @@ def test_importing_rewards_prompts_and_synthesis_loads_no_heavy_library() -> Non
         "numpy",
     )
     code = (
-        "import sys, ctrl_megatron.rewards, ctrl_megatron.prompts, ctrl_megatron.sft.synthesis\n"
+        "import sys, ctrl_megatron.rewards, ctrl_megatron.prompts\n"
+        "import ctrl_megatron.preparation.synthesis\n"
         "from ctrl_megatron.rewards import RewardModelForCritic, sanitize, desanitize\n"
         "from ctrl_megatron.rewards import normalize_code, MAX_REQUESTS, RUN_TIMEOUT\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"

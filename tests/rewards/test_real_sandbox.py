@@ -10,10 +10,10 @@ import pytest
 from reward_samples import CORRECT, INCORRECT, block, function_row, stdio_row
 
 from ctrl_megatron.data.rows import Row
+from ctrl_megatron.preparation.diagnosis import diagnose
 from ctrl_megatron.rewards import RewardItem, RewardModelForCritic
 from ctrl_megatron.sandbox.client import SandboxClient
 from ctrl_megatron.sandbox.client.embedded import EmbeddedSandbox
-from ctrl_megatron.sft.diagnosis import diagnose
 
 ADD = "def add(a, b):\n    return a + b"
 FUNCTION = {

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sandbox_talk import BackgroundLoop, submission
 
-from ctrl_megatron.data.problems import read_placed_lines
+from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.data.rows import decode_tests
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests

@@ -11,11 +11,11 @@ import pytest
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.preparation.hints import execution_hint
 from ctrl_megatron.rewards.grading import check_tests, grading_job, told_of_tests
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests, read_human_eval
 from ctrl_megatron.sandbox.jail import pytest_stand_in
 from ctrl_megatron.sandbox.wire import EvalResult
-from ctrl_megatron.sft.hints import execution_hint
 from ctrl_megatron.types import Attempt, Problem, Verdict
 
 Judge = Callable[..., EvalResult]

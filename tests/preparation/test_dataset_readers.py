@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ctrl_megatron.data.mbpp import SPLITS, entry_point_of, read_mbpp
+from ctrl_megatron.preparation.mbpp import SPLITS, entry_point_of, read_mbpp
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not here")

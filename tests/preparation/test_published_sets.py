@@ -18,11 +18,11 @@ import pyarrow.parquet as parquet
 import pytest
 
 from ctrl_megatron.commands.prepare_data import main
-from ctrl_megatron.data.evalplus import unrolled_tests
-from ctrl_megatron.data.near_duplicates import NearDuplicates
-from ctrl_megatron.data.problems import own_record, read_problems
-from ctrl_megatron.data.published import Limits, number_of_tests, read_published, select
 from ctrl_megatron.data.rows import row_of
+from ctrl_megatron.preparation.evalplus import unrolled_tests
+from ctrl_megatron.preparation.near_duplicates import NearDuplicates
+from ctrl_megatron.preparation.problem_files import own_record, read_problems
+from ctrl_megatron.preparation.published import Limits, number_of_tests, read_published, select
 from ctrl_megatron.prompts import fenced
 from ctrl_megatron.rewards.grading import grade, grading_job
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient

@@ -13,6 +13,10 @@ from typing import Any, TypeVar
 
 from ctrl_megatron.generation.chat import Chat
 from ctrl_megatron.generation.solutions import first_solutions, judge_attempts
+from ctrl_megatron.preparation.hints import execution_hint
+from ctrl_megatron.preparation.journal import Records, StageJournal
+from ctrl_megatron.preparation.selection import CritiqueDraft, fault_of
+from ctrl_megatron.preparation.synthesis import synthesise_critique
 from ctrl_megatron.prompts import (
     generation_messages,
     hint_messages,
@@ -20,10 +24,6 @@ from ctrl_megatron.prompts import (
     sanitized_answer,
 )
 from ctrl_megatron.rewards.grading import Judge
-from ctrl_megatron.sft.hints import execution_hint
-from ctrl_megatron.sft.journal import Records, StageJournal
-from ctrl_megatron.sft.selection import CritiqueDraft, fault_of
-from ctrl_megatron.sft.synthesis import synthesise_critique
 from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams, Verdict
 
 Item = TypeVar("Item")

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ctrl_megatron.data.contests import NoTests, level_of_rating, problem_of_tests
+from ctrl_megatron.data.graded import problem_of_tests
+from ctrl_megatron.preparation.contests import NoTests, level_of_rating
 from ctrl_megatron.prompts import extract_code
 from ctrl_megatron.sandbox.comparison import CODE_CONTESTS, TOKENS
 from ctrl_megatron.sandbox.datasets.problems import (

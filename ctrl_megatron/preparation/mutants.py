@@ -14,10 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Literal, get_args
 
-from ctrl_megatron.data.mutations import Mutation, MutationKind, mutations, occurrences
-from ctrl_megatron.data.problems import read_placed_lines
+from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.data.rows import Row, row_of
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.preparation.mutations import Mutation, MutationKind, mutations, occurrences
 from ctrl_megatron.prompts import (
     JUDGED_CORRECT,
     JUDGED_INCORRECT,

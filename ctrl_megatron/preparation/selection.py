@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 from zlib import crc32
 
-from ctrl_megatron.data.near_duplicates import NearDuplicates
-from ctrl_megatron.data.published import Dropped
+from ctrl_megatron.preparation.leaks import leak_of
+from ctrl_megatron.preparation.near_duplicates import NearDuplicates
+from ctrl_megatron.preparation.published import Dropped
 from ctrl_megatron.prompts import critique_messages, extract_code, parse_judgment
 from ctrl_megatron.rewards.normalize import normalize_code
 from ctrl_megatron.sft.examples import SftExample
-from ctrl_megatron.sft.leaks import leak_of
 from ctrl_megatron.types import Attempt, Verdict
 
 Part = Literal["sft", "rl", "val"]

@@ -9,22 +9,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.data.contests import (
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.preparation.contests import (
     NoTests,
     apps_problem,
     code_contests_problem,
     live_code_bench_problem,
     taco_problem,
+    verl_problem,
 )
-from ctrl_megatron.data.evalplus import human_eval_problem, mbpp_plus_problem
-from ctrl_megatron.data.kodcode import kodcode_problem
-from ctrl_megatron.data.mbpp import SPLITS, mbpp_problem
-from ctrl_megatron.data.near_duplicates import NearDuplicates
-from ctrl_megatron.data.open_r1 import codeforces_problem, verifiable_problem
-from ctrl_megatron.data.problems import read_problems
-from ctrl_megatron.data.records import read_records
-from ctrl_megatron.data.verl_form import verl_problem
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.preparation.evalplus import human_eval_problem, mbpp_plus_problem
+from ctrl_megatron.preparation.kodcode import kodcode_problem
+from ctrl_megatron.preparation.mbpp import SPLITS, mbpp_problem
+from ctrl_megatron.preparation.near_duplicates import NearDuplicates
+from ctrl_megatron.preparation.open_r1 import codeforces_problem, verifiable_problem
+from ctrl_megatron.preparation.problem_files import read_problems
+from ctrl_megatron.preparation.records import read_records
 from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
 from ctrl_megatron.types import Problem
 

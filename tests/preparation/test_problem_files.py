@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ctrl_megatron.data.problems import own_record, read_problems
+from ctrl_megatron.preparation.problem_files import own_record, read_problems
 
 FUNCTION: dict[str, Any] = {
     "id": "t/double",

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import ast
-import gzip
-import json
 import math
-import re
-import zlib
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.data.rows import (
     DEFAULT_TIME_LIMIT,
     comparison_complaint,
     decode_tests,
     function_record,
 )
-from ctrl_megatron.errors import UserError, read_bytes, text_of
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
-from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
+from ctrl_megatron.sandbox.datasets.long_integers import loads
 from ctrl_megatron.types import Problem, PrompterType
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""How JSON writes the halves of a character; one alone is no text for a file or a tokenizer."""
 _KEYS = {
     "id": str,
     "statement": str,
@@ -89,41 +84,6 @@ def own_record(problem: Problem) -> dict[str, Any]:
         "difficulty": problem.difficulty,
         "time_limit": problem.time_limit,
     }
-
-
-def read_placed_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    """``(place, object)`` for every non-empty line; ``place`` is for error messages.
-
-    A file that ends in ``.gz`` is unpacked. Raises ``ValueError`` for a file that cannot be read,
-    for a line that is not a JSON object and for text that UTF-8 cannot hold.
-    """
-    try:
-        data = read_bytes(file)
-        data = gzip.decompress(data) if file.suffix == ".gz" else data
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
-    text = text_of(data, file)
-    found = []
-    # Not splitlines(): JSON strings may hold U+2028 and other separators that are no line ends.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = f"{file}: line {number}"
-        try:
-            record = loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{place} is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{place} is not a JSON object")
-        if _SURROGATE.search(line):
-            try:
-                with long_integers():
-                    json.dumps(record, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                half = f"\\u{ord(error.object[error.start]):x}"
-                raise UserError(f"{place} has half of a character, {half} alone") from error
-        found.append((place, record))
-    return found
 
 
 def _checked(record: Mapping[str, Any], place: str) -> Problem:

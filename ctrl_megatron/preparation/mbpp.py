@@ -11,8 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from ctrl_megatron.data.records import read_records
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.preparation.records import read_records
 from ctrl_megatron.sandbox.datasets.problems import list_field, text_field
 from ctrl_megatron.types import Problem
 

@@ -8,7 +8,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from ctrl_megatron.data.contests import NoTests
+from ctrl_megatron.preparation.contests import NoTests
 from ctrl_megatron.sandbox.datasets.problems import list_field, object_field, text_field
 from ctrl_megatron.types import Problem
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ctrl_megatron.data.problems import read_problems
+from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.sandbox.client import SandboxClient
 from ctrl_megatron.sandbox.client.embedded import EmbeddedSandbox
 from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest, TestConfig

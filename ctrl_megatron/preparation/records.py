@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.data.problems import read_placed_lines
+from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.data.rows import read_parquet
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.sandbox.datasets.long_integers import long_integers

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.prompts import fenced
-from ctrl_megatron.sft.hints import execution_hint
-from ctrl_megatron.sft.journal import StageJournal
-from ctrl_megatron.sft.leaks import leak_of
-from ctrl_megatron.sft.selection import (
+from ctrl_megatron.preparation.hints import execution_hint
+from ctrl_megatron.preparation.journal import StageJournal
+from ctrl_megatron.preparation.leaks import leak_of
+from ctrl_megatron.preparation.selection import (
     CritiqueDraft,
     Shares,
     choose_examples,
     distinct_attempts,
     problems_in_turn,
 )
+from ctrl_megatron.prompts import fenced
 from ctrl_megatron.types import Attempt, Problem, Verdict
 
 FUNCTION = Problem(

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from random import Random
 
-from ctrl_megatron.prompts import JUDGED_CORRECT, JUDGED_INCORRECT
-from ctrl_megatron.sft.diagnosis import Diagnosis, diagnose
-from ctrl_megatron.sft.phrases import (
+from ctrl_megatron.preparation.diagnosis import Diagnosis, diagnose
+from ctrl_megatron.preparation.phrases import (
     EXCEPTION_ADVICE,
     FINDINGS,
     OPENINGS,
@@ -21,6 +20,7 @@ from ctrl_megatron.sft.phrases import (
     SHAPE_PRAISE,
     SUGGESTIONS,
 )
+from ctrl_megatron.prompts import JUDGED_CORRECT, JUDGED_INCORRECT
 from ctrl_megatron.types import Attempt, Verdict
 
 _LONGEST_SIGNATURE = 40

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.data.mutations import Mutation, mutations, occurrences
-from ctrl_megatron.data.problems import read_problems
+from ctrl_megatron.preparation.mutations import Mutation, mutations, occurrences
+from ctrl_megatron.preparation.problem_files import read_problems
 
 PROBLEMS = Path(__file__).parents[2] / "examples/problems"
 

@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ctrl_megatron.data.problems import read_problems
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.prompts import fenced, parse_judgment, sanitize
-from ctrl_megatron.sft.examples import SftExample
-from ctrl_megatron.sft.mutants import (
+from ctrl_megatron.preparation.mutants import (
     BLAND,
     Mutant,
     critic_examples,
@@ -23,6 +20,9 @@ from ctrl_megatron.sft.mutants import (
     read_mutants,
     rl_rows,
 )
+from ctrl_megatron.preparation.problem_files import read_problems
+from ctrl_megatron.prompts import fenced, parse_judgment, sanitize
+from ctrl_megatron.sft.examples import SftExample
 from tools import prepare_mutants
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ctrl_megatron.preparation.diagnosis import diagnose
+from ctrl_megatron.preparation.synthesis import synthesise_critique
 from ctrl_megatron.prompts import extract_code, fenced, parse_judgment
-from ctrl_megatron.sft.diagnosis import diagnose
-from ctrl_megatron.sft.synthesis import synthesise_critique
 from ctrl_megatron.types import Attempt, Problem, Verdict
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "initial_solutions"
@@ -181,7 +181,7 @@ def test_wording_varies_with_seed_and_attempt_and_only_with_them() -> None:
 
 def test_the_wording_is_the_same_in_every_process() -> None:
     code = (
-        "from ctrl_megatron.sft.synthesis import synthesise_critique\n"
+        "from ctrl_megatron.preparation.synthesis import synthesise_critique\n"
         "from ctrl_megatron.types import Attempt, Problem, Verdict\n"
         "problem = Problem(id='t', statement='', prompter_type='mbppplus', selected_uts=())\n"
         "attempt = Attempt(id='t/0', problem=problem, solution='def f(x): return x')\n"

@@ -4,28 +4,21 @@ judged by arguments and results.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ctrl_megatron.data.graded import problem_of, problem_of_tests
+from ctrl_megatron.data.verl_form import row_problem, source_of
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH, RESULT_CHECK
-from ctrl_megatron.sandbox.datasets.functions import PRELUDE
+from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH
 from ctrl_megatron.sandbox.datasets.problems import (
-    FunctionProblem,
-    GradedProblem,
-    StdioProblem,
     json_field,
     list_field,
     object_field,
     text_field,
 )
-from ctrl_megatron.sandbox.datasets.stdio import (
-    read_code_contests,
-    read_input_output,
-    read_live_code_bench,
-)
+from ctrl_megatron.sandbox.datasets.stdio import read_code_contests, read_live_code_bench
 from ctrl_megatron.types import Problem
 
 _LEVELS = {
@@ -64,7 +57,7 @@ def code_contests_problem(record: Mapping[str, Any], number: int) -> Problem:
     graded = read_code_contests(record)
     solutions = object_field(record.get("solutions") or {}, "solutions")
     written = zip(solutions.get("language") or (), solutions.get("solution") or (), strict=True)
-    return _problem(
+    return problem_of(
         f"code_contests/{name}",
         text_field(record.get("description"), "description"),
         graded,
@@ -77,7 +70,7 @@ def live_code_bench_problem(record: Mapping[str, Any], number: int) -> Problem:
     """A row of LiveCodeBench's code generation (arXiv 2403.07974)."""
     name = text_field(record.get("question_id"), "question_id")
     graded = read_live_code_bench(record)
-    return _problem(
+    return problem_of(
         f"livecodebench/{name}",
         text_field(record.get("question_content"), "question_content"),
         graded,
@@ -85,6 +78,14 @@ def live_code_bench_problem(record: Mapping[str, Any], number: int) -> Problem:
         difficulty=_level(record),
         preamble=LIVE_CODE_BENCH.name,
     )
+
+
+def verl_problem(record: Mapping[str, Any], number: int) -> Problem:
+    """A row in verl's form. ``NoTests`` where its ``ground_truth`` holds none."""
+    problem = row_problem(record, f"verl/{source_of(record)}/{number}")
+    if problem is None:
+        raise NoTests("has an answer in place of tests")
+    return problem
 
 
 def _input_output(record: Mapping[str, Any], name: str) -> Problem:
@@ -105,67 +106,9 @@ def _input_output(record: Mapping[str, Any], name: str) -> Problem:
     )
 
 
-def problem_of_tests(
-    name: str, statement: str, tests: Mapping[str, Any], *, comparison: str = "", **known: Any
-) -> Problem:
-    """The problem that an object with ``inputs``, ``outputs`` and, for functions, ``fn_name``
-    judges, by the rule ``comparison`` or that of APPS. ``known``: ``starter``, ``reference``,
-    ``difficulty``, ``seconds``. ValueError.
-    """
-    graded = read_input_output({"input_output": dict(tests), "comparison": comparison})
-    return _problem(name, statement, graded, **known)
-
-
 def level_of_rating(rating: float | None) -> int:
     """Our level of Codeforces' rating; 0 without one."""
     return 1 + sum(rating >= bound for bound in _RATINGS) if rating else 0
-
-
-def _problem(
-    name: str,
-    statement: str,
-    graded: GradedProblem,
-    *,
-    starter: str = "",
-    reference: str = "",
-    difficulty: int = 0,
-    seconds: float | None = None,
-    preamble: str = "",
-) -> Problem:
-    """``preamble``: the rule whose preamble a function problem needs."""
-    limit: dict[str, Any] = {} if seconds is None else {"time_limit": seconds}
-    if isinstance(graded, StdioProblem):
-        cases = [
-            {"input": {"stdin": c.input}, "output": {"stdout": c.output}} for c in graded.cases
-        ]
-        if graded.seconds is not None and seconds is None:
-            limit = {"time_limit": graded.seconds}
-        return Problem(
-            id=name,
-            statement=statement,
-            prompter_type="code_contests",
-            selected_uts=json.dumps(cases, ensure_ascii=False),
-            comparison=graded.rule.name,
-            reference=reference,
-            difficulty=difficulty,
-            **limit,
-        )
-    assert isinstance(graded, FunctionProblem)
-    (function,) = graded.stubs
-    method = re.search(r"^class Solution\b", f"{starter}\n{reference}", re.MULTILINE)
-    asked = f"{statement.strip()}\n\n{starter.strip()}" if starter.strip() else statement
-    return Problem(
-        id=name,
-        statement=asked,
-        prompter_type="mbppplus",
-        selected_uts=graded.tests,
-        entry_point=f"Solution().{function}" if method else function,
-        test_setup=f"{PRELUDE}{RESULT_CHECK}",
-        comparison=preamble,
-        reference=reference,
-        difficulty=difficulty,
-        **limit,
-    )
 
 
 def _cases(given: Any) -> Sequence[Any]:
