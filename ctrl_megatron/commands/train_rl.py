@@ -27,8 +27,8 @@ def check_inputs(config: Config) -> None:
     from ctrl_megatron.pipeline.inputs import check_rows
     from ctrl_megatron.pipeline.run import check_run
 
-    graph = check_run(config)
-    check_rows(config, graph.measured, validates=graph.report.validate is not None)
+    graph, rewards = check_run(config)
+    check_rows(config, rewards, validates=graph.report.validate is not None)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from ctrl_megatron.eval.results import (
 from ctrl_megatron.eval.transcripts import Evaluation, Turn, read_evaluation, read_settings
 from ctrl_megatron.eval.validation_rates import summarise
 from ctrl_megatron.metrics.display import format_number
-from ctrl_megatron.metrics.report import date_of, write_page
+from ctrl_megatron.metrics.report.document import date_of, write_page
 from ctrl_megatron.prompts import extract_code
 
 LEVEL = 0.9

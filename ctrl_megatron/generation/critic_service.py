@@ -24,8 +24,8 @@ from ctrl_megatron.generation.chat import Chat, ChatAnswer, ChatError, TextListe
 from ctrl_megatron.generation.critic_page import show_page
 from ctrl_megatron.generation.search_nodes import total, vote
 from ctrl_megatron.prompts import critique_messages, extract_code, revision_messages
+from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import Judge, check_tests, grade, grading_job, told_of_tests
-from ctrl_megatron.rewards.reward_sum import gathered
 from ctrl_megatron.rollout.engine import EngineError
 from ctrl_megatron.rollout.told import told_by
 from ctrl_megatron.sandbox.access import is_allowed

@@ -24,7 +24,7 @@ from tenacity import (
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import ChatAnswer, ChatError, TextListener
-from ctrl_megatron.rewards.reward_sum import gathered
+from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.sandbox.access import split_credentials
 from ctrl_megatron.types import FinishReason, Message, SamplingParams
 

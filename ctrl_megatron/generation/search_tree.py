@@ -43,8 +43,8 @@ from ctrl_megatron.prompts import (
     sanitized_answer,
 )
 from ctrl_megatron.rewards.cache import VerdictCache
+from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import CachedJudge, Judge
-from ctrl_megatron.rewards.reward_sum import gathered
 from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest
 from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams
 

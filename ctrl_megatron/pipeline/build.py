@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ctrl_megatron.algorithms import get_kl_controller
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
-from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.sampler import ResumableSampler
-from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape, value_shape
@@ -18,7 +14,6 @@ from ctrl_megatron.models.parallel_model import ModelOptions, Part
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.services import Services
@@ -29,11 +24,11 @@ from ctrl_megatron.resharding.engine_weights import EngineLink, EngineWeights
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
 from ctrl_megatron.rewards import RewardSum
-from ctrl_megatron.rewards.build import build_reward_sum, reward_functions_of
+from ctrl_megatron.rewards.build import build_reward_sum
 
 
 def build_worker(
-    run: Session, services: Services, graph: TaskGraph, inputs: RunInputs
+    run: Session, services: Services, inputs: RunInputs
 ) -> tuple[DAGWorker, ResumableSampler, int]:
     """(the worker that nodes get, the sampler of its rows, training steps of the run). Collective.
 
@@ -70,8 +65,8 @@ def build_worker(
         weights=engine_weights(run, services, actor, link),
         device=device,
         max_model_len=services.max_model_len,
-        rewards=reward_sum(run, services, codec, [train, validation], graph.measured),
-        reward_weights=reward_functions_of(config, graph.measured),
+        rewards=reward_sum(run, services, inputs),
+        reward_weights=inputs.rewards.weights,
         policy=policy,
         reference=reference,
         value=value,
@@ -104,30 +99,25 @@ def rollout_worker(
         weights=critic_weights(run, services, critic),
         device=DeviceOwner(engine_link(run, services), groups, shared=False),
         max_model_len=services.max_model_len,
-        rewards=reward_sum(run, services, codec, [table], ("critic",)),
-        reward_weights=reward_functions_of(config, ("critic",)),
+        rewards=reward_sum(run, services, inputs),
+        reward_weights=inputs.rewards.weights,
     )
 
 
-def reward_sum(
-    run: Session,
-    services: Services,
-    codec: TextCodec,
-    tables: Sequence[PromptTable | None],
-    measured: Sequence[str] | None,
-) -> RewardSum | None:
-    """The reward functions over the rows of ``tables``; None but on leaders, and where no step of
-    the run reads rewards.
+def reward_sum(run: Session, services: Services, inputs: RunInputs) -> RewardSum | None:
+    """The reward functions of the run; None on ranks that are no leaders, and where no node of the
+    pipeline reads rewards.
     """
-    if not run.groups.is_leader or measured is None:
+    if not run.groups.is_leader or not inputs.rewards.functions:
         return None
+    validated = inputs.validation.rows if inputs.validation else ()
     return build_reward_sum(
         run.config,
+        inputs.rewards,
         sandbox_endpoint=services.sandbox_endpoint,
         sandbox_token=services.sandbox_token,
-        rows=[row for table in tables if table is not None for row in table.rows],
-        tokenizer=codec.tokenizer,
-        measured=measured,
+        rows=[*inputs.train.rows, *validated],
+        tokenizer=inputs.codec.tokenizer,
     )
 
 

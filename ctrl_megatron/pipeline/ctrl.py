@@ -72,7 +72,7 @@ from ctrl_megatron.pipeline.node_fields import DRAWN, asks_values, needs, writes
 from ctrl_megatron.pipeline.node_keys import reads
 from ctrl_megatron.pipeline.sampling import sampled
 from ctrl_megatron.pipeline.worker import DAGWorker
-from ctrl_megatron.rewards.reward_sum import LARGEST_REWARD
+from ctrl_megatron.rewards.items import LARGEST_REWARD
 
 
 def ctrl_pipeline(config: Config) -> TaskGraph:

@@ -17,7 +17,6 @@ from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.pipeline.node_fields import DRAWN
 from ctrl_megatron.pipeline.sampling import share_rows
 from ctrl_megatron.rewards import weighted_sum
-from ctrl_megatron.rewards.build import reward_functions_of
 from ctrl_megatron.rewards.shaping import OVERLONG
 
 if TYPE_CHECKING:
@@ -77,13 +76,12 @@ class DynamicSampling:
         return NodeOutput(batch=_batch_of(worker, useful[:wanted]), metrics=metrics)
 
 
-def check_sampling(config: Config, measured: Sequence[str] | None) -> None:
-    """UserError where ``algorithm.filter_groups`` would look at no reward, so that no group could
-    ever have different ones. ``measured``: see ``reward_functions_of``.
+def check_sampling(config: Config, weights: Mapping[str, float]) -> None:
+    """Raise UserError where ``algorithm.filter_groups`` would look at no reward, so that no group
+    could ever have different ones. ``weights``: name of every reward function -> its weight.
     """
     if not config.algorithm.filter_groups.enable:
         return
-    weights = reward_functions_of(config, measured)
     if not _counted(weights):
         raise UserError(
             f"algorithm.filter_groups.enable=true looks for groups with different rewards, and of "

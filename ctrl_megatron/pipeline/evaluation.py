@@ -37,7 +37,8 @@ from ctrl_megatron.pipeline.inputs import (
 )
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.prompts import critique_messages
-from ctrl_megatron.rewards.build import check_reward_functions
+from ctrl_megatron.rewards.build import check_rewards
+from ctrl_megatron.rewards.plan import plan_rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,8 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
 
     check_evaluation(config, job.critics)
     check_together(open_directory)
-    inputs, pairs = read_inputs(config, ("critic",), trains=False, revises=True), []
+    rewards, pairs = plan_rewards(config, ("critic",)), []
+    inputs = read_inputs(config, rewards, trains=False, revises=True)
     if job.pairs is not None:
         pairs = _read_pairs(job.pairs, config, inputs)
     _check_turns(job.plan, inputs)
@@ -98,7 +100,9 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
                 print(f"{name}: its weights have changed, so it is drawn anew", flush=True)
             if aside is not None:
                 print(f"the transcripts of the weights before stand in {aside}", flush=True)
-        services = run.start_services(max_model_len=inputs.max_model_len)
+        services = run.start_services(
+            max_model_len=inputs.max_model_len, judges=inputs.rewards.runs_programs
+        )
         loaded = weights[todo[0][0]]
         worker = rollout_worker(run, services, loaded, inputs)
         try:
@@ -141,7 +145,7 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
     check_together(
         lambda: check_models(config, "rl", others),
         lambda: check_tokenizers(config, "rl", others),
-        lambda: check_reward_functions(config),
+        lambda: check_rewards(config),
     )
 
 

@@ -33,7 +33,7 @@ from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
 from ctrl_megatron.prompts import revision_messages
-from ctrl_megatron.rewards.build import check_columns
+from ctrl_megatron.rewards.plan import RewardPlan
 
 _MODEL = "actor_rollout_ref.model.path"
 _ONLY_TRAINED = ("actor_rollout_ref.ref.model.path", "critic.model.path")
@@ -50,6 +50,7 @@ class RunInputs:
     codec: TextCodec
     train: PromptTable
     validation: PromptTable | None
+    rewards: RewardPlan
     max_model_len: int
     """Longest sequence that the engines are built for, in tokens."""
 
@@ -312,7 +313,7 @@ def is_finished(
 
 def read_inputs(
     config: Config,
-    measured: Sequence[str] | None = (),
+    rewards: RewardPlan,
     *,
     trains: bool = True,
     validates: bool = True,
@@ -320,24 +321,28 @@ def read_inputs(
 ) -> RunInputs:
     """The tables of the run; those of an evaluation (``trains=False``) are the validation rows.
 
-    ``measured`` names the reward functions that run in any case (``reward_functions_of``); without
-    ``validates`` there is no table of validation rows. Where the run ``revises`` first solutions,
-    engines have room for the requests that it will make.
+    Every row has the columns that ``rewards`` read. Without ``validates`` there is no table of
+    validation rows. Where the run ``revises`` first solutions, engines have room for the requests
+    that it will make.
 
     UserError naming file, row and column of what does not fit, and for too few rows for a step.
     """
     codec = check_tokenizer(config)
     if not trains:
         table = _table(config, codec, "data.val_files", config.data.val_files)
-        check_columns(config, table.rows, measured)
+        rewards.check_columns(table.rows)
         longest = engine_length(config, codec, table.rows, revises=revises)
-        return RunInputs(codec=codec, train=table, validation=table, max_model_len=longest)
+        return RunInputs(
+            codec=codec, train=table, validation=table, rewards=rewards, max_model_len=longest
+        )
     train, validation = prompt_tables(config, codec, validates=validates)
     _require_a_step(len(train.rows), train.dropped, config)
     rows = [*train.rows, *(validation.rows if validation else ())]
-    check_columns(config, rows, measured)
+    rewards.check_columns(rows)
     longest = engine_length(config, codec, rows, revises=revises)
-    return RunInputs(codec=codec, train=train, validation=validation, max_model_len=longest)
+    return RunInputs(
+        codec=codec, train=train, validation=validation, rewards=rewards, max_model_len=longest
+    )
 
 
 def engine_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revises: bool) -> int:
@@ -371,9 +376,7 @@ def engine_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revi
     return longest
 
 
-def check_rows(
-    config: Config, measured: Sequence[str] | None = (), *, validates: bool = True
-) -> None:
+def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -> None:
     """What ``read_inputs`` refuses, but for the prompts' lengths: nothing is turned into tokens."""
     check_tokenizer(config)
     data, count, rows = config.data, 0, []
@@ -385,7 +388,7 @@ def check_rows(
                 count = count or len(rows)
     rows_by_id(rows)
     _require_a_step(count, 0, config)
-    check_columns(config, rows, measured)
+    rewards.check_columns(rows)
 
 
 def _require_a_step(count: int, dropped: int, config: Config) -> None:

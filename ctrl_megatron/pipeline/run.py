@@ -45,7 +45,8 @@ from ctrl_megatron.pipeline.recorder import Recorder, banner
 from ctrl_megatron.pipeline.services import Services
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.pipeline.worker import RolloutWorker
-from ctrl_megatron.rewards.build import check_reward_functions, runs_programs
+from ctrl_megatron.rewards.build import check_rewards
+from ctrl_megatron.rewards.plan import RewardPlan, plan_rewards
 from ctrl_megatron.rollout.engine import require_engine
 from ctrl_megatron.sandbox import SandboxClient, SandboxError
 from ctrl_megatron.sandbox.limits import LEVELS
@@ -54,18 +55,20 @@ _PARTS = ("kl_controller", "reserve")
 """Of the state in a checkpoint, beside the sampler."""
 
 
-def check_run(config: Config) -> TaskGraph:
-    """The pipeline of an RL run, once all that it is given has been looked at but for the rows.
+def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
+    """The pipeline and the rewards of an RL run, once all but its rows has been checked.
 
     Raises UserError, with a line per problem.
     """
     graphs: list[TaskGraph] = []
+    plans: list[RewardPlan] = []
     rollout = config.actor_rollout_ref.rollout
     check_together(
         lambda: graphs.append(pipeline_of(config)),
         lambda: check_names(config),
-        lambda: check_reward_functions(config),
-        lambda: [check_sampling(config, graph.measured) for graph in graphs],
+        lambda: check_rewards(config),
+        lambda: plans.extend(plan_rewards(config, graph.measured) for graph in graphs),
+        lambda: [check_sampling(config, plan.weights) for plan in plans],
         lambda: check_models(config, "rl"),
         lambda: require_engine(rollout.name, rollout.python),
         lambda: check_tokenizers(config, "rl"),
@@ -79,7 +82,7 @@ def check_run(config: Config) -> TaskGraph:
     )
     check_gpu(config, "rl")
     check_disk(config, "rl")
-    return graphs[0]
+    return graphs[0], plans[0]
 
 
 def train(config: Config) -> bool:
@@ -87,10 +90,10 @@ def train(config: Config) -> bool:
 
     Raises UserError before anything starts for whatever it is given that cannot be used.
     """
-    graph, trainer, finished = check_run(config), config.trainer, False
+    (graph, rewards), trainer, finished = check_run(config), config.trainer, False
     inputs = read_inputs(
         config,
-        graph.measured,
+        rewards,
         validates=graph.report.validate is not None,
         revises=graph.revises,
     )
@@ -99,9 +102,9 @@ def train(config: Config) -> bool:
         return True
     with session(config) as run:
         services = run.start_services(
-            max_model_len=inputs.max_model_len, judges=runs_programs(config, graph.measured)
+            max_model_len=inputs.max_model_len, judges=rewards.runs_programs
         )
-        worker, sampler, steps = build_worker(run, services, graph, inputs)
+        worker, sampler, steps = build_worker(run, services, inputs)
         run.check_stop()
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
         memory = device_memory(run.groups)

@@ -4,6 +4,7 @@ from ctrl_megatron.prompts import desanitize, sanitize
 from ctrl_megatron.rewards.cache import CacheFileError, VerdictCache
 from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.rewards.grading import MAX_REQUESTS, RUN_TIMEOUT
+from ctrl_megatron.rewards.items import RewardFunction, RewardItem, RewardOutcome
 from ctrl_megatron.rewards.normalize import normalize_code
 from ctrl_megatron.rewards.registry import (
     get_reward,
@@ -11,14 +12,7 @@ from ctrl_megatron.rewards.registry import (
     register_reward,
     reward_parameters,
 )
-from ctrl_megatron.rewards.reward_sum import (
-    RewardFunction,
-    RewardItem,
-    RewardOutcome,
-    RewardSum,
-    Scores,
-    weighted_sum,
-)
+from ctrl_megatron.rewards.reward_sum import RewardSum, Scores, weighted_sum
 
 __all__ = [
     "MAX_REQUESTS",

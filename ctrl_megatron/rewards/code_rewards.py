@@ -16,6 +16,7 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts.python_source import does_something, parsed
 from ctrl_megatron.rewards.cache import VerdictCache
+from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
@@ -25,7 +26,7 @@ from ctrl_megatron.rewards.grading import (
     cases_of,
     grading_job,
 )
-from ctrl_megatron.rewards.reward_sum import RewardItem, Rewards, gathered, rows_of
+from ctrl_megatron.rewards.items import RewardItem, Rewards, rows_of
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.types import Verdict
 

@@ -21,6 +21,7 @@ from ctrl_megatron.prompts import (
 )
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.copying import COPYING_THRESHOLD, copied_rate
+from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
@@ -29,14 +30,7 @@ from ctrl_megatron.rewards.grading import (
     check_tests,
     grading_job,
 )
-from ctrl_megatron.rewards.reward_sum import (
-    Copying,
-    RewardItem,
-    RewardOutcome,
-    Rewards,
-    gathered,
-    rows_of,
-)
+from ctrl_megatron.rewards.items import Copying, RewardItem, RewardOutcome, Rewards, rows_of
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.types import Message, Verdict
 

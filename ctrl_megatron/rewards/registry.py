@@ -27,7 +27,7 @@ from ctrl_megatron.rewards.code_rewards import (
     IoiCodeReward,
 )
 from ctrl_megatron.rewards.critic import RewardModelForCritic
-from ctrl_megatron.rewards.reward_sum import (
+from ctrl_megatron.rewards.items import (
     RewardFunction,
     RewardItem,
     Rewards,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ctrl_megatron.errors import UserError, users_code
-from ctrl_megatron.rewards.reward_sum import RewardItem, gathered, rows_of
+from ctrl_megatron.rewards.gathered import gathered
+from ctrl_megatron.rewards.items import RewardItem, rows_of
 
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _COLUMNS = ("data_source", "reward_model")

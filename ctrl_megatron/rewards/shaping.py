@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.rewards.reward_sum import RewardItem, Rewards, rows_of
+from ctrl_megatron.rewards.items import RewardItem, Rewards, rows_of
 
 OVERLONG = ("overlong", "soft_overlong_punishment")
 """Names of DAPO's punishment: as ``reward.overlong_buffer`` turns it on, and in

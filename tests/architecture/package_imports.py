@@ -22,6 +22,8 @@ class Import:
     line: int
     at_load: bool
     """Whether loading the file runs it: not inside a function, not for type checkers only."""
+    names: tuple[str, ...] = ()
+    """The names that ``from module import ...`` imports."""
 
 
 def imports_of(file: Path) -> list[Import]:
@@ -39,7 +41,8 @@ def _imports(node: ast.AST, *, at_load: bool) -> Iterator[Import]:
                 yield Import(alias.name, child.lineno, at_load)
         elif isinstance(child, ast.ImportFrom):
             dots = "." * child.level
-            yield Import(dots + (child.module or ""), child.lineno, at_load)
+            names = tuple(alias.name for alias in child.names)
+            yield Import(dots + (child.module or ""), child.lineno, at_load, names)
             if child.module == NAME:
                 yield from (Import(f"{NAME}.{a.name}", child.lineno, at_load) for a in child.names)
         elif (called := _imported_by_call(child)) is not None:
@@ -63,3 +66,25 @@ def _imported_by_call(node: ast.AST) -> str | None:
 def library(module: str) -> str:
     """The library that a module belongs to."""
     return module.split(".")[0]
+
+
+def module_name(file: Path) -> str:
+    """The dotted name of a source file of the package."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Module of the package -> the modules of the package that it imports, anywhere in its file.
+
+    ``from package import module`` is an import of the module, not of the package.
+    """
+    graph: dict[str, set[str]] = {module_name(file): set() for file in FILES}
+    for file in FILES:
+        for entry in imports_of(file):
+            inner = {f"{entry.module}.{name}" for name in entry.names}
+            known = inner & graph.keys()
+            graph[module_name(file)] |= known
+            if known != inner or not inner:
+                graph[module_name(file)] |= {entry.module} & graph.keys()
+    return graph

@@ -5,10 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from package_imports import FILES, NAME, PACKAGE, ROOT, Import, imports_of, library
+from package_imports import (
+    FILES,
+    NAME,
+    PACKAGE,
+    ROOT,
+    Import,
+    imports_of,
+    library,
+    module_graph,
+    module_name,
+)
 
 ORDER = (
     *(
@@ -65,11 +76,6 @@ def inside(file: Path) -> str:
     return file.relative_to(PACKAGE).as_posix()
 
 
-def module_name(file: Path) -> str:
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 def places(file: Path, found: Iterator[Import]) -> list[str]:
     return [f"{inside(file)}:{entry.line} imports {entry.module}" for entry in found]
 
@@ -123,6 +129,18 @@ def test_a_room_imports_only_rooms_before_it() -> None:
         later = set(ORDER[ORDER.index(own) + 1 :])
         wrong += places(file, (i for i in imports_of(file) if room_of(i.module) in later))
     assert not wrong
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and under TYPE_CHECKING count: what depends on each other is one
+    module, or a third one is missing.
+    """
+    graph = module_graph()
+    assert f"{NAME}.errors" in graph[f"{NAME}.rewards.items"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_the_package_itself_imports_nothing_heavy() -> None:

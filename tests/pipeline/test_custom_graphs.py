@@ -178,11 +178,12 @@ def test_keys_of_nodes_exist_and_every_built_in_pipeline_reads_its_own() -> None
 
 @pytest.mark.parametrize(
     ("functions", "runs"),
-    [("[critic]", True), ("[code_format]", False), ("[names_of_its_own:f]", False)],
+    [("[critic]", True), ("[code_format]", False), ("[json:dumps]", False)],
 )
 def test_a_sandbox_is_for_functions_that_run_programs(functions: str, runs: bool) -> None:
-    from ctrl_megatron.rewards.build import runs_programs
+    from ctrl_megatron.rewards.plan import plan_rewards
 
     config = load_config(None, [f"reward.reward_funcs={functions}"], "none")
-    assert runs_programs(config) is runs and not runs_programs(config, None)
-    assert runs_programs(config, ("critic",))
+    assert plan_rewards(config).runs_programs is runs
+    assert plan_rewards(config, ("critic",)).runs_programs
+    assert plan_rewards(config, None).functions == {}

@@ -19,6 +19,7 @@ from ctrl_megatron.pipeline.batch import LeftoverGroups, Sample
 from ctrl_megatron.pipeline.dynamic_sampling import check_sampling, groups_that_teach
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.losses import means_over_steps, mini_batches
+from ctrl_megatron.rewards.plan import plan_rewards
 from ctrl_megatron.types import Completion, VersionSpan
 
 ALONE: Any = SimpleNamespace(sum_over_data=lambda counts: counts)
@@ -112,7 +113,7 @@ FILTERED = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=
 
 
 @pytest.mark.parametrize(
-    ("functions", "weights", "measured", "named"),
+    ("functions", "weights", "always", "named"),
     [
         ("[soft_overlong_punishment]", "[1]", (), "of soft_overlong_punishment none counts"),
         ("[critic,soft_overlong_punishment]", "[0,1]", ("critic",), "of critic, soft_over"),
@@ -120,7 +121,7 @@ FILTERED = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=
     ],
 )
 def test_groups_that_could_never_differ_are_refused(
-    functions: str, weights: str, measured: tuple[str, ...], named: str
+    functions: str, weights: str, always: tuple[str, ...], named: str
 ) -> None:
     given = (
         f"reward.reward_funcs={functions}",
@@ -129,9 +130,9 @@ def test_groups_that_could_never_differ_are_refused(
     )
     config = load_config(None, [*FILTERED, *given], "none")
     with pytest.raises(UserError, match=rf"^reward\.reward_funcs: .*{named}"):
-        check_sampling(config, measured)
-    check_sampling(load_config(None, list(given), "none"), measured)
-    check_sampling(load_config(None, [*FILTERED], "none"), measured)
+        check_sampling(config, plan_rewards(config, always).weights)
+    for other in (load_config(None, list(given), "none"), load_config(None, [*FILTERED], "none")):
+        check_sampling(other, plan_rewards(other, always).weights)
 
 
 def loop_over(rows: int, *, drawn_per_step: list[int], epochs: int, size: int) -> TrainingLoop:

@@ -302,14 +302,14 @@ NONSENSE = [1e300, -1e300, 1e30, 10**400, "x", b"x", 1j, [1.0], {}]
 
 @pytest.mark.parametrize("value", NONSENSE, ids=repr)
 def test_a_value_that_is_no_reward_is_named_with_the_functions_file(value: Any) -> None:
-    place = rf"{__name__}:wrong' \(wrong \({__file__} line \d+\)\) gave "
+    place = rf"{__name__}:wrong' \(wrong \({__file__} line \d+\)\) returned "
     with pytest.raises(UserError, match=place):
         rewards(make_reward(f"{__name__}:wrong", give=[value]), item())
 
 
 @pytest.mark.parametrize("answer", [None, 1.0, "ab", {1: 2}, {1.0}, iter([1.0]), torch.ones(2)])
 def test_an_answer_that_is_no_list_is_named(answer: Any) -> None:
-    with pytest.raises(UserError, match=rf"(?s){__name__}:wrong'.*gave .*a list of 2 rewards"):
+    with pytest.raises(UserError, match=rf"(?s){__name__}:wrong'.*returned .*a list of 2 rewards"):
         rewards(make_reward(f"{__name__}:wrong", give=answer), item(), item())
 
 
@@ -436,7 +436,7 @@ def test_a_registered_factory_is_held_to_the_same(registered: Callable[[Any], st
     with pytest.raises(UserError, match=r"'of_a_project' .*Giving.* failed: ZeroDivisionError"):
         rewards(make_reward(name, give="raise"), item())
     for give in (None, [1e300], [1.0, 2.0]):
-        with pytest.raises(UserError, match=r"'of_a_project' .*Giving.* gave"):
+        with pytest.raises(UserError, match=r"'of_a_project' .*Giving.* returned"):
             rewards(make_reward(name, give=give), item())
 
 

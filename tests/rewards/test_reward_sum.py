@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from reward_samples import CORRECT, INCORRECT, ScriptedSandbox, block, function_row
 
 from ctrl_megatron.config import Config, load_config
+from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards import (
     RewardItem,
@@ -23,11 +24,8 @@ from ctrl_megatron.rewards import (
     make_reward,
     weighted_sum,
 )
-from ctrl_megatron.rewards.build import (
-    build_reward_sum,
-    check_reward_functions,
-    reward_functions_of,
-)
+from ctrl_megatron.rewards.build import build_reward_sum, check_rewards
+from ctrl_megatron.rewards.plan import plan_rewards
 
 ROW = function_row(pass_rate=0.5)
 maybe = st.none() | st.floats(-10, 10, width=32)
@@ -143,7 +141,7 @@ def test_wrong_sums_are_refused() -> None:
         RewardSum(functions, {"code_format": 1.0, "code": 1.0})
     with pytest.raises(ValueError, match="finite"):
         RewardSum(functions, {"code_format": math.nan})
-    with pytest.raises(ValueError, match=r"'short' gave 0 rewards for 1"):
+    with pytest.raises(ValueError, match=r"'short' returned 0 rewards for 1"):
         asyncio.run(RewardSum({"short": short}).score([item("")]))
     with pytest.raises(KeyError, match="broken"):
         asyncio.run(RewardSum({"slow": slow, "failing": failing}).score([item("")]))
@@ -176,6 +174,17 @@ def config(*overrides: str) -> Config:
     return load_config(None, list(overrides), "none")
 
 
+def build(*overrides: str, rows: Sequence[Row] = (ROW,)) -> RewardSum:
+    chosen = config(*overrides)
+    return build_reward_sum(
+        chosen,
+        plan_rewards(chosen),
+        sandbox_endpoint="http://127.0.0.1:9",
+        rows=rows,
+        tokenizer=None,
+    )
+
+
 TERMS = (
     *("reward.overlong_buffer.enable=true", "reward.overlong_buffer.penalty_factor=0.5"),
     *("reward.judgment_weight=0.2", "reward.transition.right_to_wrong=-1.0"),
@@ -183,7 +192,7 @@ TERMS = (
 
 
 @pytest.mark.parametrize(
-    ("overrides", "measured", "weights"),
+    ("overrides", "always", "weights"),
     [
         ((), (), {"critic": 1.0}),
         (
@@ -201,30 +210,46 @@ TERMS = (
     ],
 )
 def test_functions_of_a_configuration(
-    overrides: tuple[str, ...], measured: tuple[str, ...], weights: dict[str, float]
+    overrides: tuple[str, ...], always: tuple[str, ...], weights: dict[str, float]
 ) -> None:
-    found = reward_functions_of(config(*overrides), measured)
-    assert list(found.items()) == list(weights.items())
+    found = plan_rewards(config(*overrides), always)
+    assert list(found.weights.items()) == list(weights.items())
+
+
+def test_a_plan_has_what_each_function_reads_and_its_options() -> None:
+    plan = plan_rewards(
+        config(
+            "reward.reward_funcs=[critic,binary_code,code_format]",
+            "reward.reward_options.binary_code.require_format=true",
+            "reward.run_timeout=3",
+            "data.max_response_length=100",
+            "reward.overlong_buffer.len=10",
+            *TERMS,
+        )
+    )
+    options = {name: dict(planned.options) for name, planned in plan.functions.items()}
+    assert options["critic"]["run_timeout"] == 3 and options["critic"]["copying"] == "measure"
+    assert options["binary_code"]["run_timeout"] == 3 and options["binary_code"]["require_format"]
+    assert options["code_format"] == options["judgment"] == {}
+    assert options["overlong"] == {"max_length": 100, "cache_length": 10}
+    assert options["transition"]["right_to_wrong"] == -1.0
+    reads = {name: planned.reads for name, planned in plan.functions.items()}
+    assert "selected_uts" in reads["binary_code"] and reads["judgment"] == ("pass_rate",)
+    runs = {name for name, planned in plan.functions.items() if planned.runs_programs}
+    assert runs == {"critic", "binary_code"}
+    plan.check_columns([ROW])
+    with pytest.raises(UserError, match=r"'pass_rate' is missing or null, which the reward judgm"):
+        plan.check_columns([function_row(pass_rate=None)])
 
 
 def test_the_critic_limits_copying_as_the_configuration_says() -> None:
-    built = build_reward_sum(
-        config("reward.copying=penalise", "reward.copying_threshold=0.9"),
-        sandbox_endpoint="http://127.0.0.1:9",
-        rows=[ROW],
-        tokenizer=None,
-    )
+    built = build("reward.copying=penalise", "reward.copying_threshold=0.9")
     assert built.critic is not None
     assert (built.critic.copying, built.critic.copying_threshold) == ("penalise", 0.9)
 
 
 def test_a_sum_from_the_configuration_shares_judge_and_cache() -> None:
-    built = build_reward_sum(
-        config("reward.reward_funcs=[critic,code,binary_code]", *TERMS),
-        sandbox_endpoint="http://127.0.0.1:9",
-        rows=[ROW],
-        tokenizer=None,
-    )
+    built = build("reward.reward_funcs=[critic,code,binary_code]", *TERMS)
     assert list(built.functions) == list(built.weights)
     judge = ScriptedSandbox(lambda request: [True] * 3)
     vars(built.judge).update(submit=judge.submit, identity=judge.identity)
@@ -243,11 +268,12 @@ def test_a_sum_from_the_configuration_shares_judge_and_cache() -> None:
 
 def test_a_function_of_the_users_by_import_path() -> None:
     path = f"{__name__}:of_length"
-    chosen = config(
-        f"reward.reward_funcs=['{path}']", f"reward.reward_options={{'{path}': {{scale: 2.0}}}}"
+    chosen = (
+        f"reward.reward_funcs=['{path}']",
+        f"reward.reward_options={{'{path}': {{scale: 2.0}}}}",
     )
-    check_reward_functions(chosen)
-    built = build_reward_sum(chosen, sandbox_endpoint="http://127.0.0.1:9", rows=[], tokenizer=None)
+    check_rewards(config(*chosen))
+    built = build(*chosen, rows=[])
     assert asyncio.run(built.score([RewardItem(text="abc")])).parts == {path: [6.0]}
 
 
@@ -266,10 +292,10 @@ def test_a_function_of_the_users_by_import_path() -> None:
 )
 def test_mistakes_show_without_services(overrides: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        check_reward_functions(config(*overrides))
+        check_rewards(config(*overrides))
 
 
 def test_different_rows_with_one_id_are_refused_at_once() -> None:
     rows = [ROW, function_row(solution="another")]
     with pytest.raises(ValueError, match=r"rows\.parquet: row 0.*'add/0'.*solution, pass_rate"):
-        build_reward_sum(config(), sandbox_endpoint="http://x:1", rows=rows, tokenizer=None)
+        build(rows=rows)

@@ -127,8 +127,8 @@ def test_coroutines_run_at_once(tmp_path: Path) -> None:
 RAISES = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {0}\n"
 WRONG = {
     "raises": ("return 1 / 0", "ZeroDivisionError: division by zero"),
-    "None": ("return None", "gave None for row sums/0"),
-    "nothing": ("pass", "gave None for row sums/0"),
+    "None": ("return None", "returned None for row sums/0"),
+    "nothing": ("pass", "returned None for row sums/0"),
     "dict without a score": ("return {'acc': 1.0}", "a dict with the keys acc for row sums/0"),
     "score of None": ("return {'score': None}", "a dict with the keys score for row sums/0"),
     "text": ("return 'good'", "'good'"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.metrics.report.document import write_page
 from ctrl_megatron.metrics.report.run_files import read_run_files
 
 
@@ -41,19 +40,4 @@ def write_comparison(run_dirs: Sequence[Path], target: Path) -> None:
     write_page(target, render_comparison(runs))
 
 
-def date_of(seconds: float) -> str:
-    """A moment, in seconds since the epoch, in universal time to the minute."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def write_page(target: Path, html: str) -> None:
-    """Write a page in one step: a reader of an older one never sees half of the new one."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text(html, encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-__all__ = ["date_of", "write_comparison", "write_page", "write_report"]
+__all__ = ["write_comparison", "write_report"]

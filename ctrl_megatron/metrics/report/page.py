@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from ctrl_megatron.config import read_yaml
 from ctrl_megatron.metrics.display import format_number
-from ctrl_megatron.metrics.report import date_of
 from ctrl_megatron.metrics.report.charts import charts, is_share, tiles, title_of
+from ctrl_megatron.metrics.report.document import date_of
 from ctrl_megatron.metrics.report.figures import (
     BLUE,
     GREY,

@@ -1,0 +1,114 @@
+"""The plan of a run's rewards, made once from the configuration and read by all that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.data.rows import Row, require_columns
+from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.rewards.registry import columns_read_by, reward_parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedReward:
+    """One reward function of a run."""
+
+    weight: float
+    """Factor of its rewards in the sum. A function of weight 0 runs: its rewards are metrics."""
+    reads: tuple[str, ...]
+    """Columns that it reads of a row."""
+    options: Mapping[str, Any]
+    """Keyword arguments of its factory that the configuration sets."""
+    runs_programs: bool
+    """True where it needs a sandbox or another provider that runs programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPlan:
+    """The reward functions of a run; none where no node of the pipeline reads rewards."""
+
+    functions: Mapping[str, PlannedReward]
+    """Name -> function, in the order of the sum: ``critic``, the others of ``reward.reward_funcs``,
+    ``overlong`` (``reward.overlong_buffer``), ``judgment`` (``reward.judgment_weight``),
+    ``transition`` (``reward.transition``)."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Name of every function -> its weight."""
+        return {name: function.weight for name, function in self.functions.items()}
+
+    @property
+    def runs_programs(self) -> bool:
+        """True where a function needs a sandbox or another provider that runs programs."""
+        return any(function.runs_programs for function in self.functions.values())
+
+    def check_columns(self, rows: Sequence[Row]) -> None:
+        """Raise ``UserError`` for a row without a value in a column that a function reads."""
+        for name, function in self.functions.items():
+            require_columns(rows, function.reads, f"the reward {name}")
+
+
+def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPlan:
+    """The reward functions that the configuration turns on, and those that ``always`` names.
+
+    A function that only ``always`` names has weight 0, and so has ``critic`` where only
+    ``transition`` reads it. None for ``always`` says that no node of the pipeline reads rewards:
+    the plan is empty. Raises ``UserError`` for an unknown name, for an import path that cannot be
+    imported, and for a function that two keys turn on.
+    """
+    if always is None:
+        return RewardPlan({})
+    reward = config.reward
+    terms: dict[str, float] = {}
+    if reward.overlong_buffer.enable:
+        terms["overlong"] = reward.overlong_buffer.penalty_factor
+    if reward.judgment_weight:
+        terms["judgment"] = reward.judgment_weight
+    if reward.transition.is_on:
+        terms["transition"] = 1.0
+    if twice := sorted(reward.weights.keys() & terms.keys()):
+        raise UserError(
+            f"reward.reward_funcs names {twice[0]!r}, which keys of its own turn on as well; leave "
+            "one of them out"
+        )
+    configured = {**reward.weights, **terms}
+    needed = (*always, *(("critic",) if "transition" in terms else ()))
+    weights = {**dict.fromkeys(needed, 0.0), **configured}
+    names = sorted(weights, key=lambda name: name != "critic")
+    with users_input("reward.reward_funcs"):
+        return RewardPlan({name: _planned(config, name, weights[name]) for name in names})
+
+
+def _planned(config: Config, name: str, weight: float) -> PlannedReward:
+    parameters = reward_parameters(name)
+    return PlannedReward(
+        weight=weight,
+        reads=columns_read_by(name),
+        options=_options(config, name, parameters),
+        runs_programs=name == "critic" or "provider" in parameters,
+    )
+
+
+def _options(config: Config, name: str, parameters: frozenset[str]) -> dict[str, Any]:
+    reward = config.reward
+    shared = {"run_timeout": reward.run_timeout, "max_requests": reward.max_requests}
+    own: dict[str, Any] = {}
+    if name == "critic":
+        own = {
+            "run_all_cases": reward.run_all_cases,
+            "copying": reward.copying,
+            "copying_threshold": reward.copying_threshold,
+            "show_progress": False,
+        }
+    elif name == "overlong" and reward.overlong_buffer.enable:
+        own = {
+            "max_length": config.data.max_response_length,
+            "cache_length": reward.overlong_buffer.len,
+        }
+    elif name == "transition" and reward.transition.is_on:
+        own = asdict(reward.transition)
+    given = {key: value for key, value in shared.items() if key in parameters}
+    return {**given, **own, **reward.reward_options.get(name, {})}
