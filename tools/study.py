@@ -298,22 +298,45 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def plot(test: str, results: Sequence[CriticResult], path: Path) -> None:
-    """Tests that revisions pass, by arm, with intervals."""
+    """Draw the share of tests that revisions pass, one bar per arm with its 90 % interval, from the
+    highest to the lowest. A vertical line marks the pass rate before any critique.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = test
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 0.45 * len(results) + 1))
-    for place, result in enumerate(reversed(results)):
+    ordered = sorted(results, key=lambda result: result.last["pass_rate"].value)
+    figure, axes = pyplot.subplots(figsize=(7, 0.38 * len(ordered) + 1.6))
+    for place, result in enumerate(ordered):
         rate = result.last["pass_rate"]
-        low, high = rate.low or rate.value, rate.high or rate.value
-        axes.plot([low, high], [place, place], color="#999999")
-        axes.plot([rate.value], [place], "o", color="#1f5fa8")
-    axes.axvline(results[0].curves[0]["pass_rate"].value, color="#bbbbbb", linestyle=":")
-    axes.set_yticks(range(len(results)), [r.critic for r in reversed(results)])
-    axes.set_xlabel(f"tests passed, {test.replace('_', ' ')}; dotted: first solutions")
+        low = rate.value if rate.low is None else rate.low
+        high = rate.value if rate.high is None else rate.high
+        color = "#1f5fa8" if result.critic in ARMS else "#a8b4c2"
+        axes.barh(place, rate.value, height=0.62, color=color)
+        axes.plot([low, high], [place, place], color="#222222", linewidth=1.2)
+        axes.annotate(
+            f"{rate.value:.0%}", (high, place), (5, 0), textcoords="offset points", va="center"
+        )
+    before = ordered[0].curves[0]["pass_rate"].value
+    axes.axvline(before, color="#b3261e", linestyle="--", linewidth=1.2)
+    axes.annotate(
+        f"before critique: {before:.0%}",
+        (before, len(ordered) - 0.4),
+        (4, 0),
+        textcoords="offset points",
+        color="#b3261e",
+        va="bottom",
+    )
+    axes.set_ylim(-0.6, len(ordered) + 0.2)
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.set_yticks(range(len(ordered)), [result.critic for result in ordered])
+    axes.set_xlabel("share of tests passed after revision, with 90 % intervals")
+    axes.set_title(f"What the critique is worth: {test.replace('_', ' ')}")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)

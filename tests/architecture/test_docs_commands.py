@@ -17,7 +17,7 @@ import pytest
 from ctrl_megatron.config import check_world_size, load_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TRAINING = {"train_rl": "rl", "train_sft": "sft"}
 NOT_HERE = {
@@ -26,6 +26,7 @@ NOT_HERE = {
     "tools/check_env.py": "what it finds depends on the machine; tests/commands/test_check_env.py",
     "curl": "the service that the block before starts; tests/sandbox/test_sandbox_operations.py, "
     "tests/generation/test_critic_service.py",
+    "docker": "Docker; container/Dockerfile has not been built",
     "hf": "a model hub",
     "tensorboard": "a browser; tests/integration/test_journeys.py looks for its files",
     "tools/study.py": "hours; tests/tools/test_study.py",

@@ -6,6 +6,8 @@ The models are scripted. Screenshots of every case are left in ``build/page``.
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import os
 import shutil
 import sys
@@ -29,6 +31,9 @@ from ctrl_megatron.types import Message, SamplingParams
 
 BUILD = Path(__file__).parents[2] / "build"
 PICTURES = BUILD / "page"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STUDY, PROBLEMS = EXAMPLES / "study_smollm2/transcripts", EXAMPLES / "problems/level1.jsonl"
+MUTANT = "builtin/sum_even/mutant2"
 PATIENCE = 60_000.0
 """Milliseconds; a machine may be several times slower than an idle one."""
 
@@ -269,6 +274,23 @@ def test_a_wrong_program_is_criticised_revised_and_tested(
     shown.page.click("#whole summary")
     assert shown.lines("code") == RIGHT.split("\n")
     shown.picture(f"wrong_{look}")
+
+
+def test_a_trained_critic_repairs_a_mutant(open_page: Callable[..., Shown]) -> None:
+    """The texts of the study's SFT + GRPO critic; docs/images/critic_page.png is this picture."""
+    with gzip.open(STUDY / "unseen_mutants.SFT_GRPO.seed2.jsonl.gz", "rt") as lines:
+        turns = [json.loads(line) for line in lines]
+    repaired = (t for t in turns if t["attempt"] == MUTANT and t["after"]["accepted"])
+    turn = next(repaired)
+    problems = PROBLEMS.read_text().splitlines()
+    problem = next(p for p in map(json.loads, problems) if p["id"] == turn["problem_id"])
+    program = turn["solution"].removeprefix("```python\n").removesuffix("\n```")
+    shown = open_page(Script(turn["critique"], turn["revision"]))
+    shown.write(problem=problem["statement"], solution=program, tests="\n".join(problem["tests"]))
+    shown.send()
+    assert shown.text("verdict") == "incorrect"
+    assert {row[2] for row in shown.results()} == {"passed"}
+    shown.picture("trained_critic")
 
 
 def test_a_right_program_on_a_telephone(open_page: Callable[..., Shown]) -> None:
