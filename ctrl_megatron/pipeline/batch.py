@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from ctrl_megatron.data.prompt_table import PromptTable
+from ctrl_megatron.data.rows import Row
 from ctrl_megatron.rewards import Scores
 from ctrl_megatron.types import Completion, VersionSpan
 
@@ -40,6 +42,14 @@ class Sample:
 
 
 Group = list[Sample]
+
+
+def with_fields(samples: Sequence[Sample], fields: Sequence[Fields]) -> list[Sample]:
+    """The samples with further fields, one record for each."""
+    return [
+        dataclasses.replace(sample, fields={**sample.fields, **more})
+        for sample, more in zip(samples, fields, strict=True)
+    ]
 
 
 class LeftoverGroups:
@@ -169,6 +179,11 @@ def tensors_of(batch: TensorDict) -> dict[str, torch.Tensor]:
 def texts(field: Any) -> list[str]:
     """A non-tensor field of the batch as a list."""
     return field.tolist() if hasattr(field, "tolist") else list(field)
+
+
+def rows_of(table: PromptTable, batch: TensorDict) -> list[Row]:
+    """The row of the data that each row of the batch is about."""
+    return [table.row(row_id) for row_id in texts(batch["problem_id"])]
 
 
 def known(value: torch.Tensor) -> float | None:

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ctrl_megatron.data.rows import Row
+from ctrl_megatron.data.rows import Row, row_of
 from ctrl_megatron.eval.pairwise import JudgedPair, ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan, ProgramResult, Turn
 from ctrl_megatron.eval.validation_rates import summarise
-from ctrl_megatron.pipeline.critique_revision import judgment_of, read_critique, revise
+from ctrl_megatron.pipeline.chain import Critique, criticise, judge_programs, revise
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.sampling import (
     generate,
@@ -19,29 +19,35 @@ from ctrl_megatron.pipeline.sampling import (
     validation_batches,
 )
 from ctrl_megatron.pipeline.worker import RolloutWorker
-from ctrl_megatron.prompts import choice_messages, critique_messages, parse_choice
-from ctrl_megatron.rewards import RewardOutcome
-from ctrl_megatron.types import Completion, Message, Problem, SamplingParams
+from ctrl_megatron.prompts import (
+    choice_messages,
+    critique_messages,
+    parse_choice,
+    parse_judgment,
+)
+from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams
 
 
 @dataclass(slots=True, kw_only=True)
 class _Chain:
-    """One first solution on its way; ``row.solution`` is what the last revision made of it."""
+    """The turns that followed one first solution."""
 
     position: int
+    """Of the row in the validation table."""
     sample: int
+    """Number of the chain among those of its row."""
     row: Row
+    """The row; ``row.solution`` is what the next critique is about."""
     result: ProgramResult | None = None
-    prompt: list[int] = field(default_factory=list)
-    """Of the next critique."""
+    """The verdict on ``row.solution``; None before the first turn, and where the judge failed."""
     turns: list[Turn] = field(default_factory=list)
 
 
 @reads(*REVISIONS, *REWARDS)
 def validate(worker: RolloutWorker) -> dict[str, float]:
     """Rates over one greedy critique and one greedy revision of every validation row. Rows that the
-    sandbox failed to judge are counted as ``unjudged`` and left out of the rates. Of several
-    validation files each has rates of its own too. Collective.
+    sandbox failed to judge are counted as ``unjudged`` and left out of the rates. With several
+    validation files, each has rates of its own too. Collective.
     """
     assert worker.validation is not None
     turns = converse(worker, ChainPlan(), critic="", seed=0)
@@ -59,53 +65,66 @@ def converse(
     """The chains of ``plan`` for every validation row, in the order of the rows. Collective.
 
     Each turn's critique sees the problem and the latest solution alone, so that requests do not
-    grow; a solution that makes the request longer than ``data.max_prompt_length``, or the request
-    for its revision longer than the engine takes, stays as it is.
+    grow. A solution stays as it is where the request for its critique exceeds
+    ``data.max_prompt_length`` or the request for its revision exceeds the engine's length.
     Unlike in training, critiques without a judgment are revised and judged too: the table compares
     what revisions are worth, not how often a format was kept.
 
-    With ``written``, critiques by the rows' ids, the engine is asked for revisions only.
+    With ``written``, critiques by the rows' ids, only the proxy draws.
     """
-    table = worker.validation
-    assert table is not None
+    assert worker.validation is not None
     batches = [
         [
-            _Chain(position=p, sample=n, row=table.rows[p], prompt=list(table.prompts[p]))
+            _Chain(position=p, sample=n, row=worker.validation.rows[p])
             for p in batch
             for n in range(plan.samples)
         ]
         for batch in validation_batches(worker)
     ]
+    chains = [chain for batch in batches for chain in batch]
     for turn in range(1, plan.turns + 1):
-        if turn > 1:
-            _ask_again(worker, [chain for batch in batches for chain in batch])
-        drawn: list[list[Completion | None]] = []
         with worker.timeline.phase("validate_critiques"):
-            for number, batch in enumerate(batches):
-                if written is not None:
-                    drawn.append([_as_drawn(worker, written[chain.row.id]) for chain in batch])
-                    continue
-                params = _params(worker, plan, seed, turn, number)
-                drawn.append(_criticise(worker, batch, params))
-        revised: list[list[Completion | None]] = []
+            if written is None:
+                drawn = [
+                    _criticise(worker, batch, _params(worker, plan, seed, turn, number))
+                    for number, batch in enumerate(batches)
+                ]
+            else:
+                drawn = [[_written(worker, written, c.row) for c in batch] for batch in batches]
         with worker.timeline.phase("validate_revisions"):
-            for batch, critiques in zip(batches, drawn, strict=True):
-                revised.append(_revise(worker, batch, critiques))
+            revised = [critique for batch in drawn for critique in _revise(worker, batch)]
         with worker.timeline.phase("validate_sandbox"):
-            every = [chain for batch in batches for chain in batch]
-            critiques = [critique for batch in drawn for critique in batch]
-            revisions = [revision for batch in revised for revision in batch]
-            _judge(worker, every, critiques, revisions, critic, seed)
-    mine = [(c.position, c.turns) for batch in batches for c in batch]
-    everybody = [part for rank in worker.groups.from_data_ranks(mine) for part in rank]
-    return [turn for _, turns in sorted(everybody, key=lambda p: p[0]) for turn in turns]
+            _judge(worker, chains, revised, critic, seed)
+    mine = [(chain.position, chain.turns) for chain in chains]
+    every = [part for rank in worker.groups.from_data_ranks(mine) for part in rank]
+    return [turn for _, turns in sorted(every, key=lambda part: part[0]) for turn in turns]
 
 
-def _ask_again(worker: RolloutWorker, chains: Sequence[_Chain]) -> None:
-    """Prompts of critiques of what the chains' last revisions are."""
-    for chain in chains:
-        messages = critique_messages(chain.row.attempt().problem, chain.row.solution)
-        chain.prompt = worker.codec.encode_chat(messages, add_generation_prompt=True)
+def _criticise(
+    worker: RolloutWorker, chains: Sequence[_Chain], params: SamplingParams
+) -> list[Critique | None]:
+    """A critique per chain; None where the prompt is too long. Collective."""
+    longest = worker.config.data.max_prompt_length
+    prompts = [_prompt(worker, chain) for chain in chains]
+    asked = [i for i, prompt in enumerate(prompts) if len(prompt) <= longest][:: params.n]
+    rows = [chains[i].row for i in asked]
+    groups = criticise(worker, rows, [prompts[i] for i in asked], params)
+    answers = iter([critique for group in groups for critique in group])
+    return [next(answers) if len(prompt) <= longest else None for prompt in prompts]
+
+
+def _prompt(worker: RolloutWorker, chain: _Chain) -> Sequence[int]:
+    if not chain.turns:
+        assert worker.validation is not None
+        return worker.validation.prompts[chain.position]
+    messages = critique_messages(chain.row.attempt().problem, chain.row.solution)
+    return worker.codec.encode_chat(messages, add_generation_prompt=True)
+
+
+def _written(worker: RolloutWorker, written: Mapping[str, str], row: Row) -> Critique:
+    text = written[row.id]
+    tokens = len(worker.codec.encode(text))
+    return Critique(row=row, text=text, judgment=parse_judgment(text), tokens=tokens)
 
 
 def _params(
@@ -128,63 +147,31 @@ def _params(
     )
 
 
-def _criticise(
-    worker: RolloutWorker, batch: Sequence[_Chain], params: SamplingParams
-) -> list[Completion | None]:
-    """A critique per chain; None where the prompt is too long. Collective."""
-    longest = worker.config.data.max_prompt_length
-    asked = [chain for chain in batch if len(chain.prompt) <= longest]
-    prompts = [chain.prompt for chain in asked[:: params.n]]
-    answers = [one for group in generate(worker, "actor", prompts, params) for one in group]
-    found = {id(chain): answer for chain, answer in zip(asked, answers, strict=True)}
-    return [found.get(id(chain)) for chain in batch]
-
-
-def _as_drawn(worker: RolloutWorker, text: str) -> Completion:
-    tokens = tuple(worker.codec.encode(text))
-    return Completion(token_ids=tokens, log_probs=(), finish_reason="stop", spans=())
-
-
-def _revise(
-    worker: RolloutWorker, batch: Sequence[_Chain], critiques: Sequence[Completion | None]
-) -> list[Completion | None]:
-    both = [(chain, c) for chain, c in zip(batch, critiques, strict=True) if c is not None]
-    rows = [chain.row for chain, _ in both]
-    texts = [str(read_critique(worker, critique)["critique"]) for _, critique in both]
-    waiting = iter(revise(worker, rows, texts))  # None where one does not fit
-    return [None if critique is None else next(waiting) for critique in critiques]
+def _revise(worker: RolloutWorker, critiques: Sequence[Critique | None]) -> list[Critique | None]:
+    """The critiques with their revisions. Collective."""
+    drawn = [critique for critique in critiques if critique is not None]
+    revised = iter(revise(worker, drawn, without_judgment=True))
+    return [None if critique is None else next(revised) for critique in critiques]
 
 
 def _judge(
     worker: RolloutWorker,
     chains: Sequence[_Chain],
-    critiques: Sequence[Completion | None],
-    revisions: Sequence[Completion | None],
+    critiques: Sequence[Critique | None],
     critic: str,
     seed: int,
 ) -> None:
     """Add a turn to every chain. Collective."""
     first = [chain for chain in chains if not chain.turns]
-    answers = {
-        id(chain): worker.codec.decode(revision.token_ids)
-        for chain, revision in zip(chains, revisions, strict=True)
-        if revision is not None
-    }
-    asked = [chain for chain in chains if id(chain) in answers]
-    programs = [chain.row.solution for chain in first] + [answers[id(chain)] for chain in asked]
-    rows = [chain.row for chain in (*first, *asked)]
-
-    async def run() -> list[RewardOutcome]:
-        assert worker.rewards is not None and worker.rewards.critic is not None
-        return await worker.rewards.critic.judge_solutions(programs, rows)
-
-    results = [ProgramResult.of(outcome.verdict) for outcome in worker.ask(run)]
-    for chain, result in zip(first, results[: len(first)], strict=True):
-        chain.result = result
-    after = {id(c): r for c, r in zip(asked, results[len(first) :], strict=True)}
-    for chain, critique, revision in zip(chains, critiques, revisions, strict=True):
-        said = None if critique is None else read_critique(worker, critique)
-        row, before = chain.row, chain.result
+    both = list(zip(chains, critiques, strict=True))
+    revised = [(chain, c) for chain, c in both if c is not None and c.fits]
+    programs = [chain.row.solution for chain in first] + [c.revision for _, c in revised]
+    rows = [chain.row for chain in first] + [chain.row for chain, _ in revised]
+    results = iter(judge_programs(worker, programs, rows))
+    for chain in first:
+        chain.result = next(results)
+    for chain, critique in both:
+        row, revision = chain.row, critique if critique is not None and critique.fits else None
         turn = Turn(
             critic=critic,
             seed=seed,
@@ -194,26 +181,33 @@ def _judge(
             sample=chain.sample,
             turn=len(chain.turns) + 1,
             solution=row.solution,
-            critique=None if said is None else str(said["critique"]),
-            judgment=None if said is None else judgment_of(said),
-            revision=answers.get(id(chain), row.solution),
-            before=before,
-            after=after.get(id(chain), before),
-            critique_tokens=0 if critique is None else len(critique.token_ids),
-            revision_tokens=0 if revision is None else len(revision.token_ids),
+            critique=None if critique is None else critique.text,
+            judgment=None if critique is None else critique.judgment,
+            revision=row.solution if revision is None else revision.revision,
+            before=chain.result,
+            after=chain.result if revision is None else next(results),
+            critique_tokens=0 if critique is None else critique.tokens,
+            revision_tokens=0 if revision is None else revision.revision_tokens or 0,
         )
         chain.turns.append(turn)
-        if revision is not None:
-            chain.row = dataclasses.replace(row, solution=turn.revision)
-        chain.result = turn.after
+        chain.row, chain.result = dataclasses.replace(row, solution=turn.revision), turn.after
 
 
 # Pairs
 
 
 def pair_prompts(pair: ResponsePair) -> list[list[Message]]:
-    """What is asked about a pair: which is better in both orders, and a critique of either."""
-    a, b = pair.response_a, pair.response_b
+    """The requests about a pair: which response is better in both orders, and a critique of each
+    response.
+    """
+    question, a, b = pair.question, pair.response_a, pair.response_b
+    critiques = [
+        critique_messages(row.attempt().problem, row.solution) for row in _rows_of_pair(pair)
+    ]
+    return [choice_messages(question, a, b), choice_messages(question, b, a), *critiques]
+
+
+def _rows_of_pair(pair: ResponsePair) -> list[Row]:
     problem = Problem(
         id=pair.pair_id,
         statement=pair.question,
@@ -221,10 +215,8 @@ def pair_prompts(pair: ResponsePair) -> list[list[Message]]:
         selected_uts="[]",
     )
     return [
-        choice_messages(pair.question, a, b),
-        choice_messages(pair.question, b, a),
-        critique_messages(problem, a),
-        critique_messages(problem, b),
+        row_of(Attempt(id=pair.pair_id, problem=problem, solution=response), ())
+        for response in (pair.response_a, pair.response_b)
     ]
 
 
@@ -250,12 +242,12 @@ def judge_pairs(
         params = _params(worker, plan, seed, 1, number)
         once = dataclasses.replace(params, n=1)
         chosen = generate(worker, "actor", [p for four in asked for p in four[:2]], once)
-        criticised = generate(worker, "actor", [p for four in asked for p in four[2:]], params)
-        texts = [[worker.codec.decode(c.token_ids) for c in group] for group in chosen]
-        said = [[read_critique(worker, c) for c in group] for group in criticised]
+        rows = [row for pair in part for row in _rows_of_pair(pair)]
+        groups = criticise(worker, rows, [p for four in asked for p in four[2:]], params)
+        answers = [worker.codec.decode(completion.token_ids) for (completion,) in chosen]
         for n, pair in enumerate(part):
-            straight, swapped = texts[2 * n][0], texts[2 * n + 1][0]
-            a, b = said[2 * n], said[2 * n + 1]
+            straight, swapped = answers[2 * n : 2 * n + 2]
+            a, b = groups[2 * n : 2 * n + 2]
             judged = JudgedPair(
                 critic=critic,
                 seed=seed,
@@ -264,11 +256,11 @@ def judge_pairs(
                 label=pair.label,
                 choices=(parse_choice(straight), parse_choice(swapped)),
                 answers=(straight, swapped),
-                judgments_a=tuple(judgment_of(one) for one in a),
-                judgments_b=tuple(judgment_of(one) for one in b),
-                critiques_a=tuple(str(one["critique"]) for one in a),
-                critiques_b=tuple(str(one["critique"]) for one in b),
+                judgments_a=tuple(critique.judgment for critique in a),
+                judgments_b=tuple(critique.judgment for critique in b),
+                critiques_a=tuple(critique.text for critique in a),
+                critiques_b=tuple(critique.text for critique in b),
             )
             mine.append((start + place + n * ranks, judged))
-    everybody = [part for rank in worker.groups.from_data_ranks(mine) for part in rank]
-    return [judged for _, judged in sorted(everybody, key=lambda p: p[0])]
+    every = [part for rank in worker.groups.from_data_ranks(mine) for part in rank]
+    return [judged for _, judged in sorted(every, key=lambda part: part[0])]

@@ -35,23 +35,16 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.pipeline import node_keys
-from ctrl_megatron.pipeline.batch import columns, tensors_of, texts
+from ctrl_megatron.pipeline.batch import Sample, columns, tensors_of, texts, with_fields
+from ctrl_megatron.pipeline.chain import criticise_samples, critiques_of, judge, revise
 from ctrl_megatron.pipeline.conversation import validate
-from ctrl_megatron.pipeline.critique_revision import (
+from ctrl_megatron.pipeline.critique_report import (
     critique_examples,
     critique_metrics,
-    draw_and_judge,
-    draw_critiques,
-    draw_greedy_critiques,
-    judge_greedy_revisions,
-    judgments,
     measure_critiques,
-    revise_greedy_critiques,
-    revise_valid,
-    reward_items,
-    score_revised,
+    revision_metrics,
 )
-from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
+from ctrl_megatron.pipeline.dynamic_sampling import add_dynamic_sampling
 from ctrl_megatron.pipeline.graph import (
     NodeOutput,
     NodePlace,
@@ -60,6 +53,11 @@ from ctrl_megatron.pipeline.graph import (
     Pipeline,
     StepReport,
     TaskGraph,
+)
+from ctrl_megatron.pipeline.greedy_baseline import (
+    draw_greedy_critiques,
+    judge_greedy_revisions,
+    revise_greedy_critiques,
 )
 from ctrl_megatron.pipeline.losses import (
     ActorLoss,
@@ -73,6 +71,19 @@ from ctrl_megatron.pipeline.node_keys import reads
 from ctrl_megatron.pipeline.sampling import sampled
 from ctrl_megatron.pipeline.worker import DAGWorker
 from ctrl_megatron.rewards.items import LARGEST_REWARD
+
+DRAWS: dict[str, Any] = {
+    "node_type": NodeType.MODEL_INFERENCE,
+    "node_role": NodeRole.ROLLOUT,
+    "place": NodePlace.ROLLOUT,
+}
+"""Keyword arguments of ``add_node`` for a node that draws from the engine."""
+JUDGES: dict[str, Any] = {
+    "node_type": NodeType.ENV_INTERACT,
+    "node_role": NodeRole.REWARD,
+    "place": NodePlace.HOST,
+}
+"""Keyword arguments of ``add_node`` for a node that rewards on the leader's event loop."""
 
 
 def ctrl_pipeline(config: Config) -> TaskGraph:
@@ -90,25 +101,15 @@ def ctrl_pipeline(config: Config) -> TaskGraph:
     )
     pipeline = Pipeline("ctrl_training_pipeline", "critique, revise, judge, update", report=report)
     if config.algorithm.filter_groups.enable:
-        sampling = DynamicSampling(draw_and_judge, measure_critiques)
-        pipeline.add_node(
-            "dynamic_sampling",
-            sampling,
-            node_role=NodeRole.DYNAMIC_SAMPLING,
-            place=NodePlace.ROLLOUT,
-        )
-        add_update_nodes(pipeline, config, drawn="dynamic_sampling", judged=["dynamic_sampling"])
-        return pipeline.build()
-    rollout: dict[str, Any] = {
-        "node_type": NodeType.MODEL_INFERENCE,
-        "node_role": NodeRole.ROLLOUT,
-        "place": NodePlace.ROLLOUT,
-    }
-    judging: dict[str, Any] = {
-        "node_type": NodeType.ENV_INTERACT,
-        "node_role": NodeRole.REWARD,
-        "place": NodePlace.HOST,
-    }
+        drawn, judged = add_dynamic_sampling(pipeline, draw_and_judge, measure_critiques)
+    else:
+        drawn, judged = _add_chain_nodes(pipeline, config)
+    add_update_nodes(pipeline, config, drawn=drawn, judged=judged)
+    return pipeline.build()
+
+
+def _add_chain_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[str]]:
+    """The nodes from prompts to verdicts; returns the last node that draws and those that judge."""
     remax = config.algorithm.adv_estimator == "remax"
     if remax and "critic" not in config.reward.reward_funcs:
         raise ValueError(
@@ -116,20 +117,19 @@ def ctrl_pipeline(config: Config) -> TaskGraph:
             "critique, and reward.reward_funcs has no critic; add it, or take another estimator"
         )
     drawn, judged = "generate_critiques", ["sandbox"]
-    pipeline.add_node("generate_critiques", generate_critiques, **rollout)
+    pipeline.add_node("generate_critiques", generate_critiques, **DRAWS)
     if remax:
-        pipeline.add_node("greedy_critiques", draw_greedy_critiques, [drawn], **rollout)
+        pipeline.add_node("greedy_critiques", draw_greedy_critiques, [drawn], **DRAWS)
         drawn = "greedy_critiques"
-    pipeline.add_node("generate_revisions", generate_revisions, [drawn], **rollout)
-    pipeline.add_node("sandbox", judge_revisions, ["generate_revisions"], **judging)
+    pipeline.add_node("generate_revisions", generate_revisions, [drawn], **DRAWS)
+    pipeline.add_node("sandbox", judge_revisions, ["generate_revisions"], **JUDGES)
     drawn = "generate_revisions"
     if remax:
-        pipeline.add_node("greedy_revisions", revise_greedy_critiques, [drawn], **rollout)
+        pipeline.add_node("greedy_revisions", revise_greedy_critiques, [drawn], **DRAWS)
         drawn = "greedy_revisions"
-        pipeline.add_node("greedy_sandbox", judge_greedy_revisions, [drawn], **judging)
+        pipeline.add_node("greedy_sandbox", judge_greedy_revisions, [drawn], **JUDGES)
         judged.append("greedy_sandbox")
-    add_update_nodes(pipeline, config, drawn=drawn, judged=judged)
-    return pipeline.build()
+    return drawn, judged
 
 
 def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: list[str]) -> None:
@@ -247,43 +247,40 @@ def _needs_of_update(config: Config) -> dict[str, str]:
 
 @writes(*DRAWN, "critique", "valid", "judged_correct", "problem_id")
 def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``row`` (positions of the global batch) -> the critique batch of this data-parallel rank."""
+    """``row`` (positions of the global batch) -> the critique batch of this data rank."""
     size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
-    samples = draw_critiques(worker, batch["row"].tolist(), mini_batch_size=size)
+    samples, _ = criticise_samples(worker, batch["row"].tolist(), mini_batch_size=size)
     return sampled(worker, samples, measure_critiques)
 
 
 @reads(*node_keys.REVISIONS)
-@writes("revision", "revision_fits")
+@writes("revision", "revision_length", "revision_fits")
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``critique``, ``valid`` -> ``revision``: the frozen proxy's, empty for invalid critiques; and
+    """``critique``, ``valid`` -> ``revision`` (B,) text, the frozen proxy's, empty for invalid
+    critiques; its ``revision_length`` (B,) float32 in tokens, NaN where there is none; and
     ``revision_fits`` (B,) bool, False where the engine had no room for one.
     """
-    rows = [worker.train.row(row) for row in texts(batch["problem_id"])]
-    valid = batch["valid"].tolist()
-    revised = revise_valid(worker, rows, texts(batch["critique"]), valid)
-    return NodeOutput(
-        fields={
-            "revision": NonTensorStack(*revised.texts),
-            "revision_fits": torch.tensor(revised.fits),
-        },
-        metrics=worker.means(revised.metrics(valid)),
-    )
+    critiques = revise(worker, critiques_of(worker, batch))
+    fields = columns([critique.revised for critique in critiques])
+    metrics = worker.means(revision_metrics(fields, batch["valid"]))
+    return NodeOutput(fields=fields, metrics=metrics)
 
 
 @reads(*node_keys.REWARDS)
 @writes("score", "pass_rate", "cached", "detail")
 async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``critique``, ``revision`` -> the fields of ``score_fields``. Runs beside the log-probs."""
-    items = reward_items(
-        [worker.train.row(row) for row in texts(batch["problem_id"])],
-        texts(batch["critique"]),
-        judgments(batch),
-        texts(batch["revision"]),
-        batch["response_mask"].sum(dim=1).tolist(),
-    )
-    scored = await score_revised(worker, items, batch["revision_fits"].tolist())
-    return NodeOutput(fields=columns(scored))
+    return NodeOutput(fields=columns(await judge(worker, critiques_of(worker, batch))))
+
+
+@reads(*node_keys.REVISIONS, *node_keys.REWARDS)
+def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
+    """The three functions above for dynamic sampling. Collective."""
+    samples, critiques = criticise_samples(worker, rows, mini_batch_size=len(rows), attempt=attempt)
+    critiques = revise(worker, critiques)
+    scored = worker.ask(lambda: judge(worker, critiques))
+    revised = with_fields(samples, [critique.revised for critique in critiques])
+    return with_fields(revised, scored)
 
 
 # Log-probs and values

@@ -13,7 +13,7 @@ from ctrl_megatron.algorithms import groups_with_signal
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline.batch import Group, Sample, make_batch
-from ctrl_megatron.pipeline.graph import NodeOutput
+from ctrl_megatron.pipeline.graph import NodeOutput, NodePlace, NodeRole, Pipeline
 from ctrl_megatron.pipeline.node_fields import DRAWN
 from ctrl_megatron.pipeline.sampling import share_rows
 from ctrl_megatron.rewards import weighted_sum
@@ -74,6 +74,18 @@ class DynamicSampling:
             **worker.means(self._measure(drawn)),
         }
         return NodeOutput(batch=_batch_of(worker, useful[:wanted]), metrics=metrics)
+
+
+def add_dynamic_sampling(pipeline: Pipeline, draw: Draw, measure: Measure) -> tuple[str, list[str]]:
+    """Add the node to ``pipeline``; returns the node that draws and those that judge."""
+    name = "dynamic_sampling"
+    pipeline.add_node(
+        name,
+        DynamicSampling(draw, measure),
+        node_role=NodeRole.DYNAMIC_SAMPLING,
+        place=NodePlace.ROLLOUT,
+    )
+    return name, [name]
 
 
 def check_sampling(config: Config, weights: Mapping[str, float]) -> None:

@@ -8,7 +8,6 @@ is the second half of CTRL's step.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,18 +16,18 @@ from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.pipeline.batch import Sample, columns, known, reward_fields, texts
-from ctrl_megatron.pipeline.ctrl import add_update_nodes
-from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
-from ctrl_megatron.pipeline.graph import (
-    NodeOutput,
-    NodePlace,
-    NodeRole,
-    NodeType,
-    Pipeline,
-    StepReport,
-    TaskGraph,
+from ctrl_megatron.pipeline.batch import (
+    Sample,
+    columns,
+    known,
+    reward_fields,
+    rows_of,
+    texts,
+    with_fields,
 )
+from ctrl_megatron.pipeline.ctrl import DRAWS, JUDGES, add_update_nodes
+from ctrl_megatron.pipeline.dynamic_sampling import add_dynamic_sampling
+from ctrl_megatron.pipeline.graph import NodeOutput, Pipeline, StepReport, TaskGraph
 from ctrl_megatron.pipeline.node_fields import DRAWN, writes
 from ctrl_megatron.pipeline.node_keys import REWARDS, reads
 from ctrl_megatron.pipeline.performance import step_performance
@@ -64,30 +63,12 @@ def grpo_pipeline(config: Config) -> TaskGraph:
     )
     pipeline = Pipeline("grpo_training_pipeline", "draw, reward, update", report=report)
     if config.algorithm.filter_groups.enable:
-        pipeline.add_node(
-            "dynamic_sampling",
-            DynamicSampling(draw_and_reward, measure_completions),
-            node_role=NodeRole.DYNAMIC_SAMPLING,
-            place=NodePlace.ROLLOUT,
-        )
-        add_update_nodes(pipeline, config, drawn="dynamic_sampling", judged=["dynamic_sampling"])
-        return pipeline.build()
-    pipeline.add_node(
-        "rollout_actor",
-        generate_completions,
-        node_type=NodeType.MODEL_INFERENCE,
-        node_role=NodeRole.ROLLOUT,
-        place=NodePlace.ROLLOUT,
-    )
-    pipeline.add_node(
-        "function_reward",
-        reward_completions,
-        ["rollout_actor"],
-        node_type=NodeType.ENV_INTERACT,
-        node_role=NodeRole.REWARD,
-        place=NodePlace.HOST,
-    )
-    add_update_nodes(pipeline, config, drawn="rollout_actor", judged=["function_reward"])
+        drawn, judged = add_dynamic_sampling(pipeline, draw_and_reward, measure_completions)
+    else:
+        drawn, judged = "rollout_actor", ["function_reward"]
+        pipeline.add_node("rollout_actor", generate_completions, **DRAWS)
+        pipeline.add_node("function_reward", reward_completions, ["rollout_actor"], **JUDGES)
+    add_update_nodes(pipeline, config, drawn=drawn, judged=judged)
     return pipeline.build()
 
 
@@ -102,30 +83,25 @@ def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 @reads(*REWARDS)
 @writes("score")
 async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``completion`` -> ``reward/NAME`` (B,) of every function. Runs beside the log-probs."""
-    items = completion_items(
-        [worker.train.row(row) for row in texts(batch["problem_id"])],
-        texts(batch["completion"]),
-        batch["response_mask"].sum(dim=1).tolist(),
-    )
-    scores = await worker.score(items)
-    return NodeOutput(fields=columns(reward_fields(scores)))
+    """``completion`` -> ``score`` and ``reward/NAME`` (B,) of every function. Runs beside the
+    log-probs.
+    """
+    sizes = batch["response_mask"].sum(dim=1).tolist()
+    items = completion_items(rows_of(worker.train, batch), texts(batch["completion"]), sizes)
+    return NodeOutput(fields=columns(reward_fields(await worker.score(items))))
 
 
 @reads(*REWARDS)
 def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
     """The two functions above for dynamic sampling. Collective."""
-    drawn = draw_completions(worker, rows, mini_batch_size=len(rows), attempt=attempt)
+    samples = draw_completions(worker, rows, mini_batch_size=len(rows), attempt=attempt)
     items = completion_items(
-        [worker.train.row(sample.problem_id) for sample in drawn],
-        [str(sample.fields["completion"]) for sample in drawn],
-        [len(sample.completion.token_ids) for sample in drawn],
+        [worker.train.row(sample.problem_id) for sample in samples],
+        [str(sample.fields["completion"]) for sample in samples],
+        [len(sample.completion.token_ids) for sample in samples],
     )
     scores = worker.ask(lambda: worker.score(items))
-    return [
-        dataclasses.replace(sample, fields={**sample.fields, **earned})
-        for sample, earned in zip(drawn, reward_fields(scores), strict=True)
-    ]
+    return with_fields(samples, reward_fields(scores))
 
 
 def draw_completions(
@@ -133,16 +109,14 @@ def draw_completions(
 ) -> list[Sample]:
     """Samples of the rows' prompts with their text as the field ``completion``. Collective."""
     drawn = draw_samples(worker, rows, mini_batch_size=mini_batch_size, attempt=attempt)
-    return [
-        dataclasses.replace(s, fields={"completion": worker.codec.decode(s.completion.token_ids)})
-        for s in drawn
-    ]
+    decode = worker.codec.decode
+    return with_fields(drawn, [{"completion": decode(s.completion.token_ids)} for s in drawn])
 
 
 def completion_items(
     rows: Sequence[Row], completions: Sequence[str], lengths: Sequence[int]
 ) -> list[RewardItem]:
-    """What the reward functions are given; ``lengths`` are in tokens."""
+    """The items for the reward functions; ``lengths`` are in tokens."""
     return [
         RewardItem(text=text, row=row, length=length)
         for row, text, length in zip(rows, completions, lengths, strict=True)
@@ -157,14 +131,14 @@ def measure_completions(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
     """The first completion of each group with its rewards."""
     completions, versions = texts(batch["completion"]), texts(batch["version"])
-    ids, examples = texts(batch["problem_id"]), dict[str, dict[str, Any]]()
+    rows, examples = rows_of(worker.train, batch), dict[str, dict[str, Any]]()
     for i, uid in enumerate(texts(batch["uid"])):
         rewards = {name: known(batch[f"reward/{name}"][i]) for name in worker.reward_weights}
         examples.setdefault(
             uid,
             {
-                "id": ids[i],
-                "prompt": worker.train.row(ids[i]).prompt[-1]["content"],
+                "id": rows[i].id,
+                "prompt": rows[i].prompt[-1]["content"],
                 "completion": completions[i],
                 **rewards,
                 "versions": f"completion by {versions[i]}",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from ctrl_megatron.pipeline.critique_revision import group_heads, judge_greedy_revisions
+from ctrl_megatron.pipeline.greedy_baseline import group_heads, judge_greedy_revisions
 from ctrl_megatron.rewards import Scores
 
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.pipeline.critique_revision import score_fields
+from ctrl_megatron.pipeline.chain import score_fields
 from ctrl_megatron.pipeline.ctrl import place_scores
 from ctrl_megatron.pipeline.worker import DAGWorker
 from ctrl_megatron.rewards import RewardOutcome, Scores

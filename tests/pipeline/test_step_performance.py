@@ -11,7 +11,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.pipeline.ctrl import critique_examples
+from ctrl_megatron.pipeline.critique_report import critique_examples
 from ctrl_megatron.pipeline.performance import step_performance
 
 
@@ -74,6 +74,8 @@ def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:
     batch = TensorDict(
         {
             "valid": torch.tensor([False, True, False, True]),
+            "judged_correct": torch.tensor([False, False, False, True]),
+            "response_mask": torch.ones(4, 1, dtype=torch.bool),
             "reward/critic": torch.tensor([0.0, 0.25, 0.0, float("nan")]),
             "pass_rate": torch.tensor([0.0, 0.25, 0.0, 1.0]),
             "copied": torch.tensor([float("nan"), 0.5, float("nan"), 1.0]),

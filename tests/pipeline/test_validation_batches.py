@@ -5,6 +5,7 @@ sandbox fault leaves a row out of the rates instead of ending the run.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from ctrl_megatron.config import load_config
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.pipeline import conversation, grpo
+from ctrl_megatron.pipeline import chain, conversation, grpo
 from ctrl_megatron.types import Completion, Verdict
 
 JUDGMENT = "Overall judgment: Incorrect"
@@ -67,12 +68,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.calls.append((role, len(prompts)))
         return [[completion(prompt[0])] for prompt in prompts]
 
-    def revise(worker: Any, rows: list[Any], critiques: list[str]) -> Any:
-        assert critiques == [f"{row.id}. {JUDGMENT}" for row in rows]
-        worker.calls.append(("proxy", len(rows)))
-        return [completion(int(row.id)) for row in rows]
+    def revise(worker: Any, critiques: Any, *, without_judgment: bool) -> Any:
+        assert without_judgment
+        assert [c.text for c in critiques] == [f"{c.row.id}. {JUDGMENT}" for c in critiques]
+        worker.calls.append(("proxy", len(critiques)))
+        return [replace(c, revision=c.text, revision_tokens=1) for c in critiques]
 
-    monkeypatch.setattr(conversation, "generate", generate)
+    monkeypatch.setattr(chain, "generate", generate)
     monkeypatch.setattr(grpo, "generate", generate)
     monkeypatch.setattr(conversation, "revise", revise)
 

@@ -1,0 +1,212 @@
+"""The chain of CTRL: the actor criticises a program, the frozen proxy revises it after the
+critique, and the problem's tests judge the revision.
+
+Source: CTRL (arXiv 2502.03492). Training's nodes, dynamic sampling, ReMax's baseline, validation
+and evaluation all call the functions of this file, over records that carry their row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tensordict import TensorDict
+
+from ctrl_megatron.data.rows import Row
+from ctrl_megatron.eval.transcripts import ProgramResult
+from ctrl_megatron.pipeline.batch import Fields, Sample, reward_fields, rows_of, texts, with_fields
+from ctrl_megatron.pipeline.sampling import draw_samples, generate, greedy_params
+from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+from ctrl_megatron.prompts import parse_judgment, revision_messages
+from ctrl_megatron.rewards import RewardItem, RewardOutcome, Scores
+from ctrl_megatron.types import Completion, SamplingParams
+
+_LEFT_OUT = "no revision: problem, solution and critique are too long for the engine"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Critique:
+    """A critique of a row's program, with the revision that follows once there is one."""
+
+    row: Row
+    """The problem with its tests; ``row.solution`` is the program that is criticised."""
+    text: str
+    judgment: bool | None
+    """True for "Correct", False for "Incorrect", None where the text contains no judgment."""
+    tokens: int = 0
+    """Length of the critique; 0 for ReMax's greedy critique, whose length is not rewarded."""
+    revision: str = ""
+    """The proxy's answer; empty where it was not asked."""
+    revision_tokens: int | None = None
+    """Length of the revision; None where there is none."""
+    fits: bool = True
+    """False where problem, program and critique left the engine no room for a revision, so that
+    the critique has no reward."""
+
+    @property
+    def drawn(self) -> Fields:
+        """Fields of the batch that are known once the critique is drawn."""
+        valid = self.judgment is not None
+        return {"critique": self.text, "valid": valid, "judged_correct": bool(self.judgment)}
+
+    @property
+    def revised(self) -> Fields:
+        """Fields of the batch that are known once the revision is drawn."""
+        return {
+            "revision": self.revision,
+            "revision_length": self.revision_tokens,
+            "revision_fits": self.fits,
+        }
+
+
+def read_critique(worker: RolloutWorker, row: Row, completion: Completion) -> Critique:
+    """The critique of ``row`` that the actor drew."""
+    text = worker.codec.decode(completion.token_ids)
+    tokens = len(completion.token_ids)
+    return Critique(row=row, text=text, judgment=parse_judgment(text), tokens=tokens)
+
+
+def critiques_of(worker: DAGWorker, batch: TensorDict, *, prefix: str = "") -> list[Critique]:
+    """The critique of every row of the batch, read from the fields whose names begin with
+    ``prefix``, with its revision where the batch has one.
+    """
+    valid, correct = batch[f"{prefix}valid"].tolist(), batch[f"{prefix}judged_correct"].tolist()
+    sizes = [0] * len(valid) if prefix else batch["response_mask"].sum(dim=1).tolist()
+    revised, fit = f"{prefix}revision", f"{prefix}revision_fits"
+    revisions = texts(batch[revised]) if revised in batch else [""] * len(valid)
+    fits = batch[fit].tolist() if fit in batch else [True] * len(valid)
+    return [
+        Critique(
+            row=row,
+            text=text,
+            judgment=correct[i] if valid[i] else None,
+            tokens=sizes[i],
+            revision=revisions[i],
+            fits=fits[i],
+        )
+        for i, (row, text) in enumerate(
+            zip(rows_of(worker.train, batch), texts(batch[f"{prefix}critique"]), strict=True)
+        )
+    ]
+
+
+def criticise(
+    worker: RolloutWorker,
+    rows: Sequence[Row],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+) -> list[list[Critique]]:
+    """The actor's ``params.n`` critiques of each row, for which ``prompts`` ask. Collective."""
+    answers = generate(worker, "actor", prompts, params)
+    return [
+        [read_critique(worker, row, completion) for completion in group]
+        for row, group in zip(rows, answers, strict=True)
+    ]
+
+
+def criticise_samples(
+    worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
+) -> tuple[list[Sample], list[Critique]]:
+    """The samples of ``draw_samples`` with the fields of ``Critique.drawn``, and their critiques.
+    Collective.
+    """
+    drawn = draw_samples(worker, rows, mini_batch_size=mini_batch_size, attempt=attempt)
+    critiques = [read_critique(worker, worker.train.row(s.problem_id), s.completion) for s in drawn]
+    return with_fields(drawn, [critique.drawn for critique in critiques]), critiques
+
+
+def revise(
+    worker: RolloutWorker, critiques: Sequence[Critique], *, without_judgment: bool = False
+) -> list[Critique]:
+    """The critiques with the frozen proxy's revisions. Those that contain no judgment are revised
+    only with ``without_judgment``. Collective.
+
+    Revisions are greedy, so that a critique's reward does not depend on luck; the proxy answers
+    equal critiques of one program once.
+    """
+    limit = worker.config.actor_rollout_ref.rollout.revision_max_tokens
+    longest = worker.max_model_len - limit
+    prompts = [
+        _revision_prompt(worker, critique)
+        if without_judgment or critique.judgment is not None
+        else None
+        for critique in critiques
+    ]
+    different = list(dict.fromkeys(p for p in prompts if p is not None and len(p) <= longest))
+    answers = generate(worker, "proxy", different, greedy_params(worker, limit))
+    drawn = {prompt: answer[0] for prompt, answer in zip(different, answers, strict=True)}
+    return [
+        critique if prompt is None else _with_revision(worker, critique, drawn.get(prompt))
+        for critique, prompt in zip(critiques, prompts, strict=True)
+    ]
+
+
+def _revision_prompt(worker: RolloutWorker, critique: Critique) -> tuple[int, ...]:
+    row = critique.row
+    messages = revision_messages(row.attempt().problem, row.solution, critique.text)
+    return tuple(worker.codec.encode_chat(messages, add_generation_prompt=True))
+
+
+def _with_revision(
+    worker: RolloutWorker, critique: Critique, revision: Completion | None
+) -> Critique:
+    if revision is None:
+        return dataclasses.replace(critique, fits=False)
+    return dataclasses.replace(
+        critique,
+        revision=worker.codec.decode(revision.token_ids),
+        revision_tokens=len(revision.token_ids),
+    )
+
+
+async def judge(worker: RolloutWorker, critiques: Sequence[Critique]) -> list[Fields]:
+    """``score_fields`` of every critique; all None where no revision fitted. Leaders only."""
+    items = [
+        RewardItem(
+            text=critique.revision,
+            critique=critique.text,
+            judgment=critique.judgment,
+            row=critique.row,
+            length=critique.tokens,
+        )
+        for critique in critiques
+        if critique.fits
+    ]
+    known = iter(score_fields(await worker.score(items)))
+    unknown: Fields = {
+        **dict.fromkeys(("score", *map("reward/{}".format, worker.reward_weights))),
+        **_verdict_fields(RewardOutcome(reward=None, error=_LEFT_OUT)),
+    }
+    return [next(known) if critique.fits else unknown for critique in critiques]
+
+
+def score_fields(scores: Scores) -> list[Fields]:
+    """Per item ``reward_fields`` and, from the critic's verdict, ``pass_rate``, ``copied``,
+    ``cached`` and ``detail``.
+    """
+    pairs = zip(reward_fields(scores), scores.outcomes, strict=True)
+    return [{**rewards, **_verdict_fields(outcome)} for rewards, outcome in pairs]
+
+
+def _verdict_fields(outcome: RewardOutcome | None) -> Fields:
+    outcome = outcome or RewardOutcome(reward=None)
+    return {
+        "pass_rate": outcome.pass_rate,
+        "copied": outcome.copied,
+        "cached": outcome.cached,
+        "detail": outcome.detail,
+    }
+
+
+def judge_programs(
+    worker: RolloutWorker, programs: Sequence[str], rows: Sequence[Row]
+) -> list[ProgramResult | None]:
+    """The verdict on each program by every test of its row; None where the judge failed.
+    Collective.
+    """
+
+    async def run() -> list[RewardOutcome]:
+        assert worker.rewards is not None and worker.rewards.critic is not None
+        return await worker.rewards.critic.judge_solutions(programs, rows)
+
+    return [ProgramResult.of(outcome.verdict) for outcome in worker.ask(run)]

@@ -1,0 +1,135 @@
+"""What is reported of critiques: while they are drawn, and once the step is finished."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from ctrl_megatron.pipeline.batch import Sample, columns, known, texts
+from ctrl_megatron.pipeline.chain import Critique, critiques_of
+from ctrl_megatron.pipeline.performance import step_performance
+from ctrl_megatron.pipeline.sampling import EXAMPLES_PER_STEP, length_metrics
+from ctrl_megatron.pipeline.worker import DAGWorker
+
+
+def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Vectors whose means are reported for critiques as they were drawn, and for their revisions
+    where there are any.
+    """
+    measured = length_metrics(samples, "critique")
+    fields = columns([sample.fields for sample in samples])
+    if samples:
+        measured["critique/valid_rate"] = fields["valid"].float()
+    if "revision_length" in fields:
+        measured |= revision_metrics(fields, fields["valid"])
+    return measured
+
+
+def revision_metrics(
+    fields: Mapping[str, torch.Tensor], valid: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Vectors whose means are reported, from the columns of ``Critique.revised`` and ``valid`` (B,)
+    bool.
+    """
+    return {
+        "revision/length": fields["revision_length"],
+        "revision/left_out_rate": (~fields["revision_fits"])[valid].float(),
+    }
+
+
+def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
+    """Speed, pass rates of first solutions and of revisions, how verdicts came about, and whether
+    there was anything to learn. Collective.
+    """
+    critiques = critiques_of(worker, batch)
+    before = [critique.row.pass_rate for critique in critiques]
+    rates = worker.means(
+        {
+            "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
+            "pass_rate/after": batch["pass_rate"][batch["judged"] & batch["valid"]],
+            "critique/copied_rate": batch["copied"][~batch["copied"].isnan()],
+            "reward/cached_rate": batch["cached"][~batch["reward/critic"].isnan()].float(),
+            **reward_signal(batch["reward/critic"], texts(batch["uid"]), critiques),
+            **critique_signal(critiques),
+        }
+    )
+    return {**step_performance(worker, batch), **rates}
+
+
+def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
+    """The first critique of each group with what came of it, those with a revision first."""
+    critiques, uids = critiques_of(worker, batch), texts(batch["uid"])
+    details, versions = texts(batch["detail"]), texts(batch["version"])
+    examples: dict[str, dict[str, Any]] = {}
+    for i in sorted(range(len(uids)), key=lambda i: critiques[i].judgment is None):
+        if uids[i] in examples:
+            continue
+        critique, row = critiques[i], critiques[i].row
+        examples[uids[i]] = {
+            "id": row.id,
+            "problem": row.problem,
+            "solution": row.solution,
+            "critique": critique.text,
+            "judgment": "none" if critique.judgment is None else "valid",
+            "revision": critique.revision,
+            "reward": known(batch["reward/critic"][i]),
+            "passed_before": row.pass_rate,
+            "passed_after": known(batch["pass_rate"][i]),
+            "copied": known(batch["copied"][i]),
+            "detail": details[i],
+            "versions": f"critique by {versions[i]}, revision by proxy",
+        }
+    return list(examples.values())[:EXAMPLES_PER_STEP]
+
+
+def reward_signal(
+    rewards: torch.Tensor, uids: Sequence[str], critiques: Sequence[Critique]
+) -> dict[str, torch.Tensor]:
+    """Vectors whose means are metrics, over whole groups, which ``uids`` name.
+
+    ``rewards`` (B,) float32 is NaN for critiques that were not judged. A group of one teaches
+    nothing and has no share here.
+    """
+    groups: dict[str, list[Critique]] = {}
+    for uid, critique in zip(uids, critiques, strict=True):
+        groups.setdefault(uid, []).append(critique)
+    distinct = []
+    for members in groups.values():
+        revisions = [c.revision for c in members if c.judgment is not None]
+        if len(revisions) > 1:
+            distinct.append(len(set(revisions)) / len(revisions))
+    gains = [
+        float(reward) - critique.row.pass_rate
+        for reward, critique in zip(rewards, critiques, strict=True)
+        if critique.row.pass_rate is not None
+    ]
+    return {
+        "group/distinct_revision_rate": torch.tensor(distinct),
+        "group/reward_minus_first": torch.tensor(gains),
+    }
+
+
+def critique_signal(critiques: Sequence[Critique]) -> dict[str, torch.Tensor]:
+    """Vectors whose means are metrics: the judgment of critiques that contain one; and, for rows
+    whose columns ``wrong`` and ``right`` name the fault, whether the critique quotes it.
+
+    A quotation is a text between backticks. Right programs have an empty ``wrong``.
+    """
+    named, exact = [], []
+    for critique in critiques:
+        wrong, right = critique.row.extra.get("wrong"), critique.row.extra.get("right")
+        if isinstance(wrong, str) and isinstance(right, str) and wrong:
+            quotes = [f"`{text}`" in critique.text for text in (wrong, right)]
+            named.append(float(quotes[0]))
+            exact.append(float(all(quotes)))
+    judgments = [critique.judgment for critique in critiques]
+    return {
+        "judgment/correct_rate": torch.tensor(
+            [float(judgment) for judgment in judgments if judgment is not None]
+        ),
+        "fault/named_rate": torch.tensor(named),
+        "fault/exact_edit_rate": torch.tensor(exact),
+    }
