@@ -79,7 +79,7 @@ class SegmentAttention(torch.autograd.Function):
 
     Forwards by torch's fused kernel. Backwards by products of some queries with all keys that they
     see, whose probabilities are made anew from the kept logarithms of their sums: torch's own
-    kernel goes head by head and takes up to twice as long (``docs/experiments.md``).
+    kernel goes head by head and takes up to twice as long (``docs/experiments/update.md``).
     """
 
     @staticmethod

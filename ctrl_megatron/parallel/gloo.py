@@ -2,8 +2,8 @@
 
 Every process group has a thread that looks for messages a hundred times a second, and Megatron
 makes some forty groups on each rank: thousands of times a second an engine on the same cores is
-interrupted, and draws 7 % fewer tokens (``docs/experiments.md``). ``one_loop`` lets the groups of a
-rank share the first one's.
+interrupted, and draws 7 % fewer tokens (``docs/experiments/engines.md``). ``one_loop`` lets the
+groups of a rank share the first one's.
 
 And gloo has no reduce-scatter and no gather into one tensor of its own: it copies the whole buffer,
 gradients of all weights in float32, sums the copy and copies back what was asked for.

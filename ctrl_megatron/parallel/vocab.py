@@ -36,7 +36,7 @@ def _all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
 _LOGITS, _COLUMNS = 1 << 21, 1024
 """Logits of a tile on a CPU, and the fewest of its columns: the gradient of its hidden states is
 read and written once a tile for its columns, that of the weight for its tokens. A tile of a core's
-own cache is a fifth slower in the backward pass (``docs/experiments.md``)."""
+own cache is a fifth slower in the backward pass (``docs/experiments/update.md``)."""
 _BITS = math.log2(math.e)
 """Powers of two stand for exponentials: torch's exp is three times slower where MKL computes it on
 an AMD."""

@@ -166,7 +166,7 @@ def rl_rows(
 
     Where most tests pass already, a weak critic loses more by a wrong edit than it gains by a right
     one: it learns to ask for nothing. Programs that the proxy is too weak to copy with one change
-    earn the same whatever is said (docs/experiments.md, 2026-11-23).
+    earn the same whatever is said (docs/experiments/learning.md, 2026-11-23).
     """
     rng = Random(seed)
     chosen = [

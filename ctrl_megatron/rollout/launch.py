@@ -52,7 +52,7 @@ _ELSEWHERE = "root cause"
 _SPINS = "8000"
 """How often an OpenMP thread looks for the next work before it sleeps. The default, 300,000, is
 many times what passes between two layers: where other work takes a core, threads use their time up
-waiting for each other, and 16 texts are drawn 12 times as slowly (docs/experiments.md)."""
+waiting for each other, and 16 texts are drawn 12 times as slowly (docs/experiments/engines.md)."""
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:

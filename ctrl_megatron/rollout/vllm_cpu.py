@@ -1,5 +1,5 @@
 """What vLLM leaves to plain torch on a CPU although it brings a kernel for it, or computes although
-nobody asks: a quarter of a decoding step of a small model (``docs/experiments.md``)."""
+nobody asks: a quarter of a decoding step of a small model (``docs/experiments/engines.md``)."""
 
 from __future__ import annotations
 

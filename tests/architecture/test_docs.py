@@ -97,6 +97,20 @@ def test_every_link_leads_somewhere(page: str) -> None:
             assert ((ROOT / page).parent / target.partition("#")[0]).exists(), target
 
 
+def test_every_page_that_the_code_names_exists() -> None:
+    sources = [
+        path.read_text(encoding="utf-8")
+        for folder in ("ctrl_megatron", "tools", "slurm", "container", "examples")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".py", ".sh", ".yaml", ".def") or path.name == "Dockerfile"
+    ]
+    named = {
+        page for text in sources for page in re.findall(r"docs/(?:experiments/)?[a-z_]+\.md", text)
+    }
+    assert len(named) > 5
+    assert [page for page in sorted(named) if not (ROOT / page).is_file()] == []
+
+
 @each_page
 def test_every_configuration_key_exists(page: str) -> None:
     wrong = []
