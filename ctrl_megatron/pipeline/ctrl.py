@@ -54,9 +54,6 @@ from ctrl_megatron.pipeline.critique_revision import (
 from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
 from ctrl_megatron.pipeline.graph import (
     NodeOutput,
-    NodePlace,
-    NodeRole,
-    NodeType,
     Pipeline,
     StepReport,
     TaskGraph,
@@ -71,6 +68,7 @@ from ctrl_megatron.pipeline.losses import (
 from ctrl_megatron.pipeline.node_fields import DRAWN, asks_values, needs, writes
 from ctrl_megatron.pipeline.node_keys import reads
 from ctrl_megatron.pipeline.sampling import sampled
+from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeType
 from ctrl_megatron.pipeline.worker import DAGWorker
 from ctrl_megatron.rewards.items import LARGEST_REWARD
 
@@ -95,19 +93,16 @@ def ctrl_pipeline(config: Config) -> TaskGraph:
             "dynamic_sampling",
             sampling,
             node_role=NodeRole.DYNAMIC_SAMPLING,
-            place=NodePlace.ROLLOUT,
         )
         add_update_nodes(pipeline, config, drawn="dynamic_sampling", judged=["dynamic_sampling"])
         return pipeline.build()
     rollout: dict[str, Any] = {
         "node_type": NodeType.MODEL_INFERENCE,
         "node_role": NodeRole.ROLLOUT,
-        "place": NodePlace.ROLLOUT,
     }
     judging: dict[str, Any] = {
         "node_type": NodeType.ENV_INTERACT,
         "node_role": NodeRole.REWARD,
-        "place": NodePlace.HOST,
     }
     remax = config.algorithm.adv_estimator == "remax"
     if remax and "critic" not in config.reward.reward_funcs:

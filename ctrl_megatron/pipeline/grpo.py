@@ -22,9 +22,6 @@ from ctrl_megatron.pipeline.ctrl import add_update_nodes
 from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
 from ctrl_megatron.pipeline.graph import (
     NodeOutput,
-    NodePlace,
-    NodeRole,
-    NodeType,
     Pipeline,
     StepReport,
     TaskGraph,
@@ -42,6 +39,7 @@ from ctrl_megatron.pipeline.sampling import (
     sampled,
     validation_batches,
 )
+from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeType
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.rewards import RewardItem
 
@@ -68,7 +66,6 @@ def grpo_pipeline(config: Config) -> TaskGraph:
             "dynamic_sampling",
             DynamicSampling(draw_and_reward, measure_completions),
             node_role=NodeRole.DYNAMIC_SAMPLING,
-            place=NodePlace.ROLLOUT,
         )
         add_update_nodes(pipeline, config, drawn="dynamic_sampling", judged=["dynamic_sampling"])
         return pipeline.build()
@@ -77,7 +74,6 @@ def grpo_pipeline(config: Config) -> TaskGraph:
         generate_completions,
         node_type=NodeType.MODEL_INFERENCE,
         node_role=NodeRole.ROLLOUT,
-        place=NodePlace.ROLLOUT,
     )
     pipeline.add_node(
         "function_reward",
@@ -85,7 +81,6 @@ def grpo_pipeline(config: Config) -> TaskGraph:
         ["rollout_actor"],
         node_type=NodeType.ENV_INTERACT,
         node_role=NodeRole.REWARD,
-        place=NodePlace.HOST,
     )
     add_update_nodes(pipeline, config, drawn="rollout_actor", judged=["function_reward"])
     return pipeline.build()
