@@ -15,8 +15,9 @@ import stat
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -160,13 +161,26 @@ def users_code(what: str) -> Iterator[None]:
         on_main = threading.current_thread() is threading.main_thread()
         if isinstance(error, KeyboardInterrupt) and on_main:
             raise
-        line = _line_of(error)
+        line = line_of(error)
         place = f" ({line})" if line else ""
         if isinstance(error, SystemExit):
             said = f"it calls sys.exit({'' if error.code is None else repr(error.code)})"
             remedy = "; raise an error instead, or guard a script by if __name__ == '__main__'"
             raise UserError(f"{what}: {said}{place}{remedy}") from error
         raise UserError(f"{what}: {type(error).__name__}: {_first_line(error)}{place}") from error
+
+
+def nearest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known name that is most like ``name``; None where the similarity of all of them, from 0
+    to 1 (``difflib``), is below ``cutoff``.
+    """
+    return next(iter(get_close_matches(str(name), list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the end of a message; empty where no known name is similar."""
+    near = nearest(name, known)
+    return "" if near is None else f"; did you mean {near!r}?"
 
 
 def is_users(function: object) -> bool:
@@ -188,7 +202,7 @@ def place_of(function: object) -> str:
         return name
 
 
-def _line_of(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     """``FILE line N`` of the innermost line that is not this package's or a library's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename} line {error.lineno}"

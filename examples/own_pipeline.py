@@ -18,7 +18,6 @@ from tensordict import TensorDict
 from ctrl_megatron.config import Config
 from ctrl_megatron.pipeline import (
     NodeOutput,
-    NodePlace,
     NodeType,
     Pipeline,
     StepReport,
@@ -34,10 +33,8 @@ from ctrl_megatron.pipeline import (
 def build(config: Config) -> TaskGraph:
     """Draw, reward, and the second half of every built-in pipeline."""
     pipeline = Pipeline("own_pipeline", report=StepReport(metrics=metrics, examples=examples))
-    pipeline.add_node("draw", draw, node_type=NodeType.MODEL_INFERENCE, place=NodePlace.ROLLOUT)
-    pipeline.add_node(
-        "reward", reward, ["draw"], node_type=NodeType.ENV_INTERACT, place=NodePlace.HOST
-    )
+    pipeline.add_node("draw", draw, node_type=NodeType.MODEL_INFERENCE)
+    pipeline.add_node("reward", reward, ["draw"], node_type=NodeType.ENV_INTERACT)
     add_update_nodes(pipeline, config, drawn="draw", judged=["reward"])
     return pipeline.build()
 

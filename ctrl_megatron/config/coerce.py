@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import types
@@ -13,7 +12,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from ctrl_megatron.config.foreign import foreign_key, unknown_key
 from ctrl_megatron.config.keys import declared, field_types
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 _LARGEST, _DIGITS = 2**63 - 1, 400
@@ -106,9 +105,9 @@ def one_of(allowed: tuple[str, ...], value: Any) -> str:
     """``value``; ValueError (to be read after the key) where it is none of ``allowed``."""
     if value in allowed:
         return value
-    near = difflib.get_close_matches(str(value), allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"must be one of {', '.join(allowed)}, not {value!r}{hint}")
+    raise UserError(
+        f"must be one of {', '.join(allowed)}, not {value!r}{did_you_mean(value, allowed)}"
+    )
 
 
 def _tuple(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:

@@ -6,14 +6,13 @@ Variables of our own start with ``CTRL_``.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, nearest
 
 Launcher = Literal["torchrun", "slurm", "single"]
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -88,8 +87,8 @@ def read_log_level(environ: Mapping[str, str] = os.environ) -> str:
     """``CTRL_LOG_LEVEL``, or WARNING; ValueError for a ``CTRL_`` name that is not ours."""
     for name in environ:
         if name.startswith("CTRL_") and name not in (*_OURS, _OF_SCRIPTS):
-            near = difflib.get_close_matches(name, _OURS, n=1, cutoff=0.0)
-            raise UserError(f"unknown environment variable {name}; did you mean {near[0]}?")
+            near = nearest(name, _OURS, cutoff=0.0)
+            raise UserError(f"unknown environment variable {name}; did you mean {near}?")
     level = environ.get("CTRL_LOG_LEVEL", "WARNING").upper()
     if level not in _LEVELS:
         raise UserError(f"CTRL_LOG_LEVEL={level} must be one of {', '.join(_LEVELS)}")

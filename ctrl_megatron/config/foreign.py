@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 
 from ctrl_megatron.config.keys import field_types
+from ctrl_megatron.errors import nearest
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _OPTIM, _TOKENS = _ACTOR + "optim.", _ACTOR + "ppo_max_token_len_per_gpu"
@@ -157,11 +157,11 @@ def unknown_key(name: str, group: type, keys: Collection[str]) -> str:
         return foreign
     prefix, _, last = name.rpartition(".")
     siblings = list(field_types(group))
-    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
-    candidates = [f"{prefix}.{near[0]}" if prefix else near[0]] if near else []
-    by_name = difflib.get_close_matches(last, {k.rpartition(".")[2] for k in keys}, n=1)
-    if by_name and not near:
-        candidates = [k for k in keys if k.rpartition(".")[2] == by_name[0]][:3]
+    if near := nearest(last, siblings):
+        candidates = [f"{prefix}.{near}" if prefix else near]
+    else:
+        elsewhere = nearest(last, {k.rpartition(".")[2] for k in keys})
+        candidates = [k for k in keys if k.rpartition(".")[2] == elsewhere][:3]
     where = f"{prefix} has the keys" if prefix else "the groups are"
     hint = f"did you mean {' or '.join(map(repr, candidates))}? " if candidates else ""
     return f"unknown key {name!r}: {hint}({where} {', '.join(siblings)})"

@@ -8,7 +8,6 @@ only ``true`` and ``false`` are booleans.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from ctrl_megatron.config.checks import Purpose, check, unread
 from ctrl_megatron.config.coerce import Place, build
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.config.schema import KEYS, Config
-from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.errors import UserError, nearest, users_input
 
 _NUMBERS = (
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -177,8 +176,8 @@ def _read_file(path: Path) -> tuple[DictConfig, dict[str, Place]]:
         raise UserError(f"the configuration file {path} is a directory; name a file in it")
     if not path.is_file():
         names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        near = nearest(path.name, names)
+        hint = f"; did you mean {path.parent / near}?" if near else ""
         raise UserError(f"the configuration file {path} does not exist{hint}")
     with users_input(f"the configuration file {path}"):
         text = path.read_text(encoding="utf-8")

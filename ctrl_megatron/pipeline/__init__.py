@@ -1,7 +1,7 @@
-"""Pipelines as task graphs, and the training loop that walks them.
+"""Pipelines as task graphs, and the training loop that runs them.
 
-The built-in pipelines and their parts load torch and Megatron; they are imported when they are
-asked for, so that declaring a graph needs neither.
+The built-in pipelines and their parts load torch and Megatron; these names are imported when they
+are first used, so that declaring a graph needs neither library.
 """
 
 from importlib import import_module
@@ -11,14 +11,11 @@ from ctrl_megatron.pipeline import node_fields, node_keys
 from ctrl_megatron.pipeline.graph import (
     Node,
     NodeOutput,
-    NodePlace,
-    NodeRole,
-    NodeStatus,
-    NodeType,
     Pipeline,
     StepReport,
     TaskGraph,
 )
+from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeStatus, NodeType
 
 if TYPE_CHECKING:
     from ctrl_megatron.pipeline.batch import make_batch, texts
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Node",
     "NodeOutput",
-    "NodePlace",
     "NodeRole",
     "NodeStatus",
     "NodeType",

@@ -47,9 +47,6 @@ from ctrl_megatron.pipeline.critique_report import (
 from ctrl_megatron.pipeline.dynamic_sampling import add_dynamic_sampling
 from ctrl_megatron.pipeline.graph import (
     NodeOutput,
-    NodePlace,
-    NodeRole,
-    NodeType,
     Pipeline,
     StepReport,
     TaskGraph,
@@ -69,19 +66,18 @@ from ctrl_megatron.pipeline.losses import (
 from ctrl_megatron.pipeline.node_fields import DRAWN, asks_values, needs, writes
 from ctrl_megatron.pipeline.node_keys import reads
 from ctrl_megatron.pipeline.sampling import sampled
+from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeType
 from ctrl_megatron.pipeline.worker import DAGWorker
 from ctrl_megatron.rewards.items import LARGEST_REWARD
 
 DRAWS: dict[str, Any] = {
     "node_type": NodeType.MODEL_INFERENCE,
     "node_role": NodeRole.ROLLOUT,
-    "place": NodePlace.ROLLOUT,
 }
 """Keyword arguments of ``add_node`` for a node that draws from the engine."""
 JUDGES: dict[str, Any] = {
     "node_type": NodeType.ENV_INTERACT,
     "node_role": NodeRole.REWARD,
-    "place": NodePlace.HOST,
 }
 """Keyword arguments of ``add_node`` for a node that rewards on the leader's event loop."""
 

@@ -13,9 +13,10 @@ from ctrl_megatron.algorithms import groups_with_signal
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline.batch import Group, Sample, make_batch
-from ctrl_megatron.pipeline.graph import NodeOutput, NodePlace, NodeRole, Pipeline
+from ctrl_megatron.pipeline.graph import NodeOutput, Pipeline
 from ctrl_megatron.pipeline.node_fields import DRAWN
 from ctrl_megatron.pipeline.sampling import share_rows
+from ctrl_megatron.pipeline.siirl_names import NodeRole
 from ctrl_megatron.rewards import weighted_sum
 from ctrl_megatron.rewards.shaping import OVERLONG
 
@@ -83,7 +84,6 @@ def add_dynamic_sampling(pipeline: Pipeline, draw: Draw, measure: Measure) -> tu
         name,
         DynamicSampling(draw, measure),
         node_role=NodeRole.DYNAMIC_SAMPLING,
-        place=NodePlace.ROLLOUT,
     )
     return name, [name]
 

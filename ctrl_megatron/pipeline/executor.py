@@ -1,4 +1,4 @@
-"""How a step walks the graph of its pipeline, on every rank."""
+"""Runs the nodes of a graph for one step, on every rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import result_of
-from ctrl_megatron.pipeline.graph import Node, NodeOutput, NodePlace, TaskGraph
+from ctrl_megatron.pipeline.graph import Node, NodeOutput, TaskGraph
 
 
 class Rank(Protocol):
-    """What the executor needs of the object that nodes get as their first argument."""
+    """The part of the worker (the nodes' first argument) that the executor uses."""
 
     groups: ProcessGroups
     background: BackgroundLoop
@@ -27,8 +27,8 @@ class Rank(Protocol):
 
 
 def check_calls(graph: TaskGraph) -> None:
-    """UserError for a node whose function does not take what the executor gives: ``worker`` and
-    ``batch``, by these names.
+    """UserError for a node whose function does not accept the keyword arguments ``worker`` and
+    ``batch``.
     """
     for node in graph.nodes.values():
         try:
@@ -44,10 +44,10 @@ def check_calls(graph: TaskGraph) -> None:
 class Executor:
     """Runs the nodes of a graph with a worker.
 
-    Nodes placed on the host are coroutines: the leader of each model copy starts them on the
-    background loop and the walk goes on; the first node that depends on one waits for it and hands
-    its output to all ranks of the copy. Everything else runs here, in the graph's order, so
-    collectives cannot meet in different orders on different ranks.
+    The leader of each model copy starts coroutine functions on the background loop and continues;
+    the first node that depends on one waits for it, and its output is sent to all ranks of the
+    copy. All other functions run on the main thread in the graph's order, so that every rank issues
+    collectives in the same order.
     """
 
     def __init__(self, graph: TaskGraph, worker: Rank) -> None:
@@ -56,14 +56,13 @@ class Executor:
         self._pending: dict[str, Future[NodeOutput] | None] = {}
 
     def run_step(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
-        """The batch after the last node, and all nodes' metrics.
+        """The batch after the last node, and the metrics of all nodes.
 
-        Raises StopRequested, on all ranks at the same node, if a stop is asked for before the first
+        Raises StopRequested, on all ranks at the same node, if a stop is requested before the first
         node that changes weights; after that the step is finished.
         """
         metrics: dict[str, float] = {}
         stoppable = True
-        self.graph.reset()
         try:
             for node in self._order:
                 ancestors = self.graph.get_ancestors(node.node_id)
@@ -72,7 +71,7 @@ class Executor:
                 stoppable = stoppable and not node.changes_weights
                 if stoppable and self._worker.stop.agreed(self._worker.groups):
                     raise StopRequested
-                if node.place is NodePlace.HOST:
+                if node.runs_aside:
                     self._start(node, batch)
                     continue
                 if node.filter_plugin is not None:
@@ -99,13 +98,13 @@ class Executor:
 
     async def _run_aside(self, node: Node, batch: TensorDict) -> NodeOutput:
         with self._worker.timeline.phase(node.node_id, kind="host"):
-            while True:
+            for retries_left in range(node.retry_limit, -1, -1):
                 try:
                     return await node.run(worker=self._worker, batch=batch)
                 except Exception:
-                    if not node.can_retry():
+                    if not retries_left:
                         raise
-                    node.increment_retry_count()
+            raise AssertionError("a negative retry_limit, which Node refuses")
 
     def _collect(self, node_id: str) -> NodeOutput:
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
@@ -115,13 +114,12 @@ class Executor:
 
 
 def filtered(batch: TensorDict, node: Node) -> tuple[TensorDict, torch.Tensor]:
-    """The batch without the rows that the node's ``filter_plugin`` leaves out, and (2,) float64:
-    rows that stay, rows.
+    """The batch after the node's ``filter_plugin``, and (2,) float64: kept rows, all rows.
 
-    Those rows stay where they are with an empty ``response_mask`` (and ``loss_mask``, where there
-    is one): they count in no loss and in no group, and every rank walks through equally many
-    collectives, which it would not with other numbers of rows. UserError for a filter that fails
-    or gives anything but a (B,) bool tensor, and for a batch without a ``response_mask``.
+    Rows that the filter drops keep their place with an empty ``response_mask`` (and ``loss_mask``,
+    if there is one): they count in no loss and no group, and because the number of rows stays the
+    same, every rank issues the same collectives. UserError for a filter that fails or returns
+    anything but a (B,) bool tensor, and for a batch without a ``response_mask``.
     """
     name, plugin = node.node_id, node.filter_plugin
     assert plugin is not None
@@ -130,15 +128,16 @@ def filtered(batch: TensorDict, node: Node) -> tuple[TensorDict, torch.Tensor]:
     if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool or keep.shape != batch.shape:
         kind, shape = type(keep).__name__, tuple(getattr(keep, "shape", ()))
         raise UserError(
-            f"filter_plugin of the node {name!r} ({place_of(plugin)}) gave {kind} of shape {shape}",
-            remedy=f"give a bool tensor of shape {tuple(batch.shape)}, True for rows that stay",
+            f"filter_plugin of the node {name!r} ({place_of(plugin)}) returned {kind} of shape "
+            f"{shape}",
+            remedy=f"return a bool tensor of shape {tuple(batch.shape)}, True for rows to keep",
         )
     if "response_mask" not in batch:
         raise UserError(
-            f"filter_plugin of the node {name!r} meets a batch without response_mask",
-            remedy="filter at a node behind the one that draws samples",
+            f"filter_plugin of the node {name!r} got a batch without response_mask",
+            remedy="filter at a node after the one that draws samples",
         )
-    # Coroutines of host nodes may still read the batch as it was.
+    # Coroutine functions that were started earlier may still read the batch.
     batch = batch.copy()
     for mask in ("response_mask", "loss_mask"):
         if mask in batch:

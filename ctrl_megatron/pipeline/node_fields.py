@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError, all_of
-from ctrl_megatron.pipeline.graph import Node, NodePlace, NodeRole, NodeType, TaskGraph
+from ctrl_megatron.pipeline.graph import Node, TaskGraph
+from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeType
 
 F = TypeVar("F", bound=Callable[..., object])
 Needs = Callable[[Config], Mapping[str, str]]
@@ -63,9 +64,8 @@ def check_fields(config: Config, graph: TaskGraph) -> None:
     for place, node in enumerate(order):
         asked: Mapping[str, str] = getattr(node.executable, "needs", lambda config: {})(config)
         ancestors = graph.get_ancestors(node.node_id)
-        # What a host node writes is there once somebody waits for it.
-        before = [n for n in order[:place] if n.place is not NodePlace.HOST]
-        before += [n for n in order[:place] if n.place is NodePlace.HOST and n.node_id in ancestors]
+        # The output of a coroutine function is there once a node that depends on it has waited.
+        before = [n for n in order[:place] if not n.runs_aside or n.node_id in ancestors]
         for field, setting in asked.items():
             if not any(_may_write(writer, field) for writer in before):
                 why = f"{setting}: " if setting else ""

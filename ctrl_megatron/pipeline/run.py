@@ -14,6 +14,7 @@ from ctrl_megatron.checkpoint.store import (
     read_state,
 )
 from ctrl_megatron.config import CTRL_PIPELINE, GRPO_PIPELINE, Config
+from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError, users_code, users_input
 from ctrl_megatron.models.kernels import kernels_line
@@ -24,7 +25,7 @@ from ctrl_megatron.pipeline.build import (
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
 from ctrl_megatron.pipeline.dynamic_sampling import check_sampling
 from ctrl_megatron.pipeline.executor import check_calls
-from ctrl_megatron.pipeline.graph import NodeRole, TaskGraph, resolve
+from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.inputs import (
     check_checkpoint,
     check_disk,
@@ -44,6 +45,7 @@ from ctrl_megatron.pipeline.performance import device_memory
 from ctrl_megatron.pipeline.recorder import Recorder, banner
 from ctrl_megatron.pipeline.services import Services
 from ctrl_megatron.pipeline.session import session
+from ctrl_megatron.pipeline.siirl_names import NodeRole
 from ctrl_megatron.pipeline.worker import RolloutWorker
 from ctrl_megatron.rewards.build import check_rewards
 from ctrl_megatron.rewards.plan import RewardPlan, plan_rewards
@@ -204,7 +206,7 @@ def pipeline_of(config: Config) -> TaskGraph:
     reference = config.dag.custom_pipeline_fn
     if reference:
         with users_code(f"dag.custom_pipeline_fn={reference}"):
-            function = resolve(reference, "dag.custom_pipeline_fn")
+            function = imported(reference, "dag.custom_pipeline_fn")
             graph = function(config) if inspect.signature(function).parameters else function()
     else:
         graph = ctrl_pipeline(config)

@@ -5,21 +5,15 @@ its import path.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
-from zlib import crc32
 
-from ctrl_megatron.errors import UserError, is_users, place_of, users_code
+from ctrl_megatron.config.import_path import imported
+from ctrl_megatron.errors import UserError, did_you_mean, is_users, place_of, users_code
 from ctrl_megatron.rewards.code_rewards import (
     BinaryCodeReward,
     CodeFormatReward,
@@ -72,8 +66,7 @@ def register_reward(name: str) -> Callable[[Factory], Factory]:
 def get_reward(name: str) -> Callable[..., Any]:
     """The factory registered as ``name``. Raises ``ValueError`` listing the known names."""
     if name not in _FACTORIES:
-        near = get_close_matches(name, _FACTORIES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ";"
+        hint = did_you_mean(name, _FACTORIES) or ";"
         raise UserError(
             f"unknown reward {name!r}{hint} known: {', '.join(sorted(_FACTORIES))}, and any "
             "function as module:function or FILE.py:function"
@@ -183,32 +176,6 @@ def _imported(path: str) -> Callable[..., Any]:
     """The function at ``module:function`` or ``FILE.py:function``; verl's ``compute_score`` becomes
     a function of all items.
     """
-    module, _, name = path.rpartition(":")
-    is_file = module.endswith(".py")
-    if not module or not name or (module.startswith(".") and not is_file):
-        raise UserError(
-            f"reward {path!r} is not an import path 'module:function' or 'FILE.py:function'"
-        )
     with users_code(f"cannot import the reward {path!r}"):
-        found: Any = _module_at(Path(module)) if is_file else importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    if not callable(found):
-        raise UserError(f"reward {path!r} is not callable")
+        found = imported(path, "reward")
     return per_item(path, found) if is_score_function(found) else found
-
-
-def _module_at(file: Path) -> ModuleType:
-    """The module of a Python file, loaded once."""
-    file = file.resolve()
-    name = f"reward_{file.stem}_{crc32(os.fsencode(file)):08x}"
-    if name not in sys.modules:
-        spec = spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = module = module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]

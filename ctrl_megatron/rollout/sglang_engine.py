@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 import os
 import random
@@ -30,6 +29,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.server_args import ServerArgs
 
+from ctrl_megatron.errors import did_you_mean
 from ctrl_megatron.parallel.parent_watch import process_gone
 from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
@@ -56,9 +56,10 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     known: tuple[str, ...] = struct.__struct_fields__
     for name in spec.extra:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"engine 'sglang' has no argument {name!r} (engine_kwargs){hint}")
+            raise ValueError(
+                f"engine 'sglang' has no argument {name!r} (engine_kwargs)"
+                f"{did_you_mean(name, known)}"
+            )
     on_gpu = torch.cuda.is_available()
     chosen: dict[str, Any] = {
         "model_path": spec.model_path,

@@ -18,13 +18,12 @@ from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.pipeline.batch import pad_rows, tensors_of
 from ctrl_megatron.pipeline.graph import (
     NodeOutput,
-    NodeRole,
-    NodeType,
     Pipeline,
     StepReport,
     TaskGraph,
 )
 from ctrl_megatron.pipeline.performance import tokens_of
+from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeType
 
 Tokens = tuple[int, ...]
 _VALIDATION_ROWS = 64

@@ -15,7 +15,6 @@ from tensordict import TensorDict
 
 from ctrl_megatron.pipeline import (
     NodeOutput,
-    NodePlace,
     NodeType,
     Pipeline,
     StepReport,
@@ -43,13 +42,12 @@ def build() -> TaskGraph:
     update: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN}
     return (
         Pipeline("foreign", report=report)
-        .add_node("draw", draw, node_type=NodeType.MODEL_INFERENCE, place=NodePlace.ROLLOUT)
+        .add_node("draw", draw, node_type=NodeType.MODEL_INFERENCE)
         .add_node(
             "short",
             reward_short,
             ["draw"],
             node_type=NodeType.ENV_INTERACT,
-            place=NodePlace.HOST,
             retry_limit=1,
         )
         .add_node("vowels", reward_vowels, ["draw"])

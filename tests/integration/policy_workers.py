@@ -157,7 +157,7 @@ def _graph(config: Any) -> Any:
     whole, part = ctrl_pipeline(config), TaskGraph("judging")
     for name in ("sandbox", "old_log_prob", "ref_log_prob", "scores"):
         node = whole.get_node(name)
-        node.remove_dependency("generate_revisions")
+        node.dependencies = [name for name in node.dependencies if name != "generate_revisions"]
         part.add_node(node)
     return part
 

@@ -11,14 +11,14 @@ import pytest
 from ctrl_megatron.algorithms import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.pipeline import NodePlace, NodeRole, NodeType, Pipeline, ctrl, grpo
+from ctrl_megatron.pipeline import NodeRole, NodeType, Pipeline, ctrl, grpo
 from ctrl_megatron.pipeline.node_fields import check_fields, needs, writes
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 TRAIN: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN}
 CHAIN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "draw": (grpo.generate_completions, {"node_type": NodeType.MODEL_INFERENCE}),
-    "reward": (grpo.reward_completions, {"place": NodePlace.HOST}),
+    "reward": (grpo.reward_completions, {}),
     "old": (ctrl.old_log_prob, {"only_forward_compute": True, **TRAIN}),
     "ref": (ctrl.ref_log_prob, {"only_forward_compute": True, **TRAIN}),
     "values": (ctrl.compute_values, {"only_forward_compute": True, **TRAIN}),
@@ -120,7 +120,7 @@ def test_what_a_function_of_ones_own_needs_is_asked_for_too() -> None:
 def test_a_host_node_must_be_waited_for() -> None:
     pipeline = Pipeline("mine")
     pipeline.add_node("draw", grpo.generate_completions)
-    pipeline.add_node("reward", grpo.reward_completions, ["draw"], place=NodePlace.HOST)
+    pipeline.add_node("reward", grpo.reward_completions, ["draw"])
     pipeline.add_node("scores", ctrl.place_scores, ["draw"])
     with pytest.raises(UserError, match=r"the node 'scores' .* score, .*depend on the host node"):
         check_fields(config_of(), pipeline.build())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
+from ctrl_megatron.errors import did_you_mean
 from ctrl_megatron.rewards.providers.cloud import E2BBackend, MorphBackend
 from ctrl_megatron.rewards.providers.contract import (
     ProviderCounters,
@@ -49,8 +49,7 @@ def make_provider(name: str, **options: Any) -> ScriptProvider | SandboxClient:
     if name == "local":
         return _made(name, SandboxClient, options)
     if name not in _BACKENDS:
-        near = get_close_matches(name, PROVIDERS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ";"
+        hint = did_you_mean(name, PROVIDERS) or ";"
         raise ProviderSetupError(f"unknown provider {name!r}{hint} known: {', '.join(PROVIDERS)}")
     shared = {key: options.pop(key) for key in _PROVIDER_OPTIONS if key in options}
     if name == "sandbox_fusion":
