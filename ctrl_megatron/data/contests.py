@@ -11,7 +11,7 @@ from typing import Any
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH, RESULT_CHECK
-from ctrl_megatron.sandbox.datasets.functions import PRELUDE
+from ctrl_megatron.sandbox.datasets import preambles
 from ctrl_megatron.sandbox.datasets.problems import (
     FunctionProblem,
     GradedProblem,
@@ -160,7 +160,7 @@ def _problem(
         prompter_type="mbppplus",
         selected_uts=graded.tests,
         entry_point=f"Solution().{function}" if method else function,
-        test_setup=f"{PRELUDE}{RESULT_CHECK}",
+        test_setup=f"{preambles.FUNCTIONS}{RESULT_CHECK}",
         comparison=preamble,
         reference=reference,
         difficulty=difficulty,
