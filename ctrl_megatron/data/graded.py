@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrl_megatron.sandbox.comparison import RESULT_CHECK
-from ctrl_megatron.sandbox.datasets.functions import PRELUDE
+from ctrl_megatron.sandbox.datasets import preambles
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, GradedProblem, StdioProblem
 from ctrl_megatron.sandbox.datasets.stdio import read_input_output
 from ctrl_megatron.types import Problem
@@ -64,7 +64,7 @@ def problem_of(
         prompter_type="mbppplus",
         selected_uts=graded.tests,
         entry_point=f"Solution().{function}" if method else function,
-        test_setup=f"{PRELUDE}{RESULT_CHECK}",
+        test_setup=f"{preambles.FUNCTIONS}{RESULT_CHECK}",
         comparison=preamble,
         reference=reference,
         difficulty=difficulty,

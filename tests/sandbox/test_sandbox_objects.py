@@ -12,9 +12,9 @@ import pytest
 from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.sandbox import SandboxClient
+from ctrl_megatron.sandbox.datasets.changing_calls import changing_calls
 from ctrl_megatron.sandbox.datasets.class_use import caught, used_as_classes
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
-from ctrl_megatron.sandbox.jail.changing_calls import changing_calls
 from ctrl_megatron.sandbox.wire import EvalResult
 
 Judge = Callable[..., EvalResult]

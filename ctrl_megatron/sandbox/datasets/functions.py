@@ -1,16 +1,11 @@
-"""Function problems: MBPP and HumanEval as they are published, and tests given as arguments and
-results. What a test may call in the program, what it may not, and what the program may see of its
-setup.
-
-A name of the tests is the program's only where nothing else can be meant: a function that is taken
-for the program's gets arguments that may hold the expected result, and its answer may be the
-verdict.
+"""Reads function problems: MBPP and HumanEval as they are published, and tests that are given as
+arguments and results. ``stubs`` decides what a test may call in the program; this file also decides
+what the program sees of the setup and of the prompt.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import functools
 import json
 import keyword
@@ -26,70 +21,30 @@ from ctrl_megatron.sandbox.comparison import (
     STRICT,
 )
 from ctrl_megatron.sandbox.datasets import preambles
-from ctrl_megatron.sandbox.datasets.class_use import caught, is_call_of, used_as_classes
+from ctrl_megatron.sandbox.datasets.class_use import caught, used_as_classes
+from ctrl_megatron.sandbox.datasets.imports import refuse_imports, take_program_imports
 from ctrl_megatron.sandbox.datasets.long_integers import long_integers, require_few_digits
 from ctrl_megatron.sandbox.datasets.marking import mark_tests
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, rule_field, text_field
-from ctrl_megatron.sandbox.datasets.syntax import is_vacuous, walk_code
-from ctrl_megatron.sandbox.datasets.unit_tests import (
-    may_hold_unit_tests,
-    program_names,
-    refuse_imports,
-    unit_tests,
+from ctrl_megatron.sandbox.datasets.stubs import (
+    SOLUTION_CLASS,
+    defined_by,
+    find_stubs,
+    free_names,
+    helper_imports,
 )
-from ctrl_megatron.sandbox.jail.changing_calls import changing_calls
-from ctrl_megatron.sandbox.jail.judge import SETUP
+from ctrl_megatron.sandbox.datasets.syntax import is_vacuous
+from ctrl_megatron.sandbox.datasets.unit_tests import may_hold_unit_tests, unit_tests
 from ctrl_megatron.sandbox.limits import CASE_CHARACTERS
 
 _REMEMBERED_PROBLEMS = 512
 _REMEMBERED_CHARACTERS = 1 << 15
-_BUILTINS = frozenset({*dir(builtins), "__name__", "__file__"})
-_IMPORTED = "typing collections heapq bisect itertools functools operator string math random"
-PRELUDE = "".join(
-    [
-        *(f"from {name} import *\n" for name in _IMPORTED.split()),
-        "import bisect, collections, copy, datetime, functools, heapq, itertools, json, math\n",
-        "import operator, os, random, re, statistics, string, sys, time, typing\n",
-        "from builtins import *\nfrom typing import List, Optional, Tuple, Dict, Set\n",
-    ]
-)
-"""Imports that published solutions of function problems take for granted."""
-_MODULES = frozenset(
-    [
-        "bisect",
-        "collections",
-        "copy",
-        "datetime",
-        "decimal",
-        "fractions",
-        "functools",
-        "heapq",
-        "itertools",
-        "json",
-        "math",
-        "operator",
-        "random",
-        "re",
-        "statistics",
-        "string",
-        "sys",
-    ]
-)
-_HELPERS = {
-    **dict.fromkeys(("ceil", "floor", "inf", "isclose", "nan", "pi", "sqrt"), "math"),
-    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque"), "collections"),
-    "Decimal": "decimal",
-    "Fraction": "fractions",
-    "permutations": "itertools",
-}
-"""Name -> module: what published tests use without an import. It is the judge's."""
 _SETUP = "provided_data.test_setup_code"
-_CLASS = "Solution"
-_METHOD = re.compile(rf"{_CLASS}\(\)\.([A-Za-z_]\w*)")
+_METHOD = re.compile(rf"{SOLUTION_CLASS}\(\)\.([A-Za-z_]\w*)")
 
 
 def read_human_eval(data: Mapping[str, Any]) -> FunctionProblem:
-    """What ``human_eval_tests`` makes of a record, read as MBPP's. Raises ``ValueError``."""
+    """Read a record of HumanEval. Raises ``ValueError``."""
     tests, setup = human_eval_tests(data)
     return read_function_tests(
         {
@@ -103,15 +58,15 @@ def read_human_eval(data: Mapping[str, Any]) -> FunctionProblem:
 
 
 def human_eval_tests(data: Mapping[str, Any]) -> tuple[Any, str]:
-    """Tests and their setup from ``test_list``, or ``test`` (text that defines ``check``) with
-    ``entry_point``; tests may use what ``prompt`` imports and defines, all but what is to be
-    written.
+    """Tests and setup from ``test_list``, or from ``test`` (Python text that defines ``check``)
+    with ``entry_point``. Tests may use what ``prompt`` imports and defines, except for the entry
+    point.
 
-    A ``check`` that consists of asserts becomes one test per assert; any other stays one test, that
-    calls it. Raises ``ValueError``.
+    A ``check`` that consists of asserts becomes one test per assert; any other ``check`` becomes
+    one test that calls it. Raises ``ValueError``.
     """
     entry, text, tests = data.get("entry_point"), data.get("test"), data.get("test_list")
-    setup = text_field(data.get("test_setup_code") or "", "provided_data.test_setup_code")
+    setup = text_field(data.get("test_setup_code") or "", _SETUP)
     around = ""
     if text and not tests:
         method = _METHOD.fullmatch(entry) if isinstance(entry, str) else None
@@ -129,10 +84,10 @@ def human_eval_tests(data: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _prompt_code(prompt: str, written: Iterable[Any]) -> str:
-    """What a prompt imports and defines for the program that follows it: without the names that
-    are to be ``written``, class ``Solution``, and constants that are made of them.
+    """The imports and definitions of a prompt, without those that the answer has to write: the
+    names ``written``, class ``Solution``, and constants that are computed from them.
     """
-    names = {_CLASS, *(name for name in written if isinstance(name, str))}
+    names = {SOLUTION_CLASS, *(name for name in written if isinstance(name, str))}
     kinds = (
         *(ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
         *(ast.Assign, ast.AnnAssign),
@@ -142,7 +97,7 @@ def _prompt_code(prompt: str, written: Iterable[Any]) -> str:
         for node in _prompt_body(prompt)
         if isinstance(node, kinds)
         and getattr(node, "name", None) not in names
-        # It would have to come first, and would reach no further than this text.
+        # It would have to be the first statement, and would affect this text only.
         and not (isinstance(node, ast.ImportFrom) and node.module == "__future__")
         and not (
             isinstance(node, (ast.Assign, ast.AnnAssign))
@@ -153,8 +108,8 @@ def _prompt_code(prompt: str, written: Iterable[Any]) -> str:
 
 
 def _prompt_body(prompt: str) -> list[ast.stmt]:
-    """Its statements; none where it is prose."""
-    # The last function, or method, may lack its body.
+    """The statements of a prompt; empty if it is prose."""
+    # The last function or method may have no body.
     for body in ("", "\n    pass", "\n        pass"):
         try:
             return ast.parse(prompt + body).body
@@ -170,12 +125,12 @@ def calls_problem(
     or_first: bool,
     tolerance: tuple[float, float] = (0.0, 0.0),
 ) -> FunctionProblem:
-    """Function ``name``, or the method of that name of a class ``Solution``, called with arguments
-    and compared with a result; tuples count as lists, and floats may be off by the larger of a
-    tolerance that is absolute and one that is relative.
+    """A problem that calls function ``name``, or the method of that name of class ``Solution``.
+    ``calls``: the arguments and the expected result of each test. Tuples equal lists, and floats
+    may differ by the larger of ``tolerance`` (absolute, relative).
 
-    With ``or_first`` a result that is a list may also hold the accepted value as its first item, as
-    APPS and TACO write it. Raises ``ValueError``.
+    With ``or_first`` the first item of an expected list is accepted as well, as APPS and TACO write
+    it. Raises ``ValueError``.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name in RESULT_CHECK_NAMES:
         raise ValueError(f"fn_name must be a function's name, got {name[:100]!r}")
@@ -201,9 +156,9 @@ def calls_problem(
     )
     return replace(
         read,
-        # What solutions take for granted must not reach the judge: it would hide the function of
-        # a problem that has a library function's name.
-        prelude=PRELUDE,
+        # For the program only: in the judge it would hide a problem's function that has the name
+        # of a library function.
+        prelude=preambles.FUNCTIONS,
         adapter=_ADAPTER.format(name=name),
         cases=shown,
     )
@@ -219,20 +174,14 @@ if "Solution" in globals() and hasattr(globals()["Solution"], "{name}"):
 
 @long_integers()
 def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
-    """From ``provided_data`` with ``test_list`` (a list, or its text as JSON or a Python literal),
-    ``test_setup_code`` and ``entry_point`` (a name or several, or ``Solution().name`` for a
-    method), as MBPP has them. Of ``prompt``, the text that the program was asked for with, the
-    program gets what is Python but for what it has to define.
+    """Read ``provided_data`` with ``test_list`` (a list, or its text as JSON or a Python literal),
+    ``test_setup_code`` and ``entry_point`` (one name, several, or ``Solution().name`` for a
+    method), as MBPP has them. Of ``prompt``, the text of the task, the program gets the part that
+    is Python, without the names that it has to define itself.
 
-    Which names are calls into the program follows from the record alone, never from the program.
-    With entry points these are, and class ``Solution`` where the tests call the entry point as its
-    method. Otherwise it is the one function's name that the tests use and that is neither a builtin
-    nor well known (``_MODULES``, ``_HELPERS``) nor defined by the setup or a test, and classes'
-    names; where there is none, the one builtin's name that every test calls.
-
-    Asserts say themselves what is equal: ``comparison`` may be LiveCodeBench's, with whose preamble
-    the program then runs, and no other. Raises ``ValueError`` for a record that cannot be judged,
-    such as one with a name that nothing defines.
+    ``comparison`` may name LiveCodeBench's rule, which adds that benchmark's preamble; asserts
+    compare for themselves, so no other rule applies. Raises ``ValueError`` for a record that cannot
+    be judged, for example one with a name that nothing defines.
     """
     tests = data.get("test_list")
     if isinstance(tests, str):
@@ -243,7 +192,7 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
         )
     setup = data.get("test_setup_code") or ""
     if not isinstance(setup, str):
-        raise ValueError("provided_data.test_setup_code must be a string")
+        raise ValueError(f"{_SETUP} must be a string")
     prompt = text_field(data.get("prompt") or "", "provided_data.prompt")
     given = data.get("entry_point") or ()
     if not isinstance(given, (str, list, tuple)):
@@ -280,7 +229,7 @@ def _read(
     setup_tree = _parse(setup, _SETUP)
     trees = [_parse(t, f"provided_data.test_list[{i}]") for i, t in enumerate(tests)]
     imported = [
-        program_names(tree, entries) if "import" in text else set[str]()
+        take_program_imports(tree, entries) if "import" in text else set[str]()
         for text, tree in zip([setup, *tests], [setup_tree, *trees], strict=True)
     ]
     entries = tuple(dict.fromkeys([*entries, *sorted(set[str]().union(*imported))]))
@@ -293,31 +242,17 @@ def _read(
         if any(word in text for word in ("import", "pytest", "patch")):
             refuse_imports(tree, place)
     for tree, place in zip(trees, places, strict=True):
-        if own := sorted({name for node in tree.body for name in _defines(node)} & {*entries}):
+        if own := sorted({name for node in tree.body for name in defined_by(node)} & {*entries}):
             raise ValueError(f"{place} defines {own[0]} itself, which is the program's to define")
-    if entries and "candidate" in _free_names([setup_tree, *trees]) - set(entries):
+    if entries and "candidate" in free_names([setup_tree, *trees]) - set(entries):
         setup = f"candidate = {entries[0]}\n{setup}"
-        setup_tree = _parse(setup, "provided_data.test_setup_code")
+        setup_tree = _parse(setup, _SETUP)
     public = _prompt_code(prompt, entries)
-    if entries and _free_names([setup_tree, *trees]) & _defined(public):
+    if entries and free_names([setup_tree, *trees]) & _defined(public):
         setup = f"{public}\n{setup}"
-        setup_tree = _parse(setup, "provided_data.test_setup_code")
-    aliases = [node for node in ast.walk(setup_tree) if isinstance(node, ast.alias)]
-    imports_all = any(alias.name == "*" for alias in aliases)
-    if not entries and imports_all:
-        raise ValueError(
-            "provided_data.test_setup_code imports *, which may hide the program's functions; "
-            "give provided_data.entry_point"
-        )
-    free = _free_names([setup_tree, *trees])
-    if entries:
-        stubs = _named_stubs(entries, free, [setup_tree, *trees], imports_all)
-    else:
-        stubs = _inferred_stubs(free) or _shadowed_builtin(trees, setup_tree)
-    helpers = "".join(_import_of(name) for name in sorted(free - stubs))
-    in_place = tuple(
-        i for i, tree in enumerate([setup_tree, *trees], start=SETUP) if any(changing_calls(tree))
-    )
+        setup_tree = _parse(setup, _SETUP)
+    stubs = find_stubs(entries, setup_tree, trees)
+    helpers = helper_imports(free_names([setup_tree, *trees]) - stubs)
     imports = [node for node in setup_tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     defined = {node.name for node in setup_tree.body if isinstance(node, ast.ClassDef)} - stubs
     exceptions = stubs & caught([setup_tree, *trees])
@@ -339,7 +274,6 @@ def _read(
         classes=tuple(sorted(classes & stubs - exceptions)),
         exceptions=tuple(sorted(exceptions)),
         shared_classes=tuple(sorted(defined)),
-        in_place=in_place,
         cases=tuple({"test": text} for text in told) if told != tests else (),
     )
 
@@ -347,8 +281,8 @@ def _read(
 def _one_by_one(
     tests: tuple[str, ...], trees: list[ast.Module], imported: Sequence[set[str]]
 ) -> tuple[tuple[str, ...], list[ast.Module], list[str], tuple[str, ...]]:
-    """Tests and their trees, where a text of unit tests gives way to one text for each of them;
-    where each is from, and what to tell of it. Raises ``ValueError``.
+    """Replace a text of unit tests by one text for each unit test. Returns, for each test, its
+    text, its tree, the field that it comes from, and the text to report. Raises ``ValueError``.
     """
     texts, found, places, told = list[str](), list[ast.Module](), list[str](), list[str]()
     for index, (test, tree) in enumerate(zip(tests, trees, strict=True)):
@@ -369,75 +303,22 @@ def _one_by_one(
 
 
 def told_tests(data: Mapping[str, Any]) -> list[str]:
-    """What to tell of each test, one for each verdict, that ``read_function_tests`` makes of
-    ``test_list``, which is a list.
-    """
+    """The text to report for each verdict of a record whose ``test_list`` is a list."""
     tests: list[str] = data["test_list"]
-    # Unit tests are functions; nothing else becomes more or less than it is.
+    # Only unit tests change the number of tests.
     if not any(map(may_hold_unit_tests, tests)):
         return tests
     problem = read_function_tests(data)
     return [str(case["test"]) for case in problem.cases] or tests
 
 
-def _defines(node: ast.stmt) -> Iterable[str]:
-    if isinstance(node, ast.Assign):
-        return [t.id for t in node.targets if isinstance(t, ast.Name)]
-    return () if isinstance(node, ast.ExceptHandler) else _bindings(node)
-
-
-def _named_stubs(
-    entries: tuple[str, ...], free: set[str], trees: Sequence[ast.Module], imports_all: bool
-) -> set[str]:
-    """The entry points. Raises ``ValueError`` for a name that nobody defines."""
-    stubs = set(entries)
-    unknown = free - stubs - _MODULES - _HELPERS.keys()
-    methods = {
-        node.attr
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and is_call_of(node.value, {_CLASS})
-    }
-    if _CLASS in unknown and methods and methods <= stubs:
-        stubs.add(_CLASS)
-        unknown.remove(_CLASS)
-    if unknown and not imports_all:
-        raise ValueError(
-            f"the tests use {', '.join(sorted(unknown))[:200]}, which nothing defines: define it "
-            "in provided_data.test_setup_code, or name it in provided_data.entry_point if the "
-            "program must"
-        )
-    return stubs
-
-
-def _inferred_stubs(free: set[str]) -> set[str]:
-    """The name that is left for the program's function where the record does not say, and those of
-    its classes. Raises ``ValueError`` for more functions: one of them may be a judge.
-    """
-    stubs = free - _MODULES
-    stubs = (stubs - _HELPERS.keys()) or stubs
-    functions = sorted(name for name in stubs if not name[0].isupper())
-    if len(functions) > 1:
-        raise ValueError(
-            f"the tests use {', '.join(functions)[:200]}, each of which may be the program's or "
-            "the tests' own; give provided_data.entry_point"
-        )
-    return stubs
-
-
-def _import_of(name: str) -> str:
-    if name in _MODULES:
-        return f"import {name}\n"
-    return f"from {_HELPERS[name]} import {name}\n" if name in _HELPERS else ""
-
-
-# A group of rollouts asks for the same problem again and again.
+# All samples of a group send the same problem.
 _read_once = functools.lru_cache(_REMEMBERED_PROBLEMS)(_read)
 
 
 def _keeping(entries: tuple[str, ...], setup: str) -> str:
-    """``setup`` after which the entry points are the program's again, whatever it imports or
-    defines: otherwise the tests would judge a function of the setup.
+    """``setup``, followed by statements that restore the entry points: if the setup imports or
+    defines one of them, the tests must still judge the program's.
     """
     if not entries or not setup.strip():
         return setup
@@ -453,55 +334,10 @@ def _parse(source: str, where: str) -> ast.Module:
         raise ValueError(f"{where} is not valid Python: {error}") from error
 
 
-def _free_names(trees: Iterable[ast.Module]) -> set[str]:
-    loaded: set[str] = set()
-    bound = set(_BUILTINS)
-    for tree in trees:
-        for node in walk_code(tree):
-            if isinstance(node, ast.Name):
-                (loaded if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-            else:
-                bound.update(_bindings(node))
-    return loaded - bound
-
-
 def _defined(source: str) -> set[str]:
-    """Functions and classes that ``source`` defines."""
+    """Names of the functions and classes that ``source`` defines."""
     kinds = (ast.FunctionDef, ast.ClassDef)
     return {node.name for node in ast.parse(source).body if isinstance(node, kinds)}
-
-
-def _bindings(node: ast.AST) -> Iterable[str]:
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return (node.name,)
-    if isinstance(node, ast.arg):
-        return (node.arg,)
-    if isinstance(node, ast.alias):
-        return ((node.asname or node.name).split(".")[0],)
-    if isinstance(node, ast.ExceptHandler) and node.name:
-        return (node.name,)
-    return ()
-
-
-def _shadowed_builtin(trees: list[ast.Module], setup: ast.Module) -> set[str]:
-    """The one name of a builtin that every test calls: a problem may ask for such a function. Not
-    what the setup defines, which would be judged in the program's place.
-    """
-    defined = {name for node in ast.walk(setup) for name in _bindings(node)}
-    called = [
-        {
-            n.func.id
-            for n in ast.walk(tree)
-            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
-        }
-        for tree in trees
-    ]
-    names = set().union(*called)
-    if len(names) != 1 or not all(called) or not names <= _BUILTINS - defined:
-        raise ValueError(
-            "the tests name no function of the program; give provided_data.entry_point"
-        )
-    return names
 
 
 def _literal(text: str) -> Any:
@@ -514,7 +350,7 @@ def _literal(text: str) -> Any:
 
 
 def _split_check(text: str, entry: str) -> tuple[str, list[str]]:
-    """What stands around ``check``, and the tests. Raises ``ValueError``."""
+    """The code around ``check``, and the tests. Raises ``ValueError``."""
     try:
         tree = ast.parse(text)
         if unit_tests(tree):
@@ -524,7 +360,7 @@ def _split_check(text: str, entry: str) -> tuple[str, list[str]]:
             for node in tree.body
             if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args
         )
-        # Without docstrings, ``assert True`` and the like.
+        # Docstrings, ``assert True`` and the like do not count.
         asserts = [
             node
             for node in check.body

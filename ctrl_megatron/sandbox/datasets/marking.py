@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ctrl_megatron.sandbox.datasets.changing_calls import changing_calls
 from ctrl_megatron.sandbox.datasets.provenance import (
     COMPREHENSIONS,
     LEADS,
@@ -24,7 +25,7 @@ from ctrl_megatron.sandbox.datasets.syntax import (
     own_parts,
     walk_code,
 )
-from ctrl_megatron.sandbox.jail.evidence import NAME
+from ctrl_megatron.sandbox.jail.evidence import CHANGING, MADE_IN_CALL, NAME
 
 _SHAPES = (ast.BoolOp, ast.IfExp, ast.NamedExpr, ast.Lambda, *COMPREHENSIONS)
 
@@ -61,42 +62,49 @@ def _mark(
     unchecked: list[int] = []
     for index, tree in enumerate(trees):
         names |= dict.fromkeys(stubs, LEADS)
-        if _is_plain(tree, names):
-            texts.append(None)
+        if (assertion := _plain_assert(tree, names)) is not None:
+            reading.leaves[assertion.test] = MADE_IN_CALL
+            texts.append(_marked(tree, reading) if any(changing_calls(tree)) else None)
             continue
         reading.checks = False
         names = joined(names, reading.read(_pruned(tree).body, names))
         if not (reading.checks or reading.checks_in(tree)):
             unchecked.append(index)
         texts.append(_marked(tree, reading))
-    # Only now it is known which functions of the setup are given something of the program.
-    if any(isinstance(n, (ast.Assert, ast.Try)) or n in reading for n in ast.walk(setup_tree)):
+    # Which functions of the setup get something of the program is known only after all tests.
+    noted = any(
+        isinstance(node, (ast.Assert, ast.Try)) or node in reading for node in ast.walk(setup_tree)
+    )
+    if not noted:
+        setup_tree = ast.parse(setup)  # as written: nothing pruned
+    if noted or any(changing_calls(setup_tree)):
         setup = _marked(setup_tree, reading)
     return MarkedTests(setup=setup, tests=tuple(texts), unchecked=tuple(unchecked))
 
 
-def _is_plain(tree: ast.Module, names: Names) -> bool:
-    """Whether it is one assert that certainly calls the program for what it compares."""
-    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert):
-        return False
-    test, calls = tree.body[0].test, False
+def _plain_assert(tree: ast.Module, names: Names) -> ast.Assert | None:
+    """The only statement of ``tree`` if it is an assert that always calls the program."""
+    only = tree.body[0] if len(tree.body) == 1 else None
+    if not isinstance(only, ast.Assert):
+        return None
+    test, calls = only.test, False
     if isinstance(test, (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.JoinedStr)):
-        return False
+        return None
     if isinstance(test, ast.Compare) and len(test.ops) > 1:
-        return False
+        return None
     for node in walk_code(test):
         if isinstance(node, _SHAPES):
-            return False
+            return None
         calls |= (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
             and names.get(node.func.id) == LEADS
         )
-    return calls
+    return only if calls else None
 
 
 def _marked(tree: ast.Module, reading: ProgramNames) -> str:
-    return ast.unparse(_Marker(reading).visit(tree))
+    return ast.unparse(_Marker(reading, frozenset(changing_calls(tree))).visit(tree))
 
 
 def _says(method: str, *arguments: ast.expr | bool) -> ast.Call:
@@ -106,13 +114,16 @@ def _says(method: str, *arguments: ast.expr | bool) -> ast.Call:
 
 
 class _Marker(ast.NodeTransformer):
-    def __init__(self, reading: ProgramNames) -> None:
+    def __init__(self, reading: ProgramNames, changing: frozenset[ast.Call]) -> None:
         self._reading = reading
+        self._changing = changing
         self._goes_on = False
         """A loop that is left or gone on with has an end that fails."""
 
     def visit(self, node: Any) -> Any:
         marked, reading = super().visit(node), self._reading
+        if node in self._changing and node not in reading.asserting:
+            marked.func = ast.Call(ast.Name(CHANGING, ast.Load()), [marked.func], [])
         if node in reading.leaves:
             return _says("seen", _says("now"), ast.Constant(reading.leaves[node]), marked)
         if node in reading.asserting:

@@ -31,8 +31,6 @@ class FunctionProblem:
     """Those that the tests catch."""
     shared_classes: tuple[str, ...] = ()
     """Classes of the setup: objects of them cross between tests and program."""
-    in_place: tuple[int, ...] = ()
-    """Tests with a call that is made for what it does to its arguments; -1 is the setup."""
     adapter: str = ""
     """Python text that goes behind the program, in the program's own process."""
     cases: tuple[Mapping[str, Any], ...] = ()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
@@ -19,15 +18,7 @@ from ctrl_megatron.sandbox.datasets.syntax import (
     is_main_guard,
     last_name,
 )
-from ctrl_megatron.sandbox.jail.pytest_stand_in import NAMES
 
-PROGRAM_MODULES = frozenset(
-    [
-        *("answer", "implementation", "main", "my_module", "my_solution", "program", "solution"),
-        *("solutions", "submission", "your_module", "your_solution"),
-    ]
-)
-"""What tests call the file of the program."""
 _LEFT_OUT = frozenset(["expectedFailure", "skip", "skipIf", "skipUnless", "skipif", "xfail"])
 MOST_TESTS = 1000
 MOST_CHARACTERS = 2 << 20
@@ -376,116 +367,6 @@ def _reached_names(body: Sequence[ast.stmt]) -> set[str]:
 def _if_defined(body: Iterable[ast.stmt], names: Sequence[str]) -> list[ast.stmt]:
     defined = [n for n in body if isinstance(n, FUNCTIONS) and n.name in names]
     return [_statement(f"{n.name}({', '.join(['None'] * len(_parameters(n)))})") for n in defined]
-
-
-# --- names of the program ------------------------------------------------------------------------
-
-
-def program_names(tree: ast.Module, entries: Container[str]) -> set[str]:
-    """Take out of ``tree`` what it imports from the program, and return those names: from a module
-    of ``PROGRAM_MODULES``, or one of ``entries`` from any module that is not Python's own.
-    """
-    imports = _ProgramImports(entries)
-    imports.visit(tree)
-    if imports.modules:
-        _AttributesAsNames(imports).visit(tree)
-    return imports.names
-
-
-class _ProgramImports(ast.NodeTransformer):
-    def __init__(self, entries: Container[str]) -> None:
-        self._entries = entries
-        self.names = set[str]()
-        self.modules = set[str]()
-        """What the tests call the module of the program."""
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.stmt]:
-        root = (node.module or "").split(".")[0]
-        ours = root in PROGRAM_MODULES or node.level > 0
-        foreign = root not in sys.stdlib_module_names
-        taken = [a for a in node.names if ours or (foreign and a.name in self._entries)]
-        if not taken:
-            return node
-        left: list[ast.stmt] = []
-        for alias in taken:
-            if node.module is None and alias.name in PROGRAM_MODULES:
-                self.modules.add(alias.asname or alias.name)
-            elif alias.name != "*":
-                self.names.add(alias.name)
-                if alias.asname not in (None, alias.name):
-                    left.append(_statement(f"{alias.asname} = {alias.name}"))
-        node.names = [alias for alias in node.names if alias not in taken]
-        return [*([node] if node.names else []), *left] or ast.Pass()
-
-    def visit_Import(self, node: ast.Import) -> ast.AST:
-        taken = [alias for alias in node.names if alias.name in PROGRAM_MODULES]
-        self.modules |= {alias.asname or alias.name for alias in taken}
-        node.names = [alias for alias in node.names if alias not in taken]
-        return node if node.names else ast.Pass()
-
-
-class _AttributesAsNames(ast.NodeTransformer):
-    """``solution.f`` is ``f``."""
-
-    def __init__(self, imports: _ProgramImports) -> None:
-        self._imports = imports
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        self.generic_visit(node)
-        if isinstance(node.value, ast.Name) and node.value.id in self._imports.modules:
-            self._imports.names.add(node.attr)
-            return ast.Name(node.attr, node.ctx)
-        return node
-
-
-def refuse_imports(tree: ast.Module, place: str) -> None:
-    """Raise ``ValueError`` for what the judge cannot import: all but Python's own modules, and of
-    pytest what ``jail.pytest_stand_in`` has. An import that the text tries is its own business.
-    """
-    tried = {
-        id(part)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Try)
-        for statement in node.body
-        for part in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in tried:
-            modules = [a.name for a in node.names]
-            names: list[str] = []
-            if isinstance(node, ast.ImportFrom):
-                modules = [] if node.level or node.module is None else [node.module]
-                names = [a.name for a in node.names] if modules == ["pytest"] else []
-            for root in (module.split(".")[0] for module in modules):
-                if root != "pytest" and root not in sys.stdlib_module_names:
-                    raise ValueError(
-                        f"{place} imports {root}, which the judge does not have: tests may import "
-                        "Python's own modules and pytest"
-                    )
-            _refuse_names(names, place)
-        elif isinstance(node, ast.Call) and (target := _patched(node)) is not None:
-            raise ValueError(f"{place} patches {target}: that does not reach the program")
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            _refuse_names([node.attr] if node.value.id == "pytest" else [], place)
-
-
-_REACH_THE_PROGRAM = ("builtins.input", "sys.stdin", "sys.stdout", "sys.stderr")
-
-
-def _patched(call: ast.Call) -> str | None:
-    """What a call of ``unittest.mock.patch`` replaces, unless that reaches the program."""
-    parts = ast.unparse(call.func).split(".")
-    if "patch" not in parts or not call.args:
-        return None
-    target = ast.unparse(call.args[0])
-    return None if target.strip("'\"") in _REACH_THE_PROGRAM else target
-
-
-def _refuse_names(names: Iterable[str], place: str) -> None:
-    for name in names:
-        if name not in NAMES:
-            known = ", ".join(NAMES)
-            raise ValueError(f"{place} uses pytest.{name}; the judge has {known} of pytest")
 
 
 # --- small parts ---------------------------------------------------------------------------------

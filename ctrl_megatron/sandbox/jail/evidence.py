@@ -17,7 +17,10 @@ from ctrl_megatron.sandbox.jail.remote_calls import is_of_program
 Value = TypeVar("Value")
 
 NAME = "_evidence"
-"""Of the ``Evidence`` in the tests' namespace."""
+"""Name of the ``Evidence`` in the tests' namespace."""
+CHANGING = "_changing"
+"""Name of the function that wraps a function of the program so that a call changes the test's own
+arguments as it changes the program's copies."""
 MADE_IN_CALL, MADE_BY_ARGUMENT, MADE_BEFORE = range(3)
 """What a check is about: calls that it makes itself; also what a function of the tests was given,
 where that came from the program; also what the program made before."""

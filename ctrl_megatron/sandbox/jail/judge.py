@@ -7,7 +7,6 @@ caught.
 
 from __future__ import annotations
 
-import ast
 import os
 import random
 import signal
@@ -19,8 +18,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from ctrl_megatron.sandbox.jail import frames, pytest_stand_in
-from ctrl_megatron.sandbox.jail.changing_calls import changing_calls
-from ctrl_megatron.sandbox.jail.evidence import NAME, Evidence
+from ctrl_megatron.sandbox.jail.evidence import CHANGING, NAME, Evidence
 from ctrl_megatron.sandbox.jail.remote_calls import (
     CandidateConnection,
     CandidateLost,
@@ -29,10 +27,6 @@ from ctrl_megatron.sandbox.jail.remote_calls import (
 from ctrl_megatron.sandbox.jail.remote_objects import RemoteObject, Stub, Trust
 
 _REASON_LENGTH = 600
-_CHANGING = "_changing"
-"""A function of ours in the tests' namespace."""
-SETUP = -1
-"""Stands for the setup among the numbers of tests."""
 _STARTING_SECONDS = 2.0
 """For what the supervisor does before the program loads."""
 _AT_ONCE = 1e-6
@@ -67,8 +61,6 @@ class _TestRunner:
         self._verdicts = verdicts
         self._spec = spec
         self._seconds: float = spec["seconds"]
-        self._in_place = frozenset(spec["in_place"])
-        """Tests that look at what a call does to its arguments; ``SETUP`` is the setup."""
         self._candidate: CandidateConnection | None = None
         self._timeouts: int = spec["timeouts"]
         self._reloading = 0.0
@@ -76,7 +68,7 @@ class _TestRunner:
         # Dataclasses look for the module of their annotations.
         sys.modules["tests"] = ModuleType("tests")
         self._namespace: dict[str, Any] = vars(sys.modules["tests"])
-        self._namespace[_CHANGING] = self._changing
+        self._namespace[CHANGING] = self._changing
         for name in spec["stubs"]:
             trust = Trust.MEMBER if name in spec["classes"] else Trust.RESULT
             self._namespace[name] = Stub(self._connection, name, trust)
@@ -127,8 +119,7 @@ class _TestRunner:
     def _run_setup(self) -> tuple[str, str] | None:
         assert self._candidate is not None
         deadline = time.monotonic() + self._seconds
-        setup, in_place = self._spec["setup"], SETUP in self._in_place
-        status, reason = self._guarded(setup, "setup.py", deadline, in_place=in_place)
+        status, reason = self._guarded(self._spec["setup"], "setup.py", deadline)
         self._evidence.setup_called = self._candidate.calls > 0
         return None if status == "passed" else (status, f"the tests' setup failed: {reason}")
 
@@ -166,12 +157,10 @@ class _TestRunner:
         unusable = candidate is None or candidate.lost is not None or candidate.busy
         if unusable and (failure := self._reconnect()):
             return failure
-        deadline, in_place = time.monotonic() + self._seconds, index in self._in_place
-        marked = self._spec["marked"][index]
+        deadline, marked = time.monotonic() + self._seconds, self._spec["marked"][index]
         self._evidence.begin()
-        status, reason = self._guarded(
-            marked or self._spec["tests"][index], "test.py", deadline, in_place=in_place
-        )
+        source = self._spec["tests"][index] if marked is None else marked
+        status, reason = self._guarded(source, "test.py", deadline)
         if status == "passed" and (missing := self._evidence.missing(marked=marked is not None)):
             return "failed", missing
         return status, reason
@@ -184,16 +173,14 @@ class _TestRunner:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def _guarded(
-        self, source: str, name: str, deadline: float, *, in_place: bool
-    ) -> tuple[str, str]:
+    def _guarded(self, source: str, name: str, deadline: float) -> tuple[str, str]:
         """Run ``source``, which may call the candidate, until ``deadline``: status and reason."""
         candidate = self._candidate
         assert candidate is not None
         candidate.begin_test(deadline)
         status, reason = "failed", ""
         try:
-            self._until(deadline, lambda: exec(_compiled(source, name, in_place), self._namespace))
+            self._until(deadline, lambda: exec(_compiled(source, name), self._namespace))
             status = "passed"
         except AssertionError as error:
             reason = _join("AssertionError", error, candidate.last_call)
@@ -236,14 +223,8 @@ class _TestRunner:
         return remote
 
 
-def _compiled(source: str, name: str, in_place: bool) -> CodeType:
-    """Calls whose arguments the test looks at do to the test's what they do in the program."""
-    if not in_place:
-        return compile(source, name, "exec", dont_inherit=True)
-    tree = ast.parse(source, name)
-    for call in list(changing_calls(tree)):
-        call.func = ast.Call(ast.Name(_CHANGING, ast.Load()), [call.func], [])
-    return compile(ast.fix_missing_locations(tree), name, "exec", dont_inherit=True)
+def _compiled(source: str, name: str) -> CodeType:
+    return compile(source, name, "exec", dont_inherit=True)
 
 
 def _join(kind: str, error: BaseException, call: str) -> str:

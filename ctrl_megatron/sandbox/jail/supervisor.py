@@ -41,7 +41,7 @@ _TICK_SECONDS = 0.05
 Job = dict[str, Any]
 """What a worker is to do. ``kind`` is ``program`` (with ``stdin``, ``files``, ``fetch`` and perhaps
 ``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``marked``, ``stubs``,
-``classes``, ``exceptions``, ``shared_classes``, ``in_place``, ``run_all``, ``problem_seconds``);
+``classes``, ``exceptions``, ``shared_classes``, ``run_all``, ``problem_seconds``);
 both have ``code``, ``prelude``, ``seconds``, ``memory_mb``."""
 
 
@@ -264,7 +264,7 @@ class _JobRun:
         self._requests = requests
         self._on_read(requests.fileno(), lambda: self._candidate_wanted(requests))
         names = (
-            *("setup", "tests", "marked", "stubs", "classes", "exceptions", "in_place"),
+            *("setup", "tests", "marked", "stubs", "classes", "exceptions"),
             *("seconds", "run_all", "memory_mb"),
         )
         rest = {

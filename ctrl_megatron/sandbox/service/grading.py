@@ -318,7 +318,6 @@ async def _test_functions(
         "classes": problem.classes,
         "exceptions": problem.exceptions,
         "shared_classes": problem.shared_classes,
-        "in_place": problem.in_place,
         "seconds": seconds_within(limits, submission.seconds),
         "memory_mb": limits.memory_mb,
         "run_all": run_all,

@@ -1,0 +1,158 @@
+"""Decides which names in a record's tests the program defines, from the record alone.
+
+Such a name is called a stub: the judge replaces it by a call of the program. A name is a stub only
+where it can mean nothing else, because a function that is taken for the program's gets arguments
+that may contain the expected result, and its answer may decide the verdict.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterable, Sequence
+
+from ctrl_megatron.sandbox.datasets.class_use import is_call_of
+from ctrl_megatron.sandbox.datasets.syntax import walk_code
+
+SOLUTION_CLASS = "Solution"
+_BUILTINS = frozenset({*dir(builtins), "__name__", "__file__"})
+_LIBRARY = """
+bisect collections copy datetime decimal fractions functools heapq itertools json math operator
+random re statistics string sys
+"""
+_MODULES = frozenset(_LIBRARY.split())
+_HELPERS = {
+    **dict.fromkeys(("ceil", "floor", "inf", "isclose", "nan", "pi", "sqrt"), "math"),
+    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque"), "collections"),
+    "Decimal": "decimal",
+    "Fraction": "fractions",
+    "permutations": "itertools",
+}
+"""Names that published tests use without an import, and their modules. The judge defines them."""
+
+
+def find_stubs(
+    entries: tuple[str, ...], setup: ast.Module, tests: Sequence[ast.Module]
+) -> set[str]:
+    """The names that the program defines.
+
+    With ``entries`` (entry points) these are the entries, and class ``Solution`` where the tests
+    call an entry as its method. Without them it is the only function name that the tests use and
+    that is no builtin, not well known (``_MODULES``, ``_HELPERS``) and not defined by the setup or
+    a test, together with the class names of this kind; if there is none, the only builtin name
+    that every test calls. Raises ``ValueError`` for a name that nothing defines and for a record
+    that leaves more than one choice.
+    """
+    aliases = [node for node in ast.walk(setup) if isinstance(node, ast.alias)]
+    imports_all = any(alias.name == "*" for alias in aliases)
+    if not entries and imports_all:
+        raise ValueError(
+            "provided_data.test_setup_code imports *, which may hide the program's functions; "
+            "give provided_data.entry_point"
+        )
+    free = free_names([setup, *tests])
+    if entries:
+        return _named(entries, free, [setup, *tests], imports_all)
+    return _inferred(free) or _shadowed_builtin(tests, setup)
+
+
+def helper_imports(names: Iterable[str]) -> str:
+    """Import statements for those of ``names`` that published tests use without importing them."""
+    lines = []
+    for name in sorted(names):
+        if name in _MODULES:
+            lines.append(f"import {name}\n")
+        elif name in _HELPERS:
+            lines.append(f"from {_HELPERS[name]} import {name}\n")
+    return "".join(lines)
+
+
+def free_names(trees: Iterable[ast.Module]) -> set[str]:
+    """Names that ``trees`` read and that neither they nor Python's builtins define."""
+    loaded: set[str] = set()
+    bound = set(_BUILTINS)
+    for tree in trees:
+        for node in walk_code(tree):
+            if isinstance(node, ast.Name):
+                (loaded if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+            else:
+                bound.update(_bindings(node))
+    return loaded - bound
+
+
+def defined_by(node: ast.stmt) -> Iterable[str]:
+    """Names that a statement at the top of a test defines."""
+    if isinstance(node, ast.Assign):
+        return [t.id for t in node.targets if isinstance(t, ast.Name)]
+    return () if isinstance(node, ast.ExceptHandler) else _bindings(node)
+
+
+def _named(
+    entries: tuple[str, ...], free: set[str], trees: Sequence[ast.Module], imports_all: bool
+) -> set[str]:
+    stubs = set(entries)
+    unknown = free - stubs - _MODULES - _HELPERS.keys()
+    methods = {
+        node.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and is_call_of(node.value, {SOLUTION_CLASS})
+    }
+    if SOLUTION_CLASS in unknown and methods and methods <= stubs:
+        stubs.add(SOLUTION_CLASS)
+        unknown.remove(SOLUTION_CLASS)
+    if unknown and not imports_all:
+        raise ValueError(
+            f"the tests use {', '.join(sorted(unknown))[:200]}, which nothing defines: define it "
+            "in provided_data.test_setup_code, or name it in provided_data.entry_point if the "
+            "program must"
+        )
+    return stubs
+
+
+def _inferred(free: set[str]) -> set[str]:
+    """The one function and the classes among ``free``. Two functions are refused: one of them may
+    be there to judge the other.
+    """
+    stubs = free - _MODULES
+    stubs = (stubs - _HELPERS.keys()) or stubs
+    functions = sorted(name for name in stubs if not name[0].isupper())
+    if len(functions) > 1:
+        raise ValueError(
+            f"the tests use {', '.join(functions)[:200]}, each of which may be the program's or "
+            "the tests' own; give provided_data.entry_point"
+        )
+    return stubs
+
+
+def _shadowed_builtin(tests: Sequence[ast.Module], setup: ast.Module) -> set[str]:
+    """The builtin name that every test calls: a problem may ask for a function of that name. A name
+    that the setup defines does not count, since the setup's function would be judged instead.
+    """
+    defined = {name for node in ast.walk(setup) for name in _bindings(node)}
+    called = [
+        {
+            n.func.id
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        }
+        for tree in tests
+    ]
+    names = set().union(*called)
+    if len(names) != 1 or not all(called) or not names <= _BUILTINS - defined:
+        raise ValueError(
+            "the tests name no function of the program; give provided_data.entry_point"
+        )
+    return names
+
+
+def _bindings(node: ast.AST) -> Iterable[str]:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return (node.name,)
+    if isinstance(node, ast.arg):
+        return (node.arg,)
+    if isinstance(node, ast.alias):
+        return ((node.asname or node.name).split(".")[0],)
+    if isinstance(node, ast.ExceptHandler) and node.name:
+        return (node.name,)
+    return ()
