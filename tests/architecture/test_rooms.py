@@ -17,6 +17,7 @@ ORDER = (
         "config",
         "metrics",
         "prompts",
+        "problems",
         "sandbox",
         "data",
         "rewards",
@@ -122,6 +123,15 @@ def test_a_room_imports_only_rooms_before_it() -> None:
             continue
         later = set(ORDER[ORDER.index(own) + 1 :])
         wrong += places(file, (i for i in imports_of(file) if room_of(i.module) in later))
+    assert not wrong
+
+
+def test_what_a_run_reads_needs_no_sandbox() -> None:
+    """Rows are read where no program can be run."""
+    wrong = []
+    for file in FILES:
+        if room_of(module_name(file)) == "data":
+            wrong += places(file, (i for i in imports_of(file) if room_of(i.module) == "sandbox"))
     assert not wrong
 
 

@@ -13,23 +13,23 @@ import ast
 import builtins
 import functools
 import json
-import keyword
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ctrl_megatron.sandbox.comparison import (
+from ctrl_megatron.problems.comparison import (
     LIVE_CODE_BENCH,
     RESULT_CHECK,
-    RESULT_CHECK_NAMES,
     STRICT,
 )
+from ctrl_megatron.problems.fields import rule_field, text_field
+from ctrl_megatron.problems.input_output import PRELUDE, FunctionCalls, call_asserts
+from ctrl_megatron.problems.long_integers import long_integers, require_few_digits
 from ctrl_megatron.sandbox.datasets import preambles
 from ctrl_megatron.sandbox.datasets.class_use import caught, is_call_of, used_as_classes
-from ctrl_megatron.sandbox.datasets.long_integers import long_integers, require_few_digits
 from ctrl_megatron.sandbox.datasets.marking import mark_tests
-from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, rule_field, text_field
+from ctrl_megatron.sandbox.datasets.problems import FunctionProblem
 from ctrl_megatron.sandbox.datasets.syntax import is_vacuous, walk_code
 from ctrl_megatron.sandbox.datasets.unit_tests import (
     may_hold_unit_tests,
@@ -44,16 +44,6 @@ from ctrl_megatron.sandbox.limits import CASE_CHARACTERS
 _REMEMBERED_PROBLEMS = 512
 _REMEMBERED_CHARACTERS = 1 << 15
 _BUILTINS = frozenset({*dir(builtins), "__name__", "__file__"})
-_IMPORTED = "typing collections heapq bisect itertools functools operator string math random"
-PRELUDE = "".join(
-    [
-        *(f"from {name} import *\n" for name in _IMPORTED.split()),
-        "import bisect, collections, copy, datetime, functools, heapq, itertools, json, math\n",
-        "import operator, os, random, re, statistics, string, sys, time, typing\n",
-        "from builtins import *\nfrom typing import List, Optional, Tuple, Dict, Set\n",
-    ]
-)
-"""Imports that published solutions of function problems take for granted."""
 _MODULES = frozenset(
     [
         "bisect",
@@ -164,31 +154,16 @@ def _prompt_body(prompt: str) -> list[ast.stmt]:
 
 
 def calls_problem(
-    name: str,
-    calls: Sequence[tuple[list[Any], Any]],
+    calls: FunctionCalls,
     *,
     or_first: bool,
     tolerance: tuple[float, float] = (0.0, 0.0),
 ) -> FunctionProblem:
-    """Function ``name``, or the method of that name of a class ``Solution``, called with arguments
-    and compared with a result; tuples count as lists, and floats may be off by the larger of a
-    tolerance that is absolute and one that is relative.
-
-    With ``or_first`` a result that is a list may also hold the accepted value as its first item, as
-    APPS and TACO write it. Raises ``ValueError``.
+    """The function, or the method of its name of a class ``Solution``, judged by ``calls``. Raises
+    ``ValueError``.
     """
-    if not name.isidentifier() or keyword.iskeyword(name) or name in RESULT_CHECK_NAMES:
-        raise ValueError(f"fn_name must be a function's name, got {name[:100]!r}")
-    absolute, relative = tolerance
-    options = "".join(
-        f", {option}={value!r}"
-        for option, value in (("absolute", absolute), ("relative", relative), ("first", or_first))
-        if value
-    )
-    tests = [
-        f"assert _matches({name}({', '.join(map(repr, given))}), {wanted!r}{options})"
-        for given, wanted in calls
-    ]
+    name = calls.name
+    tests = call_asserts(calls, or_first=or_first, tolerance=tolerance)
     read = read_function_tests(
         {"test_list": tests, "test_setup_code": RESULT_CHECK, "entry_point": name}
     )
@@ -197,7 +172,7 @@ def calls_problem(
             "input": ", ".join(map(repr, given))[:CASE_CHARACTERS],
             "expected": repr(wanted)[:CASE_CHARACTERS],
         }
-        for given, wanted in calls
+        for given, wanted in calls.pairs
     )
     return replace(
         read,
