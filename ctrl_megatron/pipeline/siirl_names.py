@@ -16,10 +16,14 @@ All other values, a node's ``status``, ``agent_group`` and ``agent_options`` are
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from ctrl_megatron.pipeline.graph import Node
+
+class _Dependent(Protocol):
+    dependencies: list[str]
+
+
+NodeT = TypeVar("NodeT", bound=_Dependent)
 
 
 class NodeType(Enum):
@@ -60,10 +64,10 @@ class NodeStatus(Enum):
     SKIPPED = "SKIPPED"
 
 
-class GraphNeighbours:
+class GraphNeighbours(Generic[NodeT]):
     """The guide's queries of a graph, of which the executor needs none."""
 
-    nodes: dict[str, Node]
+    nodes: dict[str, NodeT]
 
     @property
     def rev_adj(self) -> dict[str, list[str]]:
@@ -78,11 +82,11 @@ class GraphNeighbours:
             for node_id in self.nodes
         }
 
-    def get_entry_nodes(self) -> list[Node]:
+    def get_entry_nodes(self) -> list[NodeT]:
         """Nodes without dependencies."""
         return [node for node in self.nodes.values() if not node.dependencies]
 
-    def get_dependents(self, node_id: str) -> list[Node]:
+    def get_dependents(self, node_id: str) -> list[NodeT]:
         """Nodes that depend directly on ``node_id``."""
         return [self.nodes[other] for other in self.adj[node_id]]
 
