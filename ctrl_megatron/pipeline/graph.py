@@ -189,7 +189,7 @@ class StepReport:
     """Reward functions that run even if ``reward.reward_funcs`` does not name them."""
 
 
-class TaskGraph(GraphNeighbours):
+class TaskGraph(GraphNeighbours[Node]):
     """Nodes by id, in the order of insertion, which is the same in every process."""
 
     def __init__(self, graph_id: str, report: StepReport | None = None) -> None:

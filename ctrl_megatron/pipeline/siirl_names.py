@@ -16,10 +16,7 @@ All other values, a node's ``status``, ``agent_group`` and ``agent_options`` are
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ctrl_megatron.pipeline.graph import Node
+from typing import Generic, Protocol, TypeVar
 
 
 class NodeType(Enum):
@@ -60,10 +57,19 @@ class NodeStatus(Enum):
     SKIPPED = "SKIPPED"
 
 
-class GraphNeighbours:
-    """The guide's queries of a graph, of which the executor needs none."""
+class Dependent(Protocol):
+    """A node as far as the queries below need it."""
 
-    nodes: dict[str, Node]
+    dependencies: list[str]
+
+
+N = TypeVar("N", bound=Dependent)
+
+
+class GraphNeighbours(Generic[N]):
+    """The guide's queries of a graph."""
+
+    nodes: dict[str, N]
 
     @property
     def rev_adj(self) -> dict[str, list[str]]:
@@ -78,11 +84,11 @@ class GraphNeighbours:
             for node_id in self.nodes
         }
 
-    def get_entry_nodes(self) -> list[Node]:
+    def get_entry_nodes(self) -> list[N]:
         """Nodes without dependencies."""
         return [node for node in self.nodes.values() if not node.dependencies]
 
-    def get_dependents(self, node_id: str) -> list[Node]:
+    def get_dependents(self, node_id: str) -> list[N]:
         """Nodes that depend directly on ``node_id``."""
         return [self.nodes[other] for other in self.adj[node_id]]
 
