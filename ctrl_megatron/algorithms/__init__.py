@@ -1,4 +1,7 @@
 """Advantage estimators, policy and value losses, KL: pure tensor functions in registries."""
+# ruff: noqa: F401  This file only gathers public names.
+
+from types import ModuleType
 
 from ctrl_megatron.algorithms.aggregation import LOSS_AGG_MODES, agg_loss
 from ctrl_megatron.algorithms.core_algos import (
@@ -13,6 +16,7 @@ from ctrl_megatron.algorithms.core_algos import (
     compute_policy_loss_kl_cov,
     compute_policy_loss_vanilla,
     compute_value_loss,
+    get_policy_loss,
 )
 from ctrl_megatron.algorithms.covariance import covariance_sums, over_tokens, token_lots
 from ctrl_megatron.algorithms.group_advantages import (
@@ -42,18 +46,17 @@ from ctrl_megatron.algorithms.masked import (
 )
 from ctrl_megatron.algorithms.registry import (
     ADV_ESTIMATOR_REGISTRY,
+    ESTIMATOR_INPUTS,
+    LOSS_INPUTS,
     POLICY_LOSS_REGISTRY,
+    PolicyLoss,
     PolicyLossTerms,
     estimate_advantages,
     get_adv_estimator,
-    get_policy_loss,
-    get_policy_loss_terms,
-    policy_loss_options,
     register_adv_est,
     register_policy_loss,
     register_policy_loss_terms,
     required_inputs,
-    token_selection,
 )
 from ctrl_megatron.algorithms.rollout_correction import (
     MismatchSums,
@@ -72,65 +75,8 @@ from ctrl_megatron.algorithms.value_loss import (
     value_loss_terms,
 )
 
-__all__ = [
-    "ADV_ESTIMATOR_REGISTRY",
-    "KL_ESTIMATORS",
-    "LOSS_AGG_MODES",
-    "POLICY_LOSS_REGISTRY",
-    "AdaptiveKLController",
-    "FixedKLController",
-    "GroupIndex",
-    "GroupedScores",
-    "MismatchSums",
-    "PolicyLossTerms",
-    "Reduce",
-    "agg_loss",
-    "apply_kl_penalty",
-    "check_shapes",
-    "compute_cpgd_outcome_advantage",
-    "compute_gae_advantage_return",
-    "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage",
-    "compute_grpo_passk_outcome_advantage",
-    "compute_opo_outcome_advantage",
-    "compute_policy_loss",
-    "compute_policy_loss_cispo",
-    "compute_policy_loss_clip_cov",
-    "compute_policy_loss_cpgd",
-    "compute_policy_loss_geo_mean",
-    "compute_policy_loss_gpg",
-    "compute_policy_loss_gspo",
-    "compute_policy_loss_kl_cov",
-    "compute_policy_loss_vanilla",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_rloo_outcome_advantage",
-    "compute_value_loss",
-    "correct_rollout",
-    "covariance_sums",
-    "estimate_advantages",
-    "explained_variance",
-    "explained_variance_sums",
-    "get_adv_estimator",
-    "get_kl_controller",
-    "get_policy_loss",
-    "get_policy_loss_terms",
-    "groups_with_signal",
-    "kl_penalty",
-    "masked",
-    "masked_whiten",
-    "mismatch_metrics",
-    "mismatch_sums",
-    "nothing_to_add",
-    "over_tokens",
-    "penalise",
-    "policy_loss_options",
-    "register_adv_est",
-    "register_policy_loss",
-    "register_policy_loss_terms",
-    "required_inputs",
-    "token_lots",
-    "token_selection",
-    "value_loss_terms",
-]
+__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
+    name
+    for name, value in vars().items()
+    if not name.startswith("_") and not isinstance(value, ModuleType) and value is not ModuleType
+)

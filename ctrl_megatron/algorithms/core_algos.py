@@ -1,91 +1,89 @@
-"""What verl and siiRL's guide call by name in their ``core_algos``, over a whole batch.
+"""Functions of a whole batch under the names that verl and siiRL's guide use in ``core_algos``.
 
-Each is derived from the one implementation that the trainer uses on pieces of a batch; the
+Each is derived from the one implementation that the trainer uses on pieces of a batch. The
 advantage estimators need no other form.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from enum import Enum
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 
+from ctrl_megatron.algorithms import covariance, policy_losses
 from ctrl_megatron.algorithms.aggregation import agg_loss
-from ctrl_megatron.algorithms.covariance import (
-    clip_cov_terms,
-    covariance_sums,
-    kl_cov_terms,
-    over_tokens,
-)
 from ctrl_megatron.algorithms.kl import KLController, penalise
 from ctrl_megatron.algorithms.masked import check_shapes, masked_mean
-from ctrl_megatron.algorithms.policy_losses import (
-    cispo_terms,
-    cpgd_terms,
-    geo_mean_terms,
-    gpg_terms,
-    gspo_terms,
-    vanilla_terms,
-)
 from ctrl_megatron.algorithms.registry import (
-    PolicyLossFn,
-    PolicyLossTermsFn,
-    policy_loss_options,
-    register_policy_loss,
-    token_selection,
+    POLICY_LOSS_REGISTRY,
+    LossScalars,
+    PolicyLoss,
+    PolicyLossTerms,
+    key_of,
 )
 from ctrl_megatron.algorithms.value_loss import value_loss_terms
+from ctrl_megatron.config.options import accepted
 
-Scalars = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Data = TypeVar("Data", bound=Any)
 """A mapping or TensorDict."""
+_LOSSES = (policy_losses, covariance)
+"""Modules that register losses when they are imported."""
 
 
-def _whole_batch(
-    name: str, terms: PolicyLossTermsFn, default_mode: str = "token-mean"
-) -> PolicyLossFn:
-    """Registers the loss of a whole batch by its ``terms``.
+def get_policy_loss(name: str | Enum) -> Callable[..., LossScalars]:
+    """The policy loss ``name`` of a whole batch, as a function that returns four scalars.
 
-    It returns four scalars (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower): the loss by
-    ``loss_agg_mode``, the others as means over tokens, without gradient. Losses that select tokens
-    also take ``selected``, or the ``generator`` of the draw. Raises ValueError for tensors that
-    differ in shape, and naming the options where these are read and ``config`` is None.
+    Its arguments are those of siiRL's guide (section 11.4): (old_log_prob, log_prob, advantages,
+    response_mask, loss_agg_mode, config, rollout_is_weights). It returns (pg_loss, pg_clipfrac,
+    ppo_kl, pg_clipfrac_lower): the loss by ``loss_agg_mode``, the others as means over tokens,
+    without a gradient. A loss that selects tokens also accepts ``selected``, or the ``generator``
+    of the draw; options of the loss are keyword arguments. The function raises ValueError for
+    tensors that differ in shape, and naming a key that the loss reads if ``config`` is None.
     """
-    options, selection = sorted(policy_loss_options(name)), token_selection(name)
+    return _whole_batch(key_of(name), POLICY_LOSS_REGISTRY.get(name))
+
+
+@cache
+def _whole_batch(name: str, loss: PolicyLoss) -> Callable[..., LossScalars]:
+    selection = loss.selection
 
     def compute(
         old_log_prob: torch.Tensor,
         log_prob: torch.Tensor,
         advantages: torch.Tensor,
         response_mask: torch.Tensor,
-        loss_agg_mode: str = default_mode,
+        loss_agg_mode: str = loss.loss_agg_mode,
         config: Any = None,
         rollout_is_weights: torch.Tensor | None = None,
         selected: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
-    ) -> Scalars:
-        if config is None and options:
-            raise ValueError(f"compute_policy_loss_{name} needs config with {', '.join(options)}")
-        check_shapes(
-            response_mask=response_mask,
-            old_log_prob=old_log_prob,
-            log_prob=log_prob,
-            advantages=advantages,
-            rollout_is_weights=rollout_is_weights,
-            selected=selected,
-        )
-        given = (old_log_prob, log_prob, advantages, response_mask, config)
-        chosen: dict[str, torch.Tensor] = {}
-        if selection is not None:
-            if selected is None:
-                sums = covariance_sums(log_prob, advantages, response_mask)
-                covariances = selection.covariances(*given, sums)[response_mask.bool()]
-                lots = torch.rand(len(covariances), generator=generator, dtype=torch.float64)
-                picked = selection.choose(covariances, config, lots.to(covariances.device))
-                selected = over_tokens(picked, response_mask)
-            chosen = {"selected": selected}
-        found = terms(*given, rollout_is_weights, **chosen)
+        **options: Any,
+    ) -> LossScalars:
+        config = _NoConfig(name) if config is None else config
+        tensors = {
+            "response_mask": response_mask,
+            "old_log_prob": old_log_prob,
+            "log_prob": log_prob,
+            "advantages": advantages,
+            "rollout_is_weights": rollout_is_weights,
+            "selected": selected,
+        }
+        check_shapes(**tensors)
+        if selection is not None and selected is None:
+            sums = covariance.covariance_sums(log_prob, advantages, response_mask)
+            pieces = (old_log_prob, log_prob, advantages, response_mask, config, sums)
+            covariances = selection.covariances(*pieces)[response_mask.bool()]
+            lots = torch.rand(len(covariances), generator=generator, dtype=torch.float64)
+            picked = selection.choose(covariances, config, lots.to(covariances.device))
+            tensors["selected"] = covariance.over_tokens(picked, response_mask)
+        offered = {**tensors, "config": config, "loss_agg_mode": loss_agg_mode, **options}
+        found = loss.function(**accepted(loss.function, offered))
+        if not isinstance(found, PolicyLossTerms):
+            return found
         return (
             agg_loss(found.loss, response_mask, loss_agg_mode),
             agg_loss(found.clipped, response_mask, "token-mean"),
@@ -98,17 +96,27 @@ def _whole_batch(
         f"The policy loss {name} of a whole batch: (pg_loss, pg_clipfrac, ppo_kl, "
         "pg_clipfrac_lower), scalars; docs/algorithms.md has the formula."
     )
-    return register_policy_loss(name)(compute)
+    return compute
 
 
-compute_policy_loss_vanilla = _whole_batch("vanilla", vanilla_terms)
-compute_policy_loss_gspo = _whole_batch("gspo", gspo_terms, "seq-mean-token-mean")
-compute_policy_loss_cpgd = _whole_batch("cpgd", cpgd_terms)
-compute_policy_loss_gpg = _whole_batch("gpg", gpg_terms)
-compute_policy_loss_cispo = _whole_batch("cispo", cispo_terms)
-compute_policy_loss_geo_mean = _whole_batch("geo_mean", geo_mean_terms, "seq-mean-token-mean")
-compute_policy_loss_clip_cov = _whole_batch("clip_cov", clip_cov_terms)
-compute_policy_loss_kl_cov = _whole_batch("kl_cov", kl_cov_terms)
+class _NoConfig:
+    """In place of a ``config`` that was not given."""
+
+    def __init__(self, name: str) -> None:
+        self._loss = name
+
+    def __getattr__(self, key: str) -> Any:
+        raise ValueError(f"compute_policy_loss_{self._loss} needs config with {key}")
+
+
+compute_policy_loss_vanilla = get_policy_loss("vanilla")
+compute_policy_loss_gspo = get_policy_loss("gspo")
+compute_policy_loss_cpgd = get_policy_loss("cpgd")
+compute_policy_loss_gpg = get_policy_loss("gpg")
+compute_policy_loss_cispo = get_policy_loss("cispo")
+compute_policy_loss_geo_mean = get_policy_loss("geo_mean")
+compute_policy_loss_clip_cov = get_policy_loss("clip_cov")
+compute_policy_loss_kl_cov = get_policy_loss("kl_cov")
 
 
 def compute_policy_loss(
@@ -121,7 +129,7 @@ def compute_policy_loss(
     cliprange_high: float | None = None,
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
-) -> Scalars:
+) -> LossScalars:
     """``compute_policy_loss_vanilla`` with its options as arguments."""
     config = SimpleNamespace(
         clip_ratio=cliprange,

@@ -18,7 +18,6 @@ import torch
 
 from ctrl_megatron.algorithms.masked import check_shapes, masked, row_sums
 from ctrl_megatron.algorithms.policy_losses import (
-    RANGE_OPTIONS,
     bounded_exp,
     clip_range,
     terms_of,
@@ -27,7 +26,7 @@ from ctrl_megatron.algorithms.policy_losses import (
 from ctrl_megatron.algorithms.registry import (
     PolicyLossTerms,
     TokenSelection,
-    register_policy_loss_terms,
+    register_policy_loss,
 )
 
 
@@ -128,9 +127,8 @@ def select_clip_cov(covariances: torch.Tensor, config: Any, lots: torch.Tensor) 
     return selected
 
 
-@register_policy_loss_terms(
+@register_policy_loss(
     "clip_cov",
-    options=(*RANGE_OPTIONS, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
     selection=TokenSelection(covariances=_clip_cov_covariances, choose=select_clip_cov),
 )
 def clip_cov_terms(
@@ -172,9 +170,8 @@ def select_kl_cov(covariances: torch.Tensor, config: Any, lots: torch.Tensor) ->
     return selected
 
 
-@register_policy_loss_terms(
+@register_policy_loss(
     "kl_cov",
-    options=("kl_cov_ratio", "ppo_kl_coef"),
     selection=TokenSelection(
         covariances=lambda _, new, gains, mask, __, sums: token_covariances(new, gains, mask, sums),
         choose=select_kl_cov,

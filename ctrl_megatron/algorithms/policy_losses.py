@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from ctrl_megatron.algorithms.masked import bounded, masked
-from ctrl_megatron.algorithms.registry import PolicyLossTerms, register_policy_loss_terms
+from ctrl_megatron.algorithms.registry import PolicyLossTerms, register_policy_loss
 
 _LARGEST_GSPO_EXPONENT = 10.0
-RANGE_OPTIONS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 
 def clip_range(config: Any) -> tuple[float, float]:
@@ -70,7 +69,7 @@ def terms_of(
     )
 
 
-@register_policy_loss_terms("vanilla", options=(*RANGE_OPTIONS, "clip_ratio_c"))
+@register_policy_loss("vanilla")
 def vanilla_terms(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -103,7 +102,7 @@ def vanilla_terms(
     )
 
 
-@register_policy_loss_terms("gspo", options=RANGE_OPTIONS)
+@register_policy_loss("gspo", loss_agg_mode="seq-mean-token-mean")
 def gspo_terms(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -131,7 +130,7 @@ def gspo_terms(
     return terms_of(weighted(loss, rollout_is_weights, response_mask), log_ratio, clipped > plain)
 
 
-@register_policy_loss_terms("cispo", options=RANGE_OPTIONS)
+@register_policy_loss("cispo")
 def cispo_terms(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -155,7 +154,7 @@ def cispo_terms(
     return terms_of(loss, log_ratio, held != ratio)
 
 
-@register_policy_loss_terms("cpgd", options=RANGE_OPTIONS)
+@register_policy_loss("cpgd")
 def cpgd_terms(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -183,7 +182,7 @@ def cpgd_terms(
     return terms_of(loss, log_ratio, clipped)
 
 
-@register_policy_loss_terms("geo_mean", options=RANGE_OPTIONS)
+@register_policy_loss("geo_mean", loss_agg_mode="seq-mean-token-mean")
 def geo_mean_terms(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -217,7 +216,7 @@ def geo_mean_terms(
     return terms_of(masked(rows, response_mask), log_ratio, held != log_ratio)
 
 
-@register_policy_loss_terms("gpg")
+@register_policy_loss("gpg")
 def gpg_terms(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

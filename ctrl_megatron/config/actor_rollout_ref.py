@@ -151,6 +151,9 @@ class Actor:
     """How per-token losses become one number."""
     policy_loss: str = "vanilla"
     """Registered name of the policy loss."""
+    policy_loss_options: dict[str, Any] = field(default_factory=dict)
+    """Options that the policy loss declares itself, its parameters by name; those of the losses of
+    this package are the keys of this group."""
     clip_cov_ratio: float = key(0.0002, SHARE, read=_losses("clip_cov"))
     """Share of tokens that clip_cov takes out of the gradient."""
     clip_cov_lb: float = key(1.0, read=_losses("clip_cov"))

@@ -89,6 +89,8 @@ class Algorithm:
 
     adv_estimator: str = "grpo"
     """Registered name of the advantage estimator."""
+    adv_estimator_options: dict[str, Any] = field(default_factory=dict)
+    """Options that the estimator declares itself, its parameters by name: f_norm of gpg."""
     gamma: float = key(1.0, SHARE, read=_estimators("gae", "reinforce_plus_plus"))
     """Discount per token."""
     lam: float = key(1.0, SHARE, read=_estimators("gae"))

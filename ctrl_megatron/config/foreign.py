@@ -21,6 +21,7 @@ RENAMED: Mapping[str, str] = {
     _OPTIM + "warmup_ratio": _OPTIM + "lr_warmup_steps_ratio",
     _OPTIM + "lr_warmup_steps": _OPTIM + "lr_warmup_steps_ratio",
     "data.seed": "trainer.seed",
+    "algorithm.f_norm": "algorithm.adv_estimator_options",
     "sft.max_token_len_per_gpu": _TOKENS,
     _ACTOR + "megatron.seed": "trainer.seed",
     _ACTOR + "use_dynamic_bsz": _TOKENS,
@@ -126,7 +127,6 @@ ABSENT: Mapping[str, str] = {
         f"DAPO is algorithm.filter_groups.enable=true with {_ACTOR}clip_ratio_high and "
         "reward.overlong_buffer.enable=true"
     ),
-    "algorithm.f_norm": "gpg does not scale its advantages",
     "reward.num_examine": "runs/NAME/examples.jsonl and report.html have critiques of every step",
     "sandbox.attempts": "a request is tried five times",
     "sandbox.startup_timeout": "an embedded service has a minute to start",

@@ -166,8 +166,10 @@ def _written(given: Any, places: Mapping[str, Place]) -> dict[str, Place]:
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
             above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-            # What YAML's << brings along stands nowhere under its own name.
-            written[name] = next((places[k] for k in above if k in places), Place("the file"))
+            below = (k for k in places if k.startswith(f"{name}."))
+            # A key that YAML's << inserts has no place of its own.
+            found = next((k for k in (*above, *below) if k in places), None)
+            written[name] = Place("the file") if found is None else places[found]
     return written
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ctrl_megatron.config.actor_rollout_ref import REFERENCE, REVISIONS, ActorRolloutRef, Schedule
 from ctrl_megatron.config.algorithm import VALUE_MODEL, Algorithm, Critic, Reward, Sandbox
@@ -144,6 +144,8 @@ class Dag:
         None, Range("of the form package.module:function", re.compile(r"[\w.]+:[\w.]+$").match)
     )
     """Function that builds the pipeline, as module:function; None for the built-in one."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options that this function declares, its parameters after the configuration by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

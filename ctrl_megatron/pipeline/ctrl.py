@@ -19,19 +19,22 @@ from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.algorithms import (
     ADV_ESTIMATOR_REGISTRY,
+    ESTIMATOR_INPUTS,
+    POLICY_LOSS_REGISTRY,
     correct_rollout,
     estimate_advantages,
     explained_variance,
     explained_variance_sums,
+    get_adv_estimator,
     groups_with_signal,
     mismatch_metrics,
     mismatch_sums,
     penalise,
     required_inputs,
-    token_selection,
 )
 from ctrl_megatron.algorithms.rollout_correction import MismatchSums
 from ctrl_megatron.config import Config
+from ctrl_megatron.config.options import own_options
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.pipeline import node_keys
@@ -183,7 +186,7 @@ def asks_for_old_log_probs(config: Config) -> str | None:
         return "algorithm.use_kl_in_reward=true"
     if (correcting := _correcting(config)) is not None:
         return correcting
-    if token_selection(actor.policy_loss) is not None:
+    if POLICY_LOSS_REGISTRY.get(actor.policy_loss).selection is not None:
         return f"{family}.policy_loss={actor.policy_loss}"
     return None
 
@@ -472,7 +475,7 @@ def kl_to_reference(
 def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``advantages``, ``returns`` (B, R) by the configured estimator; no group is split.
 
-    The estimator gets those of these inputs that it names.
+    The estimator gets the inputs that it has parameters for, and its own options.
     """
     algorithm, mask = worker.config.algorithm, batch["response_mask"]
     offered = {
@@ -487,6 +490,12 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     for name in ("values", "reward_baselines"):
         if name in batch:
             offered[name] = batch[name]
+    offered |= own_options(
+        get_adv_estimator(algorithm.adv_estimator),
+        algorithm.adv_estimator_options,
+        "algorithm.adv_estimator_options",
+        inputs=ESTIMATOR_INPUTS,
+    )
     estimates, returns = estimate_advantages(
         algorithm.adv_estimator, offered, reduce=worker.groups.sum_over_data
     )

@@ -1,12 +1,12 @@
-"""What the optimizer steps minimise, over mini-batches: the actor's policy loss, entropy bonus and
-KL term, and the value model's loss.
+"""The losses of a mini-batch: the actor's policy loss, entropy bonus and KL term, and the value
+model's loss.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -14,18 +14,20 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.algorithms import (
+    LOSS_INPUTS,
+    POLICY_LOSS_REGISTRY,
     PolicyLossTerms,
     agg_loss,
     check_shapes,
     covariance_sums,
-    get_policy_loss_terms,
     kl_penalty,
     over_tokens,
     token_lots,
-    token_selection,
     value_loss_terms,
 )
+from ctrl_megatron.algorithms.registry import LossScalars
 from ctrl_megatron.config import Actor
+from ctrl_megatron.config.options import accepted, own_options
 from ctrl_megatron.errors import UserError, is_users, place_of, users_code
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -34,18 +36,24 @@ from ctrl_megatron.pipeline.worker import DAGWorker
 
 
 class ActorLoss:
-    """A ``models.policy.LossFn``: this micro-batch's share of the global loss and its scalars.
+    """A ``models.policy.LossFn``: this micro-batch's share of the global loss, and its scalars.
 
-    Rows without ``old_log_probs`` are learned from once, by the weights that drew them: the old
-    log-probs are the present ones, without a gradient.
-    ``response_limit`` is the constant of ``seq-mean-token-sum-norm``: the width of a batch is that
-    of its longest response, which differs between ranks and steps.
+    Rows without ``old_log_probs`` are used for one optimizer step, by the weights that drew them:
+    then the old log-probs are the new ones, without a gradient.
+    ``response_limit`` is the constant of ``seq-mean-token-sum-norm``: the width of a batch is its
+    longest response, which differs between ranks and steps.
     """
 
     def __init__(self, actor: Actor, *, response_limit: int) -> None:
         self._actor, self._response_limit = actor, response_limit
-        self._terms = get_policy_loss_terms(actor.policy_loss)
-        self._is_users = is_users(self._terms)
+        self._function = POLICY_LOSS_REGISTRY.get(actor.policy_loss).function
+        self._options = own_options(
+            self._function,
+            actor.policy_loss_options,
+            "actor_rollout_ref.actor.policy_loss_options",
+            inputs=LOSS_INPUTS,
+        )
+        self._who = f"policy loss {actor.policy_loss!r} ({place_of(self._function)})"
 
     @staticmethod
     def check(batch: TensorDict) -> None:
@@ -63,27 +71,32 @@ class ActorLoss:
         counts: GlobalCounts,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         actor, mask = self._actor, rows.get("loss_mask", rows["response_mask"])
-        # Only losses that choose tokens over the mini-batch know the name.
-        chosen = {"selected": rows["selected"]} if "selected" in rows else {}
-
         whole = partial(aggregate, mask=mask, counts=counts, response_limit=self._response_limit)
         mode = actor.loss_agg_mode
-        given = {
-            "old_log_prob": rows.get("old_log_probs", log_probs.detach()),
-            "log_prob": log_probs,
-            "advantages": rows["advantages"],
-            "response_mask": mask,
-            "config": actor,
-            "rollout_is_weights": rows.get("rollout_is_weights"),
-            **chosen,
-        }
-        terms = self._users_terms(given) if self._is_users else self._terms(**given)
-        policy = whole(terms.loss, mode)
+        found = self._computed(
+            {
+                "old_log_prob": rows.get("old_log_probs", log_probs.detach()),
+                "log_prob": log_probs,
+                "advantages": rows["advantages"],
+                "response_mask": mask,
+                "loss_agg_mode": mode,
+                "config": actor,
+                "rollout_is_weights": rows.get("rollout_is_weights"),
+                "selected": rows.get("selected"),
+                **self._options,
+            }
+        )
+        if isinstance(found, PolicyLossTerms):
+            policy, clipped = whole(found.loss, mode), whole(found.clipped, "token-mean")
+            approx_kl = whole(found.approx_kl, "token-mean")
+            clipped_lower = whole(found.clipped_lower, "token-mean")
+        else:
+            policy, clipped, approx_kl, clipped_lower = shares_of(found, mode, mask, counts)
         scalars = {
             "actor/pg_loss": policy,
-            "actor/ppo_kl": whole(terms.approx_kl, "token-mean"),
-            "actor/pg_clipfrac": whole(terms.clipped, "token-mean"),
-            "actor/pg_clipfrac_lower": whole(terms.clipped_lower, "token-mean"),
+            "actor/ppo_kl": approx_kl,
+            "actor/pg_clipfrac": clipped,
+            "actor/pg_clipfrac_lower": clipped_lower,
         }
         loss = policy
         if actor.entropy_coeff:
@@ -95,26 +108,71 @@ class ActorLoss:
             scalars["actor/kl_loss"] = kl
         return loss, {name: value.detach() for name, value in scalars.items()}
 
-    def _users_terms(self, given: Mapping[str, Any]) -> PolicyLossTerms:
-        """UserError for what the function raises, and for anything but terms of the mask's shape,
-        whose loss is finite where the mask is on: it would be Megatron that trips over it.
-        """
-        who = f"policy loss {self._actor.policy_loss!r} ({place_of(self._terms)})"
-        mask = given["response_mask"]
-        with users_code(f"{who} failed"):
-            terms = self._terms(**given)
-            if not isinstance(terms, PolicyLossTerms):
-                raise UserError(f"{who} gives {type(terms).__name__}, not PolicyLossTerms")
-            for field in dataclasses.fields(terms):
-                value = getattr(terms, field.name)
-                if getattr(value, "shape", None) != mask.shape:
-                    raise UserError(
-                        f"{who} gives {field.name} of shape {tuple(getattr(value, 'shape', ()))}; "
-                        f"expected a tensor of {tuple(mask.shape)}, the shape of response_mask"
-                    )
-            if not terms.loss[mask.bool()].isfinite().all():
-                raise UserError(f"{who} gives a loss that is not finite")
-        return terms
+    def _computed(self, offered: Mapping[str, Any]) -> PolicyLossTerms | LossScalars:
+        """The result of the policy loss; a loss of the user's is checked (``checked_loss``)."""
+        if not is_users(self._function):
+            return self._function(**accepted(self._function, offered))
+        mask, log_prob = offered["response_mask"], offered["log_prob"]
+        if not mask.any():
+            # A mean over no token is not a number.
+            zero = torch.where(mask.bool(), log_prob, log_prob.new_zeros(())).sum()
+            return zero, zero, zero, zero
+        with users_code(f"{self._who} failed"):
+            found = self._function(**accepted(self._function, offered))
+            return checked_loss(self._who, found, mask, self._actor.loss_agg_mode)
+
+
+def checked_loss(
+    who: str, found: Any, mask: torch.Tensor, loss_agg_mode: str
+) -> PolicyLossTerms | LossScalars:
+    """``found``, the result of a policy loss of the user's; ``who`` begins messages.
+
+    UserError for anything but ``PolicyLossTerms`` of the mask's shape (B, R) or four scalar
+    tensors, for a loss that is not finite, and for scalars where ``loss_agg_mode`` divides by the
+    response limit, which such a function does not know.
+    """
+    if isinstance(found, PolicyLossTerms):
+        parts, expected = {f.name: getattr(found, f.name) for f in fields(found)}, mask.shape
+        loss = found.loss
+    elif isinstance(found, tuple) and len(found) == 4:
+        names = ("pg_loss", "pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+        parts, expected = dict(zip(names, found, strict=True)), torch.Size()
+        loss = found[0]
+        if loss_agg_mode == "seq-mean-token-sum-norm":
+            raise UserError(
+                f"{who} returns scalars, which cannot be divided by the response limit as "
+                f"actor_rollout_ref.actor.loss_agg_mode={loss_agg_mode} requires",
+                remedy="return PolicyLossTerms, or choose another loss_agg_mode",
+            )
+    else:
+        raise UserError(
+            f"{who} returns {type(found).__name__}, neither PolicyLossTerms nor four scalars "
+            "(pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)"
+        )
+    for name, value in parts.items():
+        if getattr(value, "shape", None) != expected:
+            raise UserError(
+                f"{who} returns {name} of shape {tuple(getattr(value, 'shape', ()))}; expected a "
+                f"tensor of {tuple(expected)}"
+                + (", the shape of response_mask" if expected else "")
+            )
+    if not (loss[mask.bool()] if expected else loss).isfinite().all():
+        raise UserError(f"{who} returns a loss that is not finite")
+    return found
+
+
+def shares_of(
+    scalars: LossScalars, loss_agg_mode: str, mask: torch.Tensor, counts: GlobalCounts
+) -> LossScalars:
+    """The share of the whole mini-batch's (loss, three shares of tokens) in those of a micro-batch,
+    which are means over its tokens or its rows.
+    """
+    tokens, rows = mask.sum(), mask.any(dim=1).sum()
+    loss, *others = scalars
+    by_tokens = loss_agg_mode == "token-mean"
+    loss = loss * tokens / counts.tokens if by_tokens else loss * rows / counts.sequences
+    clipped, approx_kl, clipped_lower = (value * tokens / counts.tokens for value in others)
+    return loss, clipped, approx_kl, clipped_lower
 
 
 class ValueLoss:
@@ -174,7 +232,7 @@ def select_tokens(
     training step.
     """
     actor, groups = worker.config.actor_rollout_ref.actor, worker.groups
-    selection = token_selection(actor.policy_loss)
+    selection = POLICY_LOSS_REGISTRY.get(actor.policy_loss).selection
     if selection is None:
         return {}
     old, gains = rows["old_log_probs"], rows["advantages"]
@@ -210,9 +268,9 @@ def mini_batches(
     One of which no rank has a token in the loss, because none of its rows was judged or all were
     rejected, has nothing to teach and is left out. ValueError where all are. Collective.
     """
-    fields, numbers = tensors_of(batch), batch["mini_batch"]
-    fields["place"] = torch.arange(len(numbers))
-    mask = fields.get("loss_mask", fields["response_mask"])
+    tensors, numbers = tensors_of(batch), batch["mini_batch"]
+    tensors["place"] = torch.arange(len(numbers))
+    mask = tensors.get("loss_mask", tensors["response_mask"])
     pieces = [(numbers == number).nonzero().squeeze(-1) for number in numbers.unique().tolist()]
     tokens = groups.sum_over_data(torch.stack([mask[rows].sum() for rows in pieces]))
     taught = [rows for rows, count in zip(pieces, tokens.tolist(), strict=True) if count]
@@ -220,7 +278,7 @@ def mini_batches(
         raise ValueError("no response token of the step takes part in the loss; see its metrics")
     for _ in range(epochs):
         for rows in taught:
-            yield {name: value[rows] for name, value in fields.items()}
+            yield {name: value[rows] for name, value in tensors.items()}
 
 
 def means_over_steps(steps: Sequence[Mapping[str, float]], prefix: str) -> dict[str, float]:

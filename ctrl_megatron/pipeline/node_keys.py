@@ -25,7 +25,8 @@ KL_IN_REWARD = (
     "algorithm.kl_ctrl",
 )
 ADVANTAGES = (
-    *("algorithm.adv_estimator", "algorithm.gamma", "algorithm.lam"),
+    *("algorithm.adv_estimator", "algorithm.adv_estimator_options"),
+    *("algorithm.gamma", "algorithm.lam"),
     *("algorithm.norm_adv_by_std_in_grpo", "algorithm.weight_factor_in_cpgd"),
 )
 VALUES = ("critic",)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
-from ctrl_megatron.algorithms import get_adv_estimator, get_policy_loss_terms
+from ctrl_megatron.algorithms import (
+    ESTIMATOR_INPUTS,
+    LOSS_INPUTS,
+    POLICY_LOSS_REGISTRY,
+    get_adv_estimator,
+)
 from ctrl_megatron.checkpoint.store import (
     POLICY_FOLDER,
     VALUE_FOLDER,
@@ -15,6 +21,8 @@ from ctrl_megatron.checkpoint.store import (
 )
 from ctrl_megatron.config import CTRL_PIPELINE, GRPO_PIPELINE, Config
 from ctrl_megatron.config.import_path import imported
+from ctrl_megatron.config.keys import value_of
+from ctrl_megatron.config.options import named_parameters, own_options
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError, users_code, users_input
 from ctrl_megatron.models.kernels import kernels_line
@@ -53,6 +61,7 @@ from ctrl_megatron.rollout.engine import require_engine
 from ctrl_megatron.sandbox import SandboxClient, SandboxError
 from ctrl_megatron.sandbox.limits import LEVELS
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _PARTS = ("kl_controller", "reserve")
 """Of the state in a checkpoint, beside the sampler."""
 
@@ -202,18 +211,28 @@ def engines_and_sandbox(config: Config, services: Services, level: Mapping[str, 
 
 
 def pipeline_of(config: Config) -> TaskGraph:
-    """The graph of ``dag.custom_pipeline_fn``, which may take the configuration, or CTRL's."""
-    reference = config.dag.custom_pipeline_fn
-    if reference:
-        with users_code(f"dag.custom_pipeline_fn={reference}"):
-            function = imported(reference, "dag.custom_pipeline_fn")
-            graph = function(config) if inspect.signature(function).parameters else function()
-    else:
-        graph = ctrl_pipeline(config)
+    """The graph that the function ``dag.custom_pipeline_fn`` builds, or CTRL's.
+
+    The function's first parameter, if it has one, is the configuration; the others are the options
+    of the pipeline (``dag.options``).
+    """
+    reference, key = config.dag.custom_pipeline_fn, "dag.custom_pipeline_fn"
+    with users_code(f"{key}={reference}") if reference else nullcontext():
+        function = imported(reference, key) if reference else ctrl_pipeline
+        parameters = named_parameters(function).items()
+        first = [name for name, p in parameters if p.kind in _POSITIONAL][:1]
+        options = own_options(
+            function,
+            config.dag.options,
+            "dag.options",
+            inputs=first,
+            place=config.written.get("dag.options"),
+        )
+        graph = function(*(config for _ in first), **options)
     if not isinstance(graph, TaskGraph):
         raise UserError(
-            f"dag.custom_pipeline_fn={reference} returned {type(graph).__name__}, not the "
-            "TaskGraph that Pipeline.build() gives"
+            f"{key}={reference} returned {type(graph).__name__}, not the TaskGraph that "
+            "Pipeline.build() returns"
         )
     check_calls(graph)
     check_fields(config, graph)
@@ -229,22 +248,43 @@ def pipeline_of(config: Config) -> TaskGraph:
 
 
 def check_names(config: Config) -> None:
-    """ValueError naming the key of an estimator or a loss that nothing has registered.
-
-    The module of ``dag.custom_pipeline_fn`` must have been imported, which may register some.
+    """UserError for an estimator or a loss that is not registered, and for options that it does not
+    have. The module of ``dag.custom_pipeline_fn`` must have been imported, which may register some.
     """
-    estimator, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss
-    for key, name, look_up in (
-        ("algorithm.adv_estimator", estimator, get_adv_estimator),
-        ("actor_rollout_ref.actor.policy_loss", loss, get_policy_loss_terms),
-    ):
-        try:
-            look_up(name)
-        except ValueError as error:
-            raise UserError(
-                f"{key}={name}: {error}; correct the name, or register it in the module of "
-                "dag.custom_pipeline_fn"
-            ) from None
+    check_together(
+        lambda: _check_function(
+            config, "algorithm.adv_estimator", get_adv_estimator, ESTIMATOR_INPUTS
+        ),
+        lambda: _check_function(
+            config,
+            "actor_rollout_ref.actor.policy_loss",
+            lambda name: POLICY_LOSS_REGISTRY.get(name).function,
+            LOSS_INPUTS,
+        ),
+    )
+
+
+def _check_function(
+    config: Config,
+    key: str,
+    look_up: Callable[[str], Callable[..., object]],
+    inputs: tuple[str, ...],
+) -> None:
+    name, options = value_of(config, key), f"{key}_options"
+    try:
+        function = look_up(name)
+    except ValueError as error:
+        raise UserError(
+            f"{key}={name}: {error}; correct the name, or register it in the module of "
+            "dag.custom_pipeline_fn"
+        ) from None
+    own_options(
+        function,
+        value_of(config, options),
+        options,
+        inputs=inputs,
+        place=config.written.get(options),
+    )
 
 
 async def isolation_level(worker: RolloutWorker) -> dict[str, float]:

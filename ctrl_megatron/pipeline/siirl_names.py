@@ -19,13 +19,6 @@ from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 
-class _Dependent(Protocol):
-    dependencies: list[str]
-
-
-NodeT = TypeVar("NodeT", bound=_Dependent)
-
-
 class NodeType(Enum):
     """The kind of work that a node does."""
 
@@ -64,10 +57,19 @@ class NodeStatus(Enum):
     SKIPPED = "SKIPPED"
 
 
-class GraphNeighbours(Generic[NodeT]):
-    """The guide's queries of a graph, of which the executor needs none."""
+class Dependent(Protocol):
+    """A node as far as the queries below need it."""
 
-    nodes: dict[str, NodeT]
+    dependencies: list[str]
+
+
+N = TypeVar("N", bound=Dependent)
+
+
+class GraphNeighbours(Generic[N]):
+    """The guide's queries of a graph."""
+
+    nodes: dict[str, N]
 
     @property
     def rev_adj(self) -> dict[str, list[str]]:
@@ -82,11 +84,11 @@ class GraphNeighbours(Generic[NodeT]):
             for node_id in self.nodes
         }
 
-    def get_entry_nodes(self) -> list[NodeT]:
+    def get_entry_nodes(self) -> list[N]:
         """Nodes without dependencies."""
         return [node for node in self.nodes.values() if not node.dependencies]
 
-    def get_dependents(self, node_id: str) -> list[NodeT]:
+    def get_dependents(self, node_id: str) -> list[N]:
         """Nodes that depend directly on ``node_id``."""
         return [self.nodes[other] for other in self.adj[node_id]]
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from hypothesis import strategies as st
 
-from ctrl_megatron.algorithms import get_adv_estimator, registry
+from ctrl_megatron.algorithms import get_adv_estimator
+from ctrl_megatron.config.options import named_parameters
 
 seeds = st.integers(min_value=0, max_value=2**31 - 1)
 
@@ -54,4 +55,4 @@ def leaves_as_it_is(_sums: torch.Tensor) -> torch.Tensor:
 
 def estimator_inputs(name: str) -> set[str]:
     """Names of the tensors and options that the advantage estimator reads."""
-    return {*registry._named_arguments(get_adv_estimator(name))} - {"reduce"}
+    return {*named_parameters(get_adv_estimator(name))} - {"reduce"}

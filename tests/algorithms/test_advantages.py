@@ -193,7 +193,8 @@ def test_registry_names_what_it_knows_and_keeps_what_it_has() -> None:
     assert get_adv_estimator("grpo") is compute_grpo_outcome_advantage
     assert get_adv_estimator("gae") is compute_gae_advantage_return
     with pytest.raises(
-        ValueError, match="unknown advantage estimator 'grop'; known: cpgd, gae, gpg, "
+        ValueError,
+        match=r"unknown advantage estimator 'grop'; did you mean 'grpo'\? known: cpgd, gae, gpg, ",
     ):
         get_adv_estimator("grop")
     with pytest.raises(ValueError, match="'grpo' is registered already"):

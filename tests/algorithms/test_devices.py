@@ -23,7 +23,6 @@ from ctrl_megatron.algorithms import (
     kl_penalty,
     mismatch_sums,
     penalise,
-    token_selection,
 )
 from ctrl_megatron.algorithms.covariance import token_covariances
 
@@ -70,7 +69,7 @@ def test_losses_stay_on_their_device(name: str, device: str) -> None:
         **{"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0},
         ppo_kl_coef=1.0,
     )
-    chosen = {"selected": mask.bool()} if token_selection(name) else {}
+    chosen = {"selected": mask.bool()} if POLICY_LOSS_REGISTRY.get(name).selection else {}
     loss = get_policy_loss(name)
     found = loss(a, a, a, mask, config=config, rollout_is_weights=a, **chosen)
     assert {x.device.type for x in found} == {device}

@@ -492,11 +492,11 @@ def test_an_estimator_of_ones_own_may_reduce_and_must_keep_the_shape() -> None:
         given = {"token_level_rewards": torch.ones(2, 3), "response_mask": torch.ones(2, 3)}
         assert estimator_inputs("test_shares") == given.keys()
         with pytest.raises(
-            ValueError, match=r"'test_shares' gives returns of shape \(2,\); expected \(2, 3\)"
+            ValueError, match=r"'test_shares' returns returns of shape \(2,\); expected \(2, 3\)"
         ):
             estimate_advantages("test_shares", given)
         given = {"token_level_rewards": torch.ones(3), "response_mask": torch.ones(())}
-        with pytest.raises(ValueError, match="gives advantages of shape"):
+        with pytest.raises(ValueError, match="returns advantages of shape"):
             estimate_advantages("test_shares", given, lambda s: 2 * s)
     finally:
         del ADV_ESTIMATOR_REGISTRY._entries["test_shares"]
@@ -505,11 +505,11 @@ def test_an_estimator_of_ones_own_may_reduce_and_must_keep_the_shape() -> None:
 @pytest.mark.parametrize(
     ("give", "said"),
     [
-        (lambda ones: None, r"gives NoneType, not \(advantages, returns\)"),
-        (lambda ones: ones, "gives Tensor, not"),
-        (lambda ones: (ones, None), "gives returns of shape None"),
-        (lambda ones: (ones, ones / 0), "gives returns that are not finite"),
-        (lambda ones: (ones * math.nan, ones), "gives advantages that are not finite"),
+        (lambda ones: None, r"returns NoneType, not \(advantages, returns\)"),
+        (lambda ones: ones, "returns Tensor, not"),
+        (lambda ones: (ones, None), "returns returns of shape None"),
+        (lambda ones: (ones, ones / 0), "returns returns that are not finite"),
+        (lambda ones: (ones * math.nan, ones), "returns advantages that are not finite"),
         (lambda ones: sys.exit(2), r"failed: it calls sys\.exit\(2\)"),
         (lambda ones: 1 / 0, "failed: ZeroDivisionError"),
     ],

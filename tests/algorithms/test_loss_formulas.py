@@ -22,11 +22,9 @@ from ctrl_megatron.algorithms import (
     POLICY_LOSS_REGISTRY,
     agg_loss,
     get_policy_loss,
-    get_policy_loss_terms,
-    policy_loss_options,
-    register_policy_loss_terms,
-    token_selection,
+    register_policy_loss,
 )
+from ctrl_megatron.config import KEYS
 
 COVARIANCE = {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.05, "clip_cov_ub": 5.0}
 CONFIG = SimpleNamespace(
@@ -185,7 +183,7 @@ def test_every_loss_has_a_formula_here() -> None:
 def test_losses_equal_plain_python(seed: int, name: str) -> None:
     data = batch(seed)
     want = formula(name, data, data["log_prob"])
-    got = get_policy_loss_terms(name)(**taken(name, data), config=CONFIG)
+    got = POLICY_LOSS_REGISTRY.get(name).function(**taken(name, data), config=CONFIG)
     torch.testing.assert_close(got.loss, want, rtol=1e-6, atol=1e-12)
     kl = torch.where(data["response_mask"], data["old_log_prob"] - data["log_prob"], 0.0)
     torch.testing.assert_close(got.approx_kl, kl, rtol=1e-6, atol=1e-12)
@@ -196,7 +194,7 @@ def test_the_whole_batch_form_aggregates_the_terms(seed: int, name: str, mode: s
     data = batch(seed)
     mask = data["response_mask"]
     got = get_policy_loss(name)(**taken(name, data), config=CONFIG, loss_agg_mode=mode)
-    terms = get_policy_loss_terms(name)(**taken(name, data), config=CONFIG)
+    terms = POLICY_LOSS_REGISTRY.get(name).function(**taken(name, data), config=CONFIG)
     want = [float(agg_loss(formula(name, data, data["log_prob"]), mask, mode))]
     for part in (terms.clipped, terms.approx_kl, terms.clipped_lower):
         want.append(float(part[mask].mean()))
@@ -210,7 +208,7 @@ def test_gradients_equal_differences_of_the_formula(seed: int, name: str) -> Non
     generator = torch.Generator().manual_seed(seed)
     weights = normal(generator, 3, 4)
     log_prob = data["log_prob"].clone().requires_grad_()
-    terms = get_policy_loss_terms(name)(
+    terms = POLICY_LOSS_REGISTRY.get(name).function(
         **{**taken(name, data), "log_prob": log_prob}, config=CONFIG
     )
     (terms.loss * weights).sum().backward()
@@ -290,8 +288,8 @@ def test_padding_never_matters(seed: int, name: str) -> None:
         k: torch.nn.functional.pad(v, (1, 3, 0, 2), value=0 if v.dtype == torch.bool else math.nan)
         for k, v in taken(name, data).items()
     }
-    got = get_policy_loss_terms(name)(**padded, config=CONFIG).loss
-    want = get_policy_loss_terms(name)(**taken(name, data), config=CONFIG).loss
+    got = POLICY_LOSS_REGISTRY.get(name).function(**padded, config=CONFIG).loss
+    want = POLICY_LOSS_REGISTRY.get(name).function(**taken(name, data), config=CONFIG).loss
     torch.testing.assert_close(got[:6, 1:6], want, rtol=1e-12, atol=1e-14)
     assert float(got.abs().sum()) == pytest.approx(float(want.abs().sum()), rel=1e-12)
 
@@ -306,7 +304,7 @@ def test_pieces_with_global_denominators_add_up(seed: int, name: str, mode: str,
         total = torch.zeros((), dtype=torch.float64)
         for rows in pieces(7, sizes):
             fields = {k: v[rows] for k, v in taken(name, data).items()}
-            terms = get_policy_loss_terms(name)(
+            terms = POLICY_LOSS_REGISTRY.get(name).function(
                 **{**fields, "log_prob": log_prob[rows]}, config=CONFIG
             )
             part = agg_loss(
@@ -378,13 +376,14 @@ def test_the_shares_say_what_was_clipped() -> None:
     }
     for name, expected in want.items():
         chosen = {"selected": torch.zeros(1, 5)} if name in SELECTING else {}
-        terms = get_policy_loss_terms(name)(**data, config=CONFIG, **chosen)
+        terms = POLICY_LOSS_REGISTRY.get(name).function(**data, config=CONFIG, **chosen)
         assert terms.clipped[0].tolist() == expected, name
     chosen = torch.tensor([[False, False, True, False, False]])
-    terms = get_policy_loss_terms("clip_cov")(**data, config=CONFIG, selected=chosen)
+    terms = POLICY_LOSS_REGISTRY.get("clip_cov").function(**data, config=CONFIG, selected=chosen)
     assert terms.clipped[0].tolist() == [1, 0, 1, 1, 0]
     row = {**data, "advantages": torch.ones_like(ratio), "log_prob": data["log_prob"] + 1}
-    assert get_policy_loss_terms("gspo")(**row, config=CONFIG).clipped[0].tolist() == [1] * 5
+    terms = POLICY_LOSS_REGISTRY.get("gspo").function(**row, config=CONFIG)
+    assert terms.clipped[0].tolist() == [1] * 5
 
 
 def test_an_open_lower_side() -> None:
@@ -401,7 +400,18 @@ def test_an_open_lower_side() -> None:
     assert float(loss.detach()) == pytest.approx(-5.0 * math.exp(-5.0))
 
 
-def test_options_are_what_the_losses_read() -> None:
+def declared_keys(loss: str) -> set[str]:
+    """The keys that the configuration declares to be read with this policy loss."""
+    switch = ("actor_rollout_ref.actor.policy_loss",)
+    return {
+        key.name.rpartition(".")[2]
+        for key in KEYS.values()
+        for condition in key.read
+        if condition.switches == switch and condition.holds(loss)
+    }
+
+
+def test_a_loss_reads_the_keys_that_are_declared_to_be_its() -> None:
     class Watched:
         def __init__(self) -> None:
             self.read: set[str] = set()
@@ -419,7 +429,7 @@ def test_options_are_what_the_losses_read() -> None:
             CONFIG.clip_ratio_low = low
             get_policy_loss(name)(**data, config=watched)
         CONFIG.clip_ratio_low = LOW
-        assert watched.read == policy_loss_options(name), name
+        assert watched.read == declared_keys(name), name
 
 
 def test_wrong_options_are_named() -> None:
@@ -432,16 +442,14 @@ def test_wrong_options_are_named() -> None:
     for name in ("gspo", "cpgd", "cispo", "geo_mean"):
         with pytest.raises(ValueError, match=r"low=-0\.1"):
             get_policy_loss(name)(**taken(name, data), config=wrong)
-    with pytest.raises(ValueError, match="unknown policy loss with per-token terms 'ppo'"):
-        policy_loss_options("ppo")
+    with pytest.raises(ValueError, match="unknown policy loss 'ppo'; known: "):
+        POLICY_LOSS_REGISTRY.get("ppo")
 
 
-def test_the_registry_keeps_options_and_selections() -> None:
-    terms = get_policy_loss_terms("gspo")
-    assert register_policy_loss_terms(
-        "gspo", options=("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-    )(terms)
+def test_the_registry_keeps_aggregations_and_selections() -> None:
+    terms = POLICY_LOSS_REGISTRY.get("gspo").function
+    assert register_policy_loss("gspo", loss_agg_mode="seq-mean-token-mean")(terms) is terms
     with pytest.raises(ValueError, match="'gspo' is registered already"):
-        register_policy_loss_terms("gspo", options=("clip_ratio",))(terms)
+        register_policy_loss("gspo")(terms)
     for name in FORMULAS:
-        assert (token_selection(name) is not None) == (name in SELECTING)
+        assert (POLICY_LOSS_REGISTRY.get(name).selection is not None) == (name in SELECTING)

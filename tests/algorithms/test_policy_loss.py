@@ -15,12 +15,8 @@ from ctrl_megatron.algorithms import (
     agg_loss,
     compute_policy_loss_vanilla,
     get_policy_loss,
-    get_policy_loss_terms,
-    policy_loss_options,
     register_policy_loss,
     register_policy_loss_terms,
-    registry,
-    token_selection,
 )
 from ctrl_megatron.algorithms.policy_losses import vanilla_terms
 
@@ -257,28 +253,38 @@ def test_wrong_options_are_named() -> None:
 
 def test_registry() -> None:
     assert get_policy_loss("vanilla") is compute_policy_loss_vanilla
-    assert get_policy_loss_terms("vanilla") is vanilla_terms
+    assert POLICY_LOSS_REGISTRY.get("vanilla").function is vanilla_terms
     with pytest.raises(ValueError, match=r"unknown policy loss 'ppo'; known: cispo, .*vanilla"):
         get_policy_loss("ppo")
     with pytest.raises(ValueError, match="'vanilla' is registered already"):
         register_policy_loss("vanilla")(lambda: None)  # type: ignore[arg-type,return-value]
 
 
-def test_a_loss_without_terms_is_told_the_remedy() -> None:
-    def whole(*args: object, **options: object) -> tuple:
-        return (torch.zeros(()),) * 4
+def test_a_loss_of_a_whole_batch_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form of siiRL's guide (section 11.4), with an option of its own."""
+    monkeypatch.setattr(POLICY_LOSS_REGISTRY, "_entries", dict(POLICY_LOSS_REGISTRY._entries))
 
-    register_policy_loss("test_whole_only")(whole)
-    try:
-        assert get_policy_loss("test_whole_only") is whole
-        told = r"'test_whole_only' is registered by register_policy_loss: .*_policy_loss_terms$"
-        for ask in (get_policy_loss_terms, policy_loss_options, token_selection):
-            with pytest.raises(ValueError, match=told):
-                ask("test_whole_only")
-        register_policy_loss_terms("test_whole_only")(vanilla_terms)
-        assert get_policy_loss_terms("test_whole_only") is vanilla_terms
-    finally:
-        del POLICY_LOSS_REGISTRY._entries["test_whole_only"]
-        registry._TERMS._entries.pop("test_whole_only", None)
-    with pytest.raises(ValueError, match=r"unknown .* 'test_whole_only'; known: cispo, "):
-        get_policy_loss_terms("test_whole_only")
+    @register_policy_loss("test_whole")
+    def whole(
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: object = None,
+        rollout_is_weights: torch.Tensor | None = None,
+        temper: float = 1.0,
+    ) -> tuple:
+        loss = agg_loss(-temper * advantages * log_prob, response_mask, loss_agg_mode)
+        return (loss, *(torch.zeros(()),) * 3)
+
+    data, found = batch(5), get_policy_loss("test_whole")
+    mask = data["response_mask"]
+    want = agg_loss(-2 * data["advantages"] * data["log_prob"], mask, "seq-mean-token-mean")
+    assert float(found(**data, loss_agg_mode="seq-mean-token-mean", temper=2.0)[0]) == float(want)
+    with pytest.raises(ValueError, match="log_prob has shape"):
+        found(**{**data, "log_prob": torch.ones(1)})
+
+
+def test_the_earlier_name_of_the_decorator_is_the_same() -> None:
+    assert register_policy_loss_terms is register_policy_loss

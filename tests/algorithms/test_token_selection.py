@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from ragged_batches import normal, pieces, ragged_mask, seeds, spoil, tokens
 
 from ctrl_megatron.algorithms import (
+    POLICY_LOSS_REGISTRY,
     covariance_sums,
-    get_policy_loss_terms,
     over_tokens,
-    token_selection,
 )
 from ctrl_megatron.algorithms.covariance import (
     select_clip_cov,
@@ -61,7 +60,7 @@ def covariance_oracle(data: dict[str, torch.Tensor]) -> dict[tuple[int, int], fl
 
 def selected_by(name: str, data: dict[str, torch.Tensor], seed: int = 0) -> torch.Tensor:
     """(B, R) bool: the choice among all tokens of ``data``, whose rows are named by number."""
-    selection, mask = token_selection(name), data["response_mask"]
+    selection, mask = POLICY_LOSS_REGISTRY.get(name).selection, data["response_mask"]
     assert selection is not None
     sums = covariance_sums(data["log_prob"], data["advantages"], mask)
     covariances = selection.covariances(*(data[k] for k in TENSORS), CONFIG, sums)[mask]
@@ -157,7 +156,7 @@ def test_how_many_tokens() -> None:
 def test_pieces_select_like_the_whole(seed: int, name: str, size: int) -> None:
     data = batch(seed)
     mask = data["response_mask"]
-    selection = token_selection(name)
+    selection = POLICY_LOSS_REGISTRY.get(name).selection
     assert selection is not None
     cuts = pieces(8, [size])
     shares = [{k: v[rows] for k, v in data.items()} for rows in cuts]
@@ -182,7 +181,7 @@ def test_pieces_select_like_the_whole(seed: int, name: str, size: int) -> None:
     assert not bool((selected & ~mask).any())
     of_whole = selected_by(name, data, seed)
     assert torch.equal(selected, of_whole)
-    terms = get_policy_loss_terms(name)
+    terms = POLICY_LOSS_REGISTRY.get(name).function
     whole = terms(**data, config=CONFIG, selected=of_whole).loss
     joined = torch.cat(
         [
@@ -200,7 +199,7 @@ def test_the_order_of_the_rows_does_not_matter(seed: int, name: str, random: Any
     data["advantages"][::2] = 0.25
     mask, order = data["response_mask"], list(range(8))
     random.shuffle(order)
-    selection = token_selection(name)
+    selection = POLICY_LOSS_REGISTRY.get(name).selection
     assert selection is not None
     sums = covariance_sums(data["log_prob"], data["advantages"], mask)
     covariances = selection.covariances(*(data[k] for k in TENSORS), CONFIG, sums)

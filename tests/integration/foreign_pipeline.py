@@ -1,4 +1,5 @@
-"""A pipeline that has nothing to do with CTRL, and a reward function of a user's own.
+"""A pipeline that has nothing to do with CTRL, with options, a reward function and a policy loss of
+a user's own.
 
 Two reward nodes in two branches, one of them aside; no critique, no revision, no reward function of
 the package.
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from ctrl_megatron.algorithms import agg_loss, register_policy_loss
 from ctrl_megatron.pipeline import (
     NodeOutput,
     NodeType,
@@ -36,7 +38,29 @@ def brevity(items: Sequence[Any]) -> list[float]:
     return [1.0 / (1 + item.length) for item in items]
 
 
-def build() -> TaskGraph:
+@register_policy_loss("foreign_ratio")
+def foreign_ratio(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    sharpness: float = 1.0,
+) -> tuple[torch.Tensor, ...]:
+    """A loss in the form of siiRL's guide (section 11.4), which reports its hyper-parameter."""
+    ratio = (sharpness * (log_prob - old_log_prob)).exp()
+    return (
+        agg_loss(-advantages * ratio, response_mask, loss_agg_mode),
+        torch.zeros(()),
+        agg_loss(old_log_prob - log_prob, response_mask, "token-mean"),
+        torch.tensor(sharpness),
+    )
+
+
+def build(*, vowel_weight: float = 1.0) -> TaskGraph:
     """Draw, two rewards beside each other, their sum, update."""
     report = StepReport(metrics=spread, examples=shown)
     update: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN}
@@ -52,7 +76,7 @@ def build() -> TaskGraph:
         )
         .add_node("vowels", reward_vowels, ["draw"])
         .add_node("old_log_prob", old_log_prob, ["draw"], only_forward_compute=True, **update)
-        .add_node("sum", add_rewards, ["short", "vowels"])
+        .add_node("sum", add_rewards, ["short", "vowels"], config={"vowel_weight": vowel_weight})
         .add_node("rollout_correction", rollout_correction, ["sum", "old_log_prob"])
         .add_node("advantages", advantages, ["sum"])
         .add_node("update", update_actor, ["advantages", "rollout_correction"], **update)
@@ -83,13 +107,14 @@ def reward_vowels(worker: Any, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields={"vowels": torch.tensor(counts, dtype=torch.float32)})
 
 
-def add_rewards(worker: Any, batch: TensorDict) -> NodeOutput:
-    """The sum on the last token."""
+def add_rewards(worker: Any, batch: TensorDict, vowel_weight: float) -> NodeOutput:
+    """The weighted sum on the last token."""
     mask = batch["response_mask"]
     rewards = torch.zeros(mask.shape)
     last = mask.sum(dim=1).clamp(min=1) - 1
-    rewards[torch.arange(len(mask)), last] = batch["short"] + batch["vowels"]
-    return NodeOutput(fields={"token_level_rewards": rewards})
+    rewards[torch.arange(len(mask)), last] = batch["short"] + vowel_weight * batch["vowels"]
+    metrics = {"foreign/vowel_weight": vowel_weight}
+    return NodeOutput(fields={"token_level_rewards": rewards}, metrics=metrics)
 
 
 def spread(worker: Any, batch: TensorDict) -> dict[str, float]:

@@ -51,6 +51,9 @@ def test_a_pipeline_of_a_foreign_shape_runs_is_reported_saved_and_resumed(job: J
     own = (
         "dag.custom_pipeline_fn=foreign_pipeline:build",
         "actor_rollout_ref.actor.use_kl_loss=false",
+        "actor_rollout_ref.actor.policy_loss=foreign_ratio",
+        "actor_rollout_ref.actor.policy_loss_options.sharpness=0.5",
+        "dag.options={vowel_weight: 0.25}",
     )
     runs = {}
     for name, stops in (("foreign", (4,)), ("foreign_stopped", (2, 4))):
@@ -66,6 +69,10 @@ def test_a_pipeline_of_a_foreign_shape_runs_is_reported_saved_and_resumed(job: J
     assert len(runs["foreign"]) == 4
     assert all(math.isfinite(value) for step in runs["foreign"] for value in step.values())
     assert runs["foreign"][0]["actor/grad_norm"] > 0
+    for step in runs["foreign"]:
+        # The loss and the pipeline were called with their options from the configuration.
+        assert step["actor/pg_clipfrac_lower"] == pytest.approx(0.5, rel=1e-6)
+        assert step["foreign/vowel_weight"] == 0.25
     # No node asks for a sandbox, so there is none whose programs could be held.
     assert not any("sandbox/isolation" in step for step in runs["foreign"])
     for whole, stopped in zip(runs["foreign"], runs["foreign_stopped"], strict=True):

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ctrl_megatron.algorithms import ADV_ESTIMATOR_REGISTRY
-from ctrl_megatron.algorithms import registry as registries
+from ctrl_megatron.algorithms import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline import Pipeline
@@ -18,15 +17,15 @@ from ctrl_megatron.pipeline.run import check_names, pipeline_of
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 OWN = """
-from ctrl_megatron.algorithms import register_adv_est, register_policy_loss_terms
+from ctrl_megatron.algorithms import register_adv_est, register_policy_loss
 from ctrl_megatron.pipeline import Pipeline, StepReport, ctrl_pipeline
 
 @register_adv_est("names_its_score")
-def score(token_level_rewards, response_mask):
+def score(token_level_rewards, response_mask, scale: float = 1.0):
     return token_level_rewards, token_level_rewards
 
-@register_policy_loss_terms("names_its_loss")
-def loss(old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights=None):
+@register_policy_loss("names_its_loss")
+def loss(old_log_prob, log_prob, advantages, response_mask, config, *, tau: float, mode="a"):
     raise NotImplementedError
 
 def build(config):
@@ -37,6 +36,12 @@ def nothing(worker, batch):
 
 def foreign():
     return Pipeline("foreign").add_node("only", nothing).build()
+
+def tuned(config, *, threshold: float = 0.5, names: tuple[str, ...] = ()):
+    return Pipeline("tuned").add_node("only", nothing, config={"t": (threshold, names)}).build()
+
+def only_options(*, depth: int):
+    return Pipeline(f"depth {depth}").add_node("only", nothing).build()
 
 def wrong():
     return 3
@@ -58,7 +63,7 @@ def asking():
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Config]]:
     """Configures a run with the module above, whose names are known until the test ends."""
-    for registry in (ADV_ESTIMATOR_REGISTRY, registries._TERMS):
+    for registry in (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     (tmp_path / "names_of_its_own.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
@@ -74,8 +79,102 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def test_names_that_the_module_registers_are_known(start: Callable[..., Config]) -> None:
-    check_names(start("algorithm.adv_estimator=names_its_score", f"{LOSS}=names_its_loss"))
+    tau = f"{LOSS}_options.tau=1"
+    check_names(start("algorithm.adv_estimator=names_its_score", f"{LOSS}=names_its_loss", tau))
     check_names(start())
+
+
+ESTIMATOR = "algorithm.adv_estimator"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            (f"{LOSS}=names_its_loss", f"{LOSS}_options.tua=1"),
+            (
+                rf"override '{LOSS}_options.tua=1': {LOSS}_options.tua: loss \(.*\) has no option "
+                r"'tua'; did you mean 'tau'\? \(its options: tau, mode\)\n"
+                rf"{LOSS}_options.tau is not set; loss \(.*\) requires it$"
+            ),
+        ),
+        (
+            (f"{LOSS}=names_its_loss", f"{LOSS}_options.tau=warm"),
+            rf"^override .*: {LOSS}_options.tau must be a finite number, not 'warm'$",
+        ),
+        (
+            (f"{LOSS}_options.clip_ratio=0.1",),
+            rf"{LOSS}_options.clip_ratio: vanilla_terms .* has no option .* \(it has none\)$",
+        ),
+        (
+            (f"{ESTIMATOR}=names_its_score", f"{ESTIMATOR}_options={{gamma: 1, scale: true}}"),
+            (
+                rf"{ESTIMATOR}_options.gamma: .* no option 'gamma'; \(its options: scale\)\n.*"
+                rf"{ESTIMATOR}_options.scale must be a finite number, not True$"
+            ),
+        ),
+        (
+            (f"{ESTIMATOR}=gpg", f"{ESTIMATOR}_options.f_nrm=2"),
+            r"no option 'f_nrm'; did you mean 'f_norm'\?",
+        ),
+    ],
+)
+def test_options_that_a_function_does_not_declare_are_refused(
+    start: Callable[..., Config], overrides: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        check_names(start(*overrides))
+
+
+def test_a_wrong_option_of_a_file_is_named_with_its_line(
+    start: Callable[..., Config], tmp_path: Path
+) -> None:
+    start()
+    file = tmp_path / "run.yaml"
+    actor = (
+        "actor_rollout_ref: {actor: {policy_loss: names_its_loss, policy_loss_options: {tau: x}}}"
+    )
+    file.write_text(f"trainer: {{seed: 2}}\n{actor}\n")
+    config = load_config(file, ["dag.custom_pipeline_fn=names_of_its_own:build"], "none")
+    with pytest.raises(UserError, match=r"run.yaml line 2: .*_options.tau must be a finite number"):
+        check_names(config)
+
+
+def test_a_pipeline_gets_the_options_that_it_declares(start: Callable[..., Config]) -> None:
+    config = start("dag.options={threshold: 1, names: [a, b]}", function="tuned")
+    assert pipeline_of(config).nodes["only"].config == {"t": (1.0, ("a", "b"))}
+    assert pipeline_of(start(function="tuned")).nodes["only"].config == {"t": (0.5, ())}
+    assert pipeline_of(start("dag.options.depth=3", function="only_options")).graph_id == "depth 3"
+
+
+@pytest.mark.parametrize(
+    ("function", "override", "said"),
+    [
+        (
+            "tuned",
+            "dag.options.treshold=1",
+            r"'dag.options.treshold=1': .*did you mean 'threshold'",
+        ),
+        ("tuned", "dag.options.threshold=hot", "dag.options.threshold must be a finite number"),
+        ("tuned", "dag.options.config=1", r"no option 'config'; \(its options: threshold, names\)"),
+        ("build", "dag.options.depth=3", r"build \(.*\) has no option 'depth'; \(it has none\)"),
+        (
+            "only_options",
+            "dag.options={}",
+            "dag.options.depth is not set; only_options .* requires",
+        ),
+    ],
+)
+def test_options_that_a_pipeline_does_not_declare_are_refused(
+    start: Callable[..., Config], function: str, override: str, said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        start(override, function=function)
+
+
+def test_the_built_in_pipeline_has_no_options() -> None:
+    with pytest.raises(UserError, match=r"ctrl_pipeline .* has no option 'turns'"):
+        pipeline_of(load_config(None, ["dag.options.turns=2"], "none"))
 
 
 @pytest.mark.parametrize("key", ["algorithm.adv_estimator", LOSS])

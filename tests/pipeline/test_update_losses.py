@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from ctrl_megatron.algorithms import (
     LOSS_AGG_MODES,
     POLICY_LOSS_REGISTRY,
     PolicyLossTerms,
+    agg_loss,
+    masked,
     register_policy_loss,
-    register_policy_loss_terms,
-    registry,
 )
 from ctrl_megatron.config import Actor
 from ctrl_megatron.errors import UserError
@@ -166,13 +167,118 @@ def test_the_value_models_loss_is_half_the_larger_square(mode: str) -> None:
     torch.testing.assert_close(leaf.grad, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_a_loss_of_a_whole_batch_is_told_how_to_become_trainable() -> None:
-    register_policy_loss("test_my_custom_loss")(lambda *_args, **_options: (torch.zeros(()),) * 4)
-    try:
-        with pytest.raises(ValueError, match=r"'test_my_custom_loss' .* register_policy_loss_term"):
-            ActorLoss(Actor(policy_loss="test_my_custom_loss"), response_limit=8)
-    finally:
-        del POLICY_LOSS_REGISTRY._entries["test_my_custom_loss"]
+@pytest.fixture
+def own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten when it ends."""
+    monkeypatch.setattr(POLICY_LOSS_REGISTRY, "_entries", dict(POLICY_LOSS_REGISTRY._entries))
+
+
+def guides_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Any = None,
+    *,
+    sharpness: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A loss in the form of siiRL's guide (section 11.4) with a hyper-parameter of its own."""
+    ratio = (sharpness * (log_prob - old_log_prob)).exp()
+    high = ratio > 1 + config.clip_ratio
+    loss = -advantages * torch.where(high, 1 + config.clip_ratio, ratio) * rollout_is_weights
+    return (
+        agg_loss(loss, response_mask, loss_agg_mode),
+        agg_loss(high.double(), response_mask, "token-mean"),
+        agg_loss(old_log_prob - log_prob, response_mask, "token-mean"),
+        torch.zeros((), dtype=log_prob.dtype),
+    )
+
+
+def per_token(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+    rollout_is_weights: torch.Tensor,
+    sharpness: float = 1.0,
+) -> PolicyLossTerms:
+    """The same loss per token."""
+    old, new = (masked(x, response_mask) for x in (old_log_prob, log_prob))
+    ratio = (sharpness * (new - old)).exp()
+    high = ratio > 1 + config.clip_ratio
+    held = torch.where(high, 1 + config.clip_ratio, ratio)
+    return PolicyLossTerms(
+        loss=-masked(advantages * rollout_is_weights, response_mask) * held,
+        clipped=masked(high.double(), response_mask),
+        approx_kl=(old - new).detach(),
+        clipped_lower=torch.zeros_like(new),
+    )
+
+
+@pytest.mark.usefixtures("own_names")
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES[:3])
+@pytest.mark.parametrize("cuts", [(4,), (1, 1, 1, 1), (2, 2), (1, 3)])
+def test_the_guides_loss_trains_as_the_same_loss_per_token(mode: str, cuts: tuple[int]) -> None:
+    """However a mini-batch is cut into micro-batches, one of them without a token: same loss, same
+    gradient, same scalars."""
+    register_policy_loss("test_guide")(guides_loss)
+    register_policy_loss("test_terms")(per_token)
+    rows, mask = some_rows()
+    rows = {name: value.nan_to_num() for name, value in rows.items()}
+    counts = GlobalCounts(tokens=int(mask.sum()), sequences=int(mask.any(dim=1).sum()))
+    results = []
+    for name, sizes in (("test_guide", cuts), ("test_terms", (ROWS,))):
+        actor = Actor(
+            policy_loss=name,
+            policy_loss_options={"sharpness": 2},
+            loss_agg_mode=mode,  # type: ignore[arg-type]
+            clip_ratio=0.3,
+        )
+        new = (noise(7, 0.5) - 2).requires_grad_()
+        loss_of, start, total = ActorLoss(actor, response_limit=LIMIT), 0, dict[str, float]()
+        for size in sizes:
+            part = {key: value[start : start + size] for key, value in rows.items()}
+            loss, scalars = loss_of(new[start : start + size], new.detach()[:size], part, counts)
+            loss.backward()
+            for key, value in scalars.items():
+                total[key] = total.get(key, 0.0) + float(value)
+            start += size
+        results.append((total, new.grad))
+    (found, gradient), (wanted, expected) = results
+    assert found == pytest.approx(wanted, rel=1e-12)
+    assert found["actor/pg_clipfrac"] > 0 and gradient is not None and expected is not None
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.usefixtures("own_names")
+def test_the_option_of_a_loss_changes_it_and_a_wrong_one_is_refused() -> None:
+    register_policy_loss("test_guide")(guides_loss)
+    rows, _ = some_rows()
+    new = noise(7, 0.5) - 2
+    found = []
+    for options in ({}, {"sharpness": 0.5}, {"sharpness": "0.5"}):
+        actor = Actor(policy_loss="test_guide", policy_loss_options=options)
+        loss, _ = ActorLoss(actor, response_limit=LIMIT)(new, new, rows, COUNTS)
+        found.append(float(loss))
+    assert found[0] != found[1] == found[2]
+    actor = Actor(policy_loss="test_guide", policy_loss_options={"sharpnes": 2.0})
+    with pytest.raises(UserError, match="no option 'sharpnes'; did you mean 'sharpness'"):
+        ActorLoss(actor, response_limit=LIMIT)
+
+
+@pytest.mark.usefixtures("own_names")
+def test_scalars_cannot_be_divided_by_the_response_limit() -> None:
+    register_policy_loss("test_guide")(guides_loss)
+    rows, _ = some_rows()
+    actor = Actor(policy_loss="test_guide", loss_agg_mode="seq-mean-token-sum-norm")
+    with pytest.raises(UserError, match="return PolicyLossTerms, or choose another loss_agg_mode"):
+        ActorLoss(actor, response_limit=LIMIT)(rows["values"], rows["values"], rows, COUNTS)
+
+
+def test_an_unknown_loss_is_named_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown policy loss .* known: cispo, clip_cov, "):
         ActorLoss(Actor(policy_loss="test_my_custom_loss"), response_limit=8)
 
@@ -194,19 +300,20 @@ def terms(loss: torch.Tensor) -> PolicyLossTerms:
     ("function", "said"),
     [
         (leaves, r"sys\.exit"),
-        (nothing, "gives NoneType, not PolicyLossTerms"),
-        (lambda **given: terms(given["log_prob"].sum()), r"gives loss of shape \(\); expected"),
+        (nothing, "returns NoneType, neither PolicyLossTerms nor four scalars"),
+        (lambda **given: terms(given["log_prob"].sum()), r"returns loss of shape \(\); expected"),
         (lambda **given: terms(given["log_prob"] * math.inf), "a loss that is not finite"),
         (lambda **given: terms(given["log_prob"] * math.nan), "a loss that is not finite"),
-        (lambda wrong, **given: None, "TypeError: .*'wrong'"),
+        (lambda **given: (given["log_prob"],) * 4, r"returns pg_loss of shape \(4, 5\); expected"),
+        (lambda **given: (given["log_prob"].sum() * math.nan,) * 4, "a loss that is not finite"),
+        (lambda **given: (given["log_prob"].sum(),) * 3, "returns tuple, neither PolicyLossTerms"),
         (lambda **given: 1 / 0, "ZeroDivisionError"),
     ],
 )
 def test_a_policy_loss_of_the_users_is_named_by_its_fault(
-    function: Callable[..., PolicyLossTerms], said: str, monkeypatch: pytest.MonkeyPatch
+    function: Callable[..., Any], said: str, own_names: None
 ) -> None:
-    monkeypatch.setattr(registry._TERMS, "_entries", dict(registry._TERMS._entries))
-    register_policy_loss_terms("test_faulty")(function)
+    register_policy_loss("test_faulty")(function)
     loss = ActorLoss(Actor(policy_loss="test_faulty"), response_limit=LIMIT)
     rows, _ = some_rows()
     with pytest.raises(UserError, match=rf"policy loss 'test_faulty' \(.*{__file__} line.*{said}"):
