@@ -1,7 +1,7 @@
 """Right outputs whose format matters, changes of their format, and what each rule says of a change.
 
-Pure. ``means_the_same`` is written a second time, apart from ``sandbox.comparison``: with fractions
-instead of decimals, bytes instead of patterns.
+Pure. ``means_the_same`` is written a second time, apart from ``problems.comparison``: with
+fractions instead of decimals, bytes instead of patterns.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ except ImportError:
     raise SystemExit("fuzz_sandbox: atheris is not installed: pip install '.[fuzz]'") from None
 
 with atheris.instrument_imports(include=["ctrl_megatron"]):
-    from ctrl_megatron.sandbox.comparison import RULES, difference
+    from ctrl_megatron.problems.comparison import RULES, difference
     from ctrl_megatron.sandbox.datasets import READERS
     from ctrl_megatron.sandbox.datasets.payload import read_payload
     from ctrl_megatron.sandbox.jail import codec, frames

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.errors import UserError, read_bytes, text_of
-from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
+from ctrl_megatron.problems.long_integers import loads, long_integers
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """How JSON writes the halves of a character; one alone is no text for a file or a tokenizer."""

@@ -3,12 +3,11 @@
 A row is a problem, a first solution of it and the conversation that asks for its critique. Column
 ``selected_uts`` holds both kinds of tests in one type, a list of strings: one assert per entry for
 function problems; exactly one entry, the JSON text of all cases, for problems judged on stdin and
-stdout. :func:`decode_tests` also takes the spellings that other people's files use.
+stdout. ``problems.tests`` reads the spellings of other tools' files too.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import uuid
@@ -19,17 +18,19 @@ from typing import Any, cast, get_args
 
 from ctrl_megatron.data.verl_form import VERL_COLUMNS, is_verl_form, own_columns
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.problems.tests import (
+    DEFAULT_TIME_LIMIT,
+    comparison_complaint,
+    decode_tests,
+    shown,
+)
 from ctrl_megatron.prompts import critique_messages
-from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH, STRICT, rule_named
-from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
 from ctrl_megatron.types import Attempt, Message, Problem, PrompterType
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 ATTEMPT_COLUMNS = ("problem", "solution", "prompter_type", "selected_uts")
 """Of a file of attempts that are criticised; of other files rewards say what they read."""
-DEFAULT_TIME_LIMIT = 10.0
-"""Seconds per test where neither the row nor the reader's options say."""
 _ROLES = ("system", "user", "assistant")
 
 
@@ -246,103 +247,6 @@ def write_parquet(path: str | os.PathLike[str], table: Any) -> None:
         draft.unlink(missing_ok=True)
 
 
-def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
-    """The tests of a problem from what a file holds.
-
-    A function problem: a list of asserts, the JSON text of one, or a string that is one test
-    program. Otherwise: a JSON list of cases, as a string, as a list of one string, or as a list of
-    objects; a case of ``code_contests`` may also have its texts under ``input`` and ``output``
-    themselves. Raises ``ValueError`` saying what is wrong.
-    """
-    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str):
-        value = value[0]
-    if kind == "mbppplus":
-        if isinstance(value, str):
-            # A JSON list is valid Python too: run as a test, it would pass for every program.
-            try:
-                listed = loads(value)
-            except json.JSONDecodeError:
-                listed = None
-            value = listed if isinstance(listed, list) else [value]
-        if not isinstance(value, (list, tuple)) or not value:
-            raise UserError("must be a non-empty list of asserts")
-        if not all(isinstance(test, str) and test.strip() for test in value):
-            raise UserError("has an entry that is empty or not text")
-        return tuple(value)
-    if isinstance(value, (list, tuple)) and value and all(isinstance(c, dict) for c in value):
-        with long_integers():
-            value = json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, str):
-        raise UserError("must be the JSON text of a list of cases (a string, or a list of one)")
-    try:
-        cases = loads(value)
-    except json.JSONDecodeError as error:
-        raise UserError(f"is not JSON: {error}") from error
-    # Without a test, every program would pass.
-    if not isinstance(cases, list) or not cases or not all(cases):
-        raise UserError("must be a non-empty JSON list of cases")
-    if kind != "code_contests":
-        return value
-    spelled = [_spelled(case, number) for number, case in enumerate(cases, start=1)]
-    return value if spelled == cases else json.dumps(spelled, ensure_ascii=False)
-
-
-def _spelled(case: object, number: int) -> dict[str, Any]:
-    """A case of stdin and stdout as the sandbox reads it."""
-    record = dict(case) if isinstance(case, Mapping) else {}
-    for name, stream in (("input", "stdin"), ("output", "stdout")):
-        if _is_text(record.get(name)):
-            record[name] = {stream: record[name]}
-        given = record.get(name)
-        # A program that is given nothing may leave its stdin out.
-        least = {} if name == "output" else {stream: ""}
-        if not isinstance(given, Mapping) or not _is_text({**least, **given}.get(stream)):
-            raise UserError(
-                f"case {number} must be an object with the texts input.stdin and output.stdout, or "
-                f"with the texts input and output, is {_shown(json.dumps(case))}"
-            )
-    return record
-
-
-def _is_text(value: object) -> bool:
-    """Whether it is a text, or a list of a text's lines, that UTF-8 can hold."""
-    lines = value if isinstance(value, list) else [value]
-    if not all(isinstance(line, str) for line in lines):
-        return False
-    try:
-        "".join(cast("list[str]", lines)).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def function_record(
-    tests: Sequence[str], setup: str, entry_point: str, statement: str
-) -> dict[str, Any]:
-    """The asserts of a function problem as the sandbox reads them; several entry points are one
-    text, with commas between them.
-    """
-    names = entry_point.split(", ")
-    return {
-        "test_list": list(tests),
-        "test_setup_code": setup,
-        "entry_point": names if len(names) > 1 else names[0],
-        # Of a statement that is a program without its end, answers use the beginning.
-        "prompt": statement,
-    }
-
-
-def comparison_complaint(kind: PrompterType, comparison: str) -> str:
-    """Why the rule ``comparison`` does not fit a problem of this kind; empty where it does."""
-    try:
-        rule = rule_named(comparison) if comparison else STRICT
-    except ValueError as error:
-        return f"names no rule: {error}"
-    if kind == "mbppplus" and rule not in (STRICT, LIVE_CODE_BENCH):
-        return f"is {comparison!r}, but asserts say themselves what is equal; leave it empty"
-    return ""
-
-
 def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> Row:
     """Check one raw record. Raises ``ValueError`` naming ``place`` and the column."""
     cell = Cells(record, place)
@@ -405,7 +309,7 @@ class Cells:
         if value is None and default is not None:
             return default
         if not isinstance(value, str):
-            raise self.error(column, f"must be text, is {_shown(value)}")
+            raise self.error(column, f"must be text, is {shown(value)}")
         if not may_be_empty and not value.strip():
             raise self.error(column, "is empty")
         return value
@@ -416,7 +320,7 @@ class Cells:
         if isinstance(value, str) and value.strip():
             return ({"role": "user", "content": value},)
         if not isinstance(value, (list, tuple)) or not value:
-            raise self.error(column, f"must be a non-empty list of messages, is {_shown(value)}")
+            raise self.error(column, f"must be a non-empty list of messages, is {shown(value)}")
         for message in value:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise self.error(column, "must hold messages with the keys role and content")
@@ -436,7 +340,7 @@ class Cells:
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(column, f"must be a number, is {_shown(value)}")
+            raise self.error(column, f"must be a number, is {shown(value)}")
         if not least <= value <= most or (open_ends and value in (least, most)):
             raise self.error(column, f"must be {range_}, is {value}")
         return float(value)
@@ -447,7 +351,3 @@ class Cells:
         if value != int(value):
             raise self.error("difficulty", f"must be a whole number from 0 to 4, is {value}")
         return int(value)
-
-
-def _shown(value: object) -> str:
-    return "missing or null" if value is None else f"{str(value)[:60]!r}"

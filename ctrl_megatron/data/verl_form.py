@@ -13,10 +13,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ctrl_megatron.data.graded import problem_of_tests
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.sandbox.comparison import STRICT, rule_named
-from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
+from ctrl_megatron.problems.comparison import STRICT, rule_named
+from ctrl_megatron.problems.input_output import problem_of_tests
+from ctrl_megatron.problems.long_integers import loads, long_integers
 from ctrl_megatron.types import Problem
 
 VERL_COLUMNS = "data_source, prompt and reward_model"

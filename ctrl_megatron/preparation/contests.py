@@ -6,18 +6,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from ctrl_megatron.data.graded import problem_of, problem_of_tests
 from ctrl_megatron.data.verl_form import row_problem, source_of
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.sandbox.comparison import LIVE_CODE_BENCH
-from ctrl_megatron.sandbox.datasets.problems import (
-    json_field,
-    list_field,
-    object_field,
-    text_field,
+from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH
+from ctrl_megatron.problems.fields import json_field, list_field, object_field, text_field
+from ctrl_megatron.problems.input_output import (
+    function_problem,
+    problem_of_tests,
+    program_problem,
 )
+from ctrl_megatron.problems.tests import function_record
+from ctrl_megatron.sandbox.datasets.functions import read_function_tests
+from ctrl_megatron.sandbox.datasets.problems import StdioProblem
 from ctrl_megatron.sandbox.datasets.stdio import read_code_contests, read_live_code_bench
 from ctrl_megatron.types import Problem
 
@@ -57,7 +59,7 @@ def code_contests_problem(record: Mapping[str, Any], number: int) -> Problem:
     graded = read_code_contests(record)
     solutions = object_field(record.get("solutions") or {}, "solutions")
     written = zip(solutions.get("language") or (), solutions.get("solution") or (), strict=True)
-    return problem_of(
+    return _program(
         f"code_contests/{name}",
         text_field(record.get("description"), "description"),
         graded,
@@ -68,15 +70,20 @@ def code_contests_problem(record: Mapping[str, Any], number: int) -> Problem:
 
 def live_code_bench_problem(record: Mapping[str, Any], number: int) -> Problem:
     """A row of LiveCodeBench's code generation (arXiv 2403.07974)."""
-    name = text_field(record.get("question_id"), "question_id")
-    graded = read_live_code_bench(record)
-    return problem_of(
-        f"livecodebench/{name}",
-        text_field(record.get("question_content"), "question_content"),
-        graded,
+    name = f"livecodebench/{text_field(record.get('question_id'), 'question_id')}"
+    statement = text_field(record.get("question_content"), "question_content")
+    graded, level = read_live_code_bench(record), _level(record)
+    if isinstance(graded, StdioProblem):
+        return _program(name, statement, graded, difficulty=level)
+    (function,) = graded.stubs
+    return function_problem(
+        name,
+        statement,
+        function,
+        graded.tests,
         starter=record.get("starter_code") or "",
-        difficulty=_level(record),
-        preamble=LIVE_CODE_BENCH.name,
+        comparison=LIVE_CODE_BENCH.name,
+        difficulty=level,
     )
 
 
@@ -85,7 +92,7 @@ def verl_problem(record: Mapping[str, Any], number: int) -> Problem:
     problem = row_problem(record, f"verl/{source_of(record)}/{number}")
     if problem is None:
         raise NoTests("has an answer in place of tests")
-    return problem
+    return judgeable(problem)
 
 
 def _input_output(record: Mapping[str, Any], name: str) -> Problem:
@@ -95,7 +102,7 @@ def _input_output(record: Mapping[str, Any], name: str) -> Problem:
         raise NoTests("has no tests")
     given = json_field(record.get("solutions") or "[]", "solutions")
     solutions = list_field(given, "solutions") if given else []
-    return problem_of_tests(
+    problem = problem_of_tests(
         name,
         text_field(record.get("question"), "question"),
         tests,
@@ -104,6 +111,22 @@ def _input_output(record: Mapping[str, Any], name: str) -> Problem:
         difficulty=_level(record),
         seconds=_seconds(record.get("time_limit")),
     )
+    return judgeable(problem)
+
+
+def judgeable(problem: Problem) -> Problem:
+    """The problem itself. Raises ``ValueError`` for asserts that the sandbox cannot judge."""
+    if problem.prompter_type == "mbppplus":
+        tests, setup = cast("tuple[str, ...]", problem.selected_uts), problem.test_setup
+        read_function_tests(function_record(tests, setup, problem.entry_point, problem.statement))
+    return problem
+
+
+def _program(name: str, statement: str, graded: StdioProblem, **known: Any) -> Problem:
+    if graded.seconds is not None:
+        known["time_limit"] = graded.seconds
+    cases = [(case.input, case.output) for case in graded.cases]
+    return program_problem(name, statement, cases, comparison=graded.rule.name, **known)
 
 
 def level_of_rating(rating: float | None) -> int:

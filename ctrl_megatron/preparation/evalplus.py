@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.problems.fields import list_field, text_field
 from ctrl_megatron.sandbox.datasets.functions import human_eval_tests, read_function_tests
-from ctrl_megatron.sandbox.datasets.problems import list_field, text_field
 from ctrl_megatron.types import Problem
 
 _WORD = re.compile(r"\b(?:inp|exp)\b")

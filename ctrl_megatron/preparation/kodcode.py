@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrl_megatron.preparation.contests import NoTests
-from ctrl_megatron.sandbox.datasets.problems import list_field, object_field, text_field
+from ctrl_megatron.problems.fields import list_field, object_field, text_field
 from ctrl_megatron.types import Problem
 
 _LEVELS = {"easy": 1, "medium": 2, "hard": 3}

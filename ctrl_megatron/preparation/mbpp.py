@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.records import read_records
-from ctrl_megatron.sandbox.datasets.problems import list_field, text_field
+from ctrl_megatron.problems.fields import list_field, text_field
 from ctrl_megatron.types import Problem
 
 Split = Literal["prompt", "test", "validation", "train"]

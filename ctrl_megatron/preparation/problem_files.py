@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ctrl_megatron.data.json_lines import read_placed_lines
-from ctrl_megatron.data.rows import (
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.problems.long_integers import loads
+from ctrl_megatron.problems.tests import (
     DEFAULT_TIME_LIMIT,
     comparison_complaint,
     decode_tests,
     function_record,
 )
-from ctrl_megatron.errors import UserError
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
-from ctrl_megatron.sandbox.datasets.long_integers import loads
 from ctrl_megatron.types import Problem, PrompterType
 
 _KEYS = {

@@ -25,7 +25,7 @@ from ctrl_megatron.preparation.near_duplicates import NearDuplicates
 from ctrl_megatron.preparation.open_r1 import codeforces_problem, verifiable_problem
 from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.preparation.records import read_records
-from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
+from ctrl_megatron.problems.long_integers import loads, long_integers
 from ctrl_megatron.types import Problem
 
 FORMATS: dict[str, Callable[[Mapping[str, Any], int], Problem]] = {

@@ -8,7 +8,7 @@ from typing import Any
 from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.data.rows import read_parquet
 from ctrl_megatron.errors import UserError, read_json
-from ctrl_megatron.sandbox.datasets.long_integers import long_integers
+from ctrl_megatron.problems.long_integers import long_integers
 
 Record = tuple[str, dict[str, Any]]
 """A place for messages (file and row, both as the file counts), and the object."""

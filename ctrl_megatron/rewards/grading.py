@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from ctrl_megatron.data.rows import DEFAULT_TIME_LIMIT, Row, function_record
+from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.problems.long_integers import loads, long_integers
+from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests, told_tests
-from ctrl_megatron.sandbox.datasets.long_integers import loads, long_integers
 from ctrl_megatron.sandbox.wire import (
     GRADER_VERSION,
     EvalResult,

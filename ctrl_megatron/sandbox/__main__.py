@@ -11,10 +11,11 @@ from dataclasses import fields, replace
 
 from ctrl_megatron.config.flags import CommandParser, given_file, new_path, number, port, whole
 from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.problems.long_integers import INTEGER_DIGITS
 from ctrl_megatron.sandbox.access import read_token
 from ctrl_megatron.sandbox.cores import usable_cores
 from ctrl_megatron.sandbox.jail.isolation import IsolationRefused
-from ctrl_megatron.sandbox.limits import INTEGER_DIGITS, LEVELS, MECHANISMS, SandboxLimits
+from ctrl_megatron.sandbox.limits import LEVELS, MECHANISMS, SandboxLimits
 from ctrl_megatron.sandbox.service.server import ServerOptions, serve
 from ctrl_megatron.sandbox.service.telemetry import LOG_LEVELS, log_json_lines
 from ctrl_megatron.sandbox.service.workers import WorkerFault, WorkerSettings

@@ -107,10 +107,5 @@ ABANDONED_SECONDS = 20.0
 ANSWERED_SECONDS = 120.0
 KEPT_ANSWERS_BYTES = 64 << 20
 """How long such an answer is kept, and how much of them: for a client whose connection broke."""
-INTEGER_DIGITS = 100_000
-"""Of one integer in a record, a test or an answer, in decimal: reading one takes 0.1 s. A program's
-own integers may be of any length."""
-LONG_DIGITS = 2_000_000
-"""Of all integers of more than 4,300 digits in one text that a service reads."""
 IDLE_SECONDS = 75.0
 """In which a connection has to bring its next request."""

@@ -28,6 +28,7 @@ ORDER = (
         "config",
         "metrics",
         "prompts",
+        "problems",
         "sandbox",
         "data",
         "rewards",
@@ -141,6 +142,15 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_what_a_run_reads_needs_no_sandbox() -> None:
+    """Rows are read where no program can be run."""
+    wrong = []
+    for file in FILES:
+        if room_of(module_name(file)) == "data":
+            wrong += places(file, (i for i in imports_of(file) if room_of(i.module) == "sandbox"))
+    assert not wrong
 
 
 def test_the_package_itself_imports_nothing_heavy() -> None:

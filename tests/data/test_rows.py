@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.data.rows import (
     Row,
-    decode_tests,
     read_rows,
     row_of,
     rows_by_id,
     write_rows,
 )
+from ctrl_megatron.problems.tests import decode_tests
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.types import Attempt, Problem
 

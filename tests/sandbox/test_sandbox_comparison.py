@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sandbox_talk import BackgroundLoop, submission
 
-from ctrl_megatron.sandbox.client import SandboxClient
-from ctrl_megatron.sandbox.comparison import (
+from ctrl_megatron.problems.comparison import (
     RESULT_CHECK,
     RULES,
     beginning_difference,
     difference,
     rule_named,
 )
+from ctrl_megatron.sandbox.client import SandboxClient
 from ctrl_megatron.sandbox.wire import EvalResult
 from tools import format_mutations as formats
 

@@ -13,15 +13,11 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ctrl_megatron.problems.comparison import RULES, Rule, difference
 from ctrl_megatron.sandbox import EmbeddedSandbox
-from ctrl_megatron.sandbox.comparison import RULES, Rule, difference
 from ctrl_megatron.sandbox.datasets import READERS
 from ctrl_megatron.sandbox.datasets.payload import read_payload
-from ctrl_megatron.sandbox.datasets.problems import (
-    FunctionProblem,
-    ScoredProblem,
-    StdioProblem,
-)
+from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, ScoredProblem, StdioProblem
 from ctrl_megatron.sandbox.languages import LANGUAGES, extract_code
 
 LIVE = settings(

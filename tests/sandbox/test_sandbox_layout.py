@@ -12,9 +12,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "ctrl_megatron"
 SANDBOX = "ctrl_megatron.sandbox"
-SHARED = {
-    f"{SANDBOX}.{name}" for name in ("wire", "limits", "access", "languages", "comparison", "cores")
-}
+SHARED = {f"{SANDBOX}.{name}" for name in ("wire", "limits", "access", "languages", "cores")}
 """What client and service agree on."""
 
 

@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.data.json_lines import read_placed_lines
-from ctrl_megatron.data.rows import decode_tests
-from ctrl_megatron.sandbox import SandboxClient
-from ctrl_megatron.sandbox.datasets.functions import read_function_tests
-from ctrl_megatron.sandbox.datasets.long_integers import (
+from ctrl_megatron.problems.long_integers import (
+    INTEGER_DIGITS,
+    LONG_DIGITS,
     digits_of_long_runs,
     loads,
     long_integers,
 )
-from ctrl_megatron.sandbox.limits import INTEGER_DIGITS, LONG_DIGITS
+from ctrl_megatron.problems.tests import decode_tests
+from ctrl_megatron.sandbox import SandboxClient
+from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.wire import EvalResult
 
 LONG = "7" * 5000

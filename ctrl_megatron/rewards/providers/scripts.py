@@ -19,6 +19,14 @@ from tenacity import (
 )
 
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.problems.comparison import (
+    LIVE_CODE_BENCH,
+    STRICT,
+    Rule,
+    beginning_difference,
+    difference,
+)
+from ctrl_megatron.problems.fields import rule_field
 from ctrl_megatron.prompts import extract_code
 from ctrl_megatron.rewards.providers.asserts import AssertsJob, split_test
 from ctrl_megatron.rewards.providers.contract import (
@@ -30,15 +38,7 @@ from ctrl_megatron.rewards.providers.contract import (
     ScriptResult,
     judged,
 )
-from ctrl_megatron.sandbox.comparison import (
-    LIVE_CODE_BENCH,
-    STRICT,
-    Rule,
-    beginning_difference,
-    difference,
-)
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
-from ctrl_megatron.sandbox.datasets.problems import rule_field
 from ctrl_megatron.sandbox.wire import EvalResult, EvalTestCase, SubmitRequest
 
 DEFAULT_SECONDS = 10.0

@@ -8,24 +8,20 @@ from __future__ import annotations
 import ast
 import functools
 import json
-import keyword
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ctrl_megatron.sandbox.comparison import (
-    LIVE_CODE_BENCH,
-    RESULT_CHECK,
-    RESULT_CHECK_NAMES,
-    STRICT,
-)
-from ctrl_megatron.sandbox.datasets import preambles
+from ctrl_megatron.problems import preambles
+from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH, RESULT_CHECK, STRICT
+from ctrl_megatron.problems.fields import rule_field, text_field
+from ctrl_megatron.problems.input_output import FunctionCalls, call_asserts
+from ctrl_megatron.problems.long_integers import long_integers, require_few_digits
 from ctrl_megatron.sandbox.datasets.class_use import caught, used_as_classes
 from ctrl_megatron.sandbox.datasets.imports import refuse_imports, take_program_imports
-from ctrl_megatron.sandbox.datasets.long_integers import long_integers, require_few_digits
 from ctrl_megatron.sandbox.datasets.marking import mark_tests
-from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, rule_field, text_field
+from ctrl_megatron.sandbox.datasets.problems import FunctionProblem
 from ctrl_megatron.sandbox.datasets.stubs import (
     SOLUTION_CLASS,
     defined_by,
@@ -119,31 +115,13 @@ def _prompt_body(prompt: str) -> list[ast.stmt]:
 
 
 def calls_problem(
-    name: str,
-    calls: Sequence[tuple[list[Any], Any]],
-    *,
-    or_first: bool,
-    tolerance: tuple[float, float] = (0.0, 0.0),
+    calls: FunctionCalls, *, or_first: bool, tolerance: tuple[float, float] = (0.0, 0.0)
 ) -> FunctionProblem:
-    """A problem that calls function ``name``, or the method of that name of class ``Solution``.
-    ``calls``: the arguments and the expected result of each test. Tuples equal lists, and floats
-    may differ by the larger of ``tolerance`` (absolute, relative).
-
-    With ``or_first`` the first item of an expected list is accepted as well, as APPS and TACO write
-    it. Raises ``ValueError``.
+    """A problem that calls a function, or the method of its name of class ``Solution``; its tests
+    are those of ``call_asserts``. Raises ``ValueError``.
     """
-    if not name.isidentifier() or keyword.iskeyword(name) or name in RESULT_CHECK_NAMES:
-        raise ValueError(f"fn_name must be a function's name, got {name[:100]!r}")
-    absolute, relative = tolerance
-    options = "".join(
-        f", {option}={value!r}"
-        for option, value in (("absolute", absolute), ("relative", relative), ("first", or_first))
-        if value
-    )
-    tests = [
-        f"assert _matches({name}({', '.join(map(repr, given))}), {wanted!r}{options})"
-        for given, wanted in calls
-    ]
+    name = calls.name
+    tests = call_asserts(calls, or_first=or_first, tolerance=tolerance)
     read = read_function_tests(
         {"test_list": tests, "test_setup_code": RESULT_CHECK, "entry_point": name}
     )
@@ -152,7 +130,7 @@ def calls_problem(
             "input": ", ".join(map(repr, given))[:CASE_CHARACTERS],
             "expected": repr(wanted)[:CASE_CHARACTERS],
         }
-        for given, wanted in calls
+        for given, wanted in calls.pairs
     )
     return replace(
         read,

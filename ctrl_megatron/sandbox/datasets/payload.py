@@ -8,7 +8,7 @@ import pickle
 import zlib
 from typing import Any
 
-from ctrl_megatron.sandbox.datasets.long_integers import loads
+from ctrl_megatron.problems.long_integers import loads
 
 _MAX_BYTES = 256 << 20
 _MAX_NODES = 5_000_000

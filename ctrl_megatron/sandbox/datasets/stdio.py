@@ -6,12 +6,12 @@ any record but IOI's says that capitals in outputs do not count.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ctrl_megatron.sandbox.comparison import (
+from ctrl_megatron.problems import preambles
+from ctrl_megatron.problems.comparison import (
     APPS,
     CODE_CONTESTS,
     LIVE_CODE_BENCH,
@@ -19,7 +19,16 @@ from ctrl_megatron.sandbox.comparison import (
     TOKENS,
     Rule,
 )
-from ctrl_megatron.sandbox.datasets import preambles
+from ctrl_megatron.problems.fields import (
+    flag_field,
+    json_field,
+    list_field,
+    object_field,
+    positive_field,
+    rule_field,
+    text_field,
+)
+from ctrl_megatron.problems.input_output import FunctionCalls, is_wrapped, read_pairs
 from ctrl_megatron.sandbox.datasets.functions import calls_problem
 from ctrl_megatron.sandbox.datasets.payload import read_payload
 from ctrl_megatron.sandbox.datasets.problems import (
@@ -28,14 +37,7 @@ from ctrl_megatron.sandbox.datasets.problems import (
     ScoredSubtask,
     StdioCase,
     StdioProblem,
-    flag_field,
-    json_field,
-    list_field,
-    object_field,
-    positive_field,
     read_checker,
-    rule_field,
-    text_field,
 )
 from ctrl_megatron.sandbox.jail import files
 
@@ -96,11 +98,7 @@ def read_input_output(data: Mapping[str, Any]) -> StdioProblem | FunctionProblem
     """
     where = "provided_data.input_output"
     record = object_field(json_field(data.get("input_output"), where), where)
-    outputs = record.get("outputs")
-    wrapped = isinstance(outputs, list) and all(
-        isinstance(wanted, list) and len(wanted) == 1 for wanted in outputs
-    )
-    first = wrapped or flag_field(data, "first_of_list")
+    first = is_wrapped(record) or flag_field(data, "first_of_list")
     return input_output_problem(record, where, data, rule_field(data, APPS), or_first=first)
 
 
@@ -117,62 +115,16 @@ def input_output_problem(
     Inputs of a function are lists of arguments, or text with one JSON value per line. ``or_first``:
     the first item of an expected list is accepted as well. Raises ``ValueError``.
     """
-    inputs = list_field(record.get("inputs"), f"{where}.inputs")
-    outputs = list_field(record.get("outputs"), f"{where}.outputs")
-    if len(inputs) != len(outputs):
-        raise ValueError(f"{where} has {len(inputs)} inputs and {len(outputs)} outputs")
-    name = record.get("fn_name")
-    pairs = list(zip(inputs, outputs, strict=True))
-    if name:
-        calls = [
-            (
-                arguments(given, f"{where}.inputs[{i}]"),
-                result(wanted, f"{where}.outputs[{i}]", is_json=isinstance(given, str)),
-            )
-            for i, (given, wanted) in enumerate(pairs)
-        ]
-        return calls_problem(
-            text_field(name, f"{where}.fn_name"),
-            calls,
-            or_first=or_first,
-            tolerance=rule.result_tolerance,
-        )
-    cases = tuple(
-        _case(given, f"{where}.inputs[{i}]", wanted, f"{where}.outputs[{i}]")
-        for i, (given, wanted) in enumerate(pairs)
-    )
+    tests = read_pairs(record, where)
+    if isinstance(tests, FunctionCalls):
+        return calls_problem(tests, or_first=or_first, tolerance=rule.result_tolerance)
+    cases = tuple(StdioCase(input=given, output=wanted) for given, wanted in tests)
     return StdioProblem(
         cases=cases,
         checker=read_checker(data),
         rule=rule,
         ignore_case=flag_field(data, "ignore_case"),
     )
-
-
-def arguments(given: Any, where: str) -> list[Any]:
-    """Arguments of one call: a list, or text with one JSON value per line."""
-    if isinstance(given, str):
-        lines = [line for line in given.split("\n") if line.strip()]
-        values = [json_field(line, where) for line in lines]
-    elif isinstance(given, list):
-        values = given
-    else:
-        raise ValueError(f"{where} must be a list of arguments, got {type(given).__name__}")
-    return [_integer_keys(value) for value in values]
-
-
-def result(wanted: Any, where: str, *, is_json: bool) -> Any:
-    """A call's result; with ``is_json`` text stands for what it says as JSON where it parses."""
-    if is_json and isinstance(wanted, str):
-        try:
-            wanted = json.loads(wanted)
-        except RecursionError as error:
-            raise ValueError(f"{where} is nested too deeply") from error
-        except ValueError:
-            return wanted
-    if isinstance(wanted, list):
-        return [_integer_keys(item) for item in wanted]
-    return _integer_keys(wanted)
 
 
 def _oj_case(item: Any, index: int) -> StdioCase:
@@ -225,16 +177,6 @@ def _contests_seconds(limit: Any) -> float | None:
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
         raise ValueError(f"provided_data.time_limit must be seconds, got {limit!r}"[:200])
     return float(limit) if limit > 0 else None
-
-
-def _integer_keys(value: Any) -> Any:
-    """JSON has no integer keys: an object whose keys all are integers is meant to have them."""
-    if not isinstance(value, dict) or not value:
-        return value
-    try:
-        return {int(key): item for key, item in value.items()}
-    except (ValueError, TypeError):
-        return value
 
 
 def read_ioi(data: Mapping[str, Any]) -> ScoredProblem:

@@ -17,11 +17,12 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from ctrl_megatron.problems.long_integers import INTEGER_DIGITS
 from ctrl_megatron.sandbox.jail import frames, isolation, linux, namespaces, program
 from ctrl_megatron.sandbox.jail.fork_server import ForkServer, serve_forks
 from ctrl_megatron.sandbox.jail.isolation import Confinement
 from ctrl_megatron.sandbox.jail.supervisor import serve_jobs
-from ctrl_megatron.sandbox.limits import INTEGER_DIGITS, SandboxLimits
+from ctrl_megatron.sandbox.limits import SandboxLimits
 
 _REFUSED = 3
 _SETUP_BYTES = 1 << 20

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ctrl_megatron.problems.comparison import SANDBOX_FUSION, difference
 from ctrl_megatron.sandbox import wire
-from ctrl_megatron.sandbox.comparison import SANDBOX_FUSION, difference
 from ctrl_megatron.sandbox.datasets import READERS
 from ctrl_megatron.sandbox.datasets.problems import (
     FunctionProblem,

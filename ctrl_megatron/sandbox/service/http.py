@@ -20,10 +20,10 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from ctrl_megatron.problems.long_integers import loads
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.access import is_allowed
 from ctrl_megatron.sandbox.datasets import READERS
-from ctrl_megatron.sandbox.datasets.long_integers import loads
 from ctrl_megatron.sandbox.limits import (
     CHECKED_BYTES,
     JSON_VALUES,

@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ctrl_megatron.sandbox.limits import INTEGER_DIGITS, LONG_DIGITS
-
+INTEGER_DIGITS = 100_000
+"""Of one integer in a record, a test or an answer, in decimal: reading one takes 0.1 s. A program's
+own integers may be of any length."""
+LONG_DIGITS = 2_000_000
+"""Of all integers of more than 4,300 digits in one text that a service reads."""
 _LONG = 4300
 """Digits; a shorter integer takes no time to speak of."""
 _RUN = re.compile(r"[0-9]*+")

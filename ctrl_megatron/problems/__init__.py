@@ -1,0 +1,1 @@
+"""How the tests of programming problems are written and when outputs are equal. Runs nothing."""

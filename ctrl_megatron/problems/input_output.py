@@ -1,0 +1,183 @@
+"""Tests written as ``inputs`` and ``outputs``, as APPS, TACO, LiveCodeBench and verl's rows have
+them: programs with stdin and stdout, or a function ``fn_name`` with arguments and results.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ctrl_megatron.problems import preambles
+from ctrl_megatron.problems.comparison import APPS, RESULT_CHECK, RESULT_CHECK_NAMES
+from ctrl_megatron.problems.fields import json_field, list_field, rule_field, text_field
+from ctrl_megatron.types import Problem
+
+
+class FunctionCalls(NamedTuple):
+    """The tests of a function."""
+
+    name: str
+    pairs: list[tuple[list[Any], Any]]
+    """Arguments of each call and the result that is expected of it."""
+
+
+def read_pairs(record: Mapping[str, Any], where: str) -> FunctionCalls | list[tuple[str, str]]:
+    """The calls of function ``fn_name``, or without one (stdin, stdout) of every case.
+
+    Inputs of a function are lists of arguments, or text with one JSON value per line. ``where``
+    names the record in messages. Raises ``ValueError``.
+    """
+    inputs = list_field(record.get("inputs"), f"{where}.inputs")
+    outputs = list_field(record.get("outputs"), f"{where}.outputs")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{where} has {len(inputs)} inputs and {len(outputs)} outputs")
+    pairs = [
+        (given, f"{where}.inputs[{i}]", wanted, f"{where}.outputs[{i}]")
+        for i, (given, wanted) in enumerate(zip(inputs, outputs, strict=True))
+    ]
+    if not record.get("fn_name"):
+        return [(text_field(g, g_at), text_field(w, w_at)) for g, g_at, w, w_at in pairs]
+    calls = [
+        (_arguments(g, g_at), _result(w, w_at, is_json=isinstance(g, str)))
+        for g, g_at, w, w_at in pairs
+    ]
+    return FunctionCalls(text_field(record["fn_name"], f"{where}.fn_name"), calls)
+
+
+def is_wrapped(record: Mapping[str, Any]) -> bool:
+    """Whether every output is a list of one item: some problems of APPS and TACO have it so and
+    accept that item alone as well.
+    """
+    outputs = record.get("outputs")
+    return isinstance(outputs, list) and all(
+        isinstance(wanted, list) and len(wanted) == 1 for wanted in outputs
+    )
+
+
+def call_asserts(
+    calls: FunctionCalls, *, or_first: bool, tolerance: tuple[float, float] = (0.0, 0.0)
+) -> list[str]:
+    """One assert per call, which needs ``RESULT_CHECK`` as its setup. Tuples count as lists; floats
+    may be off by the larger of an absolute and a relative ``tolerance``.
+
+    With ``or_first`` the first item of an expected list is accepted as well. Raises ``ValueError``
+    for a name that no function can have.
+    """
+    name = calls.name
+    if not name.isidentifier() or keyword.iskeyword(name) or name in RESULT_CHECK_NAMES:
+        raise ValueError(f"fn_name must be a function's name, got {name[:100]!r}")
+    absolute, relative = tolerance
+    options = "".join(
+        f", {option}={value!r}"
+        for option, value in (("absolute", absolute), ("relative", relative), ("first", or_first))
+        if value
+    )
+    return [
+        f"assert _matches({name}({', '.join(map(repr, given))}), {wanted!r}{options})"
+        for given, wanted in calls.pairs
+    ]
+
+
+def problem_of_tests(
+    name: str,
+    statement: str,
+    tests: Mapping[str, Any],
+    *,
+    comparison: str = "",
+    starter: str = "",
+    seconds: float | None = None,
+    **known: Any,
+) -> Problem:
+    """The problem ``name`` that ``tests`` judges, an object with ``inputs``, ``outputs`` and, for
+    functions, ``fn_name``; by the rule ``comparison`` or that of APPS. ``starter`` is the code that
+    an answer begins with, ``seconds`` the time limit of a test, ``known`` further fields of
+    ``Problem``. Raises ``ValueError``.
+    """
+    if seconds is not None:
+        known["time_limit"] = seconds
+    rule = rule_field({"comparison": comparison}, APPS)
+    found = read_pairs(tests, "tests")
+    if not isinstance(found, FunctionCalls):
+        return program_problem(name, statement, found, comparison=rule.name, **known)
+    asserts = call_asserts(found, or_first=is_wrapped(tests), tolerance=rule.result_tolerance)
+    return function_problem(name, statement, found.name, asserts, starter=starter, **known)
+
+
+def program_problem(
+    name: str, statement: str, cases: Sequence[tuple[str, str]], **known: Any
+) -> Problem:
+    """A program judged by ``cases`` of stdin and stdout."""
+    tests = [{"input": {"stdin": given}, "output": {"stdout": wanted}} for given, wanted in cases]
+    return Problem(
+        id=name,
+        statement=statement,
+        prompter_type="code_contests",
+        selected_uts=json.dumps(tests, ensure_ascii=False),
+        **known,
+    )
+
+
+def function_problem(
+    name: str,
+    statement: str,
+    function: str,
+    asserts: Sequence[str],
+    *,
+    starter: str = "",
+    reference: str = "",
+    **known: Any,
+) -> Problem:
+    """A function, or a method of ``Solution`` where ``starter`` or ``reference`` has that class,
+    judged by what :func:`call_asserts` wrote.
+    """
+    method = re.search(r"^class Solution\b", f"{starter}\n{reference}", re.MULTILINE)
+    asked = f"{statement.strip()}\n\n{starter.strip()}" if starter.strip() else statement
+    return Problem(
+        id=name,
+        statement=asked,
+        prompter_type="mbppplus",
+        selected_uts=tuple(asserts),
+        entry_point=f"Solution().{function}" if method else function,
+        test_setup=f"{preambles.FUNCTIONS}{RESULT_CHECK}",
+        reference=reference,
+        **known,
+    )
+
+
+def _arguments(given: Any, where: str) -> list[Any]:
+    """Arguments of one call: a list, or text with one JSON value per line."""
+    if isinstance(given, str):
+        lines = [line for line in given.split("\n") if line.strip()]
+        values = [json_field(line, where) for line in lines]
+    elif isinstance(given, list):
+        values = given
+    else:
+        raise ValueError(f"{where} must be a list of arguments, got {type(given).__name__}")
+    return [_integer_keys(value) for value in values]
+
+
+def _result(wanted: Any, where: str, *, is_json: bool) -> Any:
+    """A call's result; with ``is_json`` text stands for what it says as JSON where it parses."""
+    if is_json and isinstance(wanted, str):
+        try:
+            wanted = json.loads(wanted)
+        except RecursionError as error:
+            raise ValueError(f"{where} is nested too deeply") from error
+        except ValueError:
+            return wanted
+    if isinstance(wanted, list):
+        return [_integer_keys(item) for item in wanted]
+    return _integer_keys(wanted)
+
+
+def _integer_keys(value: Any) -> Any:
+    """JSON has no integer keys: an object whose keys all are integers is meant to have them."""
+    if not isinstance(value, dict) or not value:
+        return value
+    try:
+        return {int(key): item for key, item in value.items()}
+    except (ValueError, TypeError):
+        return value

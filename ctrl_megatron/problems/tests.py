@@ -1,0 +1,117 @@
+"""The tests of one problem as rows and problem files hold them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH, STRICT, rule_named
+from ctrl_megatron.problems.long_integers import loads, long_integers
+from ctrl_megatron.types import PrompterType
+
+DEFAULT_TIME_LIMIT = 10.0
+"""Seconds of wall clock per test where neither the row nor the reader's options set a limit."""
+
+
+def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
+    """The tests of a problem from what a file holds.
+
+    A function problem: a list of asserts, the JSON text of one, or a string that is one test
+    program. Otherwise: a JSON list of cases, as a string, as a list of one string, or as a list of
+    objects; a case of ``code_contests`` may also have its texts under ``input`` and ``output``
+    themselves. Raises ``ValueError`` saying what is wrong.
+    """
+    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str):
+        value = value[0]
+    if kind == "mbppplus":
+        if isinstance(value, str):
+            # A JSON list is valid Python too: run as a test, it would pass for every program.
+            try:
+                listed = loads(value)
+            except json.JSONDecodeError:
+                listed = None
+            value = listed if isinstance(listed, list) else [value]
+        if not isinstance(value, (list, tuple)) or not value:
+            raise UserError("must be a non-empty list of asserts")
+        if not all(isinstance(test, str) and test.strip() for test in value):
+            raise UserError("has an entry that is empty or not text")
+        return tuple(value)
+    if isinstance(value, (list, tuple)) and value and all(isinstance(c, dict) for c in value):
+        with long_integers():
+            value = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, str):
+        raise UserError("must be the JSON text of a list of cases (a string, or a list of one)")
+    try:
+        cases = loads(value)
+    except json.JSONDecodeError as error:
+        raise UserError(f"is not JSON: {error}") from error
+    # Without a test, every program would pass.
+    if not isinstance(cases, list) or not cases or not all(cases):
+        raise UserError("must be a non-empty JSON list of cases")
+    if kind != "code_contests":
+        return value
+    spelled = [_spelled(case, number) for number, case in enumerate(cases, start=1)]
+    return value if spelled == cases else json.dumps(spelled, ensure_ascii=False)
+
+
+def _spelled(case: object, number: int) -> dict[str, Any]:
+    """A case of stdin and stdout as the sandbox reads it."""
+    record = dict(case) if isinstance(case, Mapping) else {}
+    for name, stream in (("input", "stdin"), ("output", "stdout")):
+        if _is_text(record.get(name)):
+            record[name] = {stream: record[name]}
+        given = record.get(name)
+        # A program that is given nothing may leave its stdin out.
+        least = {} if name == "output" else {stream: ""}
+        if not isinstance(given, Mapping) or not _is_text({**least, **given}.get(stream)):
+            raise UserError(
+                f"case {number} must be an object with the texts input.stdin and output.stdout, or "
+                f"with the texts input and output, is {shown(json.dumps(case))}"
+            )
+    return record
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a text, or a list of a text's lines, that UTF-8 can hold."""
+    lines = value if isinstance(value, list) else [value]
+    if not all(isinstance(line, str) for line in lines):
+        return False
+    try:
+        "".join(cast("list[str]", lines)).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def function_record(
+    tests: Sequence[str], setup: str, entry_point: str, statement: str
+) -> dict[str, Any]:
+    """The asserts of a function problem as the sandbox reads them; several entry points are one
+    text, with commas between them.
+    """
+    names = entry_point.split(", ")
+    return {
+        "test_list": list(tests),
+        "test_setup_code": setup,
+        "entry_point": names if len(names) > 1 else names[0],
+        # Of a statement that is a program without its end, answers use the beginning.
+        "prompt": statement,
+    }
+
+
+def comparison_complaint(kind: PrompterType, comparison: str) -> str:
+    """Why the rule ``comparison`` does not fit a problem of this kind; empty where it does."""
+    try:
+        rule = rule_named(comparison) if comparison else STRICT
+    except ValueError as error:
+        return f"names no rule: {error}"
+    if kind == "mbppplus" and rule not in (STRICT, LIVE_CODE_BENCH):
+        return f"is {comparison!r}, but asserts say themselves what is equal; leave it empty"
+    return ""
+
+
+def shown(value: object) -> str:
+    """The first 60 characters of a wrong value, for an error message."""
+    return "missing or null" if value is None else f"{str(value)[:60]!r}"
