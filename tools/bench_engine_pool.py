@@ -16,31 +16,23 @@ import asyncio
 import os
 import random
 import statistics
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from typing import NamedTuple
 
 import psutil
-from aiohttp import web
-
-from ctrl_megatron.config.flags import ToolParser
-from ctrl_megatron.parallel.hosts import host_identity
-from ctrl_megatron.rollout.client import RemoteEngine
-from ctrl_megatron.rollout.engine import (
-    Engine,
-    EngineAddress,
-    EngineSpec,
-    available_engines,
-    default_engine,
+from bench_setup import (
+    add_drawing_flags,
+    bench_parser,
+    client_of,
+    drawing_seconds,
+    drawing_spec,
+    random_prompts,
+    serve,
 )
+
+from ctrl_megatron.rollout.engine import Engine, available_engines, default_engine
 from ctrl_megatron.rollout.launch import launch_engine
 from ctrl_megatron.rollout.pool import EnginePool
-from ctrl_megatron.rollout.server import application
 from ctrl_megatron.types import Completion, SamplingParams, VersionSpan
 
 
@@ -51,7 +43,7 @@ class PacedEngine:
         self._pace = pace
 
     async def generate(
-        self, prompts: list[list[int]], params: SamplingParams
+        self, prompts: list[list[int]], params: SamplingParams, listener: object = None
     ) -> list[list[Completion]]:
         """Tokens and log-probs of the usual size."""
         await asyncio.sleep(self._pace * params.max_tokens)
@@ -64,23 +56,6 @@ class PacedEngine:
         return [[answer] * params.n for _ in prompts]
 
 
-@asynccontextmanager
-async def served(engine: Any) -> AsyncIterator[EngineAddress]:
-    """The engine behind the server that every engine has, in this process."""
-    runner = web.AppRunner(application(engine, "token"), handler_cancellation=True, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield EngineAddress(
-        name="paced",
-        endpoint=f"http://127.0.0.1:{runner.addresses[0][1]}",
-        home=host_identity(),
-        token="token",
-        pid=os.getpid(),
-        log_path="",
-    )
-    await runner.cleanup()
-
-
 class Taken(NamedTuple):
     """What drawing all completions took, in seconds."""
 
@@ -91,11 +66,9 @@ class Taken(NamedTuple):
 
 async def take(engine: Engine, pid: int, prompts: list[list[int]], params: SamplingParams) -> Taken:
     """All completions are drawn to their full length by the engine with that process id."""
-    wall, processor = time.perf_counter(), processor_time(pid)
-    done = await engine.generate(prompts, params)
-    taken = Taken(time.perf_counter() - wall, processor_time(pid) - processor)
-    assert all(len(answer.token_ids) == params.max_tokens for group in done for answer in group)
-    return taken
+    before = processor_time(pid)
+    wall = await drawing_seconds(engine, prompts, params)
+    return Taken(wall, processor_time(pid) - before)
 
 
 def processor_time(pid: int) -> float:
@@ -135,21 +108,12 @@ async def compare(
 
 def main() -> None:
     """Entry point."""
-    parser = ToolParser(__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--engine", choices=available_engines(), default=default_engine())
-    parser.add_argument("--model", default="runs/models/smollm2", help="Hugging Face directory")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--concurrent", type=int, default=64, help="completions at the same time")
-    parser.add_argument("--tokens", type=int, default=32, help="of every prompt and completion")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--threads", type=int, help="of the engine; by default its own choice")
+    add_drawing_flags(parser, rounds=6)
     parser.add_argument("--paced", type=float, default=0.0, help="seconds per token of a stand-in")
     options = parser.parse_args()
-    draw = random.Random(0)
-    prompts = [
-        [draw.randrange(100, 10_000) for _ in range(options.tokens)]
-        for _ in range(options.concurrent)
-    ]
+    prompts = random_prompts(random.Random(0), options.concurrent, options.tokens)
     params = SamplingParams(max_tokens=options.tokens, seed=1)
 
     async def measure(direct: Engine, pooled: Engine, pid: int) -> list[tuple[Taken, Taken]]:
@@ -160,22 +124,16 @@ def main() -> None:
         return await compare(direct, pool, pid, prompts, params, options.rounds)
 
     async def measure_paced() -> list[tuple[Taken, Taken]]:
-        async with served(PacedEngine(options.paced)) as address:
-            return await measure(RemoteEngine(address), RemoteEngine(address), os.getpid())
+        runner, port = await serve(PacedEngine(options.paced), {})
+        direct, pooled = (client_of("paced", port, pid=os.getpid()) for _ in range(2))
+        pairs = await measure(direct, pooled, os.getpid())
+        await runner.cleanup()
+        return pairs
 
     if options.paced:
         pairs = asyncio.run(measure_paced())
     else:
-        spec = EngineSpec(
-            name=options.engine,
-            model_path=options.model,
-            dtype=options.dtype,
-            max_model_len=4 * options.tokens,
-            max_num_seqs=options.concurrent,
-            kv_cache_gib=1.0,
-            threads=options.threads,
-        )
-        with launch_engine(spec) as process:
+        with launch_engine(drawing_spec(options, options.engine)) as process:
             pairs = asyncio.run(measure(process.connect(), process.connect(), process.pid))
     tokens = options.concurrent * options.tokens
     for name, taken in zip(("directly", "pool"), zip(*pairs, strict=True), strict=True):

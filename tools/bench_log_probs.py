@@ -26,6 +26,11 @@ def resident(name: str) -> int:
     return int(status[status.index(f"{name}:") + 1]) << 10
 
 
+def forget_peak() -> None:
+    """``VmHWM`` counts anew from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def main() -> None:
     """Entry point."""
     parser = ToolParser(__doc__)
@@ -44,7 +49,7 @@ def main() -> None:
     # What products of matrices keep for themselves.
     linear_log_probs(hidden[:64], weight, targets[:64], vocab_size=options.vocabulary)[0].sum()
     host_memory.give_back()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    forget_peak()
     before, began = resident("VmRSS"), time.perf_counter()
     log_probs, entropy = linear_log_probs(
         hidden, weight, targets, vocab_size=options.vocabulary, chunk=options.chunk

@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def measured(work: Callable[[], Any]) -> tuple[float, float, float]:
     """Seconds and processor seconds of ``work``, and the process's most memory meanwhile in GiB."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew from now on
+    from bench_log_probs import forget_peak, resident
+
+    forget_peak()
     began, used = time.perf_counter(), time.process_time()
     work()
     seconds, used = time.perf_counter() - began, time.process_time() - used
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
-    return seconds, used, int(line.split()[1]) / 2**20
+    return seconds, used, resident("VmHWM") / 2**30
 
 
 def main() -> None:
@@ -48,23 +48,14 @@ def main() -> None:
     options = parser.parse_args()
 
     import torch
-    from bench_update import learner
+    from bench_update import learner, random_batch
 
     from ctrl_megatron.parallel.groups import initialize, shutdown
     from ctrl_megatron.parallel.layout import Layout
 
     groups = initialize(Layout(), seed=1, timeout_seconds=600)
     policy, loss = learner(options, groups, chunk=1024, lr=0.0)
-    rows, width = options.groups * options.group, options.prompt + options.response
-    ids = torch.randint(100, policy.shape.vocab_size, (rows, width))
-    ids[:, : options.prompt] = ids[: options.groups, : options.prompt].repeat(options.group, 1)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "response_mask": torch.ones(rows, options.response, dtype=torch.bool),
-        "advantages": torch.randn(rows, options.response),
-    }
-    batch["old_log_probs"] = batch["ref_log_prob"] = policy.log_probs(batch)[0]
+    batch = random_batch(options, policy, options.groups * options.group, seed=0)
     policy.step(batch, loss)
     policy.take_flops()
 

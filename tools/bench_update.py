@@ -112,6 +112,28 @@ def learner(
     return policy, losses.ActorLoss(actor, response_limit=options.response)
 
 
+def random_batch(
+    options: argparse.Namespace, policy: Policy, rows: int, *, seed: int
+) -> dict[str, Any]:
+    """The batch of an update: random tokens, each prompt common to ``options.group`` rows."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    size = rows, options.prompt + options.response
+    ids = torch.randint(100, policy.shape.vocab_size, size, generator=generator)
+    first = torch.arange(rows) // options.group * options.group
+    ids[:, : options.prompt] = ids[first, : options.prompt]
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "response_mask": torch.ones(rows, options.response, dtype=torch.bool),
+        "advantages": torch.randn(rows, options.response, generator=generator),
+    }
+    batch["old_log_probs"] = policy.log_probs(batch)[0]
+    batch["ref_log_prob"] = batch["old_log_probs"].clone()
+    return batch
+
+
 def rank_of(root: Path, options: argparse.Namespace) -> None:
     """Take steps with the package of ``root`` until standard input ends."""
     sys.path.insert(0, str(root))
@@ -128,19 +150,7 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
     ranks = options.nproc_per_node
     groups = initialize(Layout(data=ranks), seed=1, timeout_seconds=600)
     policy, loss = learner(options, groups, chunk=options.chunk, lr=1e-6)
-    generator = torch.Generator().manual_seed(groups.rank)
-    rows, width = options.rows // ranks, options.prompt + options.response
-    ids = torch.randint(100, policy.shape.vocab_size, (rows, width), generator=generator)
-    first = torch.arange(rows) // options.group * options.group
-    ids[:, : options.prompt] = ids[first, : options.prompt]
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "response_mask": torch.ones(rows, options.response, dtype=torch.bool),
-        "advantages": torch.randn(rows, options.response, generator=generator),
-    }
-    batch["old_log_probs"] = policy.log_probs(batch)[0]
-    batch["ref_log_prob"] = batch["old_log_probs"].clone()
+    batch = random_batch(options, policy, options.rows // ranks, seed=groups.rank)
     policy.step(batch, loss)
     groups.barrier()
     # Checkouts from before updates counted their arithmetic are asked for the same update.

@@ -16,25 +16,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 import torch
-from aiohttp import ClientSession, web
+from bench_setup import HostedEngine, ask, bench_parser, given_spec, host
 
 from ctrl_megatron.checkpoint.hf import load_hf
-from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.parallel_model import ModelOptions
@@ -42,21 +33,14 @@ from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import initialize
-from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.parallel.layout import Layout
-from ctrl_megatron.parallel.parent_watch import end_group
 from ctrl_megatron.resharding.buckets import BucketMemory
 from ctrl_megatron.resharding.engine_weights import EngineLink, push
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import MegatronSource
-from ctrl_megatron.rollout.client import RemoteEngine, log_tail
-from ctrl_megatron.rollout.engine import EngineAddress, EngineSpec
-from ctrl_megatron.rollout.launch import engine_environment
-from ctrl_megatron.rollout.server import application
+from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.rollout.weight_chunks import SharedSegment, remove_segment, segment_names
 from ctrl_megatron.types import SamplingParams
-
-TOKEN = "bench"
 
 
 def own_reload(worker: Any, model: str) -> float:
@@ -77,19 +61,11 @@ async def serve(spec: EngineSpec) -> None:
 
     engine, function = await VllmEngine.build(spec), cast(Any, own_reload)
 
-    async def reload(_: web.Request) -> web.Response:
+    async def reload(_: object) -> float:
         (seconds,) = await engine._llm.collective_rpc(function, args=(spec.model_path,))
-        return web.json_response(seconds)
+        return seconds
 
-    app = application(engine, TOKEN)
-    app.router.add_post("/reload", reload)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    print(f"port {runner.addresses[0][1]}", flush=True)
-    # The end of standard input is the end of the bench.
-    await asyncio.to_thread(sys.stdin.read)
-    os._exit(0)
+    await host(engine, {"/reload": reload})
 
 
 def raw_copy(parts: list[torch.Tensor], segments: list[SharedSegment]) -> float:
@@ -104,15 +80,13 @@ def raw_copy(parts: list[torch.Tensor], segments: list[SharedSegment]) -> float:
 
 def main() -> None:
     """Entry point."""
-    parser = ToolParser(__doc__)
-    parser.add_argument("--model", default="runs/models/smollm2", help="Hugging Face directory")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = bench_parser(__doc__)
     parser.add_argument("--bucket", type=int, default=128, help="in 2**20 bytes")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--log", type=Path, default=Path("runs/bench_weight_sync.log"))
     options = parser.parse_args()
-    if options.serve:
-        asyncio.run(serve(EngineSpec(**json.loads(options.serve))))
+    if options.host_engine:
+        asyncio.run(serve(given_spec()))
     spec = EngineSpec(
         name="vllm",
         model_path=options.model,
@@ -121,33 +95,14 @@ def main() -> None:
         max_num_seqs=8,
         kv_cache_gib=0.25,
     )
-    with tempfile.NamedTemporaryFile("w+") as log:
-        child = subprocess.Popen(
-            [sys.executable, __file__, "--serve", json.dumps(asdict(spec))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=engine_environment(spec),
-            start_new_session=True,
-            text=True,
-        )
-        try:
-            measure(options, child, log.name)
-        finally:
-            end_group(child.pid)
-            child.wait()
+    process = HostedEngine(spec, options.log)
+    try:
+        measure(options, process)
+    finally:
+        process.stop()
 
 
-def port_of(child: subprocess.Popen[str], log: str) -> int:
-    """Where the engine's process listens; RuntimeError if it ends before it does."""
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith("port "):
-            return int(line.split()[1])
-    raise RuntimeError(f"vLLM did not start; the end of its output:\n{log_tail(log)}")
-
-
-def measure(options: argparse.Namespace, child: subprocess.Popen[str], log: str) -> None:
+def measure(options: argparse.Namespace, process: HostedEngine) -> None:
     """All rounds, and what came of them."""
     groups = initialize(Layout(), seed=1, timeout_seconds=60)
     policy = Policy(
@@ -159,25 +114,8 @@ def measure(options: argparse.Namespace, child: subprocess.Popen[str], log: str)
     layout = EngineLayout(dtype=options.dtype, bucket_bytes=options.bucket << 20)
     source = MegatronSource(policy, layout, readers=(0,))
     print("starting vLLM ...", flush=True)
-    endpoint = f"http://127.0.0.1:{port_of(child, log)}"
-    address = EngineAddress(
-        name="vllm",
-        endpoint=endpoint,
-        home=host_identity(),
-        token=TOKEN,
-        pid=child.pid,
-        log_path=log,
-    )
-    engine, loop = RemoteEngine(address), BackgroundLoop()
+    engine, loop = process.connect(), BackgroundLoop()
     link, memory = EngineLink(engine=engine, loop=loop), BucketMemory(groups)
-
-    async def vllm_reload() -> float:
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        async with (
-            ClientSession(headers=headers) as session,
-            session.post(f"{endpoint}/reload") as answer,
-        ):
-            return await answer.json()
 
     size = layout.bucket_bytes
     names = segment_names(2)
@@ -195,7 +133,7 @@ def measure(options: argparse.Namespace, child: subprocess.Popen[str], log: str)
         change(policy)
         seconds = {
             "raw": raw_copy(parts, segments),
-            "vLLM": loop.run(vllm_reload()),
+            "vLLM": loop.run(ask(engine, "/reload", None)),
             "push": pushed(f"push@{number}", verify=False),
         }
         change(policy)

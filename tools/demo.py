@@ -93,7 +93,7 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
         (
             f"compare on {TESTED} faults that nobody trained on, {SAMPLES} critiques each",
             [
-                *(PYTHON, "tools/evaluate.py", "--config", CONFIG),
+                *(PYTHON, "-m", "ctrl_megatron.commands.evaluate", "--config", CONFIG),
                 *("--out", f"runs/{run}_evaluation"),
                 *("--samples", str(SAMPLES), "--temperature", "1"),
                 *(f"after SFT={CRITIC}", f"after RL=runs/{run}/hf_exports/global_step_{STEPS}"),

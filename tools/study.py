@@ -193,7 +193,8 @@ def _measure(test: str, arm: str, critic: Path, seed: int, product: Path) -> Non
     out = RUNS / f"{product.name.removesuffix('.jsonl.gz')}"
     _run(
         [
-            *(_PYTHON, "tools/evaluate.py", "--config", str(CONFIG), f"{arm}={critic}"),
+            *(_PYTHON, "-m", "ctrl_megatron.commands.evaluate"),
+            *("--config", str(CONFIG), f"{arm}={critic}"),
             *("--out", str(out), "--seeds", str(seed)),
             *([] if written else ["--samples", str(SAMPLES), "--temperature", "1.0"]),
             "--set",

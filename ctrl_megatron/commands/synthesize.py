@@ -19,13 +19,21 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import new_files, own_files_whole, require_own_files
@@ -40,33 +48,25 @@ from ctrl_megatron.config.flags import (
     temperature,
     whole,
 )
-from ctrl_megatron.data.json_lines import read_placed_lines
-from ctrl_megatron.data.rows import row_of, write_rows
 from ctrl_megatron.errors import UserError, users_input
-from ctrl_megatron.generation.chat import Chat
 from ctrl_megatron.preparation.journal import StageJournal
 from ctrl_megatron.preparation.problem_files import own_record, read_problems
 from ctrl_megatron.preparation.published import Dropped
-from ctrl_megatron.preparation.selection import (
-    Part,
-    Shares,
-    choose_examples,
-    distinct_attempts,
-    problems_in_turn,
+from ctrl_megatron.preparation.selection import Shares
+from ctrl_megatron.preparation.solution_files import read_solutions
+from ctrl_megatron.preparation.stages import SynthesisStages, opener
+from ctrl_megatron.preparation.training_files import (
+    FILES,
+    Recipe,
+    check_parts,
+    make_training_files,
 )
-from ctrl_megatron.preparation.stages import OpenChat, SynthesisStages
-from ctrl_megatron.prompts import critique_messages, fenced, generation_messages, settle_answer
-from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
-from ctrl_megatron.sft.examples import write_examples
 from ctrl_megatron.types import Attempt, Problem, SamplingParams
 
 if TYPE_CHECKING:
     from ctrl_megatron.generation.sources import ChatSource, EngineOptions
 
 _TOOL, _JOURNAL = "synthesize", ".synthesis"
-_PARQUET = [f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val", "solve")]
-_FILES = [*_PARQUET, "solutions.jsonl", "synthesis.json"]
-_SFT_VAL_SIZE = 64
 _RULES = 2
 """What else the kept parts depend on, order above all; raised with every change of it."""
 _ROLES = ("solver", "critic", "reviser")
@@ -76,66 +76,33 @@ _ROLES = ("solver", "critic", "reviser")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, run what is left, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     options = _parse(arguments)
-    from ctrl_megatron.generation.sources import ChatSource, EngineOptions, check_source
-
     with users_input("--problems"):
         problems = read_problems(options.problems)
     known = {problem.id for problem in problems}
     hardest = 4 if options.max_difficulty is None else options.max_difficulty
     problems = [problem for problem in problems if problem.difficulty <= hardest]
     shares = Shares(val=options.val_share, sft=options.sft_share)
-    _check_parts(problems, shares)
-    given, dropped = (
-        _read_solutions(options.solutions, problems, known)
-        if options.solutions
-        else ([], Dropped())
-    )
-    engines = EngineOptions(
-        engine=options.engine,
-        dtype=options.dtype,
-        max_model_len=options.max_model_len,
-        threads=options.threads,
-    )
-    sources = {
-        role: ChatSource(model, getattr(options, f"{role}_url"))
-        for role in _ROLES
-        if (model := getattr(options, role))
-    }
-    for role, source in sources.items():
-        check_source(f"--{role}", source, engines)
-    opened = {role: _opener(source, engines) for role, source in sources.items()}
-    journal_folder = options.out / _JOURNAL
-    begun = journal_folder.is_dir()
-    require_own_files(options.out, _FILES, _TOOL, overwrite=options.overwrite or begun)
-    if options.overwrite:
-        shutil.rmtree(journal_folder, ignore_errors=True)
-    for left in options.out.glob(f".{_TOOL}.*"):  # of a kill while the files were written
-        shutil.rmtree(left)
-    journal = StageJournal(journal_folder, _settings(options, problems, given, sources))
-    if not options.overwrite and begun and own_files_whole(options.out, _TOOL):
+    check_parts(problems, shares)
+    given, dropped = list[Attempt](), Dropped()
+    if options.solutions:
+        given, dropped = read_solutions(options.solutions, problems, known)
+    sources, engines = _sources(options)
+    journal = _open_journal(options, _settings(options, problems, given, sources))
+    if journal is None:
         print(f"{options.out}: everything is finished, nothing to do")
         return 0
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeRemainingColumn()) as bars:
-        tasks = {}
-
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage.replace("_", " "))
-            bars.update(tasks[stage], completed=done, total=total)
-
+    with _bars() as progress, service_faults(options.out):
         stages = SynthesisStages(
             journal=journal,
-            open_judge=_open_judge,
-            solver=opened.get("solver"),
-            critic=opened.get("critic"),
-            reviser=opened.get("reviser"),
+            chats={role: opener(source, engines) for role, source in sources.items()},
             seed=options.seed,
             progress=progress,
         )
-        with service_faults(options.out):
-            table = asyncio.run(_run(options, stages, problems, given, dropped, shares))
-    _show(options.out, table)
+        recipe = _recipe(options, shares)
+        files = asyncio.run(make_training_files(stages, problems, given, dropped, recipe))
+        with new_files(options.out, FILES, _TOOL, overwrite=True) as folder:
+            files.write(folder)
+    _show(options.out, files.counts)
     return 0
 
 
@@ -185,51 +152,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _check_parts(problems: Sequence[Problem], shares: Shares) -> None:
-    parts = {shares.part_of(problem.id) for problem in problems}
-    for part, wanted, what in (
-        ("rl", shares.sft < 1, "reinforcement learning; lower --sft-share or --val-share"),
-        ("sft", shares.sft > 0, "fine-tuning; raise --sft-share or lower --val-share"),
-    ):
-        if wanted and part not in parts:
-            raise UserError(f"none of {len(problems)} problems falls to {what}, or add problems")
-
-
-def _read_solutions(
-    path: Path, problems: Sequence[Problem], known: Collection[str]
-) -> tuple[list[Attempt], Dropped]:
-    """Attempts at ``problems``; a solution of another one that is ``known`` is counted."""
-    used, seen = {problem.id: problem for problem in problems}, dict[str, str]()
-    attempts, dropped = [], Dropped()
-    for place, entry in read_placed_lines(path):
-        for key in ("id", "problem_id", "solution"):
-            if not isinstance(entry.get(key), str):
-                raise UserError(f"{place}: key {key!r} is missing or no text")
-        if entry["id"] in seen:
-            raise UserError(f"{place}: key 'id' repeats {entry['id']!r} of {seen[entry['id']]}")
-        seen[entry["id"]] = place
-        settled = settle_answer(entry["solution"])
-        if entry["problem_id"] not in known:
-            raise UserError(
-                f"{place}: problem {entry['problem_id']!r} is not in --problems",
-                remedy="draw the solutions anew with --solver",
-            )
-        if entry["problem_id"] not in used:
-            dropped.add("solution of a harder problem", entry["id"])
-        elif settled.kind == "unreadable":
-            dropped.add("unreadable solution", entry["id"])
-        else:
-            if settled.kind == "normalised":
-                dropped.add("(kept) fence put right", entry["id"])
-            problem = used[entry["problem_id"]]
-            attempts.append(Attempt(id=entry["id"], problem=problem, solution=settled.text))
-    if not attempts:
-        raise UserError(
-            f"{path} has no readable solution of a problem in use", remedy="draw some with --solver"
-        )
-    return attempts, dropped
-
-
 def _settings(
     options: argparse.Namespace,
     problems: Sequence[Problem],
@@ -252,166 +174,83 @@ def _settings(
     return {**flags, **weights, "rules": _RULES}
 
 
-def _opener(source: ChatSource, engines: EngineOptions) -> OpenChat:
-    from ctrl_megatron.generation.sources import open_chats
-
-    @asynccontextmanager
-    async def opened() -> AsyncIterator[Chat]:
-        with open_chats({"": source}, engines) as chats:
-            try:
-                yield chats[""]
-            finally:
-                await chats[""].close()
-
-    return opened
-
-
-@asynccontextmanager
-async def _open_judge() -> AsyncIterator[SandboxClient]:
-    with EmbeddedSandbox.start() as sandbox:
-        async with SandboxClient(sandbox.endpoint) as client:
-            yield client
-
-
-async def _run(
-    options: argparse.Namespace,
-    stages: SynthesisStages,
-    problems: Sequence[Problem],
-    given: Sequence[Attempt],
-    dropped: Dropped,
-    shares: Shares,
-) -> dict[str, dict[str, int]]:
-    """All stages and the files; what was kept and dropped, by stage."""
-    drawn = list(given)
-    if options.solver:
-        params = SamplingParams(
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            n=options.n,
-            seed=options.seed,
-        )
-        for attempt, fate in await stages.solutions(problems, params):
-            if fate in ("unreadable", "no room"):
-                reason = f"{fate} solution" if fate == "unreadable" else "no room for a solution"
-                dropped.add(reason, attempt.id)
-                continue
-            if fate == "normalised":
-                dropped.add("(kept) fence put right", attempt.id)
-            drawn.append(attempt)
-    table = {"solutions": {"kept": len(drawn), **dropped.counts()}}
-    attempts, again = distinct_attempts(drawn)
-    written = _written(problems, shares)
-    judged = await stages.verdicts([*attempts, *written])
-    for attempt, verdict in judged:
-        if attempt.id.endswith("/reference") and not verdict.accepted:
-            again.add("reference that fails its own tests", attempt.id)
-    bad = set(again.reasons.get("reference that fails its own tests", ()))
-    table["attempts"] = {
-        "solved": sum(v.accepted for _, v in judged[: len(attempts)]),
-        "kept": len(judged) - len(bad),
-        **again.counts(),
-    }
-    judged = [(a, v) for a, v in judged if a.id not in bad]
-    names = {attempt.id for attempt in attempts}
-    of = {
-        part: [(a, v) for a, v in judged if shares.part_of(a.problem.id) == part]
-        for part in get_args(Part)
-    }
-    # Of what is held out, only as much as validation shows: every problem before any again.
-    of["val"] = problems_in_turn(of["val"], options.seed)
-    own = {part: [a for a, _ in of[part] if a.id in names] for part in ("rl", "val")}
-    told = of["sft"] + of["val"][:_SFT_VAL_SIZE]
-    drafts = await stages.critiques(
-        told,
-        SamplingParams(
+def _recipe(options: argparse.Namespace, shares: Shares) -> Recipe:
+    drawn = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        n=options.n,
+        seed=options.seed,
+    )
+    return Recipe(
+        shares=shares,
+        solutions=drawn if options.solver else None,
+        critiques=SamplingParams(
             max_tokens=options.critique_tokens,
             temperature=options.critique_temperature,
             n=options.critique_draws,
             seed=options.seed,
         ),
+        revisions=replace(drawn, temperature=0.0, n=1),
+        balance=options.balance,
+        val_size=options.val_size,
+        seed=options.seed,
     )
-    greedy = SamplingParams(max_tokens=options.max_tokens, temperature=0.0, seed=options.seed)
-    drafts = await stages.revisions(drafts, greedy)
-    parts = {"sft": [], "val": []}
-    for draft in drafts:
-        parts[shares.part_of(draft.attempt.problem.id)].append(draft)
-    examples = {}
-    for part, name in (("sft", "SFT critiques"), ("val", "SFT validation")):
-        examples[part], less = choose_examples(
-            parts[part], balance=options.balance, seed=options.seed
-        )
-        right = {d.attempt.id for d in parts[part] if d.right}
-        kept = len(examples[part])
-        table[name] = {
-            "kept": kept,
-            "of them right": sum(e.id in right for e in examples[part]),
-            **less.counts(),
-        }
-        if part == "sft" and shares.sft > 0 and not kept:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in less.counts().items())
-            raise UserError(f"no critique is left for fine-tuning ({reasons or 'no attempts'})")
-    if not own["rl"] and not examples["sft"]:
-        reasons = ", ".join(
-            f"{times} {what}"
-            for stage in ("solutions", "attempts")
-            for what, times in table[stage].items()
-            if what not in ("kept", "solved")
-        )
-        raise UserError(f"no row to train on is left ({reasons or 'no solutions'})")
-    table["RL rows"] = {"kept": len(own["rl"]), "held out": len(own["val"][: options.val_size])}
-    with new_files(options.out, _FILES, _TOOL, overwrite=True) as folder:
-        rows = {
-            part: [row_of(a, critique_messages(a.problem, a.solution)) for a in attempts]
-            for part, attempts in own.items()
-        }
-        if rows["rl"]:
-            write_rows(folder / "train.parquet", rows["rl"])
-        if rows["val"] and options.val_size:
-            write_rows(folder / "val.parquet", rows["val"][: options.val_size])
-        solve = [p for p in problems if shares.part_of(p.id) == "rl"]
-        if solve:
-            write_rows(
-                folder / "solve.parquet",
-                [
-                    row_of(Attempt(id=p.id, problem=p, solution=""), generation_messages(p))
-                    for p in solve
-                ],
-            )
-        for part, name in (("sft", "sft_train"), ("val", "sft_val")):
-            if examples[part]:
-                write_examples(folder / f"{name}.parquet", examples[part])
-        lines = [
-            json.dumps(
-                {
-                    "id": a.id,
-                    "problem_id": a.problem.id,
-                    "solution": a.solution,
-                    "pass_rate": a.pass_rate,
-                },
-                ensure_ascii=False,
-            )
-            for a, _ in judged
-            if a.id in names
-        ]
-        (folder / "solutions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        (folder / "synthesis.json").write_text(json.dumps(table, indent=1) + "\n")
-    return table
 
 
-def _written(problems: Sequence[Problem], shares: Shares) -> list[Attempt]:
-    """References and known wrong programs, as further attempts of fine-tuning."""
-    return [
-        Attempt(id=f"{problem.id}/{kind}", problem=problem, solution=fenced(code))
-        for problem in problems
-        if shares.part_of(problem.id) != "rl"
-        for kind, code in [
-            *([("reference", problem.reference)] if problem.reference.strip() else []),
-            *((f"buggy{i}", code) for i, code in enumerate(problem.buggy)),
-        ]
-    ]
+def _sources(
+    options: argparse.Namespace,
+) -> tuple[dict[str, ChatSource], EngineOptions]:
+    """The source of each role that has a model, checked, and how its engine is started."""
+    from ctrl_megatron.generation.sources import ChatSource, EngineOptions, check_source
+
+    engines = EngineOptions(
+        engine=options.engine,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        threads=options.threads,
+    )
+    sources = {
+        role: ChatSource(model, getattr(options, f"{role}_url"))
+        for role in _ROLES
+        if (model := getattr(options, role))
+    }
+    for role, source in sources.items():
+        check_source(f"--{role}", source, engines)
+    return sources, engines
 
 
-def _show(out: Path, table: dict[str, dict[str, int]]) -> None:
+def _open_journal(
+    options: argparse.Namespace, settings: Mapping[str, object]
+) -> StageJournal | None:
+    """The journal of ``--out``; None where an earlier call has finished everything."""
+    folder = options.out / _JOURNAL
+    begun = folder.is_dir()
+    require_own_files(options.out, FILES, _TOOL, overwrite=options.overwrite or begun)
+    if options.overwrite:
+        shutil.rmtree(folder, ignore_errors=True)
+    for left in options.out.glob(f".{_TOOL}.*"):  # of a call that was killed while it wrote files
+        shutil.rmtree(left)
+    journal = StageJournal(folder, settings)
+    done = not options.overwrite and begun and own_files_whole(options.out, _TOOL)
+    return None if done else journal
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar for each stage."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeRemainingColumn()) as bars:
+        tasks = dict[str, TaskID]()
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage.replace("_", " "))
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield progress
+
+
+def _show(out: Path, table: Mapping[str, Mapping[str, int]]) -> None:
     shown = Table(title=str(out))
     for column in ("stage", "what", "number"):
         shown.add_column(column, justify="right" if column == "number" else "left")

@@ -7,12 +7,9 @@ from __future__ import annotations
 import ast
 import warnings
 from collections.abc import Iterable, Mapping
-from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.preparation.records import read_records
 from ctrl_megatron.problems.fields import list_field, text_field
 from ctrl_megatron.types import Problem
 
@@ -24,24 +21,6 @@ SPLITS: dict[Split, range] = {
     "train": range(601, 975),
 }
 """The data set's own division by ``task_id`` (arXiv 2108.07732, section 2.1)."""
-
-
-def read_mbpp(path: str | PathLike[str], *, split: Split | None = None) -> list[Problem]:
-    """Problems ``mbpp/<task_id>`` in file order, all of them or one split.
-
-    Raises ``ValueError`` naming the file and the place for anything that is not MBPP.
-    """
-    if split is not None and split not in SPLITS:
-        raise UserError(f"unknown MBPP split {split!r}; use {', '.join(SPLITS)}")
-    path = Path(path)
-    wanted = range(1, 975) if split is None else SPLITS[split]
-    problems = []
-    for place, record in read_records(path):
-        try:
-            problems.append(mbpp_problem(record, 0))
-        except (ValueError, SyntaxError) as error:
-            raise UserError(f"{place}: {error}") from error
-    return [p for p in problems if int(p.id.removeprefix("mbpp/")) in wanted]
 
 
 def mbpp_problem(record: Mapping[str, Any], number: int) -> Problem:

@@ -6,13 +6,13 @@ Source: CTRL (arXiv 2502.03492, section 3.1).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctrl_megatron.generation.chat import Chat
-from ctrl_megatron.generation.solutions import first_solutions, judge_attempts
+from ctrl_megatron.generation.solutions import Fate, first_solutions, judge_attempts
 from ctrl_megatron.preparation.hints import execution_hint
 from ctrl_megatron.preparation.journal import Records, StageJournal
 from ctrl_megatron.preparation.selection import CritiqueDraft, fault_of
@@ -24,7 +24,11 @@ from ctrl_megatron.prompts import (
     sanitized_answer,
 )
 from ctrl_megatron.rewards.grading import Judge
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams, Verdict
+
+if TYPE_CHECKING:
+    from ctrl_megatron.generation.sources import ChatSource, EngineOptions
 
 Item = TypeVar("Item")
 OpenChat = Callable[[], AbstractAsyncContextManager[Chat]]
@@ -33,18 +37,41 @@ Progress = Callable[[str, int, int], None]
 """Stage, finished parts, all parts."""
 
 
+def opener(source: ChatSource, engines: EngineOptions) -> OpenChat:
+    """Opens the chat of ``source``, and its engine if it needs one, for the length of a block."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Chat]:
+        from ctrl_megatron.generation.sources import open_chats
+
+        with open_chats({"": source}, engines) as chats:
+            try:
+                yield chats[""]
+            finally:
+                await chats[""].close()
+
+    return opened
+
+
+@asynccontextmanager
+async def open_sandbox() -> AsyncIterator[SandboxClient]:
+    """A client of a sandbox that runs for the length of the block."""
+    with EmbeddedSandbox.start() as sandbox:
+        async with SandboxClient(sandbox.endpoint) as client:
+            yield client
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthesisStages:
     """The stages over one journal. Chat and judge are opened only where something is left."""
 
     journal: StageJournal
-    open_judge: OpenJudge
-    solver: OpenChat | None = None
-    """Draws first solutions."""
-    critic: OpenChat | None = None
-    """Writes critiques from hints; None for templates."""
-    reviser: OpenChat | None = None
-    """Revises by each critique, which is dropped where the revision fails; None for no check."""
+    chats: Mapping[str, OpenChat]
+    """``solver`` draws first solutions. ``critic`` writes critiques from hints; without it they are
+    written from templates. ``reviser`` revises by each critique, which is dropped if the revision
+    fails; without it no critique is checked in this way.
+    """
+    open_judge: OpenJudge = open_sandbox
     seed: int
     part_size: int = 16
     """Problems or attempts that are finished together."""
@@ -52,9 +79,8 @@ class SynthesisStages:
 
     async def solutions(
         self, problems: Sequence[Problem], params: SamplingParams
-    ) -> list[tuple[Attempt, str]]:
+    ) -> list[tuple[Attempt, Fate]]:
         """Attempts and what became of their text: see ``Fate``."""
-        assert self.solver is not None
         known = {problem.id: problem for problem in problems}
 
         async def draw(chat: Chat, part: tuple[int, list[Problem]]) -> Records:
@@ -65,7 +91,7 @@ class SynthesisStages:
                 for a, fate in drawn
             ]
 
-        records = await self._stage("solutions", problems, self.solver, draw)
+        records = await self._stage("solutions", problems, self.chats["solver"], draw)
         return [
             (
                 Attempt(id=r["id"], problem=known[r["problem_id"]], solution=r["solution"]),
@@ -96,11 +122,14 @@ class SynthesisStages:
         """A critique of every attempt: of ``params.n`` draws the first without a fault, else the
         first; an empty text where the hint leaves no room for it.
         """
-        if self.critic is None:
+        if "critic" not in self.chats:
             texts = [synthesise_critique(a, v, self.seed) for a, v in judged]
         else:
             records = await self._stage(
-                "critiques", judged, self.critic, lambda chat, part: _criticise(chat, part, params)
+                "critiques",
+                judged,
+                self.chats["critic"],
+                lambda chat, part: _criticise(chat, part, params),
             )
             texts = [record["critique"] for record in records]
         return [
@@ -114,11 +143,14 @@ class SynthesisStages:
         """The drafts with the fate of the revision that follows each; as given without a reviser.
         A draft with a fault already is not revised.
         """
-        if self.reviser is None:
+        if "reviser" not in self.chats:
             return list(drafts)
         revised = [draft for draft in drafts if not fault_of(draft)]
         drawn = await self._stage(
-            "revisions", revised, self.reviser, lambda chat, part: _revise(chat, part, params)
+            "revisions",
+            revised,
+            self.chats["reviser"],
+            lambda chat, part: _revise(chat, part, params),
         )
         attempts = [
             replace(draft.attempt, solution=record["revision"])

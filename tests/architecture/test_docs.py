@@ -143,8 +143,9 @@ def said(*args: str) -> str:
 
 @cache
 def help_of(script: str) -> str:
-    """What ``--help`` of a script below tools/ prints; empty for a script of the shell."""
-    return said(script, "--help") if script.endswith(".py") else ""
+    """What ``--help`` of a Python file prints; empty for a script of the shell."""
+    module = script.removesuffix(".py").replace("/", ".")
+    return said("-m", module, "--help") if script.endswith(".py") else ""
 
 
 @each_page
@@ -156,7 +157,7 @@ def test_every_command_can_be_given(page: str) -> None:
             assert next(w for w in words[1:] if "=" not in w) in targets, words
         for place, word in enumerate(words):
             if re.fullmatch(r"ctrl-[a-z-]+", word):
-                script = f"tools/{CONSOLE_SCRIPTS[word].partition(':')[0].rpartition('.')[2]}.py"
+                script = CONSOLE_SCRIPTS[word].partition(":")[0].replace(".", "/") + ".py"
             elif re.fullmatch(r"(tools|slurm|tests)/\S+\.(py|sh)", word):
                 script = word
             else:

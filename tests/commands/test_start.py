@@ -85,10 +85,7 @@ def test_a_misspelt_key_is_refused_before_ranks_are_started(name: str) -> None:
         ("train_rl", (), "required: --config"),
         ("train_rl", ("--config", "none.yaml"), "none.yaml"),
         ("train_rl", ("--config", CONFIG, "--nproc-per-node", "0"), "must be at least 1"),
-        ("evaluate", ("--config", CONFIG, "no_equals_sign"), "STAGE=DIR"),
-        ("evaluate", ("--config", CONFIG, "a=b", "--set", "data.sead=1"), "'data.sead'"),
-        ("convert_hf_to_megatron", ("--hf", "nowhere"), "required: --out"),
-        ("convert_megatron_to_hf", ("--model", "both"), "invalid choice: 'both'"),
+        ("plan", ("--config", CONFIG, "data.sead=1"), "'data.sead'"),
     ],
 )
 def test_a_tool_refuses_from_a_checkout(
@@ -98,6 +95,22 @@ def test_a_tool_refuses_from_a_checkout(
     done = run(sys.executable, str(ROOT / "tools" / f"{tool}.py"), *given, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"{tool}: ") and words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("evaluate", ("--config", CONFIG, "no_equals_sign"), "STAGE=DIR"),
+        ("evaluate", ("--config", CONFIG, "a=b", "--set", "data.sead=1"), "'data.sead'"),
+        ("convert_hf_to_megatron", ("--hf", "nowhere"), "required: --out"),
+        ("convert_megatron_to_hf", ("--model", "both"), "invalid choice: 'both'"),
+    ],
+)
+def test_a_command_refuses_as_a_module(name: str, arguments: tuple[str, ...], words: str) -> None:
+    done = run(sys.executable, "-m", f"ctrl_megatron.commands.{name}", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{name}: ") and words in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -964,7 +965,10 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (
         *("ctrl_megatron.pipeline.run.session", "ctrl_megatron.sft.run.session"),
         "ctrl_megatron.pipeline.evaluation.session",
-        *("ctrl_megatron.commands.start._start_ranks", "ctrl_megatron.commands.synthesize._run"),
+        *(
+            "ctrl_megatron.commands.start._start_ranks",
+            "ctrl_megatron.commands.synthesize.make_training_files",
+        ),
         *(
             "ctrl_megatron.commands.prepare_data.write_whole",
             "tools.prepare_smollm2.convert",
@@ -1036,11 +1040,11 @@ def test_weights_that_have_changed_do_not_go_on_with_what_others_wrote(
 ) -> None:
     from safetensors.torch import load_file, save_file
 
-    async def drawn(*_: object) -> dict[str, dict[str, int]]:
-        return {}
+    async def drawn(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(write=lambda _: None, counts={})
 
     monkeypatch.setattr("ctrl_megatron.commands.generate._grow", lambda *_: None)
-    monkeypatch.setattr("ctrl_megatron.commands.synthesize._run", drawn)
+    monkeypatch.setattr("ctrl_megatron.commands.synthesize.make_training_files", drawn)
     folder = tmp_path / "given"
     shutil.copytree(right, folder)
     monkeypatch.chdir(folder)

@@ -135,7 +135,7 @@ def test_a_kill_in_any_stage_changes_nothing(
         Interrupt(written, KILL, 3),  # verdicts
         Interrupt("ctrl_megatron.preparation.stages:execution_hint", KILL, 20),
         Interrupt(written, KILL, 4),
-        Interrupt(f"{SYNTHESIZE}:choose_examples", KILL, 2),
+        Interrupt("ctrl_megatron.preparation.training_files:choose_examples", KILL, 2),
         Interrupt(moved, KILL, 8),  # some files have their places already
     ):
         code, output = run(SYNTHESIZE, arguments, tmp_path, interrupt=interrupt)

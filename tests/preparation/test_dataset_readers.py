@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from ctrl_megatron.preparation.mbpp import SPLITS, entry_point_of, read_mbpp
+from ctrl_megatron.preparation.mbpp import SPLITS, entry_point_of
+from ctrl_megatron.preparation.published import read_published
+from ctrl_megatron.types import Problem
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not here")
@@ -30,6 +32,10 @@ SANITIZED = {
     "test_imports": ["import math", "import re"],
     "test_list": MBPP["test_list"],
 }
+
+
+def read_mbpp(path: Path, split: str | None = None) -> list[Problem]:
+    return read_published("mbpp", [path], split=split)[0]
 
 
 def test_both_mbpp_formats(tmp_path: Path) -> None:
@@ -73,8 +79,8 @@ def test_mbpp_mistakes(tmp_path: Path) -> None:
         read_mbpp(file)
     with pytest.raises(ValueError, match="cannot read"):
         read_mbpp(tmp_path / "absent.json")
-    with pytest.raises(ValueError, match="unknown MBPP split"):
-        read_mbpp(file, split="dev")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="--split=dev: only mbpp has splits"):
+        read_mbpp(file, split="dev")
 
 
 @needs_data

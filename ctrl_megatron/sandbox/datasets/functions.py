@@ -14,11 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ctrl_megatron.problems import preambles
-from ctrl_megatron.problems.comparison import (
-    LIVE_CODE_BENCH,
-    RESULT_CHECK,
-    STRICT,
-)
+from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH, RESULT_CHECK, STRICT
 from ctrl_megatron.problems.fields import rule_field, text_field
 from ctrl_megatron.problems.input_output import FunctionCalls, call_asserts
 from ctrl_megatron.problems.long_integers import long_integers, require_few_digits
@@ -119,17 +115,10 @@ def _prompt_body(prompt: str) -> list[ast.stmt]:
 
 
 def calls_problem(
-    calls: FunctionCalls,
-    *,
-    or_first: bool,
-    tolerance: tuple[float, float] = (0.0, 0.0),
+    calls: FunctionCalls, *, or_first: bool, tolerance: tuple[float, float] = (0.0, 0.0)
 ) -> FunctionProblem:
-    """A problem that calls the function ``calls.name``, or the method of that name of class
-    ``Solution``. Tuples equal lists, and floats may differ by the larger of ``tolerance``
-    (absolute, relative).
-
-    With ``or_first`` the first item of an expected list is accepted as well, as APPS and TACO write
-    it. Raises ``ValueError``.
+    """A problem that calls a function, or the method of its name of class ``Solution``; its tests
+    are those of ``call_asserts``. Raises ``ValueError``.
     """
     name = calls.name
     tests = call_asserts(calls, or_first=or_first, tolerance=tolerance)
