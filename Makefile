@@ -13,6 +13,7 @@
 # make test-slurm  the scripts of slurm/ in a SLURM of their own (root; apt install slurmctld slurmd
 #                  slurm-client munge)
 # make test-page   the critic's web page in Chromium (apt install chromium); screenshots in build/page
+# make test-long  checks that take minutes: whole data sets and a thousand clients
 # make clean  remove what the tools and tests left; keeps .venv and runs
 
 PYTHON ?= python3.11
@@ -29,7 +30,7 @@ LOCK_env-sglang-cuda := sglang-cuda
 PLAYWRIGHT := 1.65.2
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-cuda env-sglang-cuda test types tests test-slurm test-page test-env-cuda demo study clean
+.PHONY: help env env-cuda env-sglang-cuda test types tests test-long test-slurm test-page test-env-cuda demo study clean
 
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +52,9 @@ types:
 
 tests:
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-long: env
+	$(BIN)/python -m pytest -m long --timeout 3600
 
 test-slurm: env
 	$(BIN)/python -m pytest -m slurm tests/integration/test_slurm_cluster.py

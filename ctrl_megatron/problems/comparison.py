@@ -1,11 +1,11 @@
-"""What counts as equal: what a program wrote and what is expected of it, and what a function
-returned and what it should, by the rule that the row or its data set names. Both are compared
-outside the program.
+"""Rules of equality: of a program's output and the expected output, and of a function's result and
+the expected result. The row or its data set names the rule. Both comparisons are made outside the
+program.
 
-A set's rule accepts what the set's own judge means to accept and no more. A number is finite,
-written in ASCII digits and compared by its exact value, so that neither ``inf`` nor six digits of a
-hundred pass for another number; no rule but ``sandbox_fusion`` ignores capitals, unless the record
-says so.
+The rule of a data set accepts what the set's own judge is meant to accept, and no more. A number is
+finite, written in ASCII digits and compared by its exact value, so that neither ``inf`` nor six
+digits of a hundred are accepted for another number. Only ``sandbox_fusion`` ignores case, unless
+the record asks for it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from typing import Any, Literal
 
 _SPACE = " \t\r\v\f"
-"""White space within a line. Other characters that look empty are text."""
+"""White space within a line. Other invisible characters count as text."""
 _WORD = re.compile(rf"[^{_SPACE}\n]+")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
-"""No number has an exponent of more digits; a hash of hexadecimal digits may look like one."""
+"""Numbers have at most three digits of exponent, because a hash of hexadecimal digits may look like
+a longer one."""
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _CODE = re.compile(r"[+-]?(?:0[0-9]|[0-9]+[eE][0-9])")
-"""Beginnings of words that are no numbers but codes: one with leading zeros, and digits around an
-``e``, for numbers are printed as ``1e+20``, ``1e-05`` or ``1.0E10``.
-"""
+"""Beginnings of words that are codes and not numbers: with leading zeros, or digits around an ``e``
+(numbers are printed as ``1e+20``, ``1e-05`` or ``1.0E10``)."""
 _EXACT = Context(prec=40, Emax=MAX_EMAX, Emin=MIN_EMIN)
-"""Forty digits of a difference are far more than any tolerance looks at."""
+"""Forty digits of a difference are far more than any tolerance needs."""
 _TOLERANT = re.compile(r"(float|absolute|relative):([0-9]+(?:\.[0-9]+)?(?:e-[0-9]{1,2})?)")
 _LARGEST_TOLERANCE = Decimal("0.1")
 _FUSION_RELATIVE, _FUSION_SMALLEST = 1e-5, 1e-10
@@ -40,23 +40,24 @@ _REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How outputs are compared, as sequences of units of which each must be equal; and how far a
-    float that a function returned may be from the expected one.
+    """A rule: how outputs are compared, as sequences of units that must be equal one by one, and
+    how far a float in a function's result may differ from the expected one.
     """
 
     name: str
-    """What a row calls it by."""
+    """Name of the rule in a row."""
     unit: Literal["line", "word"]
     units: Callable[[str], list[str]]
     equal: Callable[[str, str], bool]
-    """Of two units that differ as text: whether the first is as good as the expected second."""
+    """Whether the first unit is accepted for the expected second one, if they differ as text."""
     result_tolerance: tuple[float, float] = (0.0, 0.0)
-    """Of floats among results: absolute, and relative to the expected one; the larger counts."""
+    """Tolerances of floats in results: absolute, and relative to the expected value; the larger
+    applies."""
 
 
 def difference(got: str, want: str, rule: Rule, *, ignore_case: bool = False) -> str | None:
-    """What distinguishes the output ``got`` from ``want``, or None where ``rule`` accepts it. With
-    ``ignore_case`` capitals do not count.
+    """The difference between the output ``got`` and ``want``, or None if ``rule`` accepts it. With
+    ``ignore_case`` case does not count.
     """
     if ignore_case:
         got, want = got.lower(), want.lower()
@@ -69,8 +70,8 @@ def difference(got: str, want: str, rule: Rule, *, ignore_case: bool = False) ->
 
 
 def beginning_difference(got: str, want: str, rule: Rule) -> str | None:
-    """What distinguishes every output that begins with ``got`` from ``want``, or None where one of
-    them may be accepted. The last unit may go on unless something stands behind it.
+    """The difference between ``want`` and every output that begins with ``got``, or None if one of
+    them may be accepted. The last unit may continue unless a separator follows it.
     """
     end = max(map(got.rfind, "\n" if rule.unit == "line" else f"{_SPACE}\n"))
     given, expected = rule.units(got[: end + 1]), rule.units(want)
@@ -83,13 +84,13 @@ def beginning_difference(got: str, want: str, rule: Rule) -> str | None:
 def _first_difference(got: Sequence[str], want: Sequence[str], rule: Rule) -> str | None:
     for number, (left, right) in enumerate(zip(got, want, strict=True), 1):
         if left != right and not rule.equal(left, right):
-            told = f"{left[:_SHOWN]!r}, expected {right[:_SHOWN]!r}"
-            return f"{rule.unit} {number} differs: {told}"
+            got_text, want_text = left[:_SHOWN], right[:_SHOWN]
+            return f"{rule.unit} {number} differs: {got_text!r}, expected {want_text!r}"
     return None
 
 
 def rule_named(name: Any) -> Rule:
-    """The rule that a row calls ``name``. Raises ``ValueError`` that names all."""
+    """The rule of that name in a row. Raises ``ValueError`` that lists all rules."""
     if isinstance(name, str) and name in RULES:
         return RULES[name]
     if isinstance(name, str) and (parts := _TOLERANT.fullmatch(name)):
@@ -124,7 +125,7 @@ def _lines_with_words(text: str) -> list[str]:
 
 
 def _all_words(equal: Callable[[str, str], bool]) -> Callable[[str, str], bool]:
-    """Of two lines: their words are equal."""
+    """A comparison of two lines, word by word."""
 
     def equal_lines(got: str, want: str) -> bool:
         left, right = _words(got), _words(want)
@@ -139,8 +140,8 @@ def _same_value(got: str, want: str) -> bool:
 
 
 def _within(absolute: Decimal, relative: Decimal) -> Callable[[str, str], bool]:
-    """Of two words: equal, or numbers that differ by at most the larger tolerance; two integers by
-    nothing.
+    """A comparison of two words: equal text, or numbers that differ by at most the larger
+    tolerance. Two integers must be equal.
     """
 
     def equal(got: str, want: str) -> bool:
@@ -189,20 +190,20 @@ def _fusion_close(got: str, want: str) -> bool:
 
 _contests_words = _within(Decimal("1e-5"), Decimal(0))
 STRICT = Rule(name="strict", unit="line", units=_lines_as_written, equal=operator.eq)
-"""For rows that name none."""
+"""The rule of rows that name none."""
 TOKENS = Rule(name="tokens", unit="word", units=_words, equal=operator.eq)
 LIVE_CODE_BENCH = Rule(
     name="livecodebench",
     unit="line",
     units=_stripped_lines,
     equal=_all_words(_same_value),
-    # LeetCode, where its functions come from, accepts answers within 1e-5.
+    # LeetCode, the source of its functions, accepts answers within 1e-5.
     result_tolerance=(1e-5, 0.0),
 )
 CODE_CONTESTS = Rule(name="code_contests", unit="word", units=_words, equal=_contests_words)
 APPS = Rule(name="apps", unit="line", units=_lines_with_words, equal=_all_words(_contests_words))
 SANDBOX_FUSION = Rule(name="sandbox_fusion", unit="line", units=_fusion_lines, equal=_fusion_close)
-"""That service's own rule with its holes, to compare services with."""
+"""SandboxFusion's own rule with its gaps, for comparisons of services."""
 RULES = {
     rule.name: rule
     for rule in (STRICT, TOKENS, LIVE_CODE_BENCH, CODE_CONTESTS, APPS, SANDBOX_FUSION)
@@ -236,24 +237,9 @@ def _matches(got, wanted, absolute=0, relative=0, first=False):
         return True
     return _same(got, wanted, absolute, relative)
 """
-"""Python text for the judge: whether a function's result is the expected one, where tuples count as
-lists and floats may be off by the larger of two tolerances. ``first`` also accepts the expected
-list's first item.
-"""
-RESULT_CHECK_NAMES = (
-    *(
-        "_abs",
-        "_all",
-        "_dict",
-        "_float",
-        "_int",
-        "_isinstance",
-        "_len",
-        "_list",
-        "_max",
-        "_tuple",
-        "_type",
-        "_zip",
-    ),
-    *("_matches", "_same", "inf", "nan"),
-)
+"""Python text for the judge that compares a function's result with the expected one. Tuples equal
+lists, and floats may differ by the larger of two tolerances. ``first`` also accepts the first item
+of an expected list."""
+_RESERVED = "abs all dict float int isinstance len list max tuple type zip matches same"
+RESULT_CHECK_NAMES = frozenset([*(f"_{name}" for name in _RESERVED.split()), "inf", "nan"])
+"""Names that ``RESULT_CHECK`` defines; a problem's function may have none of them."""

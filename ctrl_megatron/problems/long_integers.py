@@ -1,7 +1,8 @@
-"""Reading text that may hold integers of many digits, as problems of contests have them.
+"""Reads text that may contain integers with many digits, as problems of contests do.
 
-Python stops at 4,300: what it takes grows with the square of their length, and nothing else of a
-service runs meanwhile. So there is a bound here too, on each integer and on all of a text.
+Python refuses more than 4,300 digits, because the time for reading an integer grows with the square
+of its length and the interpreter does nothing else meanwhile. Here each integer, and all of a text
+together, are limited as well.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ own integers may be of any length."""
 LONG_DIGITS = 2_000_000
 """Of all integers of more than 4,300 digits in one text that a service reads."""
 _LONG = 4300
-"""Digits; a shorter integer takes no time to speak of."""
+"""Digits; the time for a shorter integer is negligible."""
 _RUN = re.compile(r"[0-9]*+")
 _TOO_LONG = (
     f"an integer has more than {INTEGER_DIGITS} digits, or all long ones together have more than "
@@ -29,7 +30,7 @@ _TOO_LONG = (
 
 @contextmanager
 def long_integers() -> Iterator[None]:
-    """Meanwhile Python reads and writes integers of ``INTEGER_DIGITS`` digits."""
+    """In the block Python reads and writes integers of ``INTEGER_DIGITS`` digits."""
     before = sys.get_int_max_str_digits()
     if 0 < before < INTEGER_DIGITS:
         sys.set_int_max_str_digits(INTEGER_DIGITS)
@@ -40,8 +41,8 @@ def long_integers() -> Iterator[None]:
 
 
 def loads(text: str | bytes) -> Any:
-    """``json.loads`` for text with long integers. Raises ``json.JSONDecodeError``, beyond the
-    bounds too.
+    """Like ``json.loads``, for text with long integers. Raises ``json.JSONDecodeError``, also
+    beyond the limits.
     """
     text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
     if not digits_of_long_runs(text):
@@ -60,13 +61,15 @@ def loads(text: str | bytes) -> Any:
 
 
 def require_few_digits(text: str, where: str) -> None:
-    """Raise ``ValueError`` for Python text that takes long to parse for its integers."""
+    """Raise ``ValueError`` for Python code whose integers take long to parse."""
     if digits_of_long_runs(text) > LONG_DIGITS:
         raise ValueError(f"{where}: its long numbers have more than {LONG_DIGITS} digits together")
 
 
 def digits_of_long_runs(text: str) -> int:
-    """Digits in all runs of more than 4,300, found without a look at every character."""
+    """Number of digits in all runs of more than 4,300 digits, found without reading every
+    character.
+    """
     total, at = 0, 0
     while at < len(text):
         run = _RUN.match(text, at)

@@ -1,4 +1,6 @@
-"""Execution of untrusted programs: service, isolation, graders and the asynchronous client."""
+"""Runs and judges untrusted programs: the service, its isolation and graders, and the asynchronous
+client.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, because the jail's processes import their modules from this package and must stay free
-    # of everything but the standard library.
+    # Imported on first use: the jail's processes import from this package and must load the
+    # standard library only.
     if name in __all__:
         for home in ("limits", "wire", "client", "client.embedded"):
             module = import_module(f"{__name__}.{home}")

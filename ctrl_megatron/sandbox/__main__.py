@@ -18,12 +18,13 @@ from ctrl_megatron.sandbox.jail.isolation import IsolationRefused
 from ctrl_megatron.sandbox.limits import LEVELS, MECHANISMS, SandboxLimits
 from ctrl_megatron.sandbox.service.server import ServerOptions, serve
 from ctrl_megatron.sandbox.service.telemetry import LOG_LEVELS, log_json_lines
-from ctrl_megatron.sandbox.service.workers import WorkerFault, WorkerSettings
+from ctrl_megatron.sandbox.service.worker import WorkerFault, WorkerSettings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, check, serve. Exit codes: 2 wrong input, an address or a file that cannot be had among
-    it, 1 where the workers do not start; either is one line on stderr.
+    """Parse and check the arguments, then serve. Exit codes: 2 for wrong input, including an
+    address or file that cannot be used; 1 if the workers do not start. Either prints one line on
+    stderr.
     """
     try:
         options = _parser().parse_args(arguments)

@@ -1,6 +1,5 @@
-"""Who may talk to a service and where it is reached: the bearer token and its file, the name and
-password that an address may have, the addresses a service may listen on without a token, the file
-that holds its own.
+"""Access to a service: the bearer token and its file, name and password in an address, the
+addresses on which a service may listen without a token, and the file that contains its own address.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _ADDRESS = re.compile(r"(https?://)(?:([^/?#]*)@)?([^/?#@]+(?:[/?#].*)?)")
 
 
 class OpenAddress(ValueError):
-    """The service would run programs for anybody who reaches the address."""
+    """The service would run programs for everyone who can reach the address."""
 
 
 def read_token(path: str | Path) -> str:
-    """The token in a file's first line. Raises ``OSError``, or ``ValueError`` for a weak one."""
+    """The token in a file's first line. Raises ``OSError``, or ``UserError`` for a weak token."""
     token = next(iter(Path(path).read_text(encoding="utf-8").splitlines()), "").strip()
     if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
         raise UserError(
@@ -36,10 +35,11 @@ def read_token(path: str | Path) -> str:
 
 
 def split_credentials(address: str, authorization: str | None = None) -> tuple[str, dict[str, str]]:
-    """An address without the name and password before its host, as messages may show it, and the
+    """Split an address into the address without name and password, as messages may show it, and the
     headers that carry them (RFC 7617), or ``authorization`` in their place.
 
-    Raises ``ValueError`` for what is no ``http://`` or ``https://`` address and for both at once.
+    Raises ``UserError`` for text that is no ``http://`` or ``https://`` address, and if both are
+    given.
     """
     found = _ADDRESS.fullmatch(address)
     if found is None:
@@ -55,7 +55,7 @@ def split_credentials(address: str, authorization: str | None = None) -> tuple[s
 
 
 def is_allowed(authorization: str, token: str | None) -> bool:
-    """Whether an ``Authorization`` header carries ``token``; compared in constant time."""
+    """Whether an ``Authorization`` header contains ``token``; compared in constant time."""
     if token is None:
         return True
     scheme, _, given = authorization.partition(" ")
@@ -66,7 +66,9 @@ def is_allowed(authorization: str, token: str | None) -> bool:
 
 
 def require_safe_address(host: str, token: str | None, *, allow_open: bool) -> None:
-    """Raises ``OpenAddress`` for an address beyond loopback without a token, unless allowed."""
+    """Raise ``OpenAddress`` for an address beyond loopback without a token, unless
+    ``allow_open``.
+    """
     if token is None and not allow_open and not _is_loopback(host):
         raise OpenAddress(
             f"--host {host} is reached from other machines: give --token-file, or --allow-open to "
@@ -75,8 +77,8 @@ def require_safe_address(host: str, token: str | None, *, allow_open: bool) -> N
 
 
 def publish_endpoints(file: Path, addresses: Sequence[str]) -> None:
-    """Write the addresses in one line as ``SandboxClient`` takes it, whole or not at all: a trainer
-    may read the file at any moment.
+    """Write the addresses in one line, in the form that ``SandboxClient`` accepts. The file is
+    replaced as a whole, because a trainer may read it at any moment.
     """
     part = file.with_name(f".{file.name}.{os.getpid()}")
     part.write_text(",".join(addresses) + "\n", encoding="utf-8")
@@ -89,4 +91,4 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name may mean any address
+        return False  # a host name may have any address

@@ -1,4 +1,4 @@
-"""How many processors this process may use."""
+"""The number of processors that this process may use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Processors of this process's affinity, or fewer where a control group has a smaller quota."""
+    """Number of processors in this process's affinity, or fewer if a control group has a smaller
+    quota.
+    """
     allowed = len(os.sched_getaffinity(0))
     own = [line[3:] for line in Path("/proc/self/cgroup").read_text().split() if line[:3] == "0::"]
     folder = _CONTROL_GROUPS / own[0].lstrip("/") if own else _CONTROL_GROUPS
@@ -21,10 +23,10 @@ def usable_cores() -> int:
 
 
 def within_quotas(allowed: int, limits: list[str]) -> int:
-    """Whole processors of ``allowed`` that every limit leaves, at least one.
+    """The whole processors of ``allowed`` that every limit permits, at least one.
 
-    A limit is the text of a ``cpu.max``: microseconds of processor time, or ``max``, in every
-    period of so many microseconds.
+    A limit is the text of a ``cpu.max``: microseconds of processor time, or ``max``, per period,
+    and the length of the period in microseconds.
     """
     for quota, period in map(str.split, limits):
         if quota != "max":

@@ -1,4 +1,4 @@
-"""The languages that this sandbox runs, and how a program of each is found in a completion."""
+"""The languages that the sandbox runs, and how a program of each is extracted from a completion."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _CODE_LINE = re.compile(
 )
 _CPP_START = re.compile(r"(#\s*(include|define|pragma)\b|using namespace |int main\s*\()")
 _PARSED = 8
-"""Times that the text may be parsed to find where a program ends."""
+"""Number of times that the text may be parsed to find the end of a program."""
 _BASH_START = re.compile(r"#!\S*(/|\s)(ba)?sh\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
-    """One language. ``profile`` is None for Python, which the worker itself runs."""
+    """A language. ``profile`` is None for Python, which the worker itself runs."""
 
     name: str
     aliases: frozenset[str]
-    """Names in requests and behind code fences, in lower case."""
+    """Names in requests and after code fences, in lower case."""
     source: str
-    """File name of the program."""
+    """File name of the program's source."""
     profile: Profile | None = None
     command: tuple[str, ...] = ()
-    """What starts the program; its arguments follow."""
+    """Command that starts the program, before its arguments."""
     compiled: bool = False
 
 
@@ -57,7 +57,9 @@ LANGUAGES = (PYTHON, CPP, BASH)
 
 
 def language_named(name: str | None) -> Language:
-    """The language that a request names. Raises ``ValueError`` for one that is not run here."""
+    """The language of that name in a request. Raises ``ValueError`` for one that the sandbox does
+    not run.
+    """
     for language in LANGUAGES:
         if name is not None and name.lower() in language.aliases:
             return language
@@ -71,10 +73,10 @@ def language_named(name: str | None) -> Language:
 
 
 def require_isolation(language: Language, tier: str) -> None:
-    """Raise ``ValueError`` where programs of ``language`` cannot be confined.
+    """Raise ``ValueError`` if programs of ``language`` cannot be confined in ``tier``.
 
-    Compilers and shells start processes, which only a pid namespace holds together; without any
-    isolation (tier ``limits``) nothing is promised for Python either.
+    Compilers and shells start processes, which require a pid namespace. Without any isolation (tier
+    ``limits``) nothing is guaranteed for Python either.
     """
     if language.profile is not None and tier == "landlock":
         raise ValueError(
@@ -85,17 +87,17 @@ def require_isolation(language: Language, tier: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExtractedProgram:
-    """The program and how it was found; an empty program when nothing was."""
+    """The program and how it was found; an empty program if none was."""
 
     code: str
     kind: ExtractionKind
 
 
 def extract_code(completion: str, language: Language) -> ExtractedProgram:
-    """The program in a completion: ``program_block`` of what follows its reasoning, as for answers
-    in training. Without a fence SandboxFusion's search for bare code: Python from its first line
-    of code to where it stops to parse, C++ from its first include, define or main to the last
-    closing brace, Bash from its first interpreter line.
+    """The program in a completion: the ``program_block`` after its reasoning, as for answers in
+    training. Without a fence it searches for bare code as SandboxFusion does: Python from its first
+    line of code to the point where it stops to parse, C++ from its first include, define or main to
+    the last closing brace, Bash from its first interpreter line.
     """
     answer = without_reasoning(completion)
     if block := program_block(answer, language.name):

@@ -12,21 +12,22 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 CLIENT_HEADER = "X-Sandbox-Client"
-"""Of a request: the name of the client in the service's log. It buys nothing."""
+"""Request header: the client's name for the service's log. It has no other effect."""
 JOB_HEADER = "X-Sandbox-Job"
-"""Of a request: a number of the client's choice. The same request with the same number joins the
-work that is under way, or gets the answer that is there, and does not begin it anew."""
+"""Request header: a number that the client chooses. The same request with the same number joins the
+running work, or gets the existing answer, instead of starting it anew."""
 WAIT_HEADER = "X-Sandbox-Wait"
-"""Of a request with ``JOB_HEADER``: seconds after which 202 answers that the work goes on, with the
-route in ``Location`` under which it can be asked for again."""
+"""Request header, with ``JOB_HEADER``: seconds after which the service answers 202 that the work
+continues, with the route in ``Location`` at which the client can ask again."""
 BUSY_HEADER = "X-Sandbox-Busy"
-"""Of an answer 503: the service does other requests' work and takes this one later."""
+"""Header of an answer 503: the service is busy with other requests and accepts this one later."""
 LEVEL_HEADER = "X-Sandbox-Level"
-"""Of ``/v1/ping``: the isolation level that the service reached."""
+"""Header of an answer to ``/v1/ping``: the isolation level that the service reached."""
 
 
 GRADER_VERSION = "6"
-"""Of the rules of judging; raise it when equal requests may get other verdicts than before."""
+"""Version of the judging rules; increase it when equal requests may get other verdicts
+than before."""
 
 
 class RunStatus(StrEnum):
@@ -50,11 +51,11 @@ class _Record(BaseModel):
 
 
 class CommandRunResult(_Record):
-    """What one process did. A run that exceeded its time has no ``return_code``."""
+    """The result of one process. A run that exceeded its time has no ``return_code``."""
 
     status: CommandRunStatus
     execution_time: float | None = None
-    """Wall seconds."""
+    """Seconds of wall clock."""
     return_code: int | None = None
     stdout: str | None = None
     stderr: str | None = None
@@ -69,10 +70,10 @@ class RunCodeRequest(_Record):
     run_timeout: float = 10.0
     """Seconds of wall clock."""
     memory_limit_MB: int = -1
-    """Upstream's spelling. Address space in MiB; -1 leaves the service's own limit."""
+    """Spelled as upstream. Address space in MiB; -1 means the service's own limit."""
     stdin: str | None = None
     files: dict[str, str | None] = Field(default_factory=dict)
-    """Path in the program's directory -> base64 content; null entries are ignored."""
+    """Base64 content by path in the program's directory; null entries are ignored."""
     fetch_files: list[str] = Field(default_factory=list)
 
 
@@ -85,7 +86,7 @@ class RunCodeResponse(_Record):
     run_result: CommandRunResult | None = None
     executor_pod_name: str | None = None
     files: dict[str, str] = Field(default_factory=dict)
-    """Fetched path -> base64 content."""
+    """Base64 content by fetched path."""
 
     @property
     def timed_out(self) -> bool:
@@ -111,14 +112,13 @@ class TestConfig(_Record):
     run_timeout: float | None = None
     """Seconds of wall clock per test."""
     custom_extract_logic: str | None = None
-    """Refused: it would run the caller's code in the service."""
+    """Refused, because it would run the caller's code in the service."""
     provided_data: dict[str, Any] | list[dict[str, Any]] | None = None
     extra: dict[str, Any] = Field(default_factory=dict)
     """``run_all_cases`` (bool) judges every test instead of stopping at the first failure;
-    ``max_cases`` (int) judges only the first ones; ``problem_seconds`` is what all tests together
-    may take of workers' time; ``cpp_standard`` (c++17); ``compatibility``
-    (``sandbox_fusion``) compares outputs and results as laxly as that service.
-    """
+    ``max_cases`` (int) judges only the first ones; ``problem_seconds`` limits the workers' time for
+    all tests together; ``cpp_standard`` (c++17); ``compatibility`` (``sandbox_fusion``) compares
+    outputs and results as tolerantly as that service."""
 
 
 class SubmitRequest(_Record):
@@ -136,12 +136,12 @@ class EvalTestCase(_Record):
     passed: bool
     exec_info: RunCodeResponse
     test_info: dict[str, Any] | None = None
-    """Short account of the test; ``reason`` says why it failed, ``timed_out`` is true where time
-    decided that though the run itself does not say so."""
+    """Summary of the test. ``reason`` says why it failed. ``timed_out`` is true if time decided the
+    verdict although the run itself does not show it."""
 
     @property
     def timed_out(self) -> bool:
-        """Whether time decided it, so that it may come out otherwise on an idle machine."""
+        """Whether time decided the verdict, so that it may be different on an idle machine."""
         return self.exec_info.timed_out or bool((self.test_info or {}).get("timed_out"))
 
 

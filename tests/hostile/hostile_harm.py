@@ -1,4 +1,4 @@
-"""Whole programs that try to do harm, and what each prints when it is held back."""
+"""Whole programs that try to do harm, and the output of each when it is prevented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs every hostile program on one service, a few at a time, and takes stock before and after."""
+"""Runs every hostile program on one service, some of them concurrently, and compares the machine's
+state before and after.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,12 @@ HONEST = f"def f(x): return {SECRET!r} if x == 3 else [{SECRET!r}, 1]"
 LIMITS = SandboxLimits(memory_mb=256, disk_mb=32)
 _WORKERS = 2
 _AT_ONCE = 4
-_LONG, _SHORT = 30.0, 0.4
+_LONG, _SHORT = 30.0, 0.25
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """What became of every program; an exception stands where the service failed."""
+    """The outcome of every program; an exception means that the service failed."""
 
     isolation: dict[str, Any]
     judged: dict[str, EvalResult | Exception] = field(default_factory=dict)
@@ -153,7 +155,7 @@ async def _look(client: SandboxClient, found: Outcomes) -> None:
         found.looked[name] = [stdout(answer) for answer in seen]
     held, seen_beside = await asyncio.gather(
         client.run_code(program(HOLDS)),
-        client.run_code(program("import time; time.sleep(0.7)" + LOOKS)),
+        client.run_code(program("import time; time.sleep(0.5)" + LOOKS)),
     )
     found.looked["beside"] = [stdout(held), stdout(seen_beside)]
 
@@ -166,7 +168,7 @@ async def _stats(endpoint: str) -> dict[str, Any]:
 
 
 def stdout(response: RunCodeResponse) -> str:
-    """What the program printed."""
+    """The program's output."""
     assert response.run_result is not None
     return response.run_result.stdout or ""
 

@@ -1,5 +1,5 @@
-"""Whole programs that reach for the machine in ways besides those of ``hostile_harm``, and what
-each prints when it is held back.
+"""Whole programs that attack the machine in further ways than ``hostile_harm``, and the output of
+each when it is prevented.
 """
 
 from __future__ import annotations

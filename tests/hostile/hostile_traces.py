@@ -100,9 +100,9 @@ for attempt in (lambda: __import__('fcntl').flock(open(os.__file__), 2),
     except OSError:
         pass
 print('holding', flush=True)
-time.sleep(2)
+time.sleep(1.3)
 """
-"""Keeps things open for two seconds."""
+"""Keeps files, a lock and a socket open for 1.3 s."""
 
 LOOKS = r"""
 import fcntl, os, socket
@@ -126,4 +126,4 @@ except OSError:
     pass
 print(seen)
 """
-"""Runs beside ``HOLDS`` and prints what it sees of it."""
+"""Runs beside ``HOLDS`` and prints everything that it can see of it."""

@@ -198,9 +198,8 @@ def f(x):
     "recursion without a limit": r"""
 import sys
 sys.setrecursionlimit(1 << 30)
-
-def f(x):
-    return f(x)
+# Frames of a thousand variables: memory ends soon.
+exec("def f(x):\n    " + " = ".join(f"v{i}" for i in range(1000)) + " = x\n    return f(x)")
 """,
     "recursion in C": r"""
 import sys

@@ -1,4 +1,4 @@
-"""What a running service holds: processes, descriptors, namespaces, mounts, files."""
+"""The resources of a running service: processes, descriptors, namespaces, mounts, files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ctrl_megatron.sandbox.service.workers import PROCESS_MARK
+from ctrl_megatron.sandbox.service.worker import PROCESS_MARK
 
 _SYSTEM_V = ("shm", "sem", "msg")
 

@@ -1,5 +1,5 @@
-"""What a policy could find to be paid for nothing: wrong answers that a grader takes for right, and
-zeros that become something else. Each program here was paid once.
+"""Rewards without merit that a policy could find: wrong answers that a grader accepts, and zeros
+that become something else. Each program here was accepted once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ import aiohttp
 import pytest
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, RunCodeRequest, SandboxClient
-from ctrl_megatron.sandbox.jail.supervisor import JobReport
+from ctrl_megatron.sandbox.jail.job import JobReport
 from ctrl_megatron.sandbox.limits import VERDICT_CHARACTERS, SandboxLimits
-from ctrl_megatron.sandbox.service.workers import (
-    PoolCounters,
-    WorkerFault,
-    WorkerPool,
-    WorkerSettings,
-)
+from ctrl_megatron.sandbox.service.worker import WorkerFault, WorkerSettings
+from ctrl_megatron.sandbox.service.workers import PoolCounters, WorkerPool
 from ctrl_megatron.sandbox.wire import CommandRunStatus, EvalResult, RunCodeResponse
 
 Submit = Callable[..., EvalResult]
@@ -72,7 +68,7 @@ def test_the_first_item_of_an_expected_list_is_not_the_list(submit: Submit) -> N
 
 
 @pytest.mark.parametrize("printed", ["nan", "inf", "-1000", "1e5", "good"])
-def test_a_checker_that_computes_with_what_a_program_printed(submit: Submit, printed: str) -> None:
+def test_a_checker_that_computes_with_the_output(submit: Submit, printed: str) -> None:
     checker = (
         "import sys\n_, a, o = [open(p).read().strip() for p in sys.argv[1:]]\n"
         "try: print(1 - abs(float(a) - float(o)) / float(a))\n"
@@ -124,13 +120,13 @@ def test_a_library_function_without_its_import_is_the_judges(submit: Submit) -> 
         "r = f(2)\nassert same(r, 4)",
     ],
 )
-def test_functions_of_which_one_may_be_a_judge_have_to_be_named(submit: Submit, test: str) -> None:
+def test_two_possible_functions_need_an_entry_point(submit: Submit, test: str) -> None:
     cheat = "def same(*_): return 0\ndef f(x): return []"
     with pytest.raises(ValueError, match=r"the tests use f, same, .* provided_data\.entry_point"):
         submit("MBPPDataset", cheat, {"test_list": [test]})
 
 
-def test_what_judges_is_the_records_own(submit: Submit) -> None:
+def test_functions_that_judge_come_from_the_record(submit: Submit) -> None:
     data = {"test_list": ["assert same(f(2), 4)"]}
     cheat = "def same(a, b): return True\ndef f(x): return 0"
     with pytest.raises(ValueError, match="use same, which nothing defines"):
@@ -156,7 +152,7 @@ def test_an_object_of_the_program_does_not_judge_itself(submit: Submit) -> None:
     assert passed(result) == [False] * len(tests)
 
 
-def test_the_judge_compares_with_arguments_that_nobody_changed(submit: Submit) -> None:
+def test_the_judge_compares_with_unchanged_arguments(submit: Submit) -> None:
     tests = ["xs = [3, 1, 2]\nassert f(xs) == sorted(xs)"]
     data = {"test_list": tests, "entry_point": "f"}
     assert not submit("MBPPDataset", "def f(xs):\n    xs.clear()\n    return xs", data).accepted
@@ -235,14 +231,14 @@ def test_a_value_that_takes_long_to_read_is_a_failure(
     service: EmbeddedSandbox, submit: Submit
 ) -> None:
     before = faults(service)["faults"]
-    data = {"test_list": ["assert f(1) == 1", "assert f(2) == 1"], "entry_point": "f"}
-    # All have hash 0 where they are plain integers, as they are in the judge.
+    data = {"test_list": ["assert f(1) == 1", "assert f(2) == 2"], "entry_point": "f"}
+    # As plain integers, which they are in the judge, all of them have hash 0.
     code = (
         "class I(int):\n    def __hash__(s): return id(s)\n"
-        "def f(x): return {I(i * (2**61 - 1)) for i in range(60_000)}"
+        "def f(x): return {I(i * (2**61 - 1)) for i in range(60_000)} if x == 1 else x"
     )
     result = submit("MBPPDataset", code, data)
-    assert passed(result) == [False, False]
+    assert passed(result) == [False, True]
     assert reason(result) == "the returned value takes too long to read"
     assert faults(service)["faults"] == before
 
@@ -298,9 +294,9 @@ def test_workers_that_break_by_themselves_are_the_services_fault(last: Any) -> N
 
 
 def test_loading_for_long_and_dying_uses_up_time(submit: Submit) -> None:
-    code = "import time, os\ntime.sleep(0.6)\ndef f(x): os._exit(0)"
+    code = "import time, os\ntime.sleep(0.25)\ndef f(x): os._exit(0)"
     data = {"test_list": [f"assert f({x}) == {x}" for x in range(40)], "entry_point": "f"}
-    result = submit("MBPPDataset", code, data, run_timeout=1.0)
+    result = submit("MBPPDataset", code, data, run_timeout=0.7)
     assert passed(result) == [False] * 40
     assert reason(result, 39).startswith("not run")
 
@@ -308,7 +304,7 @@ def test_loading_for_long_and_dying_uses_up_time(submit: Submit) -> None:
 # --- bounds --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("cases", "size"), [(1, 1_000_000), (10, 1_000_000), (200, 5000)])
+@pytest.mark.parametrize(("cases", "size"), [(1, 1_000_000), (10, 1_000_000), (60, 5000)])
 def test_the_answer_is_bounded_however_much_a_program_prints(
     submit: Submit, cases: int, size: int
 ) -> None:
@@ -330,11 +326,11 @@ def test_the_answer_is_bounded_however_much_a_program_prints(
     ("change", "message"),
     [
         ({"files": {"a": "", "a/b": ""}}, "file 'a' is the folder of file 'a/b' as well"),
-        ({"files": {"a": "", "./a": ""}}, "file 'a' is there twice"),
+        ({"files": {"a": "", "./a": ""}}, "file 'a' is named twice"),
         ({"files": {"a" * 300: ""}}, "name that is too long"),
         ({"files": {f"f{i}": "" for i in range(5000)}}, "5000 files; a request may name 2048"),
         ({"fetch_files": [f"f{i}" for i in range(5000)]}, "5000 files; a request may name 2048"),
-        ({"files": {f"f{i}": "A" * (20 << 20) for i in range(3)}}, "the files take"),
+        ({"files": {f"f{i}": "A" * (15 << 20) for i in range(3)}}, "the files take"),
     ],
 )
 def test_files_that_cannot_be_made_are_a_bad_request(

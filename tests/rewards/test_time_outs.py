@@ -1,4 +1,6 @@
-"""What time decided is never remembered, whatever ran out of it; what a program decided is."""
+"""Verdicts that time decided are never cached, whatever ran out of it; verdicts that the program
+decided are.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def test_what_a_cache_remembers(case: EvalTestCase, lasts: bool, why: str) -> No
 
 
 def test_time_outs_of_a_real_service_are_not_remembered() -> None:
-    """Of loading, of the budget in either kind of problem, and of the compiler."""
+    """Time-outs of loading, of the budget in both kinds of problem, and of the compiler."""
     loading = block("import time\ntime.sleep(9)\ndef add(a, b): return a + b")
     calls = block("import time\ndef add(a, b):\n    time.sleep(0.4)\n    return a + b")
     prints = block("import time\ntime.sleep(0.4)\nprint(sum(map(int, input().split())))")

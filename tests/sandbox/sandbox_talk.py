@@ -1,4 +1,4 @@
-"""What the tests of this folder ask a service, and how they look at its processes."""
+"""Requests that the tests of this folder send, and functions to inspect a service's processes."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_arguments_of_other_tests_are_not_in_the_programs_process(judge: Judge, 
     assert result.accepted, [(case.test_info or {})["reason"] for case in result.tests]
 
 
-def test_large_calls_and_large_answers_wait_for_nobody(judge: Judge) -> None:
+def test_large_calls_and_large_answers_do_not_deadlock(judge: Judge) -> None:
     """Sending must not block on a program that blocks on sending."""
     tests = [f"assert f([{x}] * {n}) != 0" for x, n in enumerate([10, 20_000, 9, 300_000, 8, 7])]
     result = judge("def f(x): return [x[0]] * 400_000", tests, run_timeout=20.0)
@@ -62,5 +62,5 @@ def test_large_calls_and_large_answers_wait_for_nobody(judge: Judge) -> None:
 
 
 def test_each_test_has_its_own_time(judge: Judge) -> None:
-    code = "import time\ndef f(x):\n    time.sleep(0.4)\n    return x"
+    code = "import time\ndef f(x):\n    time.sleep(0.25)\n    return x"
     assert judge(code, [f"assert f({x}) == {x}" for x in range(5)], run_timeout=1.0).accepted

@@ -55,7 +55,7 @@ def test_the_service_moves_into_a_leaf_and_hands_its_controllers_down(tree: Tree
     assert tree.read(f"sandbox-{ME}/cgroup.subtree_control") == "+memory +pids"
 
 
-def test_what_fails_half_way_leaves_the_cgroup_as_it_was(
+def test_a_failure_half_way_restores_the_cgroup(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The kernel's directories are empty to rmdir.
@@ -110,7 +110,7 @@ def test_the_reason_is_named_where_nothing_is_delegated(tree: Tree, break_it, re
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the kernel checks an ordinary user's rights itself")
-def test_root_leaves_alone_what_systemd_did_not_delegate(
+def test_root_does_not_touch_a_cgroup_that_systemd_did_not_delegate(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ctrl_megatron.sandbox.service.cgroups._SYSTEMD", tree.home)

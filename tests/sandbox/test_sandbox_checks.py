@@ -177,7 +177,7 @@ def test_a_test_with_a_check_is_not_refused(test: str) -> None:
             "import contextlib\nwith contextlib.suppress(AssertionError):\n    assert f(1) == 9\n"
             "assert f(1) == 2",
             PLUS_ONE,
-            "a check failed and the test went on",
+            "a check failed and the test continued",
         ),
     ],
 )
@@ -188,7 +188,7 @@ def test_a_check_counts_when_it_is_evaluated(
     assert reason in found and bool(found) == bool(reason)
 
 
-def test_calls_of_the_setup_count_where_a_test_asserts_on_what_they_made(judge: Judge) -> None:
+def test_calls_of_the_setup_count_if_a_test_asserts_on_their_results(judge: Judge) -> None:
     tests = ["assert r == 2", "assert same == [1]\nf(1)"]
     setup = "r = f(1)\nsame = [1]"
     with pytest.raises(ValueError, match=r"test_list\[1\] checks nothing"):
@@ -197,7 +197,7 @@ def test_calls_of_the_setup_count_where_a_test_asserts_on_what_they_made(judge: 
         assert passed(judge(code, tests[:1], setup=setup, entry_point="f")) == [wanted]
 
 
-def test_a_test_may_check_what_an_earlier_one_made_and_it_calls_itself(judge: Judge) -> None:
+def test_a_test_may_check_an_earlier_result_and_call_the_program_itself(judge: Judge) -> None:
     tests = ["x = f(1)\nassert x == 2", "y = f(x)\nassert (x, y) == (2, 3)"]
     assert judge(PLUS_ONE, tests, entry_point="f").accepted
 

@@ -184,7 +184,7 @@ def test_a_request_without_answer_times_out() -> None:
     asyncio.run(scenario())
 
 
-def test_nobody_there() -> None:
+def test_a_service_that_does_not_exist() -> None:
     async def scenario() -> None:
         async with client_of("http://127.0.0.1:9", attempts=2) as client:
             with pytest.raises(SandboxError, match=r"127\.0\.0\.1:9"):

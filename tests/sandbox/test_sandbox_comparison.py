@@ -1,4 +1,4 @@
-"""What counts as equal, rule by rule: pure, then through a service."""
+"""Which outputs are equal, rule by rule: as pure functions, then through a service."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ ALWAYS = ["", "1", "nan", "inf", "0021", "3e2", "a  b", "  *\n ***", "1\n\n2", "
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("text", ALWAYS)
-def test_every_rule_accepts_what_is_expected_and_white_space_at_ends(name: str, text: str) -> None:
+def test_every_rule_accepts_expected_output_and_white_space_at_ends(name: str, text: str) -> None:
     for got in (text, f"{text}\n", f"{text} \t\n\n", text.replace("\n", " \r\n")):
         assert accepts(name, got, text) and accepts(name, text, got), got
 
@@ -190,7 +190,7 @@ def test_an_unknown_rule_is_refused_with_all_names(name: Any) -> None:
         rule_named(name)
 
 
-def test_the_table_of_the_docs_is_what_the_code_does() -> None:
+def test_the_table_of_the_docs_agrees_with_the_code() -> None:
     lines = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
     heads = re.findall(r"^\| expected \| got \| (.*) \|$", DOCS.read_text(), re.MULTILINE)
     (names,) = [re.findall(r"`([^`]+)`", head) for head in heads]
@@ -259,7 +259,7 @@ def _text(digits: int, places: int) -> str:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(NAMES), *[st.text(st.sampled_from("017.e+- \n\r\ta"), max_size=12)] * 3)
-def test_a_beginning_differs_only_from_what_no_ending_makes_right(
+def test_a_beginning_differs_only_if_no_ending_makes_it_right(
     name: str, got: str, rest: str, want: str
 ) -> None:
     rule = rule_named(name)
@@ -282,7 +282,7 @@ def test_a_beginning_differs_only_from_what_no_ending_makes_right(
         ("sandbox_fusion", "YES\n1\n", "yes\n2"),
     ],
 )
-def test_what_a_wrong_beginning_tells(name: str, got: str, want: str) -> None:
+def test_the_message_for_a_wrong_beginning(name: str, got: str, want: str) -> None:
     assert beginning_difference(got, want, rule_named(name))
 
 

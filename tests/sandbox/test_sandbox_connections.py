@@ -1,4 +1,4 @@
-"""Connections that keep their place without a request, and a service of few descriptors."""
+"""Connections without a request, and a service with few descriptors."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def narrow() -> Iterator[tuple[str, int]]:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS)),
     ) as process:
         assert process.stdout is not None
-        told = json.loads(process.stdout.readline())
-        yield told["host"], told["port"]
+        announced = json.loads(process.stdout.readline())
+        yield announced["host"], announced["port"]
         process.terminate()
 
 
@@ -65,7 +65,7 @@ async def honest(address: tuple[str, int], count: int = 1) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD])
-def test_unfinished_heads_are_closed_and_keep_nobody_out(
+def test_unfinished_heads_are_closed_and_block_no_client(
     narrow: tuple[str, int], sent: bytes
 ) -> None:
     async def scenario() -> None:
@@ -81,7 +81,7 @@ def test_unfinished_heads_are_closed_and_keep_nobody_out(
     asyncio.run(scenario())
 
 
-def test_unfinished_bodies_keep_nobody_out(narrow: tuple[str, int]) -> None:
+def test_unfinished_bodies_block_no_client(narrow: tuple[str, int]) -> None:
     async def scenario() -> None:
         head = b"POST /submit HTTP/1.1\r\nHost: x\r\nContent-Length: 60000000\r\n\r\n{"
         held = await open_many(narrow, head, COUNT)
@@ -114,11 +114,11 @@ def test_more_clients_than_connections_are_all_served(narrow: tuple[str, int]) -
 def test_a_connection_lives_on_between_its_requests(narrow: tuple[str, int]) -> None:
     async def scenario() -> None:
         reader, writer = await asyncio.open_connection(*narrow)
-        for _ in range(3):
+        for pause in (1.3, 0.0):
             writer.write(b"GET /v1/ping HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b'"pong"' in await reader.readuntil(b'"pong"')
-            # Longer than a head may take, but none was begun.
-            await asyncio.sleep(1.3)
+            # Longer than a head may take, but none has begun.
+            await asyncio.sleep(pause)
         assert not reader.at_eof()
         writer.close()
 
@@ -126,7 +126,7 @@ def test_a_connection_lives_on_between_its_requests(narrow: tuple[str, int]) -> 
 
 
 def test_the_peer_with_most_connections_loses_one() -> None:
-    """Of the connections that wait for their client, whichever came first."""
+    """Among the connections that wait for their client, in any order of arrival."""
 
     async def scenario() -> None:
         door = Doorkeeper(4, head_seconds=60, idle_seconds=60, peer_of=lambda _: next(names))
@@ -148,7 +148,7 @@ def test_the_peer_with_most_connections_loses_one() -> None:
     asyncio.run(scenario())
 
 
-def test_room_is_what_the_descriptors_leave() -> None:
+def test_the_number_of_connections_follows_from_the_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))

@@ -286,7 +286,7 @@ DOUBLED = "def check(candidate):\n    assert [half(x) for x in candidate([5, 7])
 
 @pytest.mark.parametrize("kind", ["HumanEvalDataset", "MBPPDataset"])
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT.partition("    '''Twice")[0]])
-def test_a_program_may_use_what_its_prompt_imports_and_defines(
+def test_a_program_may_use_the_imports_and_definitions_of_its_prompt(
     submit: Submit, kind: str, prompt: str
 ) -> None:
     data: dict[str, Any] = {"entry_point": "double", "prompt": prompt}
@@ -298,7 +298,7 @@ def test_a_program_may_use_what_its_prompt_imports_and_defines(
         "def double(xs: List[int]) -> List[int]:\n    return [half(x * (BASE + 1)) for x in xs]"
     )
     assert submit(kind, answer, data).accepted
-    # Without the prompt's text the same answer has nothing to stand on.
+    # Without the prompt's text the same answer fails.
     data["prompt"] = "def half(x): return x // 2\n\ndef double(xs):\n    '''Twice each.'''\n"
     assert reason(submit(kind, answer, data)).endswith("name 'List' is not defined (line 1)")
 
@@ -326,7 +326,7 @@ def test_a_prompt_answers_for_no_program_and_for_no_test(submit: Submit) -> None
         assert reason(submit("HumanEvalDataset", answer, helped)).startswith("AssertionError")
 
 
-def test_what_of_a_prompt_reaches_the_program() -> None:
+def test_the_part_of_a_prompt_that_reaches_the_program() -> None:
     read = read_human_eval({"entry_point": "double", "prompt": PROMPT, "test": DOUBLED})
     names: dict[str, Any] = {}
     exec(read.prelude, names)

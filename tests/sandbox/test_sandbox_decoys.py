@@ -1,4 +1,4 @@
-"""Data that a program cannot tell from a test's own."""
+"""Data that a program cannot distinguish from a test's own."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_many_requests_of_one_peer_take_nothing_from_another() -> None:
 
 
 def test_who_comes_late_gets_no_more_than_its_share() -> None:
-    """Nobody catches up on the time in which it asked for nothing."""
+    """No peer gets credit for the time in which it sent no request."""
 
     async def scenario() -> World:
         world = World(1)

@@ -87,7 +87,7 @@ def test_a_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
     assert not top.exists() and Path("/").exists()
 
 
-def test_what_is_too_much(tmp_path: Path) -> None:
+def test_frames_beyond_the_limit_are_refused(tmp_path: Path) -> None:
     assert not files.exceeds(str(tmp_path), 1 << 16)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").write_bytes(b"x" * (1 << 17))

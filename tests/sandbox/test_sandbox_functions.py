@@ -77,7 +77,7 @@ def test_wrong_programs_fail_with_the_reason(judge: Judge, code: str, reason: st
         ("{}['k']", "KeyError"),
     ],
 )
-def test_an_exception_is_what_it_derives_from(judge: Judge, raised: str, caught: str) -> None:
+def test_an_exception_arrives_as_its_builtin_base(judge: Judge, raised: str, caught: str) -> None:
     body = "\n    ".join(raised.split("\n"))
     test = f"try:\n    f(1)\nexcept {caught}:\n    pass\nelse:\n    assert False"
     result = judge(f"def f(x):\n    {body}", [test, test.replace(caught, "MemoryError")])

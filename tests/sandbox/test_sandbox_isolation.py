@@ -1,4 +1,4 @@
-"""Levels of isolation: what is reached, what is refused, and that the lower tiers still hold."""
+"""Levels of isolation: what each reaches and refuses, and what the lower tiers still guarantee."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def stdout(response: RunCodeResponse) -> str:
     return response.run_result.stdout or ""
 
 
-def test_strict_refuses_what_the_kernel_does_not_give() -> None:
+def test_strict_refuses_a_kernel_without_a_mechanism() -> None:
     with pytest.raises(SandboxStartError, match="isolation strict needs namespaces and seccomp"):
         EmbeddedSandbox.start(workers=1, isolation="strict", without=("namespaces",))
     with pytest.raises(SandboxStartError, match="missing: seccomp"):
@@ -88,7 +88,7 @@ def test_standard_refuses_a_kernel_that_keeps_no_files(without: tuple[str, ...])
     assert "or ask for isolation=none" in line
 
 
-def test_the_service_reports_what_it_reached(service: EmbeddedSandbox) -> None:
+def test_the_service_reports_its_isolation(service: EmbeddedSandbox) -> None:
     reached = service.isolation
     assert reached["requested"] == "standard"
     assert (reached["tier"] == "namespaces") == (
@@ -111,7 +111,7 @@ NOBODY = 65534
 
 @contextmanager
 def ordinary_users_service(level: str) -> Iterator[dict[str, Any]]:
-    """What a service with one worker announces that an unprivileged user has started."""
+    """The announcement of a service with one worker that an unprivileged user started."""
     python, libraries = readable_python(), Path(aiohttp.__file__).parents[1]
     if os.getuid() != 0:
         pytest.skip("another user's processes need root to start")
@@ -230,7 +230,7 @@ def test_every_tier_starts_a_program_anew_in_an_empty_directory(tier: EmbeddedSa
     assert [case.passed for case in judged.tests] == [False, True], judged.tests
 
 
-def test_every_tier_removes_what_a_program_left(tier: EmbeddedSandbox) -> None:
+def test_every_tier_removes_a_programs_files(tier: EmbeddedSandbox) -> None:
     code = (
         "import os\nos.mkdir('a', 0o300)\nos.mkdir('a/b', 0o300)\nopen('a/b/c', 'w')\n"
         "os.mkdir('a/d', 0)\nprint(1)"
@@ -248,7 +248,7 @@ OWNER_CAN = {
     "truncate": "os.truncate(path, 0)",
     "open to truncate": "os.open(path, os.O_RDONLY | os.O_TRUNC)",
 }
-"""What the owner of a file may do to it; Landlock mediates the last two in its newer versions."""
+"""Operations of a file's owner; newer versions of Landlock control the last two."""
 
 
 @pytest.mark.parametrize("what", OWNER_CAN)
@@ -414,7 +414,7 @@ ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050001, 0x00050026
         ("aarch64", 63, 0, ALLOW),
     ],
 )
-def test_what_the_filter_answers(machine: str, number: int, argument: int, outcome: int) -> None:
+def test_the_filters_answer(machine: str, number: int, argument: int, outcome: int) -> None:
     assert run_filter(machine, number, argument) == outcome
 
 
@@ -437,7 +437,7 @@ def test_what_the_filter_answers(machine: str, number: int, argument: int, outco
         ("aarch64", 32, 2, REFUSE),
     ],
 )
-def test_what_the_filter_answers_to_second_arguments(
+def test_the_filters_answer_to_second_arguments(
     machine: str, number: int, second: int, outcome: int
 ) -> None:
     assert run_filter(machine, number, argument=1, second=second) == outcome

@@ -12,7 +12,7 @@ from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
 from ctrl_megatron.sandbox.jail import seccomp
-from ctrl_megatron.sandbox.jail.supervisor import Job, JobReport
+from ctrl_megatron.sandbox.jail.job import Job, JobReport
 from ctrl_megatron.sandbox.languages import (
     BASH,
     CPP,
@@ -21,7 +21,7 @@ from ctrl_megatron.sandbox.languages import (
     language_named,
     require_isolation,
 )
-from ctrl_megatron.sandbox.service import programs as compiling
+from ctrl_megatron.sandbox.service import compiler as compiling
 from ctrl_megatron.sandbox.wire import (
     CommandRunStatus,
     EvalResult,

@@ -12,7 +12,7 @@ import pytest
 from ctrl_megatron.sandbox.wire import CommandRunStatus, EvalResult
 
 Judge = Callable[..., EvalResult]
-SECONDS = 0.5
+SECONDS = 0.4
 LATE = 0.5
 """For the supervisor's grace, a new judge, and a busy machine; of each test."""
 VALUES = {

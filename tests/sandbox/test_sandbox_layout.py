@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "ctrl_megatron"
 SANDBOX = "ctrl_megatron.sandbox"
 SHARED = {f"{SANDBOX}.{name}" for name in ("wire", "limits", "access", "languages", "cores")}
-"""What client and service agree on."""
+"""Modules that client and service share."""
 
 
 def imported(file: Path) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""Records and tests may hold integers beyond CPython's 4,300 digits, up to a bound that is told."""
+"""Records and tests may contain integers beyond CPython's 4,300 digits, up to a
+documented limit.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def test_integers_of_json_may_be_long(size: int) -> None:
         f"[{'9' * 5000}",
     ],
 )
-def test_what_would_take_long_is_refused_at_once(text: str) -> None:
+def test_text_that_would_take_long_is_refused_at_once(text: str) -> None:
     began = time.perf_counter()
     with pytest.raises(json.JSONDecodeError):
         loads(text)

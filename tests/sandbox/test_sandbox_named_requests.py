@@ -1,5 +1,5 @@
-"""Requests with a number of their client's: asked again they join the work or get its answer; they
-hear that it goes on; nobody is out of time for having waited.
+"""Requests with a number of their client's choice: repeated ones join the work or get its answer,
+the service reports progress, and waiting never times out.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_work_that_is_withdrawn_ends_at_once(single: EmbeddedSandbox) -> None:
     asyncio.run(scenario())
 
 
-def test_waiting_its_turn_is_nobodys_time_out(single: EmbeddedSandbox) -> None:
+def test_waiting_for_a_worker_is_no_time_out(single: EmbeddedSandbox) -> None:
     """Five programs of 0.4 s on one worker, each client patient with silence for 0.8 s."""
 
     async def scenario() -> None:

@@ -440,7 +440,7 @@ def test_helpers_of_a_prompt_are_there_for_tests_of_every_kind() -> None:
         ("import re\nassert re.match(S(1), 'a').group()", set[str]()),
     ],
 )
-def test_what_the_text_of_tests_says_of_a_name(text: str, classes: set[str]) -> None:
+def test_the_text_of_tests_shows_whether_a_name_is_a_class(text: str, classes: set[str]) -> None:
     assert used_as_classes([ast.parse(text)], {"S", "g"}) == classes
 
 

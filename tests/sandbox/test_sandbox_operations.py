@@ -202,8 +202,8 @@ async def post_json(endpoint: str, request: RunCodeRequest, headers: dict[str, s
         return await answer.text()
 
 
-def test_bodies_that_are_declared_and_never_sent_hold_nothing() -> None:
-    limits = SandboxLimits(service_mb=16, request_bytes=8 << 20, body_seconds=2.0)
+def test_bodies_that_are_declared_and_never_sent_take_no_memory() -> None:
+    limits = SandboxLimits(service_mb=16, request_bytes=8 << 20, body_seconds=1.0)
     size = limits.request_bytes - 1
 
     async def send(host: str, port: str, body: bytes) -> tuple[asyncio.StreamWriter, bytes]:
@@ -222,7 +222,7 @@ def test_bodies_that_are_declared_and_never_sent_hold_nothing() -> None:
             writer, answer = await task
             assert answer.split()[1] == b"408"
             writer.close()
-        # What did arrive counts: two bodies of 8 MiB fit, with a third there is too much.
+        # Bytes that arrived count: two bodies of 8 MiB fit, a third is too much.
         full = [asyncio.create_task(send(host, port, b" " * (size - 1))) for _ in range(3)]
         answers = sorted([(await task)[1].split()[1] for task in full])
         assert answers == [b"408", b"408", b"503"] or answers == [b"408", b"503", b"503"]
@@ -249,7 +249,7 @@ async def post(endpoint: str, body: bytes, headers: dict[str, str]) -> int:
         return answer.status
 
 
-def test_metrics_are_what_prometheus_reads(guarded: EmbeddedSandbox) -> None:
+def test_prometheus_can_read_the_metrics(guarded: EmbeddedSandbox) -> None:
     async def scenario() -> tuple[str, dict[str, str]]:
         async with SandboxClient(guarded.endpoint, token=TOKEN) as client:
             await client.run_code(REQUEST)

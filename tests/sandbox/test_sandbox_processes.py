@@ -133,26 +133,33 @@ def test_a_client_that_leaves_frees_its_worker(
     assert wait_until(lambda: len(descendants(own.pid)) <= 2 * IDLE)
 
 
-@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), 9)", "os._exit(0)", "sys.exit(0)"])
-def test_the_service_ends_with_its_owner(ending: str) -> None:
+def test_the_service_ends_with_its_owner() -> None:
     code = (
         "import os, sys\nfrom ctrl_megatron.sandbox import EmbeddedSandbox\n"
         "s = EmbeddedSandbox.start(workers=1)\nprint(s.pid, flush=True)\n"
-        f"sys.stdin.readline()\n{ending}\n"
+        "exec(sys.stdin.readline())\n"
     )
-    owner = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert owner.stdin is not None and owner.stdout is not None
-    service = int(owner.stdout.readline())
-    tree = {service, *descendants(service)}
-    assert len(tree) == 1 + IDLE
-    owner.communicate("go\n", timeout=30)
-    assert wait_until(gone(tree)), "the service outlived its owner"
+    endings = ("os.kill(os.getpid(), 9)", "os._exit(0)", "sys.exit(0)")
+    owners = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in endings
+    ]
+    trees: list[set[int]] = []
+    for owner in owners:
+        assert owner.stdout is not None
+        service = int(owner.stdout.readline())
+        trees.append({service, *descendants(service)})
+        assert len(trees[-1]) == 1 + IDLE
+    for owner, ending in zip(owners, endings, strict=True):
+        owner.communicate(f"{ending}\n", timeout=30)
+    for tree, ending in zip(trees, endings, strict=True):
+        assert wait_until(gone(tree)), f"the service outlived its owner, which ended by {ending}"
 
 
 def test_a_service_started_by_a_thread_that_ended_lives_on() -> None:

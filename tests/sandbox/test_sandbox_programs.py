@@ -79,7 +79,7 @@ def test_large_stdin_arrives_whole(run_code: Run) -> None:
     assert result_of(run_code(code, stdin="y" * 3_000_000)).stdout == "3000000\n"
 
 
-def test_stdin_that_nobody_reads(run_code: Run) -> None:
+def test_stdin_that_is_not_read(run_code: Run) -> None:
     assert run_code("print(1)", stdin="y" * 3_000_000).status is RunStatus.SUCCESS
 
 

@@ -7,16 +7,17 @@ import os
 import signal
 from collections import Counter
 
+import pytest
 from sandbox_talk import submission
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest
 
-CLIENTS = 512
-
 
 def problem(number: int) -> SubmitRequest:
-    """Number 3, 7, 11... are wrong; the answer's id says whose it is."""
+    """A problem whose program is wrong for the numbers 3, 7, 11...; the answer's id is
+    the number.
+    """
     shift = 1 if number % 4 == 3 else 0
     data = {"test_list": [f"assert f({number}) == {number * number}"], "entry_point": "f"}
     request = submission(
@@ -28,7 +29,8 @@ def problem(number: int) -> SubmitRequest:
     return request.model_copy(update={"id": number})
 
 
-def test_every_request_is_answered_once_and_correctly_across_a_restart() -> None:
+@pytest.mark.parametrize("clients", [192, pytest.param(1024, marks=pytest.mark.long)])
+def test_every_request_is_answered_once_and_correctly_across_a_restart(clients: int) -> None:
     answers: list[EvalResult] = []
 
     async def one(endpoint: str, number: int) -> int:
@@ -39,8 +41,8 @@ def test_every_request_is_answered_once_and_correctly_across_a_restart() -> None
     async def scenario() -> list[int]:
         first = await asyncio.to_thread(EmbeddedSandbox.start, workers=2)
         port = int(first.endpoint.rpartition(":")[2])
-        tasks = [asyncio.create_task(one(first.endpoint, n)) for n in range(CLIENTS)]
-        while len(answers) < CLIENTS // 8:
+        tasks = [asyncio.create_task(one(first.endpoint, n)) for n in range(clients)]
+        while len(answers) < clients // 8:
             await asyncio.sleep(0.01)
         os.kill(first.pid, signal.SIGKILL)
         await asyncio.to_thread(first.stop)
@@ -52,8 +54,8 @@ def test_every_request_is_answered_once_and_correctly_across_a_restart() -> None
 
     retries = asyncio.run(scenario())
     assert sum(retries) > 0, "the service was killed too late to matter"
-    assert Counter(answer.id for answer in answers) == Counter(range(CLIENTS))
-    assert {a.id for a in answers if not a.accepted} == set(range(3, CLIENTS, 4))
+    assert Counter(answer.id for answer in answers) == Counter(range(clients))
+    assert {a.id for a in answers if not a.accepted} == set(range(3, clients, 4))
 
 
 def test_one_of_two_services_dies_and_the_other_takes_over() -> None:

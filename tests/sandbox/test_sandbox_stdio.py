@@ -116,7 +116,7 @@ def test_language_is_required(judge_stdio: Judge) -> None:
         "class Last:\n    def __del__(self): print(42)\nlast = Last()\nlast.own = last",
     ],
 )
-def test_what_a_program_prints_as_it_ends_counts(judge_stdio: Judge, code: str) -> None:
+def test_output_at_the_end_of_a_program_counts(judge_stdio: Judge, code: str) -> None:
     result = judge_stdio(code, [("", "42")])
     assert result.accepted, reasons(result)
 
@@ -133,7 +133,7 @@ def test_what_a_program_prints_as_it_ends_counts(judge_stdio: Judge, code: str) 
     ],
 )
 def test_input_is_a_file(judge_stdio: Judge, code: str) -> None:
-    """Longer than a pipe holds."""
+    """Longer than a pipe's buffer."""
     result = judge_stdio(code, [("1 " * 100_000, "100000")])
     assert result.accepted, reasons(result)
 
@@ -148,7 +148,7 @@ def test_a_long_expected_output_can_be_given(judge_stdio: Judge) -> None:
     assert (case.test_info or {})["reason"] == "output limit exceeded"
 
 
-def test_nobody_changes_the_input(judge_stdio: Judge) -> None:
+def test_the_input_cannot_be_changed(judge_stdio: Judge) -> None:
     code = (
         "import os\n"
         "for change in (lambda: os.write(0, b'x'), lambda: os.ftruncate(0, 0)):\n"

@@ -109,7 +109,7 @@ def test_functions_may_take_and_return_long_integers(judge: Callable[..., EvalRe
     ],
 )
 def test_equal_programs_print_equally_on_every_worker(service: EmbeddedSandbox, code: str) -> None:
-    # Each holds its worker long enough for the others to get another one.
+    # Each occupies its worker long enough for the others to get another one.
     held = f"{code}\nimport time; time.sleep(0.1)"
 
     async def ask() -> list[RunCodeResponse]:

@@ -1,4 +1,4 @@
-"""Tests as pytest and unittest write them are run, each by itself."""
+"""Tests in the form of pytest and unittest are run one by one."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_a_text_of_unit_tests_may_be_the_test_of_human_eval_too() -> None:
         (
             f"import pytest\n@pytest.mark.parametrize('x', [{'1, ' * 1001}])\ndef test_it(x):\n"
             "    assert f(x) == 2\n",
-            "it holds more than 1000 tests",
+            "it contains more than 1000 tests",
         ),
         ("def f(x): return 2\ndef test_it():\n    assert f(1) == 2", "defines f itself"),
         ("import numpy as np\nassert f(1) == np.array(1)", "imports numpy, which the judge"),
@@ -258,7 +258,7 @@ def test_a_text_of_unit_tests_may_be_the_test_of_human_eval_too() -> None:
         ),
     ],
 )
-def test_what_cannot_be_run_is_refused(text: str, message: str) -> None:
+def test_tests_that_cannot_be_run_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=rf"provided_data.test_list\[0\].*{message}"):
         read_function_tests({"test_list": [text], "entry_point": "f"})
 
@@ -291,7 +291,7 @@ def test_a_job_asks_for_as_many_verdicts_as_there_are_unit_tests() -> None:
     assert grading_job("", row("assert f(1) == 2"), run_all_cases=True).total == 1
 
 
-def test_what_is_told_of_a_unit_test_is_the_test_itself(judge: Judge) -> None:
+def test_a_verdict_shows_the_unit_test_itself(judge: Judge) -> None:
     problem = Problem(
         id="p",
         statement="Write f.",
@@ -338,7 +338,7 @@ NEAR = [
 
 
 @pytest.mark.parametrize(("got", "given"), NEAR)
-def test_near_is_what_pytest_calls_near(got: Any, given: dict[str, Any]) -> None:
+def test_approx_agrees_with_pytest(got: Any, given: dict[str, Any]) -> None:
     wanted = got == pytest.approx(**given)
     assert (got == pytest_stand_in.approx(**given)) is wanted
     assert (got != pytest_stand_in.approx(**given)) is not wanted

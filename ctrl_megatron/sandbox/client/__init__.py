@@ -1,4 +1,4 @@
-"""The trainer's side: the client of the service, and the service started as a child."""
+"""The trainer's side: the client of the service, and the service started as a child process."""
 
 from ctrl_megatron.sandbox.client.sandbox_client import ClientCounters, SandboxClient, SandboxError
 

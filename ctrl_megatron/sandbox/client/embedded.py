@@ -1,4 +1,4 @@
-"""The sandbox service as a child of this process, on a free loopback port unless told otherwise."""
+"""Runs the sandbox service as a child of this process, by default on a free loopback port."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LOG_BYTES = 1 << 20
 
 
 class SandboxStartError(RuntimeError):
-    """The service did not start; the text is what it said."""
+    """The service did not start; the text is its message."""
 
 
 class EmbeddedSandbox:
-    """A running service. It ends with ``stop``, and by itself however this process ends."""
+    """A running service. It ends with ``stop``, and also when this process ends in any way."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], errors: BinaryIO, announcement: dict[str, Any]
@@ -35,7 +35,7 @@ class EmbeddedSandbox:
         self._process = process
         self._errors = errors
         self.scratch: str = announcement["scratch"]
-        """Directory of what the workers leave on disk."""
+        """Directory of the workers' files."""
         self.endpoint = f"http://{announcement['host']}:{announcement['port']}"
         self.isolation: dict[str, Any] = announcement["isolation"]
 
@@ -57,9 +57,9 @@ class EmbeddedSandbox:
         """Start the service and wait until it answers. Raises ``SandboxStartError`` with its
         message.
 
-        ``workers`` defaults to the processors that this process may use; ``python`` is the
-        interpreter that runs programs; ``port`` 0 takes a free one; the first line of
-        ``token_file`` is the token that clients must send, which a ``host`` beyond loopback needs.
+        ``workers`` defaults to the processors that this process may use. ``python`` is the
+        interpreter that runs programs. ``port`` 0 uses a free one. The first line of ``token_file``
+        is the token that clients must send; a ``host`` beyond loopback requires it.
         """
         main_thread = threading.current_thread() is threading.main_thread()
         command = [
@@ -73,7 +73,8 @@ class EmbeddedSandbox:
             *(["--preload", *preload] if preload else []),
             *(["--without", *without] if without else []),
         ]
-        # An empty environment but for where this process finds its modules.
+        # The environment contains no more than the paths of this process's modules and of its
+        # files.
         path = os.pathsep.join([str(Path(__file__).resolve().parents[3]), *filter(None, sys.path)])
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the service
         process = subprocess.Popen(
@@ -100,15 +101,15 @@ class EmbeddedSandbox:
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether the service's process runs."""
+        """Whether the service's process is running."""
         return self._process.poll() is None
 
     def log(self) -> str:
-        """What the service wrote to its stderr."""
+        """The service's output on stderr."""
         return _text(self._errors)
 
     def stop(self, timeout: float = 15.0) -> None:
-        """End the service; running requests get ``timeout`` seconds. Safe to call twice."""
+        """End the service; running requests may take ``timeout`` seconds. May be called twice."""
         if self.alive():
             self._process.terminate()
             try:
@@ -119,7 +120,7 @@ class EmbeddedSandbox:
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
-        # The service removes it itself, unless it was killed.
+        # The service removes the directory itself, unless it was killed.
         if os.path.exists(self.scratch):
             shutil.rmtree(self.scratch)
 
@@ -131,7 +132,7 @@ class EmbeddedSandbox:
 
 
 def _text(errors: BinaryIO) -> str:
-    # Not through the file's position: the service appends at it.
+    # Without moving the file position, at which the service appends.
     return os.pread(errors.fileno(), _LOG_BYTES, 0).decode(errors="replace")
 
 

@@ -1,7 +1,8 @@
-"""One sandbox service on every node of a Ray cluster: ``tools/serve_sandbox_ray.py``.
+"""Runs one sandbox service on every node of a Ray cluster (``tools/serve_sandbox_ray.py``).
 
-An actor on each node starts the service as its child, so that it ends with the actor, and the actor
-with the program that deploys. Ray places and watches processes; requests never pass through it.
+An actor on each node starts the service as its child, so the service ends with the actor, and the
+actor ends with the deploying program. Ray places and monitors processes; requests do not pass
+through it.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ _SHOWN = 500
 
 
 class NodeFailure(RuntimeError):
-    """A node could not start its service; the text names the node and says why."""
+    """A node could not start its service; the text names the node and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """What every node's service is started with."""
+    """Options of every node's service."""
 
     token: str
     """Bearer token that clients must send."""
     workers: int | None = None
-    """Programs at the same time; None for one per processor of the node."""
+    """Number of workers; None for one per processor of the node."""
     isolation: Level = "strict"
     port: int = 0
-    """0 takes a free one on each node, and keeps it when the service is replaced."""
+    """0 uses a free port on each node, which remains when the service is replaced."""
     start_seconds: float = 60.0
     drain_seconds: float = 20.0
 
@@ -58,17 +59,17 @@ class NodeService:
             )
 
     def about(self) -> tuple[str, dict[str, Any]]:
-        """Address of the service and the isolation that it reached."""
+        """The service's address and the isolation that it reached."""
         return self._service.endpoint, self._service.isolation
 
     def check(self) -> None:
-        """Raises ``RuntimeError`` with what the service last said once it has ended."""
+        """Raise ``RuntimeError`` with the service's last output if it has ended."""
         if not self._service.alive():
             text = self._service.log().strip()[-_SHOWN:]
             raise RuntimeError(f"the service ended: {text or 'it wrote nothing'}")
 
     def stop(self) -> None:
-        """Let running requests finish, then end the service."""
+        """Wait for running requests, then end the service."""
         self._service.stop(self._options.drain_seconds)
 
 
@@ -78,21 +79,22 @@ class Deployment:
 
     options: ServiceOptions
     endpoints_file: Path
-    """Holds the addresses, with commas between them: what ``sandbox.endpoint`` takes."""
+    """File that contains the addresses, separated by commas, in the form of
+    ``sandbox.endpoint``."""
     failed: list[str] = field(default_factory=list)
-    """What the last ``reconcile`` could not start, a sentence each."""
+    """Failures of the last ``reconcile``, one sentence each."""
     _nodes: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """Node id -> actor and address of its service."""
+    """Actor and address of each node's service, by node id."""
     _ports: dict[str, int] = field(default_factory=dict)
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """Node id -> address of its service."""
+        """Address of each node's service, by node id."""
         return {name: endpoint for name, (_, endpoint) in self._nodes.items()}
 
     def reconcile(self) -> list[str]:
-        """Start what is missing, replace what has ended, forget nodes that are gone; returns what
-        was done and what failed, a sentence each. Nodes that failed are tried again next time.
+        """Start missing services, replace ended ones, and forget nodes that have left. Returns what
+        was done and what failed, one sentence each. The next call tries failed nodes again.
         """
         alive = {n["NodeID"]: n["NodeManagerAddress"] for n in _ray().nodes() if n["Alive"]}
         faults, report = self._faults(), []
@@ -107,12 +109,12 @@ class Deployment:
         return report
 
     def require_all(self) -> None:
-        """Raises ``NodeFailure`` with what the last ``reconcile`` could not start."""
+        """Raise ``NodeFailure`` if the last ``reconcile`` could not start a service."""
         if self.failed:
             raise NodeFailure("; ".join(self.failed))
 
     def stop(self) -> None:
-        """Drain and end every service, and take the file of addresses away."""
+        """Drain and end every service, and remove the file of addresses."""
         self.endpoints_file.unlink(missing_ok=True)
         ending = [actor.stop.remote() for actor, _ in self._nodes.values()]
         _within(self.options.drain_seconds + _ANSWER_SECONDS, ending)
@@ -121,13 +123,17 @@ class Deployment:
         self._nodes.clear()
 
     def _faults(self) -> dict[str, str]:
-        """Node id -> why its service is not well; one that is slow to answer may be busy."""
+        """Reasons of failed services by node id. A service that is slow to answer may be busy and
+        counts as well.
+        """
         asked = {actor.check.remote(): name for name, (actor, _) in self._nodes.items()}
         answered = _within(_ANSWER_SECONDS, list(asked))
         return {asked[ref]: why for ref in answered if (why := _failure(ref, _ANSWER_SECONDS))}
 
     def _start(self, wanted: Mapping[str, str]) -> list[str]:
-        """Services on the nodes ``wanted`` (id -> address), all at once; what was started."""
+        """Start services on the nodes ``wanted`` (id -> address), all at the same time; returns
+        what was started, one sentence each.
+        """
         actors = {name: self._actor(name) for name in wanted}
         asked = {name: actor.about.remote() for name, actor in actors.items()}
         report, self.failed = [], []
@@ -145,29 +151,29 @@ class Deployment:
 
     def _actor(self, name: str) -> Any:
         place = _ray().util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        # No processor of Ray's books: those are the trainer's, and programs come in bursts.
+        # Reserves no processor of Ray: the trainer needs them, and programs arrive in bursts.
         where = {"num_cpus": 0, "scheduling_strategy": place(name, soft=False)}
         port = self._ports.get(name, self.options.port)
         return _ray().remote(NodeService).options(**where).remote(self.options, port)
 
 
 def connect(address: str | None, **further: Any) -> None:
-    """Join a running cluster, the one of ``RAY_ADDRESS`` or of this machine by default, and bring
-    it this package. Raises ``ConnectionError`` where there is none, ``ImportError`` without Ray.
+    """Join a running cluster, by default the one of ``RAY_ADDRESS`` or of this machine, and upload
+    this package. Raises ``ConnectionError`` if there is none, ``ImportError`` without Ray.
     """
     package = {"py_modules": [str(Path(__file__).resolve().parents[2])]}
     _ray().init(address=address or "auto", log_to_driver=False, runtime_env=package, **further)
 
 
 def _within(seconds: float, references: list[Any]) -> list[Any]:
-    """Those of the calls that have ended, well or not, when all have or the time is over."""
+    """Those of the calls that have ended within ``seconds``, with or without success."""
     if not references:
         return []
     return _ray().wait(references, num_returns=len(references), timeout=seconds)[0]
 
 
 def _failure(reference: Any, seconds: float) -> str:
-    """Why a call failed, empty if it did not; the cause without Ray's own trace."""
+    """The reason why a call failed, without Ray's own trace; empty if it succeeded."""
     try:
         _ray().get(reference, timeout=seconds)
     except Exception as error:

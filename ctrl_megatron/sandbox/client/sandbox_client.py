@@ -1,8 +1,8 @@
-"""Asynchronous client of the sandbox service (ours or SandboxFusion's).
+"""Asynchronous client of the sandbox service (this package's or SandboxFusion).
 
 A fault of the service is retried and then raised; a fault of the user's program is a result. Every
-call has a number: the service says now and then that its work goes on, so that none is given up for
-the time that it waits its turn, and an attempt after a broken connection joins the work.
+call has a number. The service reports at intervals that its work continues, so that a call which
+waits for its turn does not time out, and an attempt after a broken connection joins the work.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _CHECK_PAUSE_SECONDS = 1.0
 _UNDER_WAY, _LOST = 202, 404
 _WAIT_SECONDS = 20.0
 _WAITS_OF_TIMEOUT = 4
-"""A sign of life comes this often before one attempt is out of time."""
+"""The service reports this often within the time-out of one attempt."""
 _WITHDRAWAL_SECONDS = 5.0
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed, after every retry; nothing is known about the program."""
+    """The sandbox itself failed after every retry; nothing is known about the program."""
 
 
 class _Fault(Exception):
-    """One attempt failed for a reason that is ours; worth another attempt, not before
+    """One attempt failed because of the service. Another attempt may succeed, after at least
     ``retry_after`` seconds at the same service.
     """
 
@@ -51,12 +51,12 @@ class _Fault(Exception):
 
 
 class _Busy(_Fault):
-    """The service has too much of others' work to take this: waiting for it fails nobody."""
+    """The service is full of other requests. Waiting for it does not count as a failed attempt."""
 
 
 @dataclass(slots=True)
 class ClientCounters:
-    """What a client did so far."""
+    """Counters of a client's calls."""
 
     requests: int = 0
     """Calls of ``run_code`` and ``submit``."""
@@ -68,28 +68,29 @@ class ClientCounters:
 
 @dataclass(slots=True)
 class _Endpoint:
-    """One service as the client sees it."""
+    """The client's view of one service."""
 
     url: str
     headers: dict[str, str]
     in_flight: int = 0
-    """Requests of this client that it works on."""
+    """This client's requests in progress."""
     healthy: bool = True
-    """False from a failed connection until it answers a health check."""
+    """False after a failed connection, until the service answers a health check."""
 
 
 class SandboxClient:
-    """Talks to one or several services. Each attempt goes to the least loaded one that is healthy
-    and that this call has not tried; one that cannot be reached gets no request until it answers
-    a health check.
+    """Client of one or several services. Each attempt goes to the least loaded service that is
+    healthy and that this call has not tried. A service that cannot be reached gets no request until
+    it answers a health check.
 
-    It binds to the event loop of its first call, which may run in any thread. ``endpoint`` is one
-    address, several in a sequence, or several with commas between them. ``timeout`` is the seconds
-    that a service may be silent, or take for its answer where it gives no signs of life (another
-    program's). ``backoff`` is the first pause between attempts (doubled each time, at
-    most 60 s, with jitter; no pause where another service is left to try). ``max_concurrency``
-    bounds requests on the wire; a request that waits for its retry holds no place. ``token`` is the
-    services' bearer token, ``name`` is for the services' logs (a random one by default).
+    The client binds to the event loop of its first call, which may run in any thread. ``endpoint``
+    is one address, a sequence of addresses, or several in one text, separated by commas.
+    ``timeout`` is the number of seconds that a service may be silent; for a service that does not
+    report progress it limits the whole answer. ``backoff`` is the first pause between attempts in
+    seconds (doubled each time up to 60 s, with jitter; no pause if another service is left to try).
+    ``max_concurrency`` limits the requests on the wire; a request that waits for its retry does not
+    count. ``token`` is the services' bearer token. ``name`` appears in the services' logs (random
+    by default).
     """
 
     def __init__(
@@ -130,7 +131,9 @@ class SandboxClient:
         self._withdrawing: set[asyncio.Task[None]] = set()
 
     async def run_code(self, request: wire.RunCodeRequest) -> wire.RunCodeResponse:
-        """Run a program. Raises ``SandboxError`` (service fault), ``ValueError`` (bad request)."""
+        """Run a program. Raises ``SandboxError`` (fault of the service) or ``ValueError`` (bad
+        request).
+        """
         return await self._call("/run_code", request, wire.RunCodeResponse)
 
     async def submit(self, request: wire.SubmitRequest) -> wire.EvalResult:
@@ -138,9 +141,10 @@ class SandboxClient:
         return await self._call("/submit", request, wire.EvalResult)
 
     async def ping(self) -> dict[str, str]:
-        """Service -> isolation level it reached, empty for a service that does not say.
+        """The isolation level of each service by its address, empty for a service that does not
+        report it.
 
-        Raises ``SandboxError`` naming one that does not answer.
+        Raises ``SandboxError`` naming a service that does not answer.
         """
         levels = {}
         for service in self._services:
@@ -150,10 +154,10 @@ class SandboxClient:
         return levels
 
     async def identity(self) -> list[Any]:
-        """Whatever about the services may change a verdict, for caches of verdicts: what each says
-        of its limits, isolation, interpreter and grader, equal ones once.
+        """Everything about the services that may change a verdict, for caches of verdicts: limits,
+        isolation, interpreter and grader of each, equal ones once.
 
-        Raises ``SandboxError`` naming one that does not say.
+        Raises ``SandboxError`` naming a service that does not report it.
         """
         said = [await self._identity_of(service) for service in self._services]
         return [json.loads(text) for text in sorted({json.dumps(item) for item in said})]
@@ -167,7 +171,7 @@ class SandboxClient:
                     return (await response.json())["identity"]
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError) as error:
                 if failed + 1 == self._attempts:
-                    text = f"sandbox {service.url} does not say what it is: {_text(error)}"
+                    text = f"sandbox {service.url} does not report its identity: {_text(error)}"
                     raise SandboxError(text) from error
             await asyncio.sleep(self._pause(failed))
         raise AssertionError("unreachable")
@@ -214,19 +218,19 @@ class SandboxClient:
                 self.counters.retries += 1
                 if any(service.healthy and service.url not in tried for service in self._services):
                     continue
-                # Every service had its chance: start over after a pause.
+                # Every service was tried: start again after a pause.
                 tried.clear()
                 await asyncio.sleep(max(self._pause(max(failed - 1, 0)), fault.retry_after))
 
     def _pause(self, failed: int) -> float:
-        """Seconds before the next attempt, ``failed`` before the last one."""
+        """Seconds before the next attempt, after ``failed`` failed ones."""
         return min(self._backoff * 2**failed, 60.0) + random.uniform(0.0, self._backoff)
 
     async def _attempt(
         self, path: str, body: bytes, number: str, answer: type[AnswerT], tried: set[str]
     ) -> AnswerT:
         async with self._slots:
-            # The least loaded one; healthy ones first, among them those that were not tried.
+            # The least loaded service; healthy ones first, and among them those not tried yet.
             endpoint = min(
                 self._services, key=lambda e: (not e.healthy, e.url in tried, e.in_flight)
             )
@@ -256,7 +260,7 @@ class SandboxClient:
     async def _exchange(
         self, endpoint: _Endpoint, path: str, body: bytes, number: str
     ) -> tuple[int, str, Mapping[str, str]]:
-        """Status, text and headers of the answer, however long its work waits and takes."""
+        """Status, text and headers of the answer, however long the work waits and runs."""
         session, headers = self._open_session(), {**self._wait, **endpoint.headers}
         sent = {**_JSON, **headers, wire.JOB_HEADER: number}
         asking = session.post(endpoint.url + path, data=body, headers=sent)
@@ -272,12 +276,12 @@ class SandboxClient:
                 return status, text, response.headers
 
     def _withdraw(self, endpoint: _Endpoint, number: str) -> None:
-        """Tell the service that nobody wants the work any more, without waiting for it."""
+        """Ask the service to give up the work, without waiting for it."""
 
         async def tell() -> None:
             limit = aiohttp.ClientTimeout(total=_WITHDRAWAL_SECONDS)
             url = f"{endpoint.url}/jobs/{number}"
-            # A service that does not hear of it gives the work up by itself.
+            # A service that does not receive this gives the work up after a while.
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                 async with self._open_session().delete(
                     url, timeout=limit, headers=endpoint.headers
@@ -289,7 +293,7 @@ class SandboxClient:
         task.add_done_callback(self._withdrawing.discard)
 
     def _distrust(self, endpoint: _Endpoint) -> None:
-        """No more requests for ``endpoint`` until it answers a health check."""
+        """Send no more requests to ``endpoint`` until it answers a health check."""
         if len(self._services) > 1 and endpoint.url not in self._checks:
             endpoint.healthy = False
             self._checks[endpoint.url] = asyncio.create_task(self._check(endpoint))
@@ -301,7 +305,7 @@ class SandboxClient:
         del self._checks[endpoint.url]
 
     async def _health(self, service: _Endpoint) -> tuple[str, str]:
-        """What is wrong with a service, empty when it is healthy, and its isolation level."""
+        """The fault of a service, empty if it is healthy, and its isolation level."""
         limit = aiohttp.ClientTimeout(total=_CHECK_SECONDS)
         try:
             async with self._open_session().get(
@@ -330,7 +334,7 @@ def _parse(url: str, text: str, answer: type[AnswerT]) -> AnswerT:
 
 
 def _seconds(header: str) -> float:
-    """``Retry-After`` in seconds; 0.0 for its absence and for a date."""
+    """``Retry-After`` in seconds; 0.0 if it is absent or a date."""
     return min(float(header), 60.0) if header.isdigit() else 0.0
 
 

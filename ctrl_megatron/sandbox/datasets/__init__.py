@@ -1,4 +1,4 @@
-"""Data set kinds: how each writes down the tests of a problem. Reading only; nothing runs here."""
+"""Data set kinds: reads the tests of a problem from the form of each kind. Nothing is run here."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ READERS: dict[str, Callable[[Mapping[str, Any]], GradedProblem]] = {
     "MBPPDataset": read_function_tests,
     "TACODataset": read_input_output,
 }
-"""By data set kind; each raises ``ValueError`` for a record that cannot be judged."""
+"""Readers by data set kind. Each raises ``ValueError`` for a record that cannot be judged."""

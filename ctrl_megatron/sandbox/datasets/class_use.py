@@ -1,4 +1,4 @@
-"""What the text of tests says about the kind of a name: whether it can only mean a class."""
+"""Decides from the text of tests which names can only mean a class."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
+from ctrl_megatron.sandbox.datasets.syntax import called_name
 from ctrl_megatron.sandbox.jail.codec import DATA_ATTRIBUTES
 
 _DATA_KINDS = (str, bytes, int, float, complex, list, tuple, dict, set)
@@ -14,8 +15,9 @@ _RAISES = frozenset(("assertRaises", "assertRaisesRegex", "raises", "suppress"))
 
 
 def used_as_classes(trees: Sequence[ast.AST], stubs: Container[str]) -> set[str]:
-    """Those of ``stubs`` that the tests use as classes: asked for attributes of their own, with
-    ``isinstance`` or ``with``, or for attributes of what they make that data of no kind has.
+    """Those of ``stubs`` that the tests use as classes: they read an attribute of the name, use it
+    with ``isinstance`` or ``with``, or read attributes of its instances that no one type of data
+    has.
     """
     names = _names_of(trees, stubs)
     found: set[str] = set()
@@ -32,7 +34,9 @@ def used_as_classes(trees: Sequence[ast.AST], stubs: Container[str]) -> set[str]
 
 
 def _names_of(trees: Sequence[ast.AST], stubs: Container[str]) -> dict[str, str]:
-    """What the tests call the program's names: by themselves, or as ``candidate``."""
+    """The names by which the tests call the program's names: their own, aliases, and the parameter
+    of ``check``.
+    """
     names: dict[str, str] = {}
     for tree in trees:
         for node in ast.walk(tree):
@@ -49,7 +53,7 @@ def _names_of(trees: Sequence[ast.AST], stubs: Container[str]) -> dict[str, str]
 
 
 def _parameters(trees: Sequence[ast.AST]) -> Iterator[str]:
-    """The first parameter of ``check``."""
+    """The first parameter of each function ``check``."""
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args:
@@ -57,13 +61,13 @@ def _parameters(trees: Sequence[ast.AST]) -> Iterator[str]:
 
 
 def caught(trees: Iterable[ast.AST]) -> set[str]:
-    """Names that the tests use as exceptions."""
+    """Names that the tests catch or expect as exceptions."""
     found: set[str] = set()
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.ExceptHandler) and node.type is not None:
                 found.update(_names(node.type))
-            elif isinstance(node, ast.Call) and _called_name(node) in _RAISES:
+            elif isinstance(node, ast.Call) and called_name(node) in _RAISES:
                 found.update(name for argument in node.args[:1] for name in _names(argument))
     return found
 
@@ -74,16 +78,16 @@ def is_call_of(node: ast.AST | None, names: Container[str]) -> bool:
 
 
 def _callee(node: ast.AST | None) -> str:
-    """The name that is called, empty where ``node`` calls none."""
+    """The called name, empty if ``node`` does not call a plain name."""
     function = node.func if isinstance(node, ast.Call) else None
     return function.id if isinstance(function, ast.Name) else ""
 
 
 def _certain(node: ast.AST, names: Container[str]) -> Iterator[str]:
-    """Names that this node alone shows to be classes."""
+    """Names that must be classes because of this node alone."""
     if isinstance(node, ast.Attribute) and not node.attr.startswith(("__", "cache_")):
         yield from (name for name in _names(node.value) if name in names)
-    elif isinstance(node, ast.Call) and _called_name(node) in _ASKS_FOR_KIND:
+    elif isinstance(node, ast.Call) and called_name(node) in _ASKS_FOR_KIND:
         yield from (n for argument in node.args[1:2] for n in _names(argument) if n in names)
     elif isinstance(node, ast.withitem) and is_call_of(node.context_expr, names):
         yield _callee(node.context_expr)
@@ -92,7 +96,9 @@ def _certain(node: ast.AST, names: Container[str]) -> Iterator[str]:
 
 
 def _variables(tree: ast.AST, names: Mapping[str, str]) -> dict[str, str]:
-    """Variables that hold nothing but what calls of one of ``names`` have made, and of which."""
+    """Variables that are assigned only by calls of one of ``names``, and the stub that
+    is called.
+    """
     made: dict[str, str] = {}
     stored: Counter[str] = Counter()
     for node in ast.walk(tree):
@@ -114,7 +120,7 @@ def _variables(tree: ast.AST, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _place(node: ast.expr) -> str:
-    """A variable, or an attribute of one, as text; empty for anything else."""
+    """A variable, or an attribute of one, as text; empty for other expressions."""
     if isinstance(node, ast.Attribute):
         owner = _place(node.value)
         return owner and f"{owner}.{node.attr}"
@@ -122,7 +128,7 @@ def _place(node: ast.expr) -> str:
 
 
 def _data_has(attributes: set[str]) -> bool:
-    """Whether data of one kind has all of them."""
+    """Whether one type of data has all of the attributes."""
     return any(attributes <= set(dir(kind)) for kind in _DATA_KINDS) or (
         attributes <= DATA_ATTRIBUTES and len(attributes) == 1
     )
@@ -132,9 +138,3 @@ def _names(node: ast.expr) -> list[str]:
     if isinstance(node, ast.Tuple):
         return [name for item in node.elts for name in _names(item)]
     return [node.id] if isinstance(node, ast.Name) else []
-
-
-def _called_name(node: ast.Call) -> str | None:
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr
-    return node.func.id if isinstance(node.func, ast.Name) else None

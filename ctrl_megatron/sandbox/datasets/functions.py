@@ -213,7 +213,7 @@ def _read(
     entries = tuple(dict.fromkeys([*entries, *sorted(set[str]().union(*imported))]))
     if imported[0]:
         setup = ast.unparse(setup_tree)
-    tests, trees, places, told = _one_by_one(tests, trees, imported[1:])
+    tests, trees, places, reported = _one_by_one(tests, trees, imported[1:])
     for text, tree, place in zip(
         [setup, *tests], [setup_tree, *trees], [_SETUP, *places], strict=True
     ):
@@ -252,7 +252,7 @@ def _read(
         classes=tuple(sorted(classes & stubs - exceptions)),
         exceptions=tuple(sorted(exceptions)),
         shared_classes=tuple(sorted(defined)),
-        cases=tuple({"test": text} for text in told) if told != tests else (),
+        cases=tuple({"test": text} for text in reported) if reported != tests else (),
     )
 
 
@@ -262,7 +262,7 @@ def _one_by_one(
     """Replace a text of unit tests by one text for each unit test. Returns, for each test, its
     text, its tree, the field that it comes from, and the text to report. Raises ``ValueError``.
     """
-    texts, found, places, told = list[str](), list[ast.Module](), list[str](), list[str]()
+    texts, found, places, reported = list[str](), list[ast.Module](), list[str](), list[str]()
     for index, (test, tree) in enumerate(zip(tests, trees, strict=True)):
         place = f"provided_data.test_list[{index}]"
         try:
@@ -271,13 +271,13 @@ def _one_by_one(
             raise ValueError(f"{place}: {error}") from error
         if parts:
             texts += [ast.unparse(part.tree) for part in parts]
-            told += [part.told for part in parts]
+            reported += [part.reported for part in parts]
         else:
             texts.append(ast.unparse(tree) if imported[index] else test)
-            told.append(texts[-1])
+            reported.append(texts[-1])
         found += [part.tree for part in parts] or [tree]
         places += [place] * (len(parts) or 1)
-    return tuple(texts), found, places, tuple(told)
+    return tuple(texts), found, places, tuple(reported)
 
 
 def told_tests(data: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
-"""The text of a test in which each check that is about the program says when it is evaluated
-(``jail.evidence``). What a check is about is decided here; whether it was evaluated, and after a
-call of the program, only when the test runs.
+"""Writes the text of a test in which every check about the program records its evaluation
+(``jail.evidence``) and every call that is made for its changes returns them (``changing_calls``).
+This file decides what a check is about; only the run decides whether it was evaluated, and after a
+call of the program.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _SHAPES = (ast.BoolOp, ast.IfExp, ast.NamedExpr, ast.Lambda, *COMPREHENSIONS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedTests:
-    """``setup`` and ``tests`` as they are to run; None for a test whose passing after a call of the
-    program says enough. ``unchecked``: tests that check nothing of the program, whatever happens.
+    """``setup`` and ``tests`` as the judge runs them; None for a test that needs no marks because
+    it always calls the program. ``unchecked`` are the indices of tests that check nothing of the
+    program.
     """
 
     setup: str
@@ -44,7 +46,7 @@ class MarkedTests:
 def mark_tests(
     setup: str, setup_tree: ast.Module, trees: Sequence[ast.Module], stubs: Iterable[str]
 ) -> MarkedTests:
-    """Mark tests that call ``stubs`` of the program; the trees are changed. Raises ``ValueError``
+    """Mark tests that call ``stubs`` of the program; the trees are modified. Raises ``ValueError``
     for texts that are nested too deeply.
     """
     try:
@@ -108,6 +110,7 @@ def _marked(tree: ast.Module, reading: ProgramNames) -> str:
 
 
 def _says(method: str, *arguments: ast.expr | bool) -> ast.Call:
+    """A call of a method of the ``Evidence``."""
     given = [a if isinstance(a, ast.expr) else ast.Constant(a) for a in arguments]
     function = ast.Attribute(ast.Name(NAME, ast.Load()), method, ast.Load())
     return ast.Call(function, given, [])
@@ -118,7 +121,8 @@ class _Marker(ast.NodeTransformer):
         self._reading = reading
         self._changing = changing
         self._goes_on = False
-        """A loop that is left or gone on with has an end that fails."""
+        """Whether the current loop has an ``else`` that fails, so that ``break`` and ``continue``
+        matter."""
 
     def visit(self, node: Any) -> Any:
         marked, reading = super().visit(node), self._reading
@@ -166,7 +170,9 @@ class _Marker(ast.NodeTransformer):
 
 
 class _Pruner(ast.NodeTransformer):
-    """Takes out what never runs, and the guard of what runs where a file is the program."""
+    """Removes code that never runs, and the main guard around code that runs when a file is the
+    program.
+    """
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
@@ -199,6 +205,7 @@ def _pruned(tree: ast.Module) -> ast.Module:
 
 
 def _known(test: ast.expr) -> bool | None:
+    """The value of a condition if it is known before the run, else None."""
     if is_main_guard(test):
         return True
     return bool(test.value) if isinstance(test, ast.Constant) else None

@@ -1,4 +1,4 @@
-"""Compressed test payloads: base64 of zlib of JSON or of a pickle that holds plain data only."""
+"""Reads compressed tests: base64 of zlib of JSON or of a pickle that contains only plain data."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def read_payload(text: str, where: str) -> Any:
-    """The data in ``text``: JSON as it stands, else base64 of zlib of JSON or a pickle.
+    """The data in ``text``: JSON, or base64 of zlib of JSON or a pickle.
 
-    A pickle may build None, booleans, numbers, text, bytes, lists, tuples, sets and dicts; anything
-    else, and anything that unpacks to more than 256 MiB, raises ``ValueError`` and runs nothing.
+    A pickle may contain None, booleans, numbers, text, bytes, lists, tuples, sets and dicts.
+    Anything else, and data that unpacks to more than 256 MiB, raises ``ValueError`` and executes
+    nothing.
     """
     try:
         try:
@@ -51,7 +52,7 @@ def _decompressed(text: str, where: str) -> bytes:
     return raw
 
 
-# The one in Python: its memo is a dict, where the one in C lets an index reserve memory.
+# The unpickler in Python: its memo is a dict, while in the C version an index can reserve memory.
 class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
     def find_class(self, module: str, name: str, /) -> Any:
         if module in ("builtins", "__builtin__") and name in _SAFE:
@@ -73,8 +74,8 @@ def _unpickle(raw: bytes, where: str) -> Any:
 
 
 def _require_plain(value: Any) -> None:
-    """Every part is of an exact builtin type, and walking it ends: shared and cyclic parts count as
-    often as they are reached.
+    """Require that every part is of an exact builtin type and that walking the value ends: shared
+    and cyclic parts count as often as they are reached.
     """
     left, level = _MAX_NODES, [value]
     for _ in range(_MAX_DEPTH):
@@ -88,10 +89,10 @@ def _require_plain(value: Any) -> None:
             elif kind in _PLAIN:
                 continue
             else:
-                raise ValueError(f"it holds a {kind.__name__}")
+                raise ValueError(f"it contains a {kind.__name__}")
             left -= len(inner)
             if left < 0:
-                raise ValueError(f"it holds more than {_MAX_NODES} parts")
+                raise ValueError(f"it contains more than {_MAX_NODES} parts")
             below += inner
         if not below:
             return

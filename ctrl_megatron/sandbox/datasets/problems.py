@@ -1,4 +1,6 @@
-"""What a record of any kind becomes: functions to call, cases of stdin and stdout, or subtasks."""
+"""Problems: what a record of any kind is read into (functions to call, cases of stdin and stdout,
+or subtasks), and readers of a record's fields.
+"""
 
 from __future__ import annotations
 
@@ -12,75 +14,79 @@ from ctrl_megatron.problems.fields import object_field, positive_field, text_fie
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionProblem:
-    """Python functions, judged by asserts that run outside the program."""
+    """Python functions, judged by asserts that run in another process."""
 
     tests: tuple[str, ...]
     marked: tuple[str | None, ...]
-    """What runs in the place of each test and says which of its checks are evaluated; None for one
-    whose passing after a call of the program says enough."""
+    """The text to run for each test, with marks that record which of its checks are evaluated; None
+    for a test that needs no marks because it always calls the program."""
     setup: str
-    """Runs in the judge before the tests."""
+    """Python code that runs in the judge before the tests."""
     prelude: str
-    """Runs in the program's module before it: of the setup the imports and no more, of the prompt
-    what it imports and defines."""
+    """Python code that runs before the program in its module: the imports of the setup, and the
+    imports and definitions of the prompt."""
     stubs: tuple[str, ...]
-    """Names that the program has to define: all that a test may call in it."""
+    """Names that the program has to define; a test may call no others in it."""
     classes: tuple[str, ...] = ()
-    """Those of ``stubs`` that the tests can only mean a class by."""
+    """Those of ``stubs`` that can only mean a class."""
     exceptions: tuple[str, ...] = ()
-    """Those that the tests catch."""
+    """Names of exceptions that the program has to define and the tests catch."""
     shared_classes: tuple[str, ...] = ()
-    """Classes of the setup: objects of them cross between tests and program."""
+    """Classes of the setup whose instances are passed between tests and program."""
     adapter: str = ""
-    """Python text that goes behind the program, in the program's own process."""
+    """Python code that is appended to the program."""
     cases: tuple[Mapping[str, Any], ...] = ()
-    """What to tell of each test instead of its text."""
+    """Fields that the verdict of each test reports instead of the test's text."""
     single: bool = False
-    """Answer with one verdict for all tests."""
+    """Whether one verdict answers for all tests."""
     seconds: float | None = None
-    """Wall clock per test where the request names none."""
+    """Seconds of wall clock per test, unless the request names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StdioCase:
-    """One run of a program. ``output`` is the expected output, or a checker's reference."""
+    """One run of a program. ``output`` is the expected output, or the reference answer for a
+    checker.
+    """
 
     input: str
     output: str
     labels: Mapping[str, Any] = field(default_factory=dict)
-    """Told with the verdict."""
+    """Further fields of the verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckerProgram:
-    """A special judge: a program that reads input, answer and output from files."""
+    """A checker: a program that reads input, reference answer and output from files and judges the
+    output.
+    """
 
     code: str
     language: str
     order: tuple[str, ...]
-    """Which of ``input``, ``answer``, ``output`` are its arguments, in order."""
+    """The order of its arguments ``input``, ``answer`` and ``output``."""
     seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StdioProblem:
-    """A program judged by what it writes for each input."""
+    """A program that is judged by its output for each input."""
 
     cases: tuple[StdioCase, ...]
     checker: CheckerProgram | None = None
     prelude: str = ""
-    """Python only: runs before the program in its module."""
+    """Python code that runs before the program in the same module."""
     rule: Rule = STRICT
-    """What counts as equal where no checker decides."""
+    """How outputs are compared if there is no checker."""
     ignore_case: bool = False
-    """Capitals do not count in outputs."""
+    """Whether outputs are compared without regard to case."""
     single: bool = False
     seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredSubtask:
-    """Worth ``points`` times the least score of its tests."""
+    """A subtask; its score is ``points`` times the lowest score of its tests."""
 
     name: str
     points: float
@@ -95,9 +101,9 @@ class ScoredProblem:
     subtasks: tuple[ScoredSubtask, ...]
     checker: CheckerProgram | None = None
     rule: Rule = STRICT
-    """What counts as equal where no checker decides."""
+    """How outputs are compared if there is no checker."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """C++ only: the olympiad's own source files, compiled with the program."""
+    """The problem's own C++ source files, compiled with the program."""
     seconds: float | None = None
 
 
@@ -105,8 +111,9 @@ GradedProblem = FunctionProblem | StdioProblem | ScoredProblem
 
 
 def read_checker(data: Mapping[str, Any]) -> CheckerProgram | None:
-    """``provided_data.checker``: Python text, or an object with ``code``, ``language`` (python),
-    ``order`` (input, answer, output) and ``run_timeout`` in seconds. Raises ``ValueError``.
+    """Read ``provided_data.checker``: Python text, or an object with ``code``, ``language``
+    (python), ``order`` (input, answer, output) and ``run_timeout`` in seconds. Raises
+    ``ValueError``.
     """
     given = data.get("checker")
     if given is None or given == "":

@@ -1,4 +1,5 @@
-"""Which names of a test hold what came from the program, and which of its checks are about that.
+"""Follows which names of a test contain values of the program, and which of its checks are about
+such values.
 
 Names are followed from the program's functions through assignments, loops, handlers and functions
 of the tests. In doubt a name counts as the program's.
@@ -29,73 +30,74 @@ from ctrl_megatron.sandbox.datasets.syntax import (
 from ctrl_megatron.sandbox.jail.evidence import MADE_BEFORE, MADE_BY_ARGUMENT, MADE_IN_CALL
 
 FIXED, OWN, LEADS, MADE = -1, 0, 1, 2
-"""What a name holds: a constant that no call can change, the test's own, what leads to the program
-when it is called, what may have come from the program."""
+"""The levels of a name. ``FIXED``: a constant that no call can change. ``OWN``: a value of the
+test. ``LEADS``: calling it may call the program. ``MADE``: it may contain a value of the program.
+"""
 Names = dict[str, int]
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _LOOKS_ONLY = frozenset(["callable", "hasattr", "id", "isinstance", "print", "repr", "str", "type"])
 _CATCH_ALL = frozenset(["AssertionError", "BaseException", "Exception"])
 _EXPECTS = frozenset(["raises", "assertRaises", "assertRaisesRegex", "assertRaisesRegexp"])
 _PASSES = 3
-"""Over a text: what a later function does may matter to an earlier one."""
+"""Passes over a text, because a later function may matter to an earlier one."""
 _MOST_READ = 20_000
-"""Statements of a text, each as often as it is read: nested loops are read again and again."""
+"""Maximum of statements read per text; statements in nested loops are read several times."""
 _NAMES_AS_DEAR = 16
-"""As reading a statement are so many names to copy."""
+"""Copying this many names counts as reading one statement."""
 _SELF = "self"
 _STDOUT = "sys.stdout"
 
 
 @dataclass(slots=True)
 class _Function:
-    """Of the tests. ``own``: it has checks that are about the program; ``given``: it has some where
-    it is given something of the program.
+    """A function of the tests. ``own``: it contains checks about the program. ``given``: it does so
+    if an argument is a value of the program.
     """
 
     own: bool = False
     given: bool = False
     mentions: set[str] = field(default_factory=set)
     leaks: set[str] = field(default_factory=set)
-    """Names outside of it that hold something of the program after a call."""
+    """Names outside the function that contain a value of the program after a call."""
 
 
 @dataclass(slots=True)
 class ProgramNames:
-    """Follows names through texts and notes what is to be marked."""
+    """Follows names through texts and collects the nodes to mark."""
 
     ever: Names
-    """The most that a name has held anywhere: what functions find outside of them."""
+    """The highest level of each name anywhere, which is the level inside functions."""
     leaves: dict[ast.expr, int] = field(default_factory=dict)
-    """Expressions that a check depends on, and what it is about."""
+    """Expressions that a check depends on, and what the check is about."""
     asserting: dict[ast.expr, int] = field(default_factory=dict)
-    """Calls of functions that assert."""
+    """Calls of functions that assert, and what they are about."""
     given: set[ast.expr] = field(default_factory=set)
-    """Functions of the tests where they are given something of the program."""
+    """Uses of the tests' functions that pass them a value of the program."""
     expecting: set[ast.stmt] = field(default_factory=set)
-    """Blocks of which an exception of the program is expected."""
+    """Blocks that expect an exception of the program."""
     handlers: set[ast.ExceptHandler] = field(default_factory=set)
-    """Handlers of exceptions that are expected of the program."""
+    """Handlers of exceptions that the program is expected to raise."""
     functions: dict[str, _Function] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
     checks: bool = False
-    """A check about the program was found outside of functions."""
+    """Whether a check about the program was found outside functions."""
     _given_arguments: bool = False
-    """The function that is read is taken to be given something of the program."""
+    """Whether the current function is read as called with values of the program."""
     _calls: int = 0
     _control: bool = False
-    """What is read happens or not, depending on the program."""
+    """Whether the program decides if the current code is executed."""
     _can_fail: bool = False
-    """The text or function that is read has something that may end it."""
+    """Whether the current text or function contains a statement that may fail."""
     _surely_fails: bool = False
-    """It has something that ends it."""
+    """Whether it contains a statement that always fails."""
     _itself: str | None = None
-    """What the method that is read calls its object."""
+    """The name of the current method's first parameter."""
     _captures: set[str] = field(default_factory=set)
-    """Names of what takes the place of stdout."""
+    """Names of the objects that replace stdout."""
     _read: int = 0
 
     def read(self, body: list[ast.stmt], names: Names) -> Names:
-        """What names hold after ``body``."""
+        """The levels of names after ``body``."""
         self._can_fail = any(map(may_fail, body))
         self._surely_fails = any(map(surely_fails, body))
         after, self._read = names, 0
@@ -104,15 +106,15 @@ class ProgramNames:
         return after
 
     def __contains__(self, node: ast.AST) -> bool:
-        """Whether ``node`` is to be marked."""
+        """Whether ``node`` must be marked."""
         noted = (self.leaves, self.asserting, self.given, self.expecting)
         return any(node in nodes for nodes in noted)
 
     def checks_in(self, tree: ast.Module) -> bool:
-        """Whether code outside of functions leads to a function with checks about the program."""
+        """Whether code outside functions reaches a function with checks about the program."""
         outside = [n for n in tree.body if not isinstance(n, (*FUNCTIONS, ast.ClassDef))]
         reached, new = set[str](), mentions(outside)
-        # What decorates a function may call it.
+        # A decorator may call the function.
         new |= {n.name for n in tree.body if isinstance(n, FUNCTIONS) and n.decorator_list}
         while new:
             reached |= new
@@ -191,7 +193,7 @@ class ProgramNames:
                 self._bind(item, FIXED if of is not None and is_fixed(of) else own, names, of)
         elif isinstance(target, ast.Starred):
             self._bind(target.value, max(level, OWN), names)
-        else:  # part of something
+        else:  # an attribute or an item
             level = MADE if self._control else level
             key = self._key(target)
             if key == _STDOUT and isinstance(value, ast.Name):
@@ -212,7 +214,7 @@ class ProgramNames:
         return names
 
     def _check(self, test: ast.expr, names: Names) -> None:
-        """Note the parts of a condition that are about the program."""
+        """Collect the parts of a condition that are about the program."""
         if isinstance(test, ast.BoolOp):
             for part in test.values:
                 self._check(part, names)
@@ -235,8 +237,8 @@ class ProgramNames:
         self.checks = True
 
     def _key(self, node: ast.AST) -> str | None:
-        """What a name or an attribute of one is called in ``Names``; those of a method's object are
-        the same in every method.
+        """The key of a name, or of an attribute of one, in ``Names``. Attributes of a method's
+        object have one key in all methods.
         """
         key = dotted(node)
         if key is not None and self._itself is not None and key.startswith(f"{self._itself}."):
@@ -244,8 +246,8 @@ class ProgramNames:
         return key
 
     def _base(self, node: ast.AST) -> str | None:
-        """The name of what ``node`` is a part of, where it is no method's own object: of that the
-        parts are known.
+        """The name at the beginning of ``node``, unless it is the method's own object, whose
+        attributes have keys of their own.
         """
         name = base_of(node)
         return name if name != self._itself else None
@@ -303,7 +305,7 @@ class ProgramNames:
         body = self._body(node.body, dict(names))
         called = self._calls > calls
         if called:
-            # Once more: what the body binds depends on where the program ended it.
+            # Read again: where the program ended the body decides what the body assigned.
             self._control = True
             body = self._body(node.body, dict(names))
         ends = [self._body(node.orelse, dict(body))]
@@ -324,8 +326,8 @@ class ProgramNames:
         return self._body(node.finalbody, after)
 
     def _expects(self, node: ast.Try | ast.TryStar, handler: ast.ExceptHandler) -> bool:
-        """Whether a test may end well because ``handler`` has caught an exception of the program:
-        without one it fails, or it accepts this kind of exception in the place of a result.
+        """Whether ``handler`` can make the test pass by catching an exception of the program:
+        without the exception the test fails, or it accepts this exception in place of a result.
         """
         if any(map(may_fail, node.orelse)) or any(map(surely_fails, node.body)):
             return True
@@ -376,8 +378,8 @@ class ProgramNames:
         return names
 
     def _function(self, node: Function, names: Names, *, in_class: bool = False) -> int:
-        """What its name holds. It is read as called with things of the test's own, and as given
-        something of the program.
+        """The level of the function's name. Its body is read twice: as called with values of the
+        test, and as called with values of the program.
         """
         of = node.args
         parameters = [a.arg for a in (*of.posonlyargs, *of.args, *of.kwonlyargs)]
@@ -417,7 +419,7 @@ class ProgramNames:
     # --- expressions -----------------------------------------------------------------------------
 
     def _level(self, node: ast.AST, names: Names) -> int:
-        """What an expression may hold; its calls are noted."""
+        """The level of an expression; its calls are collected."""
         level, parts = OWN, [node]
         while parts:
             part = parts.pop()
@@ -480,7 +482,7 @@ class ProgramNames:
         return MADE
 
     def _taint_given(self, argument: ast.AST, names: Names) -> None:
-        """What is given to a call may come back changed."""
+        """Raise the level of an argument, which the call may change."""
         parts = [argument]
         while parts:
             part = parts.pop()
@@ -495,7 +497,7 @@ class ProgramNames:
                     self._taint(name, MADE, names)
 
     def _reached(self, part: ast.AST) -> set[str]:
-        """Names of the test that the program may change by calling what it is given."""
+        """Names of the test that the program may change by calling the argument."""
         if isinstance(part, ast.Lambda):
             return mentions([ast.Expr(part.body)])
         if isinstance(part, ast.Attribute):
@@ -504,7 +506,9 @@ class ProgramNames:
         return function.mentions if function is not None else set()
 
     def _changes(self, node: ast.Call, names: Names) -> None:
-        """A call that is given something of the program may keep it where it can."""
+        """Raise the level of objects that may keep a value of the program that they are called
+        with.
+        """
         if isinstance(node.func, ast.Attribute):
             base = base_of(node.func)
             keepers = node.args[:1] if base in self.modules else [node.func]
@@ -516,7 +520,7 @@ class ProgramNames:
                 self._taint(self._key(keeper.value), MADE, names)
 
     def _gives(self, node: ast.Call, arguments: list[ast.expr]) -> None:
-        """Note functions of the tests that are called, or passed on, with something of the
+        """Collect functions of the tests that are called, or passed on, with a value of the
         program.
         """
         for taken in (node.func, *arguments):
@@ -539,7 +543,7 @@ class ProgramNames:
 
 
 def joined(one: Names, other: Names) -> Names:
-    """What names hold after either of two ways."""
+    """The levels of names after one of two alternatives."""
     names = {}
     for name in one.keys() | other.keys():
         levels = one.get(name, OWN), other.get(name, OWN)

@@ -1,7 +1,7 @@
-"""Problems judged by output: CommonOJ, CodeContests, APPS, TACO and IOI; and LiveCodeBench, whose
-problems are these or functions. ``comparison`` in any record names the rule by which outputs are
-compared, and results of functions; without it the kind of the data set decides. ``ignore_case`` in
-any record but IOI's says that capitals in outputs do not count.
+"""Reads problems that are judged by output (CommonOJ, CodeContests, APPS, TACO, IOI), and
+LiveCodeBench's, which are these or functions. In any record ``comparison`` names the rule for
+outputs and for results of functions; its default depends on the kind of the data set.
+``ignore_case``, in any record except IOI's, compares outputs without regard to case.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ctrl_megatron.sandbox.datasets.problems import (
 from ctrl_megatron.sandbox.jail import files
 
 SECONDS = 6.0
-"""Per test, where the request names none."""
+"""LiveCodeBench's time limit per test, unless the request names one."""
 _CASES = ("public_test_cases", "private_test_cases")
 _SUBTASKS = "provided_data.subtasks"
 _CONTESTS_SETS = ("public_tests", "private_tests", "generated_tests")
@@ -50,9 +50,9 @@ _TEST = "provided_data.test"
 
 
 def read_common_oj(data: Mapping[str, Any]) -> StdioProblem:
-    """``test``: cases of ``{input: {stdin}, output: {stdout}}``, as a list or its JSON text; may
-    have a ``checker``. A record of LiveCodeBench's rule gets its preamble too. Raises
-    ``ValueError``.
+    """Read ``test``: cases ``{input: {stdin}, output: {stdout}}`` as a list or its JSON text, with
+    an optional ``checker``. With LiveCodeBench's rule the program gets that benchmark's preamble.
+    Raises ``ValueError``.
     """
     tests = json_field(data.get("test"), _TEST)
     if not isinstance(tests, list):
@@ -69,9 +69,9 @@ def read_common_oj(data: Mapping[str, Any]) -> StdioProblem:
 
 
 def read_code_contests(data: Mapping[str, Any]) -> StdioProblem:
-    """``public_tests``, ``private_tests`` and ``generated_tests``, each ``{input: [text], output:
-    [text]}`` or cases ``[{input, output}]``, judged in this order; ``time_limit`` in seconds or
-    ``{seconds, nanos}``; may have a ``checker``. Raises ``ValueError``.
+    """Read ``public_tests``, ``private_tests`` and ``generated_tests``, each ``{input: [text],
+    output: [text]}`` or cases ``[{input, output}]``, judged in this order; ``time_limit`` in
+    seconds or ``{seconds, nanos}``; and an optional ``checker``. Raises ``ValueError``.
     """
     cases: list[StdioCase] = []
     for name in _CONTESTS_SETS:
@@ -90,11 +90,11 @@ def read_code_contests(data: Mapping[str, Any]) -> StdioProblem:
 
 
 def read_input_output(data: Mapping[str, Any]) -> StdioProblem | FunctionProblem:
-    """``input_output`` of APPS and TACO, an object or its JSON text: ``inputs``, ``outputs`` and,
-    for function problems, ``fn_name``.
+    """Read ``input_output`` of APPS and TACO, an object or its JSON text: ``inputs``, ``outputs``
+    and, for function problems, ``fn_name``.
 
-    Where every output is a list of one item, as some of their problems have it, that item alone is
-    accepted as well. Raises ``ValueError``.
+    If every output is a list of one item, as in some of their problems, that item alone is accepted
+    as well. Raises ``ValueError``.
     """
     where = "provided_data.input_output"
     record = object_field(json_field(data.get("input_output"), where), where)
@@ -110,10 +110,11 @@ def input_output_problem(
     *,
     or_first: bool = False,
 ) -> StdioProblem | FunctionProblem:
-    """The problem of an object with ``inputs``, ``outputs`` and perhaps ``fn_name``, in ``data``.
+    """The problem of an object ``record`` in ``data`` with ``inputs``, ``outputs`` and optionally
+    ``fn_name``.
 
-    Inputs of a function are lists of arguments, or text with one JSON value per line. ``or_first``:
-    the first item of an expected list is accepted as well. Raises ``ValueError``.
+    Inputs of a function are lists of arguments, or text with one JSON value per line. With
+    ``or_first`` the first item of an expected list is accepted as well. Raises ``ValueError``.
     """
     tests = read_pairs(record, where)
     if isinstance(tests, FunctionCalls):
@@ -180,8 +181,9 @@ def _contests_seconds(limit: Any) -> float | None:
 
 
 def read_ioi(data: Mapping[str, Any]) -> ScoredProblem:
-    """``tests``: ``{name: {input, output}}``; ``subtasks``: ``[{name, points, tests: [name]}]``;
-    may have a ``checker``, ``grader_files`` (C++: file name -> text) and ``time_limit`` in seconds.
+    """Read ``tests``: ``{name: {input, output}}``; ``subtasks``: ``[{name, points, tests:
+    [name]}]``; optionally ``checker``, ``grader_files`` (C++: file name -> text) and ``time_limit``
+    in seconds.
 
     Raises ``ValueError``.
     """
@@ -230,12 +232,12 @@ def _grader_sources(given: Any) -> dict[str, str]:
 
 
 def read_live_code_bench(data: Mapping[str, Any]) -> FunctionProblem | StdioProblem:
-    """``test`` (JSON, or base64 of zlib of JSON or a pickle) that holds ``inputs``, ``outputs`` and
-    ``fn_name``, itself or below ``input_output``; or ``public_test_cases`` and
+    """Read ``test`` (JSON, or base64 of zlib of JSON or a pickle), which contains ``inputs``,
+    ``outputs`` and ``fn_name``, directly or in ``input_output``; or ``public_test_cases`` and
     ``private_test_cases`` with ``metadata.func_name``.
 
-    Function problems call a function or a method of ``Solution``; programs and functions get the
-    benchmark's preamble; one verdict answers for all tests. Raises ``ValueError``.
+    Function problems call a function or a method of ``Solution``. Programs and functions get the
+    benchmark's preamble. One verdict answers for all tests. Raises ``ValueError``.
     """
     if data.get("test") is not None:
         record, where = _payload(data["test"]), _TEST

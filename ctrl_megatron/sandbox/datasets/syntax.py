@@ -1,4 +1,4 @@
-"""What texts of tests say, read from their syntax alone."""
+"""Questions about Python code that its syntax tree alone answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FAILS = frozenset(["abort", "exit", "fail", "quit", "_exit"])
 
 
 def walk_code(node: ast.AST) -> Iterator[ast.AST]:
-    """``ast.walk`` without constants, of which a test may hold a hundred thousand."""
+    """Like ``ast.walk``, but without constants, of which a test may contain a hundred thousand."""
     parts = [node]
     while parts:
         part = parts.pop()
@@ -20,7 +20,7 @@ def walk_code(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def is_main_guard(test: ast.expr) -> bool:
-    """Whether it is ``__name__ == "__main__"``."""
+    """Whether an expression is ``__name__ == "__main__"``."""
     if not (isinstance(test, ast.Compare) and len(test.ops) == 1):
         return False
     sides = [test.left, *test.comparators]
@@ -30,7 +30,7 @@ def is_main_guard(test: ast.expr) -> bool:
 
 
 def is_fixed(node: ast.AST) -> bool:
-    """Whether it is a constant that nothing can change."""
+    """Whether an expression is an immutable constant."""
     if isinstance(node, ast.Tuple):
         return all(map(is_fixed, node.elts))
     if isinstance(node, ast.UnaryOp):
@@ -41,7 +41,7 @@ def is_fixed(node: ast.AST) -> bool:
 
 
 def is_vacuous(test: ast.expr) -> bool:
-    """Whether it is true whatever its parts are."""
+    """Whether an expression is true for any value of its parts."""
     if isinstance(test, ast.Constant):
         return bool(test.value)
     if isinstance(test, (ast.Tuple, ast.List, ast.Set)):
@@ -60,7 +60,7 @@ def is_vacuous(test: ast.expr) -> bool:
 
 
 def own_parts(statement: ast.AST) -> Iterator[ast.AST]:
-    """It and its parts, without those of functions and classes that it defines."""
+    """A statement and its parts, without the bodies of functions and classes that it defines."""
     parts = [statement]
     while parts:
         part = parts.pop()
@@ -70,7 +70,7 @@ def own_parts(statement: ast.AST) -> Iterator[ast.AST]:
 
 
 def may_fail(statement: ast.AST) -> bool:
-    """Whether it may end the test."""
+    """Whether a statement may make the test fail."""
     for part in own_parts(statement):
         if isinstance(part, ast.Raise):
             return True
@@ -83,6 +83,7 @@ def may_fail(statement: ast.AST) -> bool:
 
 
 def surely_fails(statement: ast.AST) -> bool:
+    """Whether a statement always makes the test fail."""
     if isinstance(statement, ast.Assert):
         return isinstance(statement.test, ast.Constant) and not statement.test.value
     call = statement.value if isinstance(statement, ast.Expr) else statement
@@ -90,12 +91,13 @@ def surely_fails(statement: ast.AST) -> bool:
 
 
 def leaves(statements: Iterable[ast.AST]) -> bool:
+    """Whether one of the statements returns, breaks or continues."""
     leaving = (ast.Return, ast.Break, ast.Continue)
     return any(isinstance(part, leaving) for node in statements for part in own_parts(node))
 
 
 def mentions(statements: Iterable[ast.AST]) -> set[str]:
-    """Names, attributes, and texts that may be names."""
+    """Names, attributes, and texts that may be names, in the statements."""
     found = set[str]()
     for statement in statements:
         for node in ast.walk(statement):
@@ -107,6 +109,7 @@ def mentions(statements: Iterable[ast.AST]) -> set[str]:
 
 
 def bound_in(statements: Iterable[ast.AST]) -> set[str]:
+    """Local names that the statements assign."""
     bound, elsewhere = set[str](), set[str]()
     for statement in statements:
         for node in own_parts(statement):
@@ -118,29 +121,33 @@ def bound_in(statements: Iterable[ast.AST]) -> set[str]:
 
 
 def last_name(node: ast.AST) -> str | None:
+    """``b`` of ``a.b``, ``a`` of ``a``; None for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     return node.attr if isinstance(node, ast.Attribute) else None
 
 
 def called_name(node: ast.AST) -> str | None:
+    """The last name of the function that a call calls; None for other expressions."""
     return last_name(node.func) if isinstance(node, ast.Call) else None
 
 
 def arguments_of(node: ast.expr) -> list[ast.expr]:
+    """The values of a call's arguments; empty for other expressions."""
     if not isinstance(node, ast.Call):
         return []
     return [*node.args, *(keyword.value for keyword in node.keywords)]
 
 
 def dotted(node: ast.AST) -> str | None:
-    """Of a name ``a`` or an attribute ``a.b``."""
+    """The text of a name ``a`` or of an attribute ``a.b``; None for other expressions."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return f"{node.value.id}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else None
 
 
 def base_of(node: ast.AST) -> str | None:
+    """``a`` of ``a.b[c].d``; None if the expression does not begin with a name."""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None

@@ -1,6 +1,4 @@
-"""Tests as pytest and unittest write them, one program text for each of them; and the names that a
-text of tests imports from the program.
-"""
+"""Splits tests in the form of pytest and unittest into one program text per test."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from ctrl_megatron.sandbox.datasets.syntax import (
 _LEFT_OUT = frozenset(["expectedFailure", "skip", "skipIf", "skipUnless", "skipif", "xfail"])
 MOST_TESTS = 1000
 MOST_CHARACTERS = 2 << 20
-"""Of the tests of one text, each with what is around it."""
+"""Limits of the tests of one text, each with the code around it."""
 _RUNNERS = frozenset(
     ["TestLoader", "TestSuite", "TextTestRunner", "defaultTestLoader", "makeSuite"]
 )
@@ -31,7 +29,7 @@ _MAINS = ("pytest.main", "unittest.main")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Method:
-    """A test of a class."""
+    """A test method of a class."""
 
     of: ast.ClassDef
     function: Function
@@ -39,21 +37,22 @@ class _Method:
 
 
 def may_hold_unit_tests(text: str) -> bool:
-    """Whether it is worth a look."""
+    """Whether the text may contain unit tests; a quick check."""
     return "def test" in text
 
 
 class UnitTest(NamedTuple):
-    """One test by itself: with all that it needs, and what to tell of it."""
+    """A single test with all code that it needs, and the text to report for it."""
 
     tree: ast.Module
-    told: str
+    reported: str
 
 
 def unit_tests(tree: ast.Module) -> list[UnitTest]:
-    """A text for each test function or method of ``tree`` that nothing else in it calls, with all
-    that is no other test around it; none where there is no such test. A literal list of parameters
-    makes a test of each. Raises ``ValueError`` for what cannot be run: fixtures, coroutines.
+    """One text for each test function or method of ``tree`` that no other code in it calls,
+    together with all other code but the other tests; empty if there is no such test. A literal list
+    of parameters gives one test each. Raises ``ValueError`` for tests that cannot be run: fixtures,
+    coroutines.
     """
     guards = [n for n in tree.body if isinstance(n, ast.If) and is_main_guard(n.test)]
     body = _without_runners(node for node in tree.body if node not in guards)
@@ -82,7 +81,7 @@ def unit_tests(tree: ast.Module) -> list[UnitTest]:
             tests.add(context, method.function, _runs(method, classes))
     if not tests.texts:
         raise ValueError("every test in it is skipped or expected to fail")
-    return [UnitTest(ast.parse(text), told) for text, told in tests.texts]
+    return [UnitTest(ast.parse(text), reported) for text, reported in tests.texts]
 
 
 def _defined_in(body: Iterable[ast.stmt]) -> list[Function]:
@@ -90,7 +89,7 @@ def _defined_in(body: Iterable[ast.stmt]) -> list[Function]:
 
 
 class _Tests:
-    """Texts of single tests and what to tell of them, as many and as long as may come of one."""
+    """The texts of single tests and the texts to report, limited in number and size."""
 
     def __init__(self) -> None:
         self.texts: list[tuple[str, str]] = []
@@ -99,17 +98,19 @@ class _Tests:
     def add(
         self, context: list[ast.stmt], function: Function, runs: Iterable[list[ast.stmt]]
     ) -> None:
-        """``context``, with ``function``, and each of ``runs`` behind it. Raises ``ValueError``."""
-        around, told = _source(context), _source([_undecorated(function)])
+        """Add one test for each of ``runs``: ``context``, which defines ``function``, followed by
+        the run. Raises ``ValueError``.
+        """
+        around, reported = _source(context), _source([_undecorated(function)])
         for run in runs:
             call = _source(run)
-            self.texts.append((f"{around}\n{call}", f"{told}\n{call}"))
+            self.texts.append((f"{around}\n{call}", f"{reported}\n{call}"))
             self._characters += len(self.texts[-1][0])
             if len(self.texts) > MOST_TESTS:
-                raise ValueError(f"it holds more than {MOST_TESTS} tests")
+                raise ValueError(f"it contains more than {MOST_TESTS} tests")
             if self._characters > MOST_CHARACTERS:
                 raise ValueError(
-                    f"its tests, each with what is around it, take more than {MOST_CHARACTERS} "
+                    f"its tests, each with the code around it, have more than {MOST_CHARACTERS} "
                     "characters"
                 )
 
@@ -119,7 +120,9 @@ def _source(body: list[ast.stmt]) -> str:
 
 
 def _is_case(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> str | None:
-    """``unittest`` or ``pytest``, whose class with tests it is; None for any other class."""
+    """``unittest`` or ``pytest`` for a class with tests of that framework; None for any other
+    class.
+    """
     family = list(_family(node, classes))
     tests = (f for one in family for f in _defined_in(one.body) if f.name.startswith("test"))
     if next(tests, None) is None:
@@ -131,7 +134,7 @@ def _is_case(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> str | None
 
 
 def _methods(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[_Method]:
-    """Tests of a class, those that it inherits included."""
+    """The tests of a class, inherited ones included."""
     unittest, seen = _is_case(node, classes) == "unittest", set[str]()
     for one in _family(node, classes):
         for function in _defined_in(one.body):
@@ -155,7 +158,9 @@ def _around(
     own: ast.stmt,
     method: _Method | None = None,
 ) -> list[ast.stmt]:
-    """``body`` without tests that ``own`` does not need, nor the other tests of its class."""
+    """``body`` without the tests that ``own`` does not use, and without the other tests of its
+    class.
+    """
     needed, new = set[str](), {getattr(own, "name", "")}
     by_name = {getattr(node, "name", ""): node for node in tests}
     while new:
@@ -188,7 +193,7 @@ def _only(node: ast.ClassDef, test: Function, used: Container[str]) -> ast.Class
 
 
 def _undecorated(node: ast.stmt) -> ast.stmt:
-    """Without what pytest reads."""
+    """A function without its pytest marks; any other statement unchanged."""
     if not isinstance(node, FUNCTIONS):
         return node
     kept = [d for d in node.decorator_list if "mark" not in _names_in([d])]
@@ -198,7 +203,7 @@ def _undecorated(node: ast.stmt) -> ast.stmt:
 
 
 def _runs(method: _Method, classes: dict[str, ast.ClassDef]) -> Iterator[list[ast.stmt]]:
-    """Statements that run a test of a class, in each of its cases."""
+    """For each case of a test method the statements that run it."""
     name, function = method.of.name, method.function
     defined = {
         part.name: part
@@ -229,7 +234,7 @@ def _is_static(function: Function) -> bool:
 def _calls(
     target: ast.expr, function: Function, of_class: Sequence[ast.expr], bound: int
 ) -> Iterator[ast.stmt]:
-    """Calls of a test, one for each set of parameters that is written out."""
+    """Calls of a test: one for each set of parameters that is written out."""
     marks = [mark for mark in (*of_class, *function.decorator_list) if _is_parametrize(mark)]
     sets = [_cases(mark, number, function.name) for number, mark in enumerate(marks)]
     given = {name for mark in marks for name in _parameter_names(mark)}
@@ -245,7 +250,7 @@ def _calls(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """One set of parameters, or all that a loop goes through."""
+    """One set of parameters, or a loop over sets that are computed at run time."""
 
     keywords: list[ast.keyword]
     loop: tuple[ast.Name, ast.expr] | None = None
@@ -325,7 +330,7 @@ def _refuse_fixtures_for_all(body: Iterable[ast.stmt]) -> None:
 
 
 def _parameters(function: Function) -> list[str]:
-    """Those that a caller has to give."""
+    """Names of the parameters without a default."""
     of = function.args
     positional = [a.arg for a in (*of.posonlyargs, *of.args)]
     required = positional[: len(positional) - len(of.defaults)]
@@ -339,7 +344,9 @@ def _is_left_out(marks: Iterable[ast.expr]) -> bool:
 
 
 def _without_runners(body: Iterable[ast.stmt]) -> list[ast.stmt]:
-    """``body`` without what hands tests to a runner, and what uses what comes of that."""
+    """``body`` without the statements that pass tests to a runner, and without those that use their
+    results.
+    """
     kept, dropped, mains = list[ast.stmt](), set[str](), set(_MAINS)
     for node in body:
         if isinstance(node, ast.ImportFrom) and node.module in ("pytest", "unittest"):
@@ -355,7 +362,7 @@ def _without_runners(body: Iterable[ast.stmt]) -> list[ast.stmt]:
 
 
 def _reached_names(body: Sequence[ast.stmt]) -> set[str]:
-    """Names that the text uses when it runs, functions that it calls included."""
+    """Names that the text uses when it runs, including those in functions that it calls."""
     defined = {n.name: n for n in body if isinstance(n, (*FUNCTIONS, ast.ClassDef))}
     reached, new = set[str](), _names_in(n for n in body if n not in defined.values())
     while new:

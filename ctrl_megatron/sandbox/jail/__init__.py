@@ -1,7 +1,7 @@
-"""The processes that run untrusted code: standard library only, so that a worker forks in
+"""The processes that run untrusted code. Standard library only, so that a worker forks in
 milliseconds.
 
-A worker is two processes: a supervisor, which reads jobs, and its child, a fork server, which never
-sees one. From the fork server come, for each job, a judge and a candidate, or an init and its
-program.
+A worker consists of two processes: a supervisor, which reads jobs, and its child, a fork server,
+which never sees one. The fork server starts the processes of a job: a judge and a candidate, or an
+init process and its program.
 """

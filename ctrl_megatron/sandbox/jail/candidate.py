@@ -1,8 +1,8 @@
-"""The program's end of the line to the judge: it loads the program and serves the tests' calls. It
-knows inputs, never what is expected of them.
+"""The candidate process: loads the program and executes the calls that the judge sends. It sees the
+arguments of the calls, never the expected results.
 
-Data goes back by value, and so do instances of classes that the tests define too. Any other object
-stays here; the judge gets its number, and what its type offers.
+Data is returned by value, and so are instances of classes that the tests define too. Any other
+object stays in this process; the judge gets a number for it and a description of its type.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import codec, frames, linux, program
+from ctrl_megatron.sandbox.jail.exceptions import builtin_exception, encode_exception
 from ctrl_megatron.sandbox.jail.instances import (
     InstanceWriter,
     changeable,
@@ -31,8 +32,6 @@ from ctrl_megatron.sandbox.jail.instances import (
 )
 from ctrl_megatron.sandbox.limits import ANSWER_BYTES, CALL_BYTES
 
-_MOST_BASES = 16
-_ARGUMENTS_BYTES = 4096
 _OFFERS = """
 call contains delitem enter float format getitem hash index int iter len next reversed setitem
 complex round trunc floor ceil
@@ -52,22 +51,22 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     **{"copy": copy.copy, "deepcopy": copy.deepcopy},
     "enter": lambda manager: type(manager).__enter__(manager),
 }
-"""Bound before the program runs; it may replace whatever a module offers."""
+"""Bound before the program runs, because the program may replace anything in a module."""
 _NOTHING = contextlib.nullcontext()
 
 
 def serve_calls(
     fd: int, prelude: str, code: str, entry_points: list[str], shared_classes: list[str]
 ) -> None:
-    """Load ``code`` after ``prelude`` (the setup's imports) and answer calls; never returns.
+    """Load ``prelude`` (the setup's imports) and then ``code``, and answer calls; never returns.
 
-    The prelude's own functions are no answer to the problem: one that has the name of an entry
-    point is not there for the program. ``shared_classes``: names of classes that the tests define
-    and may pass objects of.
+    Functions of the prelude are not the program's answer: a name of ``entry_points`` that the
+    prelude defines is removed before ``code`` is loaded. ``shared_classes`` are the names of
+    classes that the tests define and may pass instances of.
     """
     linux.allow_stack(program.PYTHON_STACK)
     outputs = program.begin_program(_Printed)
-    # Not __main__: a program's main guard reads stdin and prints, it is not what is judged.
+    # Not __main__: what the program does under its main guard is not judged here.
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     failure = None
@@ -78,7 +77,7 @@ def serve_calls(
                 module.__dict__.pop(name, None)
         exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
-        failure = _failure(error)
+        failure = encode_exception(error)
     frames.send(fd, {"loaded": failure is None, "error": failure})
     if failure is None:
         _CallServer(fd, module.__dict__, entry_points, shared_classes, outputs).serve()
@@ -86,7 +85,9 @@ def serve_calls(
 
 
 class _Printed(io.FileIO):
-    """An output of the program that can be listened to."""
+    """An output stream of the program. ``heard`` collects the bytes that are written, unless it is
+    None.
+    """
 
     heard: list[bytes] | None = None
 
@@ -98,11 +99,11 @@ class _Printed(io.FileIO):
 
 
 class _Refused(Exception):
-    """Something cannot cross, or is not there: no exception of the program's own."""
+    """A value cannot cross to the judge, or a name does not exist. The program raised nothing."""
 
 
 class _CallServer:
-    """Answers calls of what ``names`` holds, and of the objects that the judge has been told of."""
+    """Executes calls of the objects in ``names``, and of objects whose numbers the judge knows."""
 
     def __init__(
         self,
@@ -120,21 +121,22 @@ class _CallServer:
         self._calls = frames.FrameReader(fd, limit=CALL_BYTES)
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
-        """Of the objects, by identity."""
+        """Number of each object in ``_objects``, by ``id``."""
         self._offers: dict[type, str] = {}
         self._plain: dict[str, type] = {}
-        """Classes for objects of the tests that the program has no class for."""
+        """Stand-in classes for instances whose class the program does not define."""
         self._given: dict[int, Callable[..., Any]] = {}
-        """Functions of the test, by the judge's number."""
+        """Functions of the test that the program received, by the judge's number."""
         self._given_numbers: dict[int, int] = {}
 
     def serve(self) -> NoReturn:
         while True:
-            # No name holds a call: the program could look it up from the next one.
+            # The call is bound to no name here, so that the program cannot find it in a frame
+            # during the next call.
             frames.send_encoded(self._fd, self._answer(self._calls.receive()))
 
     def _answer(self, call: dict[str, Any]) -> bytes:
-        """The frame that answers ``call``."""
+        """Execute ``call`` and return the encoded answer."""
         answer: dict[str, Any] = {"id": call["id"]}
         try:
             target, arguments, named, given = self._read(call)
@@ -149,7 +151,7 @@ class _CallServer:
                     else:
                         value = self._do(call, target, arguments, named)
             except BaseException as error:
-                answer["error"] = _failure(error)
+                answer["error"] = encode_exception(error)
             writer = InstanceWriter(given)
             encode = self._encoder(writer)
             answer["value"] = self._result(call, value, encode)
@@ -167,12 +169,14 @@ class _CallServer:
             if len(encoded) > ANSWER_BYTES:
                 raise _Refused(f"the returned value takes more than {ANSWER_BYTES} bytes")
         except BaseException as error:
-            refused = str(error) if isinstance(error, _Refused) else _failure(error)
+            refused = str(error) if isinstance(error, _Refused) else encode_exception(error)
             return frames.encode({"id": call["id"], "refused": refused})
         return encoded
 
     def _read(self, call: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any], list[Any]]:
-        """What the call is of, its arguments, and the instances that came with it."""
+        """The object that is called, the positional and named arguments, and the instances that
+        came with the call.
+        """
         given = self._instances(call)
         read = self._reader(given)
         arguments = [codec.decode(item, read) for item in call["args"]]
@@ -200,7 +204,7 @@ class _CallServer:
             return setattr(target, name, *arguments)
         if do == "exit":
             kind = arguments[0]
-            error = None if kind is None else _builtin_exception(kind)("")
+            error = None if kind is None else builtin_exception(kind)("")
             return bool(type(target).__exit__(target, error and type(error), error, None))
         if do == "data":
             return target
@@ -208,8 +212,9 @@ class _CallServer:
         return _OPERATIONS[name](*operands)
 
     def _result(self, call: dict[str, Any], value: Any, encode: Callable[[Any], Any]) -> Any:
-        """The code of what the call returns. ``whole``: the test asks for an object of a class,
-        which may derive from one of data.
+        """The encoded result of a call. With ``whole`` in the call the tests use an object as one
+        of a class of the program, so an instance stays an object even if its class derives from a
+        data type.
         """
         kind = type(value)
         own = kind.__module__ == "solution" and not codec.is_named_tuple(kind)
@@ -218,7 +223,7 @@ class _CallServer:
             return ["object", "held", self._hold(value)]
         return encode(value)
 
-    # --- what crosses -----------------------------------------------------------------------------
+    # --- encoding and decoding --------------------------------------------------------------------
 
     def _encoder(self, writer: InstanceWriter) -> Callable[[Any], Any]:
         def other(value: Any) -> Any:
@@ -240,22 +245,22 @@ class _CallServer:
         kind = type(value)
         if kind not in self._offers:
             self._offers[kind] = " ".join(name for name in _OFFERS.split() if _offered(kind, name))
-        told = {"number": number, "type": kind.__name__[:80], "offers": self._offers[kind]}
+        traits = {"number": number, "type": kind.__name__[:80], "offers": self._offers[kind]}
         for name in self._entry_points:
             own = self._names.get(name)
             if isinstance(own, type) and (own in kind.__mro__ or value is own):
-                told["class"] = name
+                traits["class"] = name
         if isinstance(value, Iterator):
-            told["iterator"] = True
-            told["ahead"] = kind.__module__ in ("builtins", "itertools")
+            traits["iterator"] = True
+            traits["ahead"] = kind.__module__ in ("builtins", "itertools")
         if codec.holds_data(kind):
-            told["data"] = True
+            traits["data"] = True
         if isinstance(value, Enum):
-            told["single"] = True
-        return told
+            traits["single"] = True
+        return traits
 
     def _reader(self, made: list[Any]) -> Callable[[list[Any]], Any]:
-        """What stands for no data in a message of the judge."""
+        """A decoder for the values of a message that are not data."""
 
         def other(rest: list[Any]) -> Any:
             what, which = rest
@@ -285,16 +290,16 @@ class _CallServer:
         )
 
     def _class_of(self, name: str) -> type:
-        """The class that the program has under a name; where it has none, a plain one."""
+        """The program's class of that name, or a plain class if it defines none."""
         found = self._names.get(name)
         if isinstance(found, type):
             return found
         return self._plain.setdefault(name, type(name, (), {"__module__": "solution"}))
 
-    # --- the judge's own functions ----------------------------------------------------------------
+    # --- functions of the test --------------------------------------------------------------------
 
     def _function(self, number: int, name: str) -> Callable[..., Any]:
-        """A function that calls one of the test."""
+        """A function for the program that calls the test's function ``number``."""
         if number in self._given:
             return self._given[number]
 
@@ -308,7 +313,7 @@ class _CallServer:
         return given
 
     def _ask_judge(self, number: int, arguments: Any, named: Any) -> Any:
-        """Call a function of the test; serves what the judge asks meanwhile."""
+        """Call a function of the test; requests that the judge sends meanwhile are answered."""
         writer = InstanceWriter()
         encode = self._encoder(writer)
         message = {
@@ -325,7 +330,7 @@ class _CallServer:
                 continue
             if "raised" in answer:
                 kind, held = answer["raised"]
-                raise _builtin_exception(kind)(*map(codec.decode, held))
+                raise builtin_exception(kind)(*map(codec.decode, held))
             return codec.decode(answer["value"], self._reader(self._instances(answer)))
 
     # --- input and output -------------------------------------------------------------------------
@@ -338,8 +343,8 @@ class _CallServer:
 
     @contextlib.contextmanager
     def _redirected(self, call: dict[str, Any], answer: dict[str, Any]) -> Iterator[None]:
-        """Put what the test has put in the place of ``input`` and standard input there here too,
-        and tell it what the program prints.
+        """Replace ``input`` and standard input by the test's replacements, and collect for the
+        answer what the program prints.
         """
         before, heard = (builtins.input, sys.stdin), call.get("hear", ())
         if "input" in call:
@@ -363,13 +368,17 @@ class _CallServer:
 
 
 def _given_iterator(fetch: Callable[[], Any]) -> Iterator[Any]:
-    """What an iterator of the test yields; ``fetch`` brings one item in a list, or an empty one."""
+    """Yield the items of an iterator of the test; ``fetch`` returns the next item in a list, or an
+    empty list at the end.
+    """
     while items := fetch():
         yield items[0]
 
 
 def _next(iterator: Any, count: int) -> tuple[list[Any], Any]:
-    """Up to ``count`` items; whether they were the last, or the exception due after them."""
+    """Up to ``count`` items, and what follows them: True for the end, False for more items, or the
+    exception that the iterator raised.
+    """
     items: list[Any] = []
     try:
         for _ in range(count):
@@ -377,12 +386,12 @@ def _next(iterator: Any, count: int) -> tuple[list[Any], Any]:
     except StopIteration:
         return items, True
     except BaseException as error:
-        return items, _failure(error)
+        return items, encode_exception(error)
     return items, False
 
 
 def _shallow(container: Any, places: dict[int, int], encode: Callable[[Any], Any]) -> Any:
-    """The code of a changed argument; arguments inside of it stay themselves."""
+    """Encode a changed argument. Parts that are themselves arguments are encoded by their place."""
 
     def part(value: Any) -> Any:
         place = places.get(id(value))
@@ -400,7 +409,7 @@ def _same_fields(before: dict[str, Any], now: dict[str, Any]) -> bool:
 
 
 def _is_own(target: Any, name: str) -> bool:
-    """Whether an object has the attribute by itself, or its class a method or property for it."""
+    """Whether the attribute belongs to the object, or is a method or property of its class."""
     if name in fields(target):
         return True
     found = [kind.__dict__[name] for kind in type(target).__mro__ if name in kind.__dict__]
@@ -412,62 +421,9 @@ def _offered(kind: type, name: str) -> bool:
     return next((k.__dict__[name] for k in kind.__mro__ if name in k.__dict__), None) is not None
 
 
-def _builtin_exception(name: str) -> type[BaseException]:
-    found = getattr(builtins, name, None)
-    is_exception = isinstance(found, type) and issubclass(found, BaseException)
-    return found if is_exception else type(name, (Exception,), {})  # type: ignore[return-value]
-
-
 def _flush(name: str) -> None:
     for stream in {id(s): s for s in (getattr(sys, name), getattr(sys, f"__{name}__"))}.values():
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
             continue
-
-
-def _failure(error: BaseException) -> dict[str, Any]:
-    line = None
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == "solution.py":
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    if isinstance(error, SyntaxError):
-        line = error.lineno
-    try:
-        # KeyError alone shows its argument as code.
-        only = error.args[0] if len(error.args) == 1 else None
-        text = (only if type(only) is str else str(error))[:500]
-    except BaseException:
-        text = ""
-    kinds = [kind.__name__[:80] for kind in type(error).__mro__[:_MOST_BASES]]
-    bases = [name for name in kinds[1:] if name not in ("Exception", "BaseException", "object")]
-    return {
-        "type": kinds[0],
-        "bases": bases,
-        "text": text,
-        "line": line,
-        "args": _plain(lambda: [text] if _words_itself(type(error)) else list(error.args)),
-        "state": _plain(lambda: dict(error.__dict__)),
-    }
-
-
-def _words_itself(kind: type) -> bool:
-    """Whether an exception's text is made by a class of the program."""
-    maker = next(base for base in kind.__mro__ if "__str__" in base.__dict__)
-    return maker.__module__ != "builtins"
-
-
-def _plain(held: Callable[[], list[Any] | dict[str, Any]]) -> Any:
-    """What an exception holds where it is data of moderate size, else None."""
-    try:
-        found = held()
-        encoded = (
-            {name: codec.encode(value) for name, value in found.items()}
-            if isinstance(found, dict)
-            else [codec.encode(value) for value in found]
-        )
-        return encoded if len(frames.encode(encoded)) <= _ARGUMENTS_BYTES else None
-    except BaseException:
-        return None

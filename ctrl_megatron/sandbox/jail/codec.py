@@ -1,9 +1,9 @@
-"""Values that may cross between judge and candidate: exact builtin data types as tagged JSON, never
-pickle.
+"""The encoding of values that travel between judge and candidate: exact builtin data types as
+tagged JSON, never pickle.
 
-``None``, booleans, strings and small integers stand for themselves; everything else is ``[tag,
-...]``. A value of a subclass crosses as the plain value it holds; a named tuple keeps its names.
-What becomes of an object of any other type each side decides for itself.
+``None``, booleans, strings and small integers are encoded as themselves, everything else as ``[tag,
+...]``. A value of a subclass is encoded as the plain value that it contains; a named tuple keeps
+its names. Each process decides for itself what happens to an object of any other type.
 """
 
 from __future__ import annotations
@@ -31,47 +31,46 @@ _TYPES: dict[str, type] = {
         *(Decimal, Fraction, date, datetime, time, timedelta),
     )
 }
-"""Types that are data themselves."""
+"""Types that are encoded by their name."""
 DATA_ATTRIBUTES = frozenset(
     name
     for kind in (str, bytes, int, float, complex, list, tuple, dict, set, range, deque)
     for name in dir(kind)
 )
-"""A test that asks for one of these expects data."""
+"""Attribute names of data: a test that uses one of them on a result expects data."""
 Other = Callable[[Any], Any]
-"""What is done with an object of no builtin data type: its JSON-ready form for ``encode``, from the
-list behind the tag ``object`` the object for ``decode``.
-"""
+"""How to treat an object of no builtin data type: ``encode`` calls it with the object and gets its
+JSON-ready form, ``decode`` calls it with the list after the tag ``object`` and gets the object."""
 Encoder = Callable[[Any, Other, int], Any]
 Decoder = Callable[[list[Any], Other, int], Any]
-"""Of a value and of what is behind a tag, at a depth."""
+"""The arguments are the value, or the items after the tag; ``Other``; and the depth."""
 
 
 def holds_data(kind: type) -> bool:
-    """Whether objects of this type cross as the data that they hold."""
+    """Whether objects of this type are encoded as the data that they contain."""
     return not issubclass(kind, type) and any(base in _ENCODERS for base in kind.__mro__)
 
 
 def is_named_tuple(kind: type) -> bool:
-    """Whether a type is a tuple with names for its items and nothing else."""
+    """Whether a type is a tuple with named items and defines nothing else."""
     return kind.__mro__ == (kind, tuple, object) and type(kind.__dict__.get("_fields")) is tuple
 
 
 class CodecError(ValueError):
-    """A value cannot cross, or what arrived is not a value."""
+    """A value cannot be encoded, or encoded data is malformed."""
 
 
 def refuse(value: Any) -> Any:
-    """``Other`` that takes nothing but data, and what an iterator yields."""
+    """An ``Other`` that accepts iterators, as lists of their items, and refuses everything else."""
     if isinstance(value, Iterator):
         items = list(islice(value, MAX_ITEMS_OF_ITERATOR + 1))
         if len(items) <= MAX_ITEMS_OF_ITERATOR:
             return ["iter", [encode(item) for item in items]]
-    raise CodecError(f"a value of type {type(value).__name__} cannot be given to the program")
+    raise CodecError(f"a value of type {type(value).__name__} cannot be passed to the program")
 
 
 def encode(value: Any, other: Other = refuse, depth: int = 0) -> Any:
-    """JSON-ready form. Raises ``CodecError``, and what ``other`` raises."""
+    """The JSON-ready form of ``value``. Raises ``CodecError`` and what ``other`` raises."""
     if value is None or value is True or value is False:
         return value
     if depth > MAX_DEPTH:
@@ -86,7 +85,7 @@ def encode(value: Any, other: Other = refuse, depth: int = 0) -> Any:
 
 
 def decode(data: Any, other: Other = refuse, depth: int = 0) -> Any:
-    """The value that ``data`` stands for. Raises ``CodecError`` for anything malformed."""
+    """The value of encoded ``data``. Raises ``CodecError`` for malformed data."""
     if data is None or type(data) in (bool, int, str):
         return data
     if depth > MAX_DEPTH + 1 or type(data) is not list or not data or type(data[0]) is not str:
@@ -182,8 +181,8 @@ def _many(build: Callable[[list[Any]], Any]) -> Decoder:
     return lambda rest, o, d: build([decode(item, o, d) for item in rest[0]])
 
 
-# Sets and dicts grow item by item: a program may send keys of one hash, and a timer ends a loop,
-# but not a constructor.
+# Sets and dicts grow item by item, because a timer can end a loop but not a constructor, and a
+# program may send many keys with the same hash.
 
 
 def _many_keys(build: Callable[[Any], Any]) -> Decoder:
@@ -223,7 +222,7 @@ def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
 def _named(rest: list[Any], other: Other, depth: int) -> Any:
     name, fields, items = rest
     values = [decode(item, other, depth) for item in items]
-    # It would be a method that the program brings, for one of data.
+    # Such a field would act as a method of data that the program defines.
     if any(f in DATA_ATTRIBUTES and callable(v) for f, v in zip(fields, values, strict=True)):
         raise ValueError("a field that is a function has the name of a method")
     return _named_tuple(name, tuple(fields))._make(values)

@@ -1,8 +1,8 @@
-"""Data that looks like a test's: a program that is asked whether its object equals each of a family
-cannot tell which member the test means.
+"""Variants of a test's data. A program that is asked whether its object equals each member of a
+family cannot tell which member the test contains.
 
-The family grows as a random tree from the test's data, by one small change a branch, and is asked
-for in random order, so that neither its middle nor its edge is where the data lies.
+The family grows from the test's data as a random tree, with one small change per branch, and its
+members are compared in random order, so the test's data is neither in the middle nor at the edge.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 FAMILY = 10
-"""Members, the test's own among them."""
+"""Members of a family, including the test's data."""
 _TRIES = 200
 _CLASSES = (string.digits, string.ascii_lowercase, string.ascii_uppercase, string.punctuation)
 _RANDOM = random.SystemRandom()
 
 
 def family_of(data: Any) -> list[Any]:
-    """``data`` and others of its kind, in random order, each different from the others: at most
-    ``FAMILY``, and at least two.
+    """``data`` and variants of it in random order, all different: between two and ``FAMILY``
+    members.
     """
     family, seen = [data], {repr(data)}
     for _ in range(_TRIES):
@@ -42,7 +42,7 @@ def _changed(data: Any) -> Any:
 
 def _number(number: Any) -> Any:
     other = number + _RANDOM.choice((-3, -2, -1, 1, 2, 3))
-    # Nothing is added to what is not finite, nor a little to what is large.
+    # Adding a small number changes neither infinities nor very large floats.
     return other if other != number and other == other else type(number)(_RANDOM.randrange(100))
 
 

@@ -1,8 +1,8 @@
-"""What a test has checked of the program, counted in the judge while the test runs.
+"""Records which checks of a test were evaluated on values of the program, while the test runs in
+the judge.
 
-A test passes only if one of its checks was evaluated on something that came from the program, and
-none that failed was swallowed. Texts that ``datasets.marking`` has marked say so here, under the
-name ``NAME``.
+A test passes only if at least one such check was evaluated, and no failed check was swallowed.
+``datasets.marking`` inserts the calls of ``Evidence`` into the texts of the tests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ctrl_megatron.sandbox.jail.remote_calls import is_of_program
+from ctrl_megatron.sandbox.jail.exceptions import is_of_program
 
 Value = TypeVar("Value")
 
@@ -22,14 +22,16 @@ CHANGING = "_changing"
 """Name of the function that wraps a function of the program so that a call changes the test's own
 arguments as it changes the program's copies."""
 MADE_IN_CALL, MADE_BY_ARGUMENT, MADE_BEFORE = range(3)
-"""What a check is about: calls that it makes itself; also what a function of the tests was given,
-where that came from the program; also what the program made before."""
+"""What a check is about. ``MADE_IN_CALL``: a value of a call inside the check.
+``MADE_BY_ARGUMENT``: also an argument of the enclosing function of the tests, if the program
+returned it. ``MADE_BEFORE``: also a value that the program returned earlier."""
 
 
 class Evidence:
-    """Of one test at a time. ``calls`` says how often the test has asked something of the program.
+    """The evidence of the current test. ``calls`` returns the number of requests that the test has
+    made to the program.
 
-    ``setup_called``: the setup kept something that the program made.
+    ``setup_called`` is true if the setup kept a value of the program.
     """
 
     def __init__(self, calls: Callable[[], int]) -> None:
@@ -38,26 +40,26 @@ class Evidence:
         self.begin()
 
     def begin(self) -> None:
-        """A test begins."""
+        """Begin a test."""
         self._evaluated = self._failed = self._unsettled = False
         self._depth = 0
 
     def missing(self, *, marked: bool) -> str | None:
-        """Why a test that ended well does not pass; None where it does. A test that is not
-        ``marked`` checks what it calls.
+        """The reason why a test that ended without exception does not pass; None if it passes. A
+        test that is not ``marked`` checks the result of every call.
         """
         if self._failed or self._unsettled:
-            return "a check failed and the test went on"
+            return "a check failed and the test continued"
         if not (self._evaluated if marked else self._calls()):
             return "no check of the test was evaluated on anything that came from the program"
         return None
 
     def now(self) -> int:
-        """What ``seen`` and ``passed`` take for their ``before``."""
+        """The value for the argument ``before`` of ``seen`` and ``passed``."""
         return self._calls()
 
     def seen(self, before: int, about: int, value: Value) -> Value:
-        """``value``, on which a check depends, was evaluated."""
+        """Record that ``value``, on which a check depends, was evaluated; returns it."""
         if self._calls() > before:
             self._evaluated = True
         elif about == MADE_BEFORE or (about == MADE_BY_ARGUMENT and self._depth):
@@ -65,26 +67,26 @@ class Evidence:
         return value
 
     def held(self, value: Any) -> bool:
-        """Whether ``value``, which is asserted, is true."""
+        """Record the truth of an asserted ``value``; returns it."""
         truth = bool(value)
         self._failed |= not truth
         self._unsettled &= not truth
         return truth
 
     def passed(self, before: int, about: int, value: Value) -> Value:
-        """A function that asserts has returned ``value``."""
+        """Record that an asserting function returned ``value``; returns it."""
         self._unsettled = False
         return self.seen(before, about, value)
 
     def raised(self) -> None:
-        """The exception that was expected of a block has come."""
+        """Record that a block raised the expected exception."""
         self._failed = False
         self._evaluated |= self._called()
 
     def caught(self, counts: bool, answers: bool, checks: bool) -> None:
-        """A handler has caught an exception. ``counts``: the test expects one of the program there.
-        ``answers``: the handler does something about it; a check must hold after that. ``checks``:
-        what it guards has checks.
+        """Record that a handler caught an exception. ``counts``: the test expects an exception of
+        the program there. ``answers``: the handler reacts to the exception, so a later check has to
+        hold. ``checks``: the guarded block contains checks.
         """
         error = sys.exception()
         failed = isinstance(error, AssertionError) and not is_of_program(error)
@@ -94,7 +96,7 @@ class Evidence:
             self._evaluated |= self._called()
 
     def about(self, function: Any) -> Any:
-        """``function`` of the tests, which is given something of the program."""
+        """Wrap a ``function`` of the tests that gets a value of the program as an argument."""
         if not callable(function):
             return function
 

@@ -1,5 +1,5 @@
-"""A job's private directory: files that go in and come out, and, where no file system of its own
-bounds it, how much is in it and its removal whatever a program made of it.
+"""A job's private directory: files that are written and fetched; and, where no file system of its
+own limits it, its size and its removal in any state.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ _BLOCK = 512
 
 
 def inside(path: str) -> str:
-    """``path`` relative to the private directory; absolute paths may name ``/tmp/...``.
-
-    Raises ``ValueError`` for a path that leaves the directory.
-    """
+    """``path`` relative to the private directory; absolute paths may begin with ``/tmp/``."""
     relative = os.path.normpath(path.removeprefix("/tmp/") if path.startswith("/tmp/") else path)
     if os.path.isabs(relative) or relative.split(os.sep)[0] in ("..", ".") or "\0" in relative:
         raise ValueError(f"file {path!r} is outside the program's directory")
@@ -32,7 +29,7 @@ def inside(path: str) -> str:
 
 
 def write(directory: str, contents: Mapping[str, str]) -> None:
-    """Write base64 ``contents`` by relative path below ``directory``, before any program runs."""
+    """Write ``contents`` (base64 by relative path) below ``directory``, before a program runs."""
     for relative, text in contents.items():
         target = os.path.join(directory, relative)
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -41,7 +38,9 @@ def write(directory: str, contents: Mapping[str, str]) -> None:
 
 
 def check(paths: Iterable[str]) -> list[str]:
-    """Relative paths of files that can be made side by side. Raises ``ValueError``."""
+    """The relative form of ``paths``. Raises ``ValueError`` if the files cannot all
+    exist together.
+    """
     relative: list[str] = []
     for path in paths:
         inner = inside(path)
@@ -58,7 +57,7 @@ def check(paths: Iterable[str]) -> list[str]:
     names: set[str] = set()
     for path in relative:
         if path in names:
-            raise ValueError(f"file {path!r} is there twice")
+            raise ValueError(f"file {path!r} is named twice")
         names.add(path)
     for path in relative:
         parts = path.split(os.sep)
@@ -69,10 +68,10 @@ def check(paths: Iterable[str]) -> list[str]:
 
 
 def fetch(directory: str, wanted: Iterable[str]) -> dict[str, str] | None:
-    """Base64 content of those of ``wanted`` (relative paths) that are regular files; runs after the
-    program. None where they are larger than may be fetched.
+    """Content in base64 of those of ``wanted`` (relative paths) that are regular files, after the
+    program has run. None if they are larger than ``FETCHED_BYTES`` together.
 
-    No link is followed: it could lead out of the directory.
+    Links are not followed, because they may lead out of the directory.
     """
     contents, left = {}, FETCHED_BYTES
     for relative in wanted:
@@ -86,7 +85,7 @@ def fetch(directory: str, wanted: Iterable[str]) -> dict[str, str] | None:
 
 
 def _read_regular(directory: str, parts: list[str], most: int) -> bytes | None:
-    """The first ``most`` bytes."""
+    """The first ``most`` bytes of a regular file, None if there is no such file."""
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     try:
         for part in parts[:-1]:
@@ -95,7 +94,7 @@ def _read_regular(directory: str, parts: list[str], most: int) -> bytes | None:
             fd = inner
         file = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
     except OSError:
-        return None  # absent, a link, or unreadable: nothing to fetch
+        return None  # absent, a link, or unreadable
     finally:
         os.close(fd)
     with os.fdopen(file, "rb") as stream:
@@ -105,7 +104,9 @@ def _read_regular(directory: str, parts: list[str], most: int) -> bytes | None:
 
 
 def exceeds(directory: str, limit_bytes: int) -> bool:
-    """Whether there are too many bytes or entries, or it cannot be searched to its end."""
+    """Whether the directory contains too many bytes or entries, or cannot be searched
+    completely.
+    """
     used, entries, folders = 0, 0, [directory]
     while folders:
         try:
@@ -115,7 +116,7 @@ def exceeds(directory: str, limit_bytes: int) -> bool:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
         except FileNotFoundError:
-            continue  # removed while we looked
+            continue  # removed meanwhile
         except OSError:
             return True  # a path too long to follow
         if used > limit_bytes or entries > MAX_ENTRIES:
@@ -124,8 +125,8 @@ def exceeds(directory: str, limit_bytes: int) -> bool:
 
 
 def remove_tree(directory: str) -> None:
-    """Remove ``directory`` and all in it. Folders are moved up one by one, so that neither depth
-    nor the length of a path matters.
+    """Remove ``directory`` and its contents. Folders are moved up one by one, so that neither depth
+    nor path length matters.
     """
     number = 0
     os.chmod(directory, stat.S_IRWXU)

@@ -1,8 +1,8 @@
-"""Forks the processes of a worker's jobs and ends them. It never sees a job: what is in its memory
-is in every candidate's, so specifications go past it, through pipes that its children read.
+"""Forks the processes of a worker's jobs and ends them. It never sees a job, because its memory is
+copied to every candidate: specifications go through pipes that only its children read.
 
 In a worker with namespaces it is the first process of the worker's pid namespace, and a candidate
-the first of one of its own: with it ends everything it started.
+is the first process of its own, so that all processes of a candidate end with it.
 """
 
 from __future__ import annotations
@@ -29,36 +29,40 @@ _JUDGE, _CANDIDATE, _PROGRAM, _END = b"J", b"C", b"P", b"E"
 
 @dataclass(frozen=True, slots=True)
 class ForkServer:
-    """The supervisor's side; a lost fork server raises ``ConnectionError``."""
+    """The supervisor's handle of its fork server. Raises ``ConnectionError`` if the fork server has
+    ended.
+    """
 
     _line: socket.socket
     _pid: int
 
     def close(self) -> None:
-        """Let it end, and with it everything it started; returns when it has."""
+        """End the fork server and everything it started; returns when it has ended."""
         self._line.close()
         os.waitpid(self._pid, 0)
 
     def fileno(self) -> int:
-        """Readable, while no answer is awaited, only when the fork server has ended."""
+        """The socket's descriptor. Unless an answer is awaited it becomes readable only when the
+        fork server ends.
+        """
         return self._line.fileno()
 
     def judge(self, spec: int, verdicts: int, requests: int) -> None:
-        """Start the job's judge, in place of the one before it if there was one: it reads its
-        specification and asks for candidates.
+        """Start the job's judge; an earlier judge is ended first. It reads its specification and
+        requests candidates.
         """
         socket.send_fds(self._line, [_JUDGE], [spec, verdicts, requests])
 
     def candidate(self, spec: int, calls: int, stdout: int, stderr: int) -> None:
-        """Start a candidate in place of the one before it, if there was one."""
+        """Start a candidate; an earlier candidate is ended first."""
         socket.send_fds(self._line, [_CANDIDATE], [spec, calls, stdout, stderr])
 
     def program(self, spec: int, report: int, stdin: int, stdout: int, stderr: int) -> None:
-        """Start an init and its program."""
+        """Start an init process and its program."""
         socket.send_fds(self._line, [_PROGRAM], [spec, report, stdin, stdout, stderr])
 
     def end(self) -> dict[str, int]:
-        """Kill what is left of the job; role -> wait status of what it started."""
+        """Kill the remaining processes of the job. Returns their wait statuses by role."""
         self._line.send(_END)
         answer = self._line.recv(_ANSWER_BYTES)
         if not answer:
@@ -67,8 +71,8 @@ class ForkServer:
 
 
 def serve_forks(line: socket.socket, confinement: Confinement, own_pids: int | None) -> NoReturn:
-    """Serve a ``ForkServer`` until it is gone. ``own_pids``: descriptor of this process's pid
-    namespace, where candidates get one of their own.
+    """Serve a ``ForkServer`` until it is closed. ``own_pids`` is a descriptor of this process's pid
+    namespace, or None where candidates get no pid namespace.
     """
     status = 1
     try:
@@ -86,7 +90,7 @@ class _ForkServerProcess:
     _confinement: Confinement
     _own_pids: int | None
     _running: dict[str, int] = field(default_factory=dict)
-    """Role -> pid."""
+    """Pid of each running role."""
 
     def serve(self) -> None:
         while True:
@@ -113,7 +117,7 @@ class _ForkServerProcess:
     def _start(
         self, role: str, body: Callable[..., object], fds: Sequence[int], fork: Callable[[], int]
     ) -> None:
-        """Fork a process that does ``body`` with the descriptors."""
+        """Fork a process that runs ``body`` with the descriptors."""
         pid = fork()
         if pid:
             self._running[role] = pid
@@ -131,11 +135,12 @@ class _ForkServerProcess:
             os.waitpid(pid, 0)
 
     def _end_all(self) -> dict[str, int]:
-        """Kill everything that was started and all below it, and wait until nothing is left; role
-        -> wait status.
+        """Kill everything that was started, with its descendants, and wait until nothing is left.
+        Returns the wait status of each role.
 
-        With a pid namespace the kernel ends all processes of a candidate with it. Otherwise orphans
-        become children of this process, a subreaper, and are killed until there are none.
+        With a pid namespace the kernel ends all processes of a candidate together with it. Without
+        one, orphans become children of this process (a subreaper) and are killed until there are
+        none.
         """
         roles = {pid: role for role, pid in self._running.items()}
         self._running.clear()
@@ -193,7 +198,7 @@ def _children() -> list[int]:
             with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stream:
                 parent = int(stream.read().rpartition(")")[2].split()[1])
         except OSError:
-            continue  # ended while we looked
+            continue  # the process has ended meanwhile
         if parent == own:
             children.append(int(name))
     return children

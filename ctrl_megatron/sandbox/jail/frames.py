@@ -12,25 +12,25 @@ from typing import Any
 HEADER = struct.Struct(">I")
 _CHUNK = 1 << 16
 _SPEC_BYTES = 1 << 30
-# json.dumps and json.loads make a new encoder or look for the encoding each time.
+# json.dumps and json.loads create a new encoder or detect the encoding at every call.
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 _decoded = json.JSONDecoder().decode
 
 
 class FrameError(Exception):
-    """The other side sent something that is no frame, or more than it may."""
+    """The peer sent a malformed frame, or one that is too large."""
 
 
 class PeerGone(Exception):
-    """The other side closed its end."""
+    """The peer closed the connection."""
 
 
 class DeadlinePassed(Exception):
-    """The frame did not arrive in time."""
+    """The frame did not arrive by the deadline."""
 
 
 def encode(message: Any) -> bytes:
-    """A message as one frame."""
+    """Encode a message as one frame."""
     body = _encoded(message).encode()
     return HEADER.pack(len(body)) + body
 
@@ -41,7 +41,7 @@ def send(fd: int, message: Any) -> None:
 
 
 def send_encoded(fd: int, frame: bytes) -> None:
-    """Write what ``encode`` returned. Raises ``PeerGone``."""
+    """Write a frame that ``encode`` returned. Raises ``PeerGone``."""
     data = memoryview(frame)
     try:
         while data:
@@ -51,7 +51,7 @@ def send_encoded(fd: int, frame: bytes) -> None:
 
 
 def split(data: bytes) -> tuple[list[Any], bytes]:
-    """The messages of the whole frames at the start of ``data``, and the rest."""
+    """The messages of the complete frames at the start of ``data``, and the remaining bytes."""
     messages, at = [], 0
     while at + HEADER.size <= len(data):
         end = at + HEADER.size + HEADER.unpack_from(data, at)[0]
@@ -63,31 +63,35 @@ def split(data: bytes) -> tuple[list[Any], bytes]:
 
 
 def receive(fd: int, *, limit: int) -> Any:
-    """Read one frame of at most ``limit`` bytes from a peer that sends no other before it gets an
-    answer. Raises ``PeerGone`` or ``FrameError``.
+    """Read one frame of at most ``limit`` bytes from a peer that sends nothing more until it is
+    answered. Raises ``PeerGone`` or ``FrameError``.
     """
     return FrameReader(fd, limit=limit).receive()
 
 
 def receive_spec(fd: int) -> dict[str, Any]:
-    """What the supervisor tells a new process of a job, through a pipe for this alone."""
+    """Read the specification that the supervisor sends to a new process of a job, and close the
+    pipe.
+    """
     spec = receive(fd, limit=_SPEC_BYTES)
     os.close(fd)
     return spec
 
 
 class FrameReader:
-    """Frames of a descriptor that nobody else reads: one read usually brings a whole frame."""
+    """Reads frames from a descriptor that only this object reads. One system call usually returns a
+    whole frame.
+    """
 
     def __init__(self, fd: int, *, limit: int) -> None:
         self._fd = fd
         self._limit = limit
         self._data = b""
         self.size = 0
-        """Bytes of the last frame."""
+        """Size of the last frame in bytes."""
 
     def receive(self, deadline: float | None = None) -> Any:
-        """The next frame, until ``deadline`` (``time.monotonic`` seconds). Raises ``PeerGone``,
+        """Read the next frame by ``deadline`` (``time.monotonic`` seconds). Raises ``PeerGone``,
         ``DeadlinePassed`` or ``FrameError``.
         """
         size = HEADER.unpack(self._take(HEADER.size, deadline))[0]

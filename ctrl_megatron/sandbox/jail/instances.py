@@ -1,9 +1,9 @@
-"""Objects that both sides know the class of, nodes of lists and trees above all, and values that a
-call may change: how they cross from one process to the other and back.
+"""Instances of classes that both processes know (above all nodes of lists and trees), and
+containers that a call may change: how they travel between the processes.
 
-An instance crosses as the name of its class and what its attributes hold. All instances of a
-message lie side by side in its table, so a long linked list is no deep value and a cycle no endless
-one. Numbers of the table stand for them elsewhere: ``["instance", number]``.
+An instance travels as the name of its class and the values of its attributes. All instances of a
+message are rows of one table, so that a long linked list is no deeply nested value and a cycle is
+finite. Elsewhere in the message ``["instance", number]`` refers to a row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ABSENT = object()
 
 
 def fields(instance: Any) -> dict[str, Any]:
-    """What the attributes of ``instance`` hold: its slots and its ``__dict__``."""
+    """The attributes of ``instance`` by name: its slots and its ``__dict__``."""
     found: dict[str, Any] = {}
     for kind in type(instance).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -31,8 +31,8 @@ def fields(instance: Any) -> dict[str, Any]:
 
 
 def changeable(values: Iterable[Any]) -> list[Any]:
-    """Containers in ``values`` that a call may change, in an order that both sides see: those that
-    lie in instances are their instance's.
+    """Containers in ``values`` that a call may change, in an order that both processes compute
+    alike. Containers inside instances are left out: they travel with their instance.
     """
     found: list[Any] = []
     waiting = list(values)[::-1]
@@ -49,19 +49,21 @@ def changeable(values: Iterable[Any]) -> list[Any]:
 
 
 def contents(container: Any) -> list[Any]:
-    """What a container holds, to tell by identity whether it has changed."""
+    """The items of a container, for a comparison by identity."""
     if isinstance(container, dict):
         return [part for item in container.items() for part in item]
     return list(container)
 
 
 def same_things(before: Sequence[Any], now: Sequence[Any]) -> bool:
-    """Whether both hold the same objects in the same order."""
+    """Whether both contain the same objects in the same order."""
     return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
 
 
 def refill(container: Any, value: Any) -> None:
-    """Make ``container`` hold what ``value`` does. Raises ``CodecError`` for another kind."""
+    """Replace the items of ``container`` by those of ``value``. Raises ``CodecError`` if the types
+    differ.
+    """
     both_dicts = isinstance(container, dict) and isinstance(value, dict)
     if type(value) is not type(container) and not both_dicts:
         raise CodecError("a change of an argument into something else")
@@ -76,8 +78,8 @@ def refill(container: Any, value: Any) -> None:
 
 
 class InstanceWriter:
-    """Numbers the instances of a message. ``given`` came with the message that this one answers and
-    keep their numbers.
+    """Assigns numbers to the instances of a message. ``given`` are the instances of the message
+    that this one answers; they keep their numbers.
     """
 
     def __init__(self, given: Sequence[Any] = ()) -> None:
@@ -85,7 +87,7 @@ class InstanceWriter:
         self._numbers = {id(instance): n for n, instance in enumerate(given)}
 
     def number(self, instance: Any) -> int:
-        """The number that stands for ``instance``."""
+        """The row number of ``instance``; a new instance gets a new row."""
         if id(instance) not in self._numbers:
             if len(self.instances) >= _MOST_INSTANCES:
                 raise CodecError(f"more than {_MOST_INSTANCES} objects")
@@ -94,8 +96,8 @@ class InstanceWriter:
         return self._numbers[id(instance)]
 
     def table(self, encode: Callable[[Any], Any], unchanged: int = 0) -> list[Any]:
-        """For each instance its class's name and its attributes, None for the first ``unchanged``.
-        ``encode`` may number further ones.
+        """One row per instance: class name and encoded attributes, or None for the first
+        ``unchanged`` instances. ``encode`` may add further instances.
         """
         rows: list[Any] = [None] * unchanged
         while len(rows) < len(self.instances):
@@ -113,10 +115,11 @@ def read_instances(
     own: Sequence[Any] = (),
     refresh: bool = False,
 ) -> list[Any]:
-    """The instances of a message's table. Those of ``own``, which the message before this one gave
-    away, are themselves where their row is None or, to be changed, with ``refresh``.
+    """Build the instances of a message's table. ``own`` are the instances that this process sent in
+    the message before: a row that is None means the unchanged instance, and with ``refresh``
+    any other row updates it.
 
-    Raises ``CodecError`` for what is no table.
+    Raises ``CodecError`` for a malformed table.
     """
     if not isinstance(table, list) or len(table) > _MOST_INSTANCES:
         raise CodecError("malformed table of objects")
@@ -133,11 +136,11 @@ def read_instances(
 
 
 def set_state(instance: Any, name: str, value: Any) -> None:
-    """Let ``instance`` hold ``value``. A method or property it may not replace: the class is the
-    record's, and what its methods say may be the verdict. Raises ``CodecError``.
+    """Set an attribute. A method or property cannot be replaced, because it belongs to the record's
+    class and its result may be the verdict: raises ``CodecError``.
     """
     if not name.isidentifier() or not _is_state(type(instance), name):
-        raise CodecError(f"an object that brings its own {name[:80]!r}")
+        raise CodecError(f"an object that replaces {name[:80]!r}")
     setter = (
         BaseException.__setattr__ if isinstance(instance, BaseException) else object.__setattr__
     )

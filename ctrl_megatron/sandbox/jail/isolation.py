@@ -1,7 +1,7 @@
-"""The isolation of a worker and of its jobs: tried for real before it is promised.
+"""The isolation of a worker and of its jobs. Every mechanism is tried before it is reported.
 
-Tiers: ``namespaces`` (own root, pids, network, user; system call filter; Landlock), ``landlock``
-(no namespaces: Landlock and the filter), ``limits`` (resource limits only).
+Tiers: ``namespaces`` (own root, pids, network and user, system call filter, Landlock), ``landlock``
+(Landlock and the filter, no namespaces), ``limits`` (resource limits only).
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from ctrl_megatron.sandbox.limits import MECHANISMS, Level, Profile, SandboxLimi
 
 
 class IsolationRefused(RuntimeError):
-    """The kernel does not give what was asked for; the text says what is missing and why."""
+    """The kernel does not provide the requested isolation; the text says what is
+    missing and why.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolationReport:
-    """The isolation that a worker really has."""
+    """The isolation that a worker has reached."""
 
     requested: str
     tier: Literal["namespaces", "landlock", "limits"]
     seccomp: bool
     landlock: int
-    """ABI version in force, 0 for none."""
+    """ABI version in use, 0 for none."""
     uid: int
     missing: tuple[str, ...]
-    """What the kernel refused, with the error text of the call."""
+    """The mechanisms that the kernel refused, with the error text of the call."""
 
     @property
     def level(self) -> Level:
-        """The strictest level that this isolation fulfils, whatever was asked for."""
+        """The strictest level that this isolation satisfies, independent of the requested one."""
         if self.seccomp and self.tier == "namespaces":
             return "strict"
         return "none" if self.tier == "limits" else "standard"
@@ -44,31 +46,33 @@ class IsolationReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """How to confine the processes of a worker's jobs; built once per worker."""
+    """How to confine the processes of a worker's jobs; created once per worker."""
 
     report: IsolationReport
     limits: SandboxLimits
     scratch: str
-    """Directory for private directories where there are no mount namespaces."""
+    """Parent of the jobs' private directories where there are no mount namespaces."""
     readable: tuple[str, ...]
     filters: Mapping[Profile | None, seccomp.SyscallFilter]
-    """By profile, None for Python; empty where the kernel filters no system calls."""
+    """System call filters by profile, None for Python; empty if the kernel cannot filter system
+    calls."""
 
     @property
     def isolated(self) -> bool:
-        """Whether jobs get namespaces."""
+        """Whether jobs run in namespaces."""
         return self.report.tier == "namespaces"
 
     def enter(self, spec: Mapping[str, Any]) -> str:
-        """Take the calling process to its private directory, write the job's files there and drop
-        every capability; the directory's path.
+        """Move the calling process to its private directory, write the job's files there and drop
+        all capabilities. Returns the directory's path.
 
-        A tmpfs of its own that ends with the process, or ``spec["directory"]`` where there are no
-        mount namespaces; what an ended program of the job has left there goes first.
+        The directory is a tmpfs that ends with the process, or ``spec["directory"]`` where there
+        are no mount namespaces; files that an earlier program of the job left there are removed
+        first.
         """
         directory = namespaces.TMP if self.isolated else spec["directory"]
         if self.isolated:
-            # The worker's own System V namespace serves where the filter refuses its calls.
+            # The worker's IPC namespace is enough if the filter denies its calls.
             namespaces.enter_job(self.limits.disk_mb << 20, ipc=not self.report.seccomp)
         else:
             files.remove_tree(directory)
@@ -86,10 +90,11 @@ class Confinement:
         cpu_seconds: float,
         profile: Profile | None = None,
     ) -> None:
-        """Confine the calling process for good: limits, then Landlock, then the system call filter.
+        """Confine the calling process permanently: resource limits, then Landlock, then the system
+        call filter.
 
-        It may write below ``directory`` only, None for nowhere. ``profile`` is of a program
-        that is not Python.
+        It may write below ``directory`` only, or nowhere if that is None. ``profile`` is given for
+        programs that are not Python.
         """
         linux.limit_resources(
             self.limits,
@@ -118,11 +123,11 @@ def establish(
     user: int | None,
     without: tuple[str, ...] = (),
 ) -> tuple[Confinement, int | None]:
-    """Isolate this worker process as far as ``level`` asks. Raises ``IsolationRefused``.
+    """Isolate this worker process as ``level`` requires. Raises ``IsolationRefused``.
 
-    With namespaces also what ``namespaces.fork_owner`` takes. ``staging`` is an empty directory to
-    build a root on, ``user`` the id to take on when started as root, ``without`` names mechanisms
-    not to try.
+    The second value is the argument of ``namespaces.fork_owner``, None without namespaces.
+    ``staging`` is an empty directory for the new root, ``user`` the user id to switch to if started
+    as root, ``without`` names mechanisms that are not tried.
     """
     missing: list[str] = []
     off = MECHANISMS if level == "none" else without
@@ -144,7 +149,7 @@ def establish(
             f"{'; '.join(missing)}. Programs could read every file of the user who runs them, "
             "expected answers too: enable unprivileged user namespaces, or ask for isolation=none."
         )
-    # Each place once, whatever its names: a rule costs every job four system calls.
+    # Each place once, even if it has several names: a rule costs every job four system calls.
     readable = tuple(dict.fromkeys(map(os.path.realpath, namespaces.library_paths())))
     process = None
     if isolated:
@@ -171,7 +176,7 @@ def establish(
     if filtering:
         filters[None] = seccomp.SyscallFilter(landlock=None if isolated else abi)
     if filtering and isolated:
-        # Processes only where a pid namespace bounds them.
+        # Starting processes needs a pid namespace, which ends all of them.
         filters["binary"] = seccomp.SyscallFilter(execute=True)
         filters["compiler"] = filters["shell"] = seccomp.SyscallFilter(execute=True, processes=True)
     confinement = Confinement(
@@ -181,19 +186,19 @@ def establish(
 
 
 def check_canaries(confinement: Confinement, directory: str) -> None:
-    """Try what no job may do. Raises ``IsolationRefused`` if any of it succeeds. ``directory`` is
-    empty, and again so afterwards.
+    """Try operations that no job may perform. Raises ``IsolationRefused`` if one succeeds.
+    ``directory`` is empty before and afterwards.
     """
     if not confinement.report.seccomp:
         return
     outside = None
     if not confinement.isolated:
-        # A file of the user that runs programs, beside a job's directory.
+        # A file of the same user, beside a job's directory.
         outside, directory = (os.path.join(directory, name) for name in ("outside", "inside"))
         os.mkdir(directory)
         with open(outside, "x") as stream:
             stream.write("canary")
-    # Limits that are not the reason why an attempt fails.
+    # Large limits, so that they are not the reason why an attempt fails.
     roomy = replace(confinement, limits=SandboxLimits())
     reason = _in_child(lambda: _try_forbidden(roomy, directory, outside))
     if outside is not None:
@@ -213,7 +218,9 @@ def _usable(
 
 
 def _in_child(attempt: Callable[[], None]) -> str:
-    """Run ``attempt`` in a child; the text of what went wrong, empty when nothing did."""
+    """Run ``attempt`` in a child process. Returns the text of its failure, empty if
+    it succeeded.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -264,7 +271,7 @@ def _try_forbidden(confinement: Confinement, directory: str, outside: str | None
             ("the machine's password file", lambda: os.open("/etc/passwd", os.O_RDONLY)),
         ]
     if outside is not None:
-        # 3: for neither reading nor writing.
+        # Flags 3: neither reading nor writing.
         attempts += [
             ("the mode of another file", lambda: os.chmod(outside, 0)),
             ("another file emptied", lambda: os.truncate(outside, 0)),

@@ -1,7 +1,8 @@
-"""Executes the tests. The functions under test are stubs that call into the candidate's process.
+"""The judge process: executes the tests. The functions under test are stubs that call into the
+candidate's process.
 
-Only data of exact builtin types comes back, so comparisons are Python's own; a test that saw the
-candidate die, overrun its time or break the protocol has failed, whatever the test's own code
+Only data of exact builtin types is returned, so comparisons are Python's own. A test during which
+the candidate died, exceeded its time or broke the protocol has failed, whatever the test's own code
 caught.
 """
 
@@ -19,32 +20,31 @@ from typing import Any
 
 from ctrl_megatron.sandbox.jail import frames, pytest_stand_in
 from ctrl_megatron.sandbox.jail.evidence import CHANGING, NAME, Evidence
-from ctrl_megatron.sandbox.jail.remote_calls import (
-    CandidateConnection,
-    CandidateLost,
-    HarnessFailure,
-)
+from ctrl_megatron.sandbox.jail.exceptions import CandidateLost, HarnessFailure
+from ctrl_megatron.sandbox.jail.remote_calls import CandidateConnection
 from ctrl_megatron.sandbox.jail.remote_objects import RemoteObject, Stub, Trust
 
 _REASON_LENGTH = 600
 _STARTING_SECONDS = 2.0
-"""For what the supervisor does before the program loads."""
+"""Allowance for the supervisor's work before the program loads."""
 _AT_ONCE = 1e-6
-"""Seconds; 0 would switch the timer off."""
+"""Seconds of the shortest timer; 0 would switch it off."""
 
 
 def run_tests(requests: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
-    """Run the tests of ``spec``; never returns. A candidate comes for each request on ``requests``.
+    """Run the tests of ``spec``; never returns. Each request on ``requests`` brings a new
+    candidate.
 
-    For each test goes a frame to ``verdicts``: this job's nonce, the test's index, its status
-    (``passed``, ``failed``, ``timeout``, ``died``, ``protocol``, ``not_run``), the reason where it
-    did not pass, seconds of wall clock. The nonce alone, and exit status 0, mean that was all. A
-    time (``time.monotonic``) behind a verdict, or in its place, says until when what follows may
-    take: no alarm ends a loop in C, so the supervisor ends a judge that is late. Another goes on
-    with test ``first``.
+    For each test one frame is written to ``verdicts``: this job's nonce, the test's index, its
+    status (``passed``, ``failed``, ``timeout``, ``died``, ``protocol``, ``not_run``), the reason if
+    it did not pass, and seconds of wall clock. A frame with the nonce alone, and exit status 0,
+    mark the end. A time (``time.monotonic``) at the end of a frame is the deadline of the next
+    step: an alarm cannot interrupt a loop in C, so the supervisor ends a judge that is late, and
+    another judge continues with test ``first``.
     """
     signal.signal(signal.SIGALRM, _alarm)
-    # Equal tests draw equal numbers, which a program that does not know the tests cannot foresee.
+    # Equal tests draw equal random numbers. A program that does not know the tests cannot predict
+    # them.
     random.seed("\n".join((spec["setup"], *spec["tests"])))
     pytest_stand_in.install()
     _TestRunner(requests, verdicts, spec).run()
@@ -64,8 +64,8 @@ class _TestRunner:
         self._candidate: CandidateConnection | None = None
         self._timeouts: int = spec["timeouts"]
         self._reloading = 0.0
-        """Seconds spent on starting the program again, since they last counted as a time-out."""
-        # Dataclasses look for the module of their annotations.
+        """Seconds spent on restarts of the program since they last counted as a time-out."""
+        # Dataclasses look up the module of their annotations.
         sys.modules["tests"] = ModuleType("tests")
         self._namespace: dict[str, Any] = vars(sys.modules["tests"])
         self._namespace[CHANGING] = self._changing
@@ -75,7 +75,7 @@ class _TestRunner:
         for name in spec["exceptions"]:
             self._namespace[name] = type(name, (Exception,), {"__module__": "tests"})
         self._verdict: list[Any] = []
-        """That the supervisor has not been told."""
+        """The last verdict, until it is sent."""
         self._evidence = Evidence(lambda: self._candidate.calls if self._candidate else 0)
         self._namespace[NAME] = self._evidence
 
@@ -88,9 +88,10 @@ class _TestRunner:
                 unusable = "not_run", f"not run: {self._timeouts} tests timed out before"
             status, reason = unusable or self._run_test(index)
             self._timeouts += status == "timeout"
-            # A program chooses part of this text; lone surrogates are no text on the wire.
+            # A program influences this text, and lone surrogates cannot be encoded.
             reason = reason[:_REASON_LENGTH].encode(errors="backslashreplace").decode()
-            # It is sent with what follows: a write costs as much as a call of the program.
+            # Sent together with the next frame, because a write costs as much as a call of the
+            # program.
             self._send_verdict()
             self._verdict = [index, status, reason, time.monotonic() - started]
             if status != "passed" and not self._spec["run_all"]:
@@ -98,17 +99,19 @@ class _TestRunner:
         self._send_verdict()
         self._report()
 
-    def _report(self, *told: Any) -> None:
-        frames.send(self._verdicts, [self._spec["nonce"], *told])
+    def _report(self, *parts: Any) -> None:
+        frames.send(self._verdicts, [self._spec["nonce"], *parts])
 
     def _send_verdict(self, *until: float) -> None:
-        """Tell the verdict that is not told yet, and until when what follows may take."""
+        """Send the pending verdict, and the deadline of the next step."""
         if self._verdict or until:
             self._report(*self._verdict, *until)
         self._verdict = []
 
     def _prepare(self) -> tuple[str, str] | None:
-        """Load the program and run the setup; what makes every test fail, or None."""
+        """Load the program and run the setup. Returns None, or the status and reason that every
+        test gets.
+        """
         try:
             failure = self._connect()
         except CandidateLost as lost:
@@ -136,8 +139,9 @@ class _TestRunner:
         return self._candidate.load()
 
     def _reconnect(self) -> tuple[str, str] | None:
-        """Start the program again; what makes the test fail, or None. A program that takes long to
-        load and dies at every call uses up time as one that hangs does.
+        """Restart the program. Returns None, or the status and reason of the test's failure. The
+        time counts: a program that loads slowly and dies at every call must not use more time than
+        one that hangs.
         """
         started = time.monotonic()
         try:
@@ -174,7 +178,9 @@ class _TestRunner:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _guarded(self, source: str, name: str, deadline: float) -> tuple[str, str]:
-        """Run ``source``, which may call the candidate, until ``deadline``: status and reason."""
+        """Run ``source``, which may call the candidate, until ``deadline``. Returns status and
+        reason.
+        """
         candidate = self._candidate
         assert candidate is not None
         candidate.begin_test(deadline)
@@ -194,7 +200,7 @@ class _TestRunner:
             return candidate.lost.status, candidate.lost.reason
         if candidate.busy:
             return "protocol", "a call was left unanswered"
-        # What follows holds although the test's own code may have swallowed it.
+        # These apply even if the test's own code swallowed the exception.
         if time.monotonic() >= candidate.deadline:
             return "timeout", "time limit exceeded"
         if candidate.failure is not None:
@@ -206,12 +212,12 @@ class _TestRunner:
         return self._candidate
 
     def _class_of_tests(self, name: str) -> type | None:
-        """The class that setup or tests define under a name."""
+        """The class that the setup or a test defines under a name, or None."""
         found = self._namespace.get(name)
         return found if isinstance(found, type) and found.__module__ == "tests" else None
 
     def _changing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` so that its call changes arguments here as it does in the program."""
+        """Wrap a stub so that a call changes the test's own arguments as it does in the program."""
         if not isinstance(function, (Stub, RemoteObject)):
             return function
 

@@ -1,7 +1,8 @@
-"""Landlock: which files a process may touch, no TCP, no signals out of its domain. Through ctypes.
+"""Landlock through ctypes: restricts the files that a process may access, forbids TCP, and forbids
+signals to processes outside its domain.
 
-Source: Linux ``Documentation/userspace-api/landlock.rst``; the numbers of its calls are the same
-everywhere.
+Source: Linux ``Documentation/userspace-api/landlock.rst``. The numbers of its system calls are the
+same on all architectures.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _Rule(ctypes.Structure):
 
 
 def abi() -> int:
-    """Version of Landlock in this kernel, 0 where there is none."""
+    """Version of Landlock in this kernel, 0 if there is none."""
     try:
         return syscall("landlock_create_ruleset", _CREATE, None, 0, _QUERY_VERSION)
     except KernelRefusal:
@@ -37,10 +38,10 @@ def abi() -> int:
 
 
 def restrict(version: int, *, readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Confine this process to reading ``readable`` and to reading and writing ``writable`` for
-    good.
+    """Restrict this process permanently to reading ``readable`` and to reading and writing
+    ``writable``.
 
-    Paths that do not exist are left out: what is not there needs no rule. Raises ``KernelRefusal``.
+    Paths that do not exist are skipped. Raises ``KernelRefusal``.
     """
     rights = _FS_RIGHTS_BY_ABI.get(version, (1 << 16) - 1)
     attribute = (ctypes.c_uint64 * 3)(

@@ -1,5 +1,5 @@
-"""System calls that Python does not wrap, through ctypes, with errors that name the call; resource
-limits and descriptors of one process.
+"""System calls that Python does not wrap, made through ctypes, with errors that name the call;
+resource limits and descriptors of a process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 class KernelRefusal(OSError):
-    """The kernel refused a call; the text names the call, the reason and the error number."""
+    """The kernel refused a call. The text names the call, the reason and the error number."""
 
     def __init__(self, call: str, number: int) -> None:
         super().__init__(number, f"{call}: {os.strerror(number)} (errno {number})")
@@ -43,7 +43,7 @@ class KernelRefusal(OSError):
 
 
 def machine() -> str:
-    """``x86_64`` or ``aarch64``; any other machine raises ``KernelRefusal``."""
+    """The machine's architecture, ``x86_64`` or ``aarch64``; any other raises ``KernelRefusal``."""
     name = platform.machine()
     if name not in _PIVOT_ROOT:
         raise KernelRefusal(f"system call table of {name}", 38)
@@ -57,7 +57,7 @@ def _check(result: int, call: str) -> int:
 
 
 def syscall(call: str, number: int, *arguments: object) -> int:
-    """Raw system call; integers are passed as 64-bit values. Raises ``KernelRefusal``."""
+    """A raw system call; integers are passed as 64-bit values. Raises ``KernelRefusal``."""
     converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return _check(_libc.syscall(ctypes.c_long(number), *converted), call)
 
@@ -88,28 +88,29 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def pivot_root(new_root: str) -> None:
-    """Make ``new_root`` (a mount point) the root, detach the old. Raises ``KernelRefusal``."""
+    """Make ``new_root`` (a mount point) the root and detach the old root. Raises
+    ``KernelRefusal``.
+    """
     os.chdir(new_root)
-    # The old root lands on top of the new one and is detached at once, so no directory for it is
-    # needed.
+    # The old root is mounted on top of the new one and detached at once, so it needs no directory.
     syscall("pivot_root", _PIVOT_ROOT[machine()], b".", b".")
     _check(_libc.umount2(b".", MNT_DETACH), "umount(.)")
     os.chdir("/")
 
 
 def drop_bounding_set() -> None:
-    """Let no program that this process or a child becomes gain a capability."""
+    """Prevent this process and its children from gaining capabilities by executing a program."""
     for capability in range(_LAST_CAPABILITY + 1):
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except KernelRefusal:
-            break  # without CAP_SETPCAP there is nothing in the set that could be gained anyway
+            break  # without CAP_SETPCAP nothing in the set could be gained
 
 
 def drop_capabilities() -> None:
-    """Give up every capability for good: ambient, effective, permitted and inheritable set.
+    """Give up all capabilities permanently: the ambient, effective, permitted and inheritable sets.
 
-    Once per worker ``drop_bounding_set`` closes the way back.
+    ``drop_bounding_set``, called once per worker, prevents that they are gained again.
     """
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
@@ -117,7 +118,9 @@ def drop_capabilities() -> None:
 
 
 def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """Ask for a signal when the parent ends; exit at once if ``parent`` (a pid) is gone already."""
+    """Request signal ``number`` for the end of the parent; exit at once if ``parent`` (a pid) has
+    ended already.
+    """
     prctl(PR_SET_PDEATHSIG, int(number))
     if parent is not None and os.getppid() != parent:
         os._exit(1)
@@ -126,8 +129,8 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
 def limit_resources(
     limits: SandboxLimits, *, memory_mb: int, cpu_seconds: float, other_tasks: int
 ) -> None:
-    """Set soft and hard limits; a hard limit that is lower already stays. ``other_tasks`` of this
-    user count towards ``limits.processes`` beside this job's.
+    """Set soft and hard limits; lower hard limits remain. ``other_tasks`` is the number of this
+    user's threads outside the job that count towards the limit on processes.
     """
     seconds, memory = math.ceil(cpu_seconds) + 1, memory_mb << 20
     processes = limits.processes + other_tasks
@@ -147,14 +150,14 @@ def limit_resources(
 
 
 def allow_stack(size: int) -> None:
-    """Let the main thread's stack grow to ``size`` bytes, as far as the hard limit allows."""
+    """Allow the main thread a stack of ``size`` bytes, as far as the hard limit permits."""
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     soft = size if hard == resource.RLIM_INFINITY else min(size, hard)
     resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
 
 
 def tasks_of_user() -> int:
-    """Threads of this user: RLIMIT_NPROC counts all of them outside a user namespace."""
+    """Number of this user's threads: RLIMIT_NPROC counts all of them outside a user namespace."""
     uid, total = os.getuid(), 0
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -163,7 +166,7 @@ def tasks_of_user() -> int:
             if os.stat(f"/proc/{name}").st_uid == uid:
                 total += len(os.listdir(f"/proc/{name}/task"))
         except OSError:
-            continue  # the process ended while we looked
+            continue  # the process has ended meanwhile
     return total
 
 
@@ -173,7 +176,7 @@ def close_all_but(standard: int, *kept: int) -> None:
     for fd in sorted(set(kept)):
         if fd < low:
             continue
-        # CPython's closerange of an empty range can close everything; never ask for one.
+        # CPython's closerange can close everything if the range is empty.
         if low < fd:
             os.closerange(low, fd)
         low = fd + 1
@@ -181,7 +184,7 @@ def close_all_but(standard: int, *kept: int) -> None:
 
 
 def set_standard_streams(stdin: int | None, stdout: int | None, stderr: int | None) -> None:
-    """Put the given descriptors in the places 0, 1 and 2; None means ``/dev/null``."""
+    """Duplicate the given descriptors to 0, 1 and 2; None means ``/dev/null``."""
     null = os.open("/dev/null", os.O_RDWR)
     for place, fd in enumerate((stdin, stdout, stderr)):
         os.dup2(null if fd is None else fd, place)

@@ -1,5 +1,5 @@
-"""A root file system with nothing of the machine's data, and namespaces around a worker and around
-each job.
+"""A root file system without the machine's data, and namespaces around a worker and around each
+job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ HOST_NAME = "sandbox"
 
 
 def library_paths() -> tuple[str, ...]:
-    """What a Python program reads: shared libraries, the interpreter's, time zones."""
+    """Paths that a Python program reads: shared libraries, the interpreter's
+    libraries, time zones.
+    """
     system = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64")
     own = os.path.join(os.path.realpath(sys.base_prefix), "lib")
     paths = [path for path in (*system, "/usr/share/zoneinfo") if os.path.exists(path)]
@@ -38,27 +40,28 @@ def library_paths() -> tuple[str, ...]:
 
 
 def tool_paths() -> tuple[str, ...]:
-    """Directories with compilers and shells, of those that exist; ``/usr/local`` only where the
-    compiler lives there.
+    """Existing directories with compilers and shells; ``/usr/local`` only if the
+    compiler is there.
     """
     local = _LOCAL if os.access("/usr/local/bin/g++", os.X_OK) else ()
     return tuple(path for path in (*_TOOLS, *local) if os.path.isdir(path))
 
 
 def enter_worker(staging: str, user: int | None) -> int:
-    """Move this process into a world of its own: new root, no network, unprivileged.
+    """Move this process into namespaces of its own: new root, no network, no privileges.
 
-    ``staging`` is an empty directory to build the root on. ``user`` is the id that a process
-    started as root takes on; None keeps the own one. Returns a descriptor of the process's
-    directory in /proc, which the new root lacks. Raises ``KernelRefusal`` when the kernel grants
-    less than all of it.
+    ``staging`` is an empty directory on which the root is built. ``user`` is the user id that a
+    process started as root switches to; None keeps the current one. Returns a descriptor of the
+    process's directory in /proc, which the new root lacks. Raises ``KernelRefusal`` if the kernel
+    refuses any part.
     """
     process = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
     if user is None:
         _new_user_namespace(process)
         _build_root(staging, (*library_paths(), *tool_paths()))
     else:
-        # As root first: the interpreter may live where the unprivileged user cannot look.
+        # Built while still root: the interpreter may be in a directory that the unprivileged user
+        # cannot read.
         linux.unshare(linux.CLONE_NEWNS)
         _build_root(staging, (*library_paths(), *tool_paths()))
         become(user)
@@ -67,10 +70,10 @@ def enter_worker(staging: str, user: int | None) -> int:
 
 
 def fork_owner(process: int) -> tuple[int, int]:
-    """Fork the first process of a pid namespace that can make more of them with ``fork_first``:
-    (pid, -1) in the caller, (0, a descriptor of the namespace) in the child.
+    """Fork the first process of a pid namespace, which can create further ones with ``fork_first``.
+    Returns (pid, -1) in the caller and (0, a descriptor of the namespace) in the child.
 
-    ``process`` is what ``enter_worker`` returned; it is closed.
+    ``process`` is the descriptor that ``enter_worker`` returned; it is closed.
     """
     ours, theirs = socket.socketpair()
     linux.unshare(linux.CLONE_NEWPID)
@@ -78,7 +81,7 @@ def fork_owner(process: int) -> tuple[int, int]:
     if pid == 0:
         ours.close()
         os.close(process)
-        # Its own name in /proc is known outside only.
+        # The process's name in /proc is known only outside its namespace.
         with theirs:
             _, (own,), _, _ = socket.recv_fds(theirs, 1, 1)
         return 0, own
@@ -92,8 +95,9 @@ def fork_owner(process: int) -> tuple[int, int]:
 
 
 def fork_first(own: int) -> int:
-    """``os.fork``, but the child is the first of a new pid namespace; its later children are in
-    that one, those of the caller are not. ``own`` is a descriptor of the caller's.
+    """Like ``os.fork``, but the child is the first process of a new pid namespace. Its later
+    children belong to that namespace, those of the caller do not. ``own`` is a descriptor of the
+    caller's namespace.
     """
     linux.unshare(linux.CLONE_NEWPID)
     pid = os.fork()
@@ -103,18 +107,18 @@ def fork_first(own: int) -> int:
 
 
 def become(user: int) -> None:
-    """Give up root for an unprivileged user and group id."""
+    """Switch from root to an unprivileged user and group id."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    # Changing ids makes /proc/self/uid_map root's; dumpable gives it back.
+    # After the change root owns /proc/self/uid_map; the dumpable flag returns it.
     linux.prctl(linux.PR_SET_DUMPABLE, 1)
 
 
 def enter_job(disk_bytes: int, *, ipc: bool = True) -> None:
-    """Give this process private mounts and ``/tmp``.
+    """Give this process private mounts and a private ``/tmp`` of ``disk_bytes``.
 
-    ``ipc`` adds a System V namespace; the worker's own serves where a filter refuses its calls.
+    ``ipc`` adds a System V IPC namespace, which is not needed where a filter denies its calls.
     """
     linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWIPC if ipc else linux.CLONE_NEWNS)
     linux.mount(
@@ -168,8 +172,7 @@ def _build_root(staging: str, readable: Iterable[str]) -> None:
 
 def _bind(source: str, target: str, flags: int) -> None:
     linux.mount(source, target, "", linux.MS_BIND | linux.MS_REC)
-    # Flags that the source's mount carries are locked in a user namespace: a remount has to repeat
-    # them.
+    # In a user namespace the flags of the source's mount are locked: a remount has to repeat them.
     present = os.statvfs(target).f_flag
     kept = sum(mount for seen, mount in _STATVFS_TO_MOUNT.items() if present & seen)
     linux.mount("", target, "", linux.MS_REMOUNT | linux.MS_BIND | flags | kept)

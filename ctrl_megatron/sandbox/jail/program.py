@@ -1,5 +1,6 @@
-"""How a whole program runs in its jail: pid 1 that reaps what it leaves, and the program itself:
-Python as ``__main__`` of a fresh interpreter, or a command (compiler, binary, shell).
+"""Runs a whole program in its jail: an init process (pid 1) that reaps child processes, and the
+program itself, which is Python code as ``__main__`` of a fresh interpreter or a command (compiler,
+binary, shell).
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ from ctrl_megatron.sandbox.jail import files, frames, linux
 from ctrl_megatron.sandbox.jail.isolation import Confinement
 
 PATH = "/usr/local/bin:/usr/bin:/bin"
-"""Where commands are looked up."""
+"""Search path of commands."""
 _MAIN = "main.py"
 _BINARY_STACK = 64 << 20
 PYTHON_STACK = 120 << 20
-"""Bytes for recursion through C functions, such as 25,000 nested calls of ``sorted`` with a key;
-beyond, the interpreter crashes. The kernel keeps 128 MiB free for a stack.
-"""
+"""Bytes of stack for recursion through C functions, such as 25,000 nested calls of ``sorted`` with
+a key. Deeper recursion crashes the interpreter. The kernel keeps 128 MiB free for a stack."""
 _NOT_EXECUTED = 127
 _STREAMS = (
     ("stdin", "r", "strict"),
@@ -51,7 +51,9 @@ _HIDDEN: list[types.ModuleType | None] = []
 def run_init(
     confinement: Confinement, spec: int, report: int, stdin: int, stdout: int, stderr: int
 ) -> None:
-    """Be pid 1 of one job: start the program, reap, report status and files; never returns."""
+    """Be pid 1 of one job: start the program, reap processes, report exit status and files; never
+    returns.
+    """
     try:
         linux.close_all_but(2, spec, report, stdin, stdout, stderr)
         job = frames.receive_spec(spec)
@@ -66,7 +68,7 @@ def run_init(
                 break
         fetched = {}
         if job["fetch"] and confinement.isolated:
-            # Nothing that the program has started may change what is read.
+            # Processes that the program started must not change files while they are read.
             _end_others()
             fetched = files.fetch(directory, job["fetch"])
         frames.send(report, {"exit": status, "files": fetched})
@@ -98,7 +100,7 @@ def _become(
 
 
 def _end_others() -> None:
-    """Of this pid namespace, of which the caller is the first."""
+    """Kill all other processes of this pid namespace; the caller is its first process."""
     try:
         os.kill(-1, signal.SIGKILL)
         while True:
@@ -108,12 +110,12 @@ def _end_others() -> None:
 
 
 def _run_command(directory: str, profile: str, command: list[str]) -> NoReturn:
-    """A first word without a slash is looked up on ``PATH``."""
-    # The interpreter ignores both; a program expects to be ended by them.
+    """Execute a command; a first word without a slash is searched on ``PATH``."""
+    # The interpreter ignores both signals, but other programs expect to be ended by them.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     if profile == "binary":
-        # Compiled programs may recurse deeper than the usual 8 MiB allow.
+        # Compiled programs may need more stack than the usual 8 MiB.
         linux.allow_stack(_BINARY_STACK)
     environment = {"PATH": PATH, "HOME": directory, "TMPDIR": directory, "LC_ALL": "C.UTF-8"}
     try:
@@ -127,17 +129,17 @@ def _run_command(directory: str, profile: str, command: list[str]) -> NoReturn:
 
 
 def harness_modules() -> list[str]:
-    """Names of our modules that are imported; kept for ``begin_program``."""
+    """The imported modules of this package by name, remembered for ``begin_program``."""
     _HARNESS[:] = [name for name in sys.modules if name.startswith("ctrl_megatron")]
     return _HARNESS
 
 
 def begin_program(output: type[io.FileIO] = io.FileIO) -> dict[str, Any]:
-    """Make this process what a program finds when an interpreter has just started; the files of
-    class ``output`` that its stdout and stderr write to.
+    """Make this process look like a fresh interpreter. Returns the raw files of class ``output``
+    that stdout and stderr write to.
 
-    Streams of its own and no module of ours; randomness of its own it has since the fork. Integers
-    may be of any length: what long ones take of time is the program's.
+    The program gets new standard streams and sees no module of this package. Its random state is
+    new since the fork. Its integers may have any length.
     """
     files = _open_streams(output)
     _forget_harness()
@@ -146,14 +148,16 @@ def begin_program(output: type[io.FileIO] = io.FileIO) -> dict[str, Any]:
 
 
 def _open_streams(output: type[io.FileIO]) -> dict[str, Any]:
-    """Text streams over the descriptors 0, 1 and 2, named as the interpreter names its own."""
+    """Open text streams on the descriptors 0, 1 and 2, with the names that the interpreter gives
+    its own.
+    """
     files: dict[str, Any] = {}
     for number, (name, mode, errors) in enumerate(_STREAMS):
         raw: Any = output(number, mode, closefd=False)
         raw.name = f"<{name}>"
         files[name] = raw
         buffer = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
-        # It lives as long as the program.
+        # Never closed: it is used until the program ends.
         stream: Any = io.TextIOWrapper(buffer, "utf-8", errors, line_buffering=name == "stderr")
         stream.mode = mode
         setattr(sys, name, stream)
@@ -165,8 +169,8 @@ def _open_streams(output: type[io.FileIO]) -> dict[str, Any]:
 
 
 def _opening(system: Callable[..., Any]) -> Callable[..., Any]:
-    """``open`` that knows the streams' names, where no /proc gives them: ``/dev/stdin`` and its kin
-    share the descriptor's place in its file, as they do where it is a pipe.
+    """Wrap ``open`` so that it knows the names of the streams (``/dev/stdin`` and so on) where
+    there is no /proc. The new descriptor shares the file position, as it does for a pipe.
     """
 
     @functools.wraps(system)
@@ -190,15 +194,15 @@ _open, _os_open = _opening(open), _opening(os.open)
 
 
 def _forget_harness() -> None:
-    """Take our modules out of the program's sight."""
-    # A copied list: walking all modules would touch, and so copy, memory shared with the fork
-    # server. Kept: taking them down would touch as much.
+    """Remove this package's modules from ``sys.modules``."""
+    # The list was made before the fork: reading all modules here would copy memory that is shared
+    # with the fork server. The modules are kept, because deleting them would copy as much.
     _HIDDEN.extend(sys.modules.pop(name, None) for name in _HARNESS or harness_modules())
 
 
 def _run_python(directory: str, code: str, prelude: str) -> NoReturn:
-    """Execute ``code`` and exit as Python would. ``prelude`` runs before it in the same module, so
-    that the code keeps its line numbers.
+    """Execute ``code`` and exit as Python does. ``prelude`` runs before it in the same module, so
+    that line numbers of ``code`` stay.
     """
     path = os.path.join(directory, _MAIN)
     linux.allow_stack(PYTHON_STACK)
@@ -220,8 +224,8 @@ def _run_python(directory: str, code: str, prelude: str) -> NoReturn:
 
 
 def _flush() -> int:
-    """Write what streams still hold, as the interpreter does at its end, also those that the
-    program has put others in place of; its exit status where one cannot be written, else 0.
+    """Flush the streams as the interpreter does at its end, including streams that the program
+    replaced. Returns exit status 120 if a flush fails, else 0.
     """
     status = 0
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
@@ -234,9 +238,9 @@ def _flush() -> int:
 
 
 def _take_down(module: types.ModuleType) -> None:
-    """End the program's objects: files write what they hold, and ``__del__`` may print."""
+    """Delete the program's objects: files are flushed, and ``__del__`` may print."""
     names = [name for name in vars(module) if name != "__builtins__"]
-    # Names with an underscore first, as the interpreter does.
+    # The interpreter deletes names that begin with an underscore first.
     for name in sorted(names, key=lambda name: not name.startswith("_")):
         vars(module)[name] = None
     gc.collect()
@@ -255,7 +259,7 @@ def _execute(module: types.ModuleType, path: str, code: str, prelude: str) -> in
         print(stop.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        # The first frame is ours.
+        # The first frame belongs to this function.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         _flush()
         sys.excepthook(type(error), error.with_traceback(trace), trace)

@@ -1,5 +1,5 @@
-"""What tests use of pytest, for the judge, where pytest is not installed. How tests are found and
-which parameters they get is decided before (``datasets.unit_tests``).
+"""The part of pytest that tests use, for the judge, which has no pytest. ``datasets.unit_tests``
+finds the tests and their parameters before.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import Any, NoReturn, TypeVar
 Value = TypeVar("Value")
 
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-12
-"""pytest's own."""
+"""The defaults of pytest."""
 _NUMBERS = (int, float, complex, Decimal, Fraction)
 
 
 def install() -> None:
-    """Have this process import what is here as ``pytest``."""
+    """Make ``import pytest`` return this module's names in this process."""
     module = types.ModuleType("pytest")
     vars(module).update({name: globals()[name] for name in NAMES})
     sys.modules["pytest"] = module
 
 
 class ExceptionInfo:
-    """Of an exception that was expected, when it has come."""
+    """An expected exception, once it was raised."""
 
     value: BaseException
 
     @property
     def type(self) -> type[BaseException]:
-        """Its class."""
+        """The exception's class."""
         return type(self.value)
 
     @property
     def typename(self) -> str:
-        """The name of its class."""
+        """The name of the exception's class."""
         return type(self.value).__name__
 
     def match(self, pattern: str | re.Pattern[str]) -> bool:
-        """Assert that ``pattern`` is found in its text."""
+        """Assert that ``pattern`` occurs in the exception's text."""
         assert re.search(pattern, str(self.value)), f"{pattern!r} is not in {str(self.value)!r}"
         return True
 
@@ -79,7 +79,7 @@ def raises(
     match: str | re.Pattern[str] | None = None,
     **named: Any,
 ) -> Any:
-    """A block, or the call of a function, that has to raise."""
+    """Require that a ``with`` block, or a call of the given function, raises the exception."""
     block = _Raises(expected_exception, match)
     if not call:
         return block
@@ -89,7 +89,7 @@ def raises(
 
 
 class approx:
-    """Equal to numbers that are near ``expected``, alone or in lists, tuples and dicts."""
+    """Equals numbers close to ``expected``, alone or in lists, tuples and dicts."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -134,21 +134,21 @@ class approx:
 
 
 class Skipped(Exception):
-    """The test has left: it has not passed."""
+    """The test skipped itself: it has not passed."""
 
 
 def fail(reason: str = "", pytrace: bool = True) -> NoReturn:
-    """The test has failed."""
+    """Fail the test."""
     raise AssertionError(reason)
 
 
 def skip(reason: str = "", **_options: Any) -> NoReturn:
-    """The test wants not to be run: it has not passed."""
+    """Skip the test: it has not passed."""
     raise Skipped(reason)
 
 
 def importorskip(modname: str, *_options: Any, **_named: Any) -> Any:
-    """The module, or the end of the test."""
+    """Import a module, or skip the test."""
     try:
         return importlib.import_module(modname)
     except ImportError as error:
@@ -156,17 +156,17 @@ def importorskip(modname: str, *_options: Any, **_named: Any) -> Any:
 
 
 def param(*values: Any, **_options: Any) -> Any:
-    """One set of parameters, where they are not written out for the reader to see."""
+    """One set of parameters, for parameter lists that are computed when the test runs."""
     return values[0] if len(values) == 1 else values
 
 
 def fixture(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    """No test asks for one: such tests are refused."""
+    """Accept the decorator. Tests that use a fixture are refused before they run."""
     return function or (lambda decorated: decorated)
 
 
 class _Marks:
-    """Whatever mark changes nothing here."""
+    """Accepts every mark and ignores it."""
 
     def __getattr__(self, _name: str) -> _Marks:
         return self
@@ -181,4 +181,4 @@ NAMES = (
     *("ExceptionInfo", "approx", "fail", "fixture", "importorskip", "mark", "param", "raises"),
     "skip",
 )
-"""What tests may use of pytest."""
+"""The names of pytest that tests may use."""

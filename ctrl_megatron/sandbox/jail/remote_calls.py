@@ -1,7 +1,8 @@
-"""The judge's line to the program: calls of its functions and operations on its objects.
+"""The judge's connection to the candidate: calls of the program's functions and operations on its
+objects.
 
-Data of exact builtin types comes back by value, instances of classes that the tests define as
-instances of the tests' own classes, any other object as what stands for it (``remote_objects``).
+Data of exact builtin types is returned by value, instances of classes that the tests define as
+instances of the tests' own classes, and any other object as a ``RemoteObject``.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import codec, frames
+from ctrl_megatron.sandbox.jail.exceptions import (
+    CandidateLost,
+    HarnessFailure,
+    decode_exception,
+    describe,
+)
 from ctrl_megatron.sandbox.jail.instances import (
     InstanceWriter,
     changeable,
     read_instances,
     refill,
-    set_state,
 )
 from ctrl_megatron.sandbox.jail.remote_objects import (
     RemoteObject,
@@ -38,56 +44,20 @@ from ctrl_megatron.sandbox.limits import ANSWER_BYTES, DECODING_BYTES, DECODING_
 NEW_CANDIDATE = b"N"
 _FRAME_SLACK = 4096
 _NOT_READ = object()
-# StopIteration would silently end a loop of the test; the others cannot be made from a text.
-_NEVER_RAISED = (
-    *(StopIteration, StopAsyncIteration, GeneratorExit, UnicodeError),
-    BaseExceptionGroup,
-)
-_EXCEPTIONS: dict[str, type[BaseException]] = {
-    name: kind
-    for name, kind in vars(builtins).items()
-    if isinstance(kind, type)
-    and issubclass(kind, BaseException)
-    and kind not in (BaseException, Exception)
-    and not issubclass(kind, _NEVER_RAISED)
-}
 _MALFORMED = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
 _OUTPUTS = ("stdout", "stderr")
 _INPUT = input
 _PLAIN = (int, str, bool, type(None))
 _PLAIN_ANSWER = 2
-"""Entries of an answer that holds nothing but such a value."""
-
-
-class HarnessFailure(BaseException):
-    """A call could not be made, or what came of it not taken: the test has failed, whatever it
-    catches. Not an ``Exception``: a test that expects one must not take this for the function's.
-    """
-
-    def __init__(self, status: str, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.reason = reason
-
-
-class CandidateLost(HarnessFailure):
-    """The candidate cannot answer any more."""
-
-
-def is_of_program(error: BaseException) -> bool:
-    """Whether a call of the program raised it."""
-    return getattr(error, "_of_program", False)
-
-
-class CandidateException(Exception):
-    """The function raised something that derives from no builtin exception but ``Exception``."""
+"""Entries of an answer that carries only a value of a type in ``_PLAIN``."""
 
 
 class CandidateConnection:
-    """The judge's line to the candidate of the moment. ``lost`` holds what ended it.
+    """The connection to the current candidate. ``lost`` is the reason why it ended, None while it
+    works.
 
-    ``classes``: names of the program's that the tests use as classes. ``class_of_tests``: the class
-    that the tests define under a name, if they do.
+    ``classes`` are the names of the program that the tests use as classes. ``class_of_tests``
+    returns the class that the tests define under a name, or None.
     """
 
     def __init__(
@@ -105,30 +75,32 @@ class CandidateConnection:
         _, (self._fd,), _, _ = socket.recv_fds(requests, 64, 1)
         self._answers = frames.FrameReader(self._fd, limit=ANSWER_BYTES + _FRAME_SLACK)
         self._objects: dict[tuple[int, bool], RemoteObject] = {}
-        """By number, and whether the test made it."""
+        """Key: the object's number, and whether the test itself created it."""
         self._given: list[Callable[..., Any]] = []
-        """Functions of the tests that the program may call."""
+        """Functions of the tests that the program may call; the index is the number that it knows.
+        """
         self._given_numbers: dict[int, int] = {}
         self._call: dict[str, Any] | None = None
         self._error: Any = None
         self._value: Any = _NOT_READ
         self.lost: CandidateLost | None = None
         self.failure: HarnessFailure | None = None
-        """The first of the test."""
+        """The first failure in the current test."""
         self.deadline = 0.0
         self.busy = False
-        """A call is on the wire: whatever interrupts it now leaves the connection unusable."""
+        """A call has been sent and not answered. An interruption now makes the connection unusable.
+        """
         self.calls = 0
-        """What the test has asked of the program so far."""
+        """Requests to the program in the current test."""
 
     def begin_test(self, deadline: float) -> None:
-        """A test begins; it ends by ``deadline`` (``time.monotonic`` seconds)."""
+        """Begin a test that must end by ``deadline`` (``time.monotonic`` seconds)."""
         self.deadline, self.failure, self.calls = deadline, None, 0
         self._call, self._error, self._value = None, None, _NOT_READ
 
     @property
     def last_call(self) -> str:
-        """The last call of the test and what came of it, empty where there was none."""
+        """The last call of the test and its result, as text; empty if there was none."""
         if self._call is None:
             return ""
         arguments = ", ".join(_short_encoded(item) for item in self._call["args"])
@@ -137,16 +109,16 @@ class CandidateConnection:
             of = _short(self._objects.get((of, True)) or self._objects.get((of, False)))
         text = f"{of}.{name}" if name else f"{of}({arguments})"
         if self._error is not None:
-            return f"{text} raised {_describe(self._error)}"
+            return f"{text} raised {describe(self._error)}"
         return text if self._value is _NOT_READ else f"{text} returned {_short(self._value)}"
 
     def load(self) -> str | None:
-        """Wait until the program is loaded; the text of its failure, None when it loaded."""
+        """Wait until the program is loaded. Returns None, or the text of its failure."""
         self.deadline = time.monotonic() + self._seconds
         message = self._receive()
         if message.get("loaded") is True:
             return None
-        return f"the program failed to load: {_describe(message.get('error'))}"
+        return f"the program failed to load: {describe(message.get('error'))}"
 
     def ask(
         self,
@@ -160,9 +132,9 @@ class CandidateConnection:
         in_place: bool = False,
         **more: Any,
     ) -> Any:
-        """Have the program ``do`` something with one of its objects, by number, or with what it has
-        under a name. ``trust``: that of the object asked. With ``in_place`` what a call does to its
-        arguments is done to these as well.
+        """Have the program perform the action ``do`` on ``of``: an object by its number, or a name
+        of the program. ``trust`` is the trust in that object. With ``in_place`` the changes that a
+        call makes to its arguments are repeated on the test's own arguments.
         """
         if self.lost is not None:
             raise self.lost
@@ -184,59 +156,66 @@ class CandidateConnection:
         for output in request.get("hear", ()):
             getattr(sys, output).write(str(answer.get(output, "")))
         if "refused" in answer:
-            self.refuse(_describe(answer["refused"]))
+            self.refuse(describe(answer["refused"]))
         reader = _AnswerReader(self, request, writer.instances, self._trust_for(of, do, trust))
         changing = changeable([*arguments, *(named or {}).values()]) if in_place else []
         value = self._timed(lambda: reader.read(answer, changing))
         if "error" in answer:
             self._error = answer["error"]
-            error = self._exception(self._error)
+            error = decode_exception(self._error, self._class_of_tests)
             vars(error)["_of_program"] = True
             raise error
         if do == "get" and of in self._classes and isinstance(value, RemoteObject):
-            value._told["makes"] = True  # as the class itself does
+            value._traits["makes"] = True  # as the class itself does
         self._value = value
         return value
 
     def refuse(self, reason: str) -> NoReturn:
-        """End the test: what it asks for cannot cross, or would be a verdict. The candidate goes
-        on.
+        """End the test as failed: a value cannot cross, or the answer would decide the verdict. The
+        candidate remains usable.
         """
         self.failure = self.failure or HarnessFailure("failed", reason)
         raise self.failure
 
     def close(self) -> None:
-        """Let go of the candidate."""
+        """Close the connection."""
         os.close(self._fd)
 
-    def object_of(self, told: Any, trust: Callable[[str | None], Trust]) -> RemoteObject:
-        """What stands for an object that the program has told of."""
-        number, name = int(told["number"]), told.get("class")
+    def object_of(self, traits: Any, trust: Callable[[str | None], Trust]) -> RemoteObject:
+        """The remote object for the description ``traits`` that the program sent."""
+        number, name = int(traits["number"]), traits.get("class")
         level = trust(name if isinstance(name, str) else None)
-        if told.get("single") is True:
+        if traits.get("single") is True:
             level = min(level, Trust.MEMBER)
-        # What a method returns is not trusted as what the test made, be it the same object.
+        # An object that a method returns is trusted less than one that the test created, even if it
+        # is the same object.
         key = number, level is Trust.MADE
         if key not in self._objects:
-            self._objects[key] = remote_object(self, told, level)
+            self._objects[key] = remote_object(self, traits, level)
         known = self._objects[key]
         if level > known._trust:
             object.__setattr__(known, "_trust", level)
         return known
 
     def given(self, number: Any) -> Any:
-        """A function of the tests that the program gives back."""
+        """The function of the tests whose number the program returned."""
         return self._given[number[0] if isinstance(number, list) else number]
 
+    def exception(self, error: Any) -> BaseException:
+        """The exception that an iterator of the program raised."""
+        return decode_exception(error, self._class_of_tests)
+
     def class_of_tests(self, name: Any) -> type:
-        """The class that the tests define under a name. Raises ``CodecError``."""
+        """The class that the tests define under a name. Raises ``CodecError`` if there is none."""
         found = self._class_of_tests(name) if isinstance(name, str) else None
         if found is None:
             raise codec.CodecError("an object of a class that the tests do not define")
         return found
 
     def _trust_for(self, of: int | str, do: str, trust: Trust) -> Callable[[str | None], Trust]:
-        """The trust in what an answer brings, by the program's class that it is an object of."""
+        """The trust in an object of an answer, as a function of the entry point's class that it
+        belongs to (None for any other class).
+        """
         of_class = isinstance(of, str) and of in self._classes
         makes = do != "get" and (of_class or trust is Trust.MADE)
 
@@ -282,7 +261,9 @@ class CandidateConnection:
         def other(value: Any) -> Any:
             if isinstance(value, RemoteObject):
                 if value._program is not self:
-                    self.refuse("an object of the program is gone: the program was started again")
+                    self.refuse(
+                        "an object of the program no longer exists: the program was restarted"
+                    )
                 return ["object", "held", value._of]
             if isinstance(value, Stub):
                 return ["object", "name", value._of]
@@ -309,7 +290,9 @@ class CandidateConnection:
         return number
 
     def _answer_to(self, number: str) -> dict[str, Any]:
-        """The answer to a request; the program may call functions of the test before."""
+        """The answer to request ``number``; calls of the test's functions that arrive before it are
+        executed.
+        """
         while True:
             answer = self._receive()
             if "given" not in answer:
@@ -320,14 +303,16 @@ class CandidateConnection:
         return answer
 
     def _call_given(self, message: dict[str, Any]) -> dict[str, Any]:
-        """What a function of the test returns or raises to the program that calls it."""
+        """Call a function of the test for the program; returns the message with its result or
+        exception.
+        """
         writer = InstanceWriter()
         reader = _AnswerReader(self, {}, (), self._trust_for("", "", Trust.RESULT))
         function, arguments, named = self._timed(lambda: reader.read_call(message))
         try:
             value = function(*arguments, **named)
         except AssertionError as error:
-            # The program could keep it to itself.
+            # The program could catch it and hide the failed assert.
             self.refuse(f"AssertionError: {error}")
         except Exception as error:
             return {"raised": [_given_kind(error), _given_arguments(error)]}
@@ -339,8 +324,9 @@ class CandidateConnection:
             self.refuse(f"a function of the test: {error}")
 
     def _timed(self, read: Callable[[], Any]) -> Any:
-        """What ``read`` makes of the last message. Reading has a time of its own: a program's value
-        may be made to take long, a set of equal hashes for one.
+        """The result of ``read``, which decodes the last message. Decoding has a time limit of its
+        own, because a program can return a value that is slow to build, for example a set of equal
+        hashes.
         """
         timed = self._answers.size > DECODING_BYTES
         if timed:
@@ -360,7 +346,7 @@ class CandidateConnection:
         return value
 
     def _left(self) -> float:
-        """Seconds until the deadline, never 0: that would switch a timer off."""
+        """Seconds until the deadline; positive, because 0 would switch the timer off."""
         return max(self.deadline - time.monotonic(), 1e-6)
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -387,32 +373,11 @@ class CandidateConnection:
         self.lost = CandidateLost(status, reason)
         raise self.lost
 
-    def _exception(self, error: Any) -> BaseException:
-        """What the program raised: one of the tests' own classes or the first builtin exception
-        that it derives from.
-        """
-        name, text = (
-            (error.get("type"), error.get("text")) if isinstance(error, dict) else (None, None)
-        )
-        if not isinstance(name, str) or not isinstance(text, str):
-            return CandidateException("unknown error")
-        bases = error.get("bases")
-        names = [name, *(bases if isinstance(bases, list) else ())]
-        for kind in filter(None, map(self._exception_kind, names)):
-            return _raised(kind, text, error.get("args"), error.get("state"))
-        return _raised(CandidateException, text, error.get("args"), error.get("state"))
-
-    def _exception_kind(self, name: Any) -> type[BaseException] | None:
-        if not isinstance(name, str):
-            return None
-        own = self._class_of_tests(name)
-        if own is not None and issubclass(own, Exception):
-            return own
-        return _EXCEPTIONS.get(name)
-
 
 class _AnswerReader:
-    """Reads one message of the program. ``given``: the instances that went with the request."""
+    """Decodes one message of the program. ``given`` are the instances that were sent with the
+    request.
+    """
 
     def __init__(
         self,
@@ -428,19 +393,21 @@ class _AnswerReader:
         self._changing: list[Any] = []
 
     def read(self, answer: dict[str, Any], changing: list[Any]) -> Any:
-        """The returned value; what the call has done to ``changing`` is done to them."""
+        """The returned value. Changes that the call made to ``changing`` are applied to it."""
         self._changing = changing
         made = self._instances(answer, refresh="in_place" in self._request)
         value = self._decode(answer.get("value"), made)
         if "end" in answer:
             end = answer["end"]
-            value = (value, end if type(end) is bool else self._connection._exception(end))
+            value = (value, end if type(end) is bool else self._connection.exception(end))
         for place, data in answer.get("changed", []) if changing else []:
             refill(changing[place], self._decode(data, made))
         return value
 
     def read_call(self, message: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
-        """A call of a function of the test: the function and its arguments."""
+        """Decode a call of a test's function: the function, its positional and its
+        named arguments.
+        """
         made = self._instances(message, refresh=False)
         arguments = [self._decode(item, made) for item in message["args"]]
         named = {str(key): self._decode(item, made) for key, item in message["named"].items()}
@@ -485,7 +452,7 @@ class _AnswerReader:
 
 
 def _given_kind(error: Exception) -> str:
-    """An exception of the test as the program knows it."""
+    """Class name of a test's exception under which the program knows it."""
     return next(k.__name__ for k in type(error).__mro__ if k.__module__ in ("builtins", "tests"))
 
 
@@ -496,40 +463,12 @@ def _given_arguments(error: Exception) -> list[Any]:
         return [str(error)]
 
 
-def _raised(kind: type[BaseException], text: str, arguments: Any, state: Any) -> BaseException:
-    try:
-        decoded = (
-            [codec.decode(item) for item in arguments] if isinstance(arguments, list) else [text]
-        )
-        # A class of the tests may want other arguments.
-        error = kind(*decoded) if kind.__module__ == "builtins" else kind.__new__(kind)
-        error.args = tuple(decoded)
-        for name, data in (state if isinstance(state, dict) else {}).items():
-            if not name.startswith("__"):
-                set_state(error, name, codec.decode(data))
-    except (codec.CodecError, TypeError, ValueError, RecursionError):
-        return CandidateException(text)
-    return error
-
-
-def _describe(error: Any) -> str:
-    if isinstance(error, str):
-        return error
-    if not isinstance(error, dict):
-        return "unknown error"
-    kind, text, line = (error.get(key) for key in ("type", "text", "line"))
-    # Nothing but text: what a program sends may be nested too deeply to print.
-    if not isinstance(kind, str) or not isinstance(text, str):
-        return "an error that is not described"
-    return f"{kind}: {text}{f' (line {line})' if isinstance(line, int) else ''}"
-
-
 class _Shortener(reprlib.Repr):
-    """Asks the program nothing."""
+    """Shows remote objects by their type, without a request to the program."""
 
     def repr1(self, x: Any, level: int) -> str:
         if isinstance(x, RemoteObject):
-            return f"<{x._told['type']} object>"
+            return f"<{x._traits['type']} object>"
         return super().repr1(x, level)
 
 
@@ -544,7 +483,7 @@ def _short(value: Any) -> str:
 
 
 def _short_encoded(data: Any) -> str:
-    """One of our own arguments, which are the test's."""
+    """Show an argument that the test passed, from its encoded form."""
     try:
         return _short(codec.decode(data, lambda _: "an object of the program"))
     except codec.CodecError:

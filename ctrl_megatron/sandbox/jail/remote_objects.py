@@ -1,10 +1,10 @@
-"""What stands in the judge for objects, classes and functions of the program: each operation of a
-test on one of them is asked of the program.
+"""The judge's proxies for objects, classes and functions of the program: each operation of a test
+on a proxy is sent to the program.
 
-How far the program is believed depends on what the tests can only be meant for. Where a test may
-expect data, an object of the program answers nothing that would be the verdict on it: it is equal
-to no data, has none of the attributes of data, and no operation tells it the test's data but calls,
-attributes and items. Answers are of exact builtin types.
+How much the program's answer counts depends on how the tests use the object. Where a test may
+expect data, an object of the program gives no answer that would decide the verdict: it equals no
+data, has no attribute that data has, and no operation except calls, attributes and items passes the
+test's data to it. Answers are of exact builtin types.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ctrl_megatron.sandbox.jail.decoys import family_of
 
 _PREDICATES = frozenset(n for n in DATA_ATTRIBUTES if n.startswith(("is", "starts", "ends")))
 _SPECIAL_ATTRIBUTES = frozenset(("__dict__", "__name__", "__qualname__", "__doc__", "__wrapped__"))
-"""Not the test's own numbers."""
 _OBSERVATIONS = "getitem reversed round trunc floor ceil"
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul divmod and or xor lshift rshift"
 _BATCH_GROWTH = 8
@@ -29,21 +28,23 @@ _MOST_ITEMS = 4096
 
 
 class Trust(IntEnum):
-    """How far an object of the program answers for itself."""
+    """How far the answers of a remote object are believed."""
 
     RESULT = 0
-    """A function returned it: data may be expected."""
+    """A function returned the object, so the test may expect data."""
     OBJECT = 1
-    """Calling a class made it, in tests that a function could be meant by as well."""
+    """Calling a class returned the object, but the tests could also mean a function by that name.
+    """
     MEMBER = 2
-    """An object of a class that the tests use as one, where an attribute or method of the program's
-    brought it: data may be expected there."""
+    """An instance of a class that the tests use as one, returned by an attribute or method of the
+    program; the test may expect data there."""
     MADE = 3
-    """The same, made by the test itself: by calling the class, or with an operator."""
+    """An instance of such a class that the test itself created, by calling the class or with an
+    operator."""
 
 
 class ProgramLine(Protocol):
-    """The line to the program, as its objects use it."""
+    """The part of the connection to the program that remote objects use."""
 
     def ask(
         self,
@@ -57,24 +58,26 @@ class ProgramLine(Protocol):
         in_place: bool = False,
         **more: Any,
     ) -> Any:
-        """Have the program do something with one of its objects, by number, or names."""
+        """Have the program perform the action ``do`` on an object (by number) or on one of its
+        names.
+        """
         ...
 
     def refuse(self, reason: str) -> NoReturn:
-        """End the test: it asks for something that the program may not answer."""
+        """End the test as failed: the program may not answer this."""
         ...
 
 
 class RemoteObject:
-    """Stands for an object of the program. A subclass for each of its types has the operations that
-    the type offers.
+    """Proxy for an object of the program. Each type of the program has a subclass with the
+    operations that the type offers.
     """
 
-    __slots__ = ("_ahead", "_of", "_program", "_told", "_trust")
+    __slots__ = ("_ahead", "_of", "_program", "_traits", "_trust")
 
-    def __init__(self, program: ProgramLine, of: int, told: dict[str, Any], trust: Trust) -> None:
+    def __init__(self, program: ProgramLine, of: int, traits: dict[str, Any], trust: Trust) -> None:
         ahead = _Ahead()
-        for name, value in (("program", program), ("of", of), ("told", told), ("trust", trust)):
+        for name, value in (("program", program), ("of", of), ("traits", traits), ("trust", trust)):
             object.__setattr__(self, f"_{name}", value)
         object.__setattr__(self, "_ahead", ahead)
 
@@ -103,22 +106,22 @@ class RemoteObject:
         if isinstance(other, RemoteObject):
             _check_operands(self, other)
             return _operate(self, "eq", other, returns=bool)
-        if self._told.get("data"):
+        if self._traits.get("data"):
             data = self._program.ask(self._of, "data", trust=self._trust)
             if isinstance(data, RemoteObject):
-                self._program.refuse(f"{_shown(self)} holds no data")
+                self._program.refuse(f"{_shown(self)} contains no data")
             return data == other
         if self._trust < Trust.MADE:
             self._program.refuse(f"{_shown(self)} cannot be compared with data of the test")
         return _equals_data(self, other)
 
     def __ne__(self, other: object) -> bool:
-        # Not asked: a program could call objects unequal that it calls equal.
+        # The program is not asked: it could call two objects equal and unequal.
         return not self == other
 
     def __hash__(self) -> int:
-        if "hash" not in self._told["offers"]:
-            raise TypeError(f"unhashable type: {self._told['type']!r}")
+        if "hash" not in self._traits["offers"]:
+            raise TypeError(f"unhashable type: {self._traits['type']!r}")
         return _operate(self, "hash", returns=int)
 
     def __copy__(self) -> Any:
@@ -132,7 +135,7 @@ class RemoteObject:
 
 
 class _Ahead:
-    """Items of an iterator that came before they were asked for."""
+    """Items of an iterator that were fetched before the test used them."""
 
     def __init__(self) -> None:
         self.items: deque[Any] = deque()
@@ -140,12 +143,16 @@ class _Ahead:
         self.known = 0
 
 
-def remote_object(program: ProgramLine, told: dict[str, Any], trust: Trust) -> RemoteObject:
-    """What stands for an object that the program describes."""
-    kind, offers, number = str(told["type"])[:80], str(told["offers"])[:400], int(told["number"])
-    known = {name: told.get(name) is True for name in ("iterator", "ahead", "data")}
-    told = {**known, "type": kind, "offers": offers.split()}
-    return _kind(kind, offers)(program, number, told, trust)
+def remote_object(program: ProgramLine, traits: dict[str, Any], trust: Trust) -> RemoteObject:
+    """The proxy for an object that the program describes in ``traits``."""
+    kind, offers, number = (
+        str(traits["type"])[:80],
+        str(traits["offers"])[:400],
+        int(traits["number"]),
+    )
+    known = {name: traits.get(name) is True for name in ("iterator", "ahead", "data")}
+    traits = {**known, "type": kind, "offers": offers.split()}
+    return _kind(kind, offers)(program, number, traits, trust)
 
 
 @functools.lru_cache(256)
@@ -157,27 +164,29 @@ def _kind(name: str, offers: str) -> type[RemoteObject]:
 def _check_attribute(remote: RemoteObject, name: str) -> None:
     if name.startswith("__"):
         if name not in _SPECIAL_ATTRIBUTES:
-            raise AttributeError(f"{remote._told['type']!r} object has no attribute {name!r}")
+            raise AttributeError(f"{remote._traits['type']!r} object has no attribute {name!r}")
         return
     never = {Trust.MADE: frozenset[str](), Trust.MEMBER: _PREDICATES}.get(
         remote._trust, DATA_ATTRIBUTES
     )
     if name in never:
-        remote._program.refuse(f"a test may not ask {_shown(remote)} for {name!r}, as it does data")
+        remote._program.refuse(
+            f"a test may not read {name!r} of {_shown(remote)}, as if it were data"
+        )
 
 
 def _check_operands(remote: RemoteObject, other: object) -> None:
-    """The program answers for two of its own objects; the test's data it hears only where the tests
-    ask for a class.
+    """Refuse an operation between a remote object and another value, unless both are the program's
+    or the tests use the object as one of a class.
     """
     own = isinstance(other, RemoteObject)
     trust = max(remote._trust, other._trust) if isinstance(other, RemoteObject) else remote._trust
     if trust < (Trust.OBJECT if own else Trust.MADE):
-        remote._program.refuse(f"{_shown(remote)} cannot be compared with or added to other values")
+        remote._program.refuse(f"{_shown(remote)} cannot be compared or combined with other values")
 
 
 def _shown(remote: RemoteObject) -> str:
-    return f"a value of type {remote._told['type']}"
+    return f"a value of type {remote._traits['type']}"
 
 
 def _operate(remote: Any, name: str, *arguments: Any, returns: Any = None, **more: Any) -> Any:
@@ -188,18 +197,18 @@ def _operate(remote: Any, name: str, *arguments: Any, returns: Any = None, **mor
 
 
 def _observed(name: str, returns: type | None = None) -> Callable[..., Any]:
-    """An operation that tells the program nothing but perhaps a place."""
+    """A method that passes nothing of the test's data to the program but perhaps a position."""
 
     def method(self: RemoteObject, *arguments: Any) -> Any:
         if self._trust < Trust.OBJECT:
-            self._program.refuse(f"a test may not ask {_shown(self)} for {name}, as it does data")
+            self._program.refuse(f"a test may not use {name} on {_shown(self)}, as if it were data")
         return _operate(self, name, *arguments, returns=returns)
 
     return method
 
 
 def _combined(name: str, *, last: bool = False) -> Callable[..., Any]:
-    """An operation with another value."""
+    """A method that combines the object with another value."""
 
     def method(self: RemoteObject, other: Any, *more: Any) -> Any:
         _check_operands(self, other)
@@ -226,32 +235,28 @@ def _ordered(name: str) -> Callable[..., Any]:
     return method
 
 
-def _length(self: RemoteObject) -> int:
-    return _observed("len", int)(self)
-
-
 def _contains(self: RemoteObject, item: Any) -> bool:
     if self._trust >= Trust.MADE or isinstance(item, RemoteObject):
         _check_operands(self, item)
         return _operate(self, "contains", item, returns=bool)
-    if not {"iter", "getitem"}.intersection(self._told["offers"]):
+    if not {"iter", "getitem"}.intersection(self._traits["offers"]):
         self._program.refuse(f"a test may not look for data in {_shown(self)}")
     return any(item == mine for mine in self)  # type: ignore[attr-defined]
 
 
 def _iterate(self: RemoteObject) -> Any:
-    if self._trust < Trust.OBJECT and not self._told.get("iterator"):
-        self._program.refuse(f"a test may not iterate over {_shown(self)}, as it does over data")
+    if self._trust < Trust.OBJECT and not self._traits.get("iterator"):
+        self._program.refuse(f"a test may not iterate over {_shown(self)}, as if it were data")
     return _operate(self, "iter")
 
 
 def _next(self: RemoteObject) -> Any:
-    """The next item. Iterators of Python's own are asked for more than one later on: for an eighth
-    of what they have yielded.
+    """The next item. For iterators of Python's own types several items are fetched at once: an
+    eighth of the number already returned.
     """
     ahead = self._ahead
     if not ahead.items and ahead.end is False:
-        count = max(1, ahead.known // _BATCH_GROWTH) if self._told.get("ahead") else 1
+        count = max(1, ahead.known // _BATCH_GROWTH) if self._traits.get("ahead") else 1
         items, ahead.end = self._program.ask(
             self._of, "next", trust=self._trust, count=min(count, _MOST_ITEMS)
         )
@@ -266,25 +271,13 @@ def _next(self: RemoteObject) -> Any:
 
 
 def _call(self: RemoteObject, *arguments: Any, **named: Any) -> Any:
-    trust = Trust.MADE if self._told.get("makes") else self._trust
+    trust = Trust.MADE if self._traits.get("makes") else self._trust
     return self._program.ask(self._of, "call", "", arguments, named, trust=trust)
 
 
-def _set_item(self: RemoteObject, key: Any, value: Any) -> None:
-    _observed("setitem")(self, key, value)
-
-
-def _delete_item(self: RemoteObject, key: Any) -> None:
-    _observed("delitem")(self, key)
-
-
-def _enter(self: RemoteObject) -> Any:
-    return _operate(self, "enter")
-
-
 def _exit(self: RemoteObject, kind: type | None, _error: object, _trace: object) -> bool:
-    """Whether the program's manager takes care of an exception; a failed assert it never does, nor
-    does it hear what was expected.
+    """Leave a ``with`` block. Returns whether the program's manager suppresses the exception; it
+    can never suppress a failed assert, and it does not see the assert's text.
     """
     mro = () if kind is None else kind.__mro__
     name = next((base.__name__ for base in mro if base.__module__ == "builtins"), None)
@@ -295,52 +288,35 @@ def _exit(self: RemoteObject, kind: type | None, _error: object, _trace: object)
 
 
 def _equals_data(remote: RemoteObject, data: object) -> bool:
-    """Whether the program calls its object equal to the test's data, which it has to tell from what
-    is like it.
-    """
+    """Whether the program's object equals the test's data and is different from similar data."""
     asked = family_of(data)
     equal = [other for other in asked if _operate(remote, "eq", other, returns=bool)]
     if len(equal) > 1:
-        remote._program.refuse(f"{_shown(remote)} is equal to different data of the test")
+        remote._program.refuse(f"{_shown(remote)} equals different data of the test")
     return bool(equal) and equal[0] is data
 
 
 _OFFERED: dict[str, Callable[..., Any]] = {
     "call": _call,
     "contains": _contains,
-    "delitem": _delete_item,
-    "enter": _enter,
+    "delitem": _observed("delitem"),
+    "enter": lambda self: _operate(self, "enter"),
     "iter": _iterate,
-    "len": _length,
+    "len": _observed("len", int),
     "next": _next,
-    "setitem": _set_item,
+    "setitem": _observed("setitem"),
     **{name: _observed(name, kind) for name, kind in (("int", int), ("float", float))},
     **{name: _observed(name, kind) for name, kind in (("index", int), ("complex", complex))},
     **{name: _observed(name) for name in _OBSERVATIONS.split()},
 }
-"""Methods that a type of the program may lack."""
+"""Special methods that not every type has: a proxy has those that the program's type defines."""
 
 
 def _add_operators() -> None:
     def give(name: str, method: Callable[..., Any]) -> None:
         setattr(RemoteObject, f"__{name}__", method)
 
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "divmod",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    ]:
+    for name in _ARITHMETIC.split():
         function = {"and": "and_", "or": "or_"}.get(name, name)
         give(name, _combined(function))
         give(f"r{name}", _combined(function, last=True))
@@ -358,7 +334,7 @@ _add_operators()
 
 
 class Stub:
-    """Stands for what the program has under a name of the tests: a function, or a class."""
+    """Proxy for a function or class of the program that the tests use by its name."""
 
     def __init__(self, program: Callable[[], ProgramLine], name: str, trust: Trust) -> None:
         object.__setattr__(self, "_program", program)
@@ -413,6 +389,6 @@ class Stub:
 
 
 def builtin_name(value: Any) -> str | None:
-    """The name of a function or class of Python's own, None for any other value."""
+    """The name of a builtin function or class; None for any other value."""
     name = getattr(value, "__name__", None)
     return name if isinstance(name, str) and getattr(builtins, name, None) is value else None

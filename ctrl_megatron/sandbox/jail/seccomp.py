@@ -1,14 +1,14 @@
-"""A system call filter without a library: what a program needs stays, what reaches other processes
-goes.
+"""A system call filter, written without a library. It allows what a program needs and denies what
+affects other processes.
 
 Denied: new processes and programs, sockets, signals to others, tracing, anonymous executable memory
 files, shared memory outside the address-space limit, keys, eBPF, mounts, namespaces, clocks and
-scheduling, signals by way of a descriptor's owner; what takes from a store that the whole machine
-or user has but once (asynchronous I/O of both kinds, timers that hold a signal); and
-what would make library files that all jobs share a channel between them: locks, watches, leases,
-a look at or a say in what the page cache holds. Threads work. Where Landlock alone guards the
-machine's files, what it does not mediate is denied too. Source: Linux
-``include/uapi/linux/seccomp.h`` and ``bpf_common.h``.
+scheduling, and signals through the owner of a descriptor. Also denied: resources that the machine
+or the user has only once (both kinds of asynchronous I/O, timers that hold a signal), and
+operations that would turn the library files, which all jobs share, into a channel between jobs
+(locks, watches, leases, queries and hints about the page cache). Threads work. Where only Landlock
+protects the machine's files, operations that Landlock does not control are denied too. Source:
+Linux ``include/uapi/linux/seccomp.h`` and ``bpf_common.h``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 _CLONE_THREAD = 0x00010000
 _FIRST_UNKNOWN = 463
-"""Calls newer than this list do not exist for the program."""
+"""First number of the system calls newer than this list; for the program they do not exist."""
 _FILTER_MODE = 2
 _OWN_PID = 0xFFFFFFFF
-"""Place holder in a compiled filter; the process that installs it puts its own pid there."""
+"""Placeholder in a compiled filter; the process that installs the filter replaces it by its own
+pid."""
 
 DENIED: dict[str, tuple[int, ...]] = {
     "x86_64": (
@@ -97,7 +98,7 @@ _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 _LOCAL, _STREAM, _KIND = 1, 1, 0xF
 _SET_OWNER, _SET_SIGNAL, _SET_OWNER_EX = 8, 10, 15
 _LOCKS = (5, 6, 7, 36, 37, 38)
-"""Record locks of a process and of an open file: ask, set, set and wait."""
+"""Commands of record locks, of a process and of an open file: get, set, set and wait."""
 _LEASE_AND_NOTIFY = (1024, 1025, 1026)
 _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 _UNMEDIATED = {
@@ -114,19 +115,19 @@ _UNMEDIATED = {
         *(5, 6, 7, 14, 15, 16),
     ),
 }
-"""Calls on a file's metadata, which no version of Landlock mediates; ``setxattrat`` and
+"""Calls that change a file's metadata, which no version of Landlock controls. ``setxattrat`` and
 ``removexattrat`` are newer than the list."""
 _SETFLAGS, _FSSETXATTR, _ENABLE_VERITY = 0x40086602, 0x401C5820, 0x40806685
 _OPEN = {
     "x86_64": ((2, _SECOND_OFFSET), (257, _THIRD_OFFSET)),
     "aarch64": ((56, _THIRD_OFFSET),),
 }
-"""``open`` and ``openat``, and where their flags are."""
+"""System calls ``open`` and ``openat``, and the offsets of their flags."""
 _OPENAT2 = 437
 _TRUNCATE = {"x86_64": 76, "aarch64": 45}
 _ACCESS_MODE, _TO_TRUNCATE = 3, 0o1000
 _LANDLOCK_TRUNCATES = 3
-"""First version of Landlock that mediates truncation."""
+"""First version of Landlock that controls truncation."""
 
 
 def compile_filter(
@@ -136,12 +137,13 @@ def compile_filter(
     processes: bool = False,
     landlock: int | None = None,
 ) -> list[Instruction]:
-    """The filter for machine ``name``; comparisons with the own pid hold a place holder.
+    """Compile the filter for architecture ``name``; comparisons with the process's own pid contain
+    a placeholder.
 
-    ``execute`` lets the process become another program, ``processes`` lets it start processes (in
-    no new namespace) and signal all of its job but pid 1, which needs a pid namespace around it.
-    ``landlock`` is the version of Landlock that guards the machine's files, None where namespaces
-    do: what it does not mediate is refused.
+    ``execute`` allows the process to execute another program. ``processes`` allows it to start
+    processes (in no new namespace) and to signal all processes of its job except pid 1, which
+    requires a pid namespace around the job. ``landlock`` is the version of Landlock that protects
+    the machine's files, None if namespaces do; operations that it does not control are denied.
     """
     fail, allow = (_RETURN, 0, 0, _FAIL | errno.EPERM), (_RETURN, 0, 0, _ALLOW)
     absent = (_RETURN, 0, 0, _FAIL | errno.ENOSYS)
@@ -155,9 +157,9 @@ def compile_filter(
     if name == "x86_64":
         program += [(_AT_LEAST, 0, 1, _X32), absent]
     program += [(_AT_LEAST, 0, 1, _FIRST_UNKNOWN), absent]
-    # Without clone3, whose flags a filter cannot see, the C library falls back to clone.
+    # A filter cannot read the flags of clone3. Without it the C library uses clone.
     program += [(_EQUAL, 0, 1, _CLONE3), absent]
-    # A thread shares what it is started from; a process may only not leave its namespaces.
+    # Threads are allowed. A job that may start processes must not leave its namespaces.
     bit, if_set, if_clear = (
         (_NEW_NAMESPACES, fail, allow) if processes else (_CLONE_THREAD, allow, fail)
     )
@@ -167,11 +169,11 @@ def compile_filter(
         program += _on_call(number, first_argument, (_EQUAL, 0, 1, target), if_same, if_other)
     own = (_EQUAL, 1, 0, 0), (_EQUAL, 0, 1, _OWN_PID)
     program += _on_call(_PRLIMIT[name], first_argument, *own, allow, fail)
-    # Of any other kind a socket of a pair can still send to an address, though it may not connect.
+    # A socket pair of any other kind can still send to an address, even if it cannot connect.
     stream = (_LOAD, 0, 0, _SECOND_OFFSET), (_MASK, 0, 0, _KIND), (_EQUAL, 1, 0, _STREAM)
     local = (_EQUAL, 1, 0, _LOCAL), fail
     program += _on_call(_SOCKETPAIR[name], first_argument, *local, *stream, fail, allow)
-    # The owner of a descriptor gets a signal of the setter's choice when data arrive.
+    # The owner of a descriptor receives a signal that the setter chooses when data arrives.
     refused = (_SET_OWNER, _SET_SIGNAL, _SET_OWNER_EX, *_LOCKS, *_LEASE_AND_NOTIFY)
     program += _deny_second(_FCNTL[name], refused)
     requests = (_FIOSETOWN, _SIOCSPGRP)
@@ -183,7 +185,7 @@ def compile_filter(
             denied += (_TRUNCATE[name],)
         for number, flags in _OPEN[name]:
             program += _on_call(number, *_judge_flags((_LOAD, 0, 0, flags), landlock), allow)
-        # Its flags are behind a pointer; the C library does not use it.
+        # Its flags are behind a pointer, which a filter cannot read. The C library does not use it.
         program += [(_EQUAL, 0, 1, _OPENAT2), absent]
     program += _deny_second(_IOCTL[name], requests)
     permitted = (_EXECUTE[name] if execute else ()) + (_START[name] if processes else ())
@@ -194,7 +196,7 @@ def compile_filter(
 
 
 def _deny_second(number: int, values: tuple[int, ...]) -> list[Instruction]:
-    """Refuse call ``number`` when its second argument is one of ``values``, else allow it."""
+    """Deny call ``number`` if its second argument is one of ``values``, else allow it."""
     tests: list[Instruction] = [
         (_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)
     ]
@@ -203,12 +205,12 @@ def _deny_second(number: int, values: tuple[int, ...]) -> list[Instruction]:
 
 
 def _judge_flags(load_flags: Instruction, landlock: int) -> list[Instruction]:
-    """Refuse to open a file in a way that Landlock does not see."""
+    """Deny ways to open a file that Landlock does not control."""
     fail = (_RETURN, 0, 0, _FAIL | errno.EPERM)
-    # Neither for reading nor for writing: Landlock asks for no right at all.
+    # Opened for neither reading nor writing: Landlock checks no right.
     tests = [load_flags, (_MASK, 0, 0, _ACCESS_MODE), (_EQUAL, 0, 1, _ACCESS_MODE), fail]
     if landlock < _LANDLOCK_TRUNCATES:
-        # For reading, and emptied all the same.
+        # Opened for reading and truncated.
         mask = _ACCESS_MODE | _TO_TRUNCATE
         tests += [load_flags, (_MASK, 0, 0, mask), (_EQUAL, 0, 1, _TO_TRUNCATE), fail]
     return tests
@@ -237,7 +239,7 @@ class SyscallFilter:
         ]
 
     def install(self) -> None:
-        """Confine the calling process for good. Raises ``KernelRefusal``."""
+        """Install the filter in the calling process, permanently. Raises ``KernelRefusal``."""
         pid = os.getpid()
         for index in self._own_pid:
             self._code[index] = (self._code[index] & 0xFFFFFFFF) | pid << 32

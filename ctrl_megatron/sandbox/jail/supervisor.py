@@ -1,8 +1,8 @@
-"""Reads a worker's jobs one after another: hands out code and tests, drains output, keeps the
-clock, has everything ended, reports.
+"""The supervisor of a worker: reads jobs one after another, distributes code and tests to the
+processes of a job, collects output, enforces time limits and reports.
 
-It holds tests and expected values, so it forks nothing: the fork server does, whose memory never
-held them. Verdicts come back on a pipe that no candidate has, with a nonce.
+Its memory contains tests and expected values, so it forks no process. The fork server forks, whose
+memory never contained them. Verdicts return on a pipe that no candidate has, with a nonce.
 """
 
 from __future__ import annotations
@@ -18,61 +18,33 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import files, frames
 from ctrl_megatron.sandbox.jail.fork_server import ForkServer
 from ctrl_megatron.sandbox.jail.isolation import Confinement
+from ctrl_megatron.sandbox.jail.job import CapturedOutput, Job, VerdictPipe
 from ctrl_megatron.sandbox.jail.remote_calls import NEW_CANDIDATE
 
 _JOB_BYTES = 1 << 30
 _REPORT_BYTES = 64 << 20
 _GRACE_SECONDS = 2.0
 _LATE_SECONDS = 0.1
-"""How long after a test's time the judge is ended; one that runs Python ends the test itself."""
-_VERDICT_PARTS = 4
+"""Seconds after a test's time at which the judge is ended. A judge that runs Python code ends the
+test itself."""
 _CANCEL = None
-"""What the service sends in place of a job to give up the running one."""
+"""The message with which the service cancels the running job."""
 _CHUNK = 1 << 16
 _TICK_SECONDS = 0.05
-"""Between two looks at the verdicts, and at a directory that no file system bounds."""
-
-
-Job = dict[str, Any]
-"""What a worker is to do. ``kind`` is ``program`` (with ``stdin``, ``files``, ``fetch`` and perhaps
-``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``marked``, ``stubs``,
-``classes``, ``exceptions``, ``shared_classes``, ``run_all``, ``problem_seconds``);
-both have ``code``, ``prelude``, ``seconds``, ``memory_mb``."""
-
-
-class JobReport(TypedDict):
-    """What a worker answers to a job that it could run."""
-
-    kind: str
-    """``end``; a worker that failed answers ``fault`` with a ``reason``."""
-    verdicts: list[list[Any]]
-    """Of ``asserts``, for each test that was run: index, status, reason, seconds."""
-    stopped: str | None
-    """Why it was cut short: ``timeout``, ``output``, ``disk``, ``fetch``, ``cancelled``. The
-    service adds ``job_timeout``, where it cancelled the job because the time of the whole problem
-    was over, and ``broke`` for a program that brought its workers down."""
-    exit: int | None
-    """Wait status of the program."""
-    wall: float
-    """Seconds."""
-    stdout: dict[str, Any]
-    """``bytes`` in base64, and whether they are ``truncated``."""
-    stderr: dict[str, Any]
-    files: dict[str, str]
-    """Fetched path -> base64 content."""
+"""Interval between two checks of the verdicts, and of a directory without a quota."""
 
 
 class ServiceGone(Exception):
-    """Nobody waits for the job any more."""
+    """The service closed the connection during a job."""
 
 
 def serve_jobs(control: int, fork_server: ForkServer, confinement: Confinement) -> NoReturn:
-    """Run the jobs that come on the socket ``control`` until the service closes it."""
+    """Run the jobs that arrive on the socket ``control`` until the service closes it."""
     status = 1
     try:
         service = socket.socket(fileno=os.dup(control))
@@ -102,7 +74,7 @@ def serve_jobs(control: int, fork_server: ForkServer, confinement: Confinement) 
 
 @contextmanager
 def _directory(confinement: Confinement) -> Iterator[str | None]:
-    """A job's private directory where it has no file system of its own; removed afterwards."""
+    """A private directory for a job that has no file system of its own; removed afterwards."""
     if confinement.isolated:
         yield None
         return
@@ -114,71 +86,8 @@ def _directory(confinement: Confinement) -> Iterator[str | None]:
         files.remove_tree(path)
 
 
-class _CapturedOutput:
-    """One output stream of the program: keeps the first ``keep`` bytes, counts the rest."""
-
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self._kept = bytearray()
-        self._seen = 0
-
-    def add(self, data: bytes) -> None:
-        self._kept += data[: self._keep - len(self._kept)]
-        self._seen += len(data)
-
-    @property
-    def flooded(self) -> bool:
-        """Whether the program prints without end."""
-        return self._seen > 4 * self._keep
-
-    def report(self) -> dict[str, Any]:
-        text = base64.b64encode(self._kept).decode()
-        return {"bytes": text, "truncated": self._seen > len(self._kept)}
-
-
-class _VerdictPipe:
-    """What the judge has told so far, every frame of it with this job's ``nonce``."""
-
-    def __init__(self) -> None:
-        self.nonce = os.urandom(16).hex()
-        self.verdicts: list[list[Any]] = []
-        self.complete = False
-        """The judge has told all."""
-        self.until = math.inf
-        """When the judge wants to be ready with what it does."""
-        self._unread = b""
-
-    def begin(self) -> None:
-        """A judge begins; what another left half said is lost."""
-        self._unread, self.until = b"", math.inf
-
-    def read(self, fd: int) -> None:
-        """Read what is there on a descriptor that does not block.
-
-        Raises ``FrameError`` for a frame without the nonce.
-        """
-        while True:
-            try:
-                data = os.read(fd, _CHUNK)
-            except BlockingIOError:
-                break
-            if not data:
-                break
-            self._unread += data
-        messages, self._unread = frames.split(self._unread)
-        for nonce, *verdict in messages:
-            if nonce != self.nonce:
-                raise frames.FrameError("a verdict without this job's nonce")
-            if not verdict:
-                self.complete = True
-            if len(verdict) in (1, 1 + _VERDICT_PARTS):
-                self.until = verdict.pop()
-            if verdict:
-                self.verdicts.append(verdict)
-
-
 class _JobRun:
-    """State of the running job; ``stopped`` says why it was cut short, if it was."""
+    """The running job. ``_stopped`` is the reason why it was cut short, if it was."""
 
     def __init__(
         self,
@@ -195,27 +104,27 @@ class _JobRun:
         self._job = job
         self._judged = job["kind"] == "asserts"
         self._open: set[int] = set()
-        """Descriptors of this job; none outlives it."""
+        """Open descriptors of this job; all are closed at its end."""
         self._sockets: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         limit = confinement.limits.output_bytes
-        self._stdout = _CapturedOutput(job.get("output_bytes", limit))
-        self._stderr = _CapturedOutput(limit)
-        self._verdicts = _VerdictPipe()
+        self._stdout = CapturedOutput(job.get("output_bytes", limit))
+        self._stderr = CapturedOutput(limit)
+        self._verdicts = VerdictPipe()
         self._files: dict[str, str] | None = {}
         self._stopped: str | None = None
         self._exit: int | None = None
         self._running = True
         self._spare: socket.socket | None = None
-        """The line to a candidate that the judge has not asked for yet."""
+        """The connection to a candidate that the judge has not requested yet."""
         self._requests: socket.socket | None = None
-        """Where the judge asks for candidates."""
+        """The socket on which the judge requests candidates."""
         self._ended_judge = False
-        """The judge was ended at its last test."""
+        """The judge was killed at its last test."""
         self._deadline = self._ticked = 0.0
 
     def run(self) -> dict[str, Any]:
-        """The report for the service."""
+        """Run the job and return the report for the service."""
         started = time.monotonic()
         try:
             try:
@@ -242,16 +151,17 @@ class _JobRun:
         for fd, output in self._outputs.items():
             self._on_read(fd, lambda fd=fd, output=output: self._drain(fd, output))
         if self._judged:
-            # The judge keeps the clock of each test; ours only catches a judge that hangs in C.
+            # The judge limits the time of each test; the supervisor only ends a judge that hangs in
+            # C code.
             self._begin_judge()
         else:
             self._begin_program()
 
     def _begin_judge(self) -> None:
-        """Start a judge for the tests that have no verdict yet."""
+        """Start a judge for the tests without a verdict."""
         self._deadline = time.monotonic() + float(self._job["seconds"]) + _GRACE_SECONDS
         self._verdicts.begin()
-        told = [verdict[1] for verdict in self._verdicts.verdicts]
+        statuses = [verdict[1] for verdict in self._verdicts.verdicts]
         spec, given = self._pipe()
         self._verdicts_fd, verdicts_given = self._pipe()
         os.set_blocking(self._verdicts_fd, False)
@@ -268,14 +178,16 @@ class _JobRun:
             *("seconds", "run_all", "memory_mb"),
         )
         rest = {
-            "first": len(told),
-            "timeouts": told.count("timeout"),
+            "first": len(statuses),
+            "timeouts": statuses.count("timeout"),
             "max_timeouts": self._confinement.limits.max_timeouts,
         }
         self._send_spec(given, names, **rest, nonce=self._verdicts.nonce)
 
     def _replace_judge(self) -> None:
-        """The judge is late: its test is over, another judge takes the tests after it."""
+        """Time out the current test of a late judge, and start another judge for the tests after
+        it.
+        """
         assert self._requests is not None
         self._selector.unregister(self._requests)
         verdicts, seconds = self._verdicts.verdicts, float(self._job["seconds"])
@@ -298,7 +210,9 @@ class _JobRun:
         self._send_spec(given, names, **rest, **self._place())
 
     def _new_candidate(self) -> socket.socket:
-        """Our end of the line to a new candidate; what ran before is ended."""
+        """Start a new candidate in place of the last one; returns the supervisor's end of its
+        connection.
+        """
         line, line_given = socket.socketpair()
         spec, given = self._pipe()
         with line_given:
@@ -314,12 +228,12 @@ class _JobRun:
         return {"directory": self._directory, "files": self._job.get("files", {})}
 
     def _send_spec(self, fd: int, names: tuple[str, ...], **rest: Any) -> None:
-        """Tell a new process those fields of the job that it may know, and ``rest``."""
+        """Send a new process the fields ``names`` of the job, and ``rest``."""
         frames.send(fd, {**{name: self._job[name] for name in names}, **rest})
         self._close(fd)
 
     def _candidate_wanted(self, requests: socket.socket) -> None:
-        """Give the judge a candidate; its end is the end of the job."""
+        """Send the judge a candidate. The end of the judge is the end of the job."""
         if requests.recv(1) != NEW_CANDIDATE:
             self._running = False
             return
@@ -328,7 +242,7 @@ class _JobRun:
             socket.send_fds(requests, [b"candidate"], [line.fileno()])
 
     def _watch(self) -> None:
-        # Without a tick nothing needs a look before something is to be read.
+        # Without ticks nothing has to be checked until a descriptor is readable.
         ticks = self._judged or not self._confinement.isolated
         while self._running and self._stopped is None:
             left = self._deadline - time.monotonic()
@@ -346,7 +260,7 @@ class _JobRun:
                 self._tick()
 
     def _tick(self) -> None:
-        """What is looked at now and then: a wake-up per verdict would cost more than the test."""
+        """Periodic checks: waking up for every verdict would cost more than the test."""
         now = time.monotonic()
         if now < self._ticked + _TICK_SECONDS:
             return
@@ -363,13 +277,13 @@ class _JobRun:
             self._deadline = self._verdicts.until + _LATE_SECONDS
 
     def _pipe(self) -> tuple[int, int]:
-        """Reading and writing end of a new pipe."""
+        """Open a pipe; returns its reading and writing end."""
         ends = os.pipe()
         self._open.update(ends)
         return ends
 
     def _close(self, *ends: int) -> None:
-        """Close ends that are not needed any more, unless they are closed already."""
+        """Close those of ``ends`` that are still open."""
         for fd in self._open.intersection(ends):
             self._open.remove(fd)
             os.close(fd)
@@ -378,14 +292,14 @@ class _JobRun:
         self._selector.register(fd, selectors.EVENT_READ, action)
 
     def _service_speaks(self) -> None:
-        """Nobody waits any more: the service cancels the job, or is gone."""
+        """The service cancels the job, or is gone."""
         try:
             frames.receive(self._control, limit=_JOB_BYTES)
         except frames.PeerGone as error:
             raise ServiceGone("the service closed the connection during a job") from error
         self._stopped = "cancelled"
 
-    def _drain(self, fd: int, output: _CapturedOutput) -> None:
+    def _drain(self, fd: int, output: CapturedOutput) -> None:
         data = os.read(fd, _CHUNK)
         if not data:
             self._selector.unregister(fd)
@@ -394,8 +308,8 @@ class _JobRun:
             self._stopped = "output"
 
     def _stdin_file(self) -> int:
-        """A file of the program's input that nobody can change: programs ask for its size, map it
-        into memory, or read all of it in one call.
+        """A file in memory with the program's input that cannot be changed. A file, because
+        programs ask for its size, map it or read it in one call.
         """
         fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._open.add(fd)
@@ -407,7 +321,7 @@ class _JobRun:
         return fd
 
     def _take_report(self, fd: int) -> None:
-        """Take the report of init; its end is the end of the job."""
+        """Read the report of the init process. The end of that process is the end of the job."""
         try:
             report = frames.receive(fd, limit=_REPORT_BYTES)
         except frames.PeerGone:

@@ -1,8 +1,8 @@
-"""A worker process: isolates itself once, imports what programs import, then divides into a
-supervisor, which reads jobs, and a fork server, which never sees one.
+"""The start of a worker process: it isolates itself, imports the modules that programs import, then
+divides into a supervisor, which reads jobs, and a fork server, which never sees one.
 
-Started as ``python -s -P -S -B -c "...; main(fd)"`` with a fixed seed of hashes; the descriptor
-is a socket to the service.
+It is started as ``python -s -P -S -B -c "...; main(fd)"`` with a fixed hash seed; the descriptor is
+a socket to the service.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ abc array bisect cmath collections collections.abc contextlib copy dataclasses d
 fractions functools heapq io itertools json math numbers operator os queue random re statistics
 string struct sys textwrap threading time traceback types typing warnings
 """
-"""What solutions of programming problems import. Not more: every page of the fork server's memory
-is copied into the page tables of every job."""
+"""Modules that solutions of programming problems import. The list is short, because every page of
+the fork server's memory is added to the page tables of every job."""
 
 
 def main(fd: int) -> None:
@@ -41,7 +41,8 @@ def main(fd: int) -> None:
     sys.set_int_max_str_digits(INTEGER_DIGITS)
     linux.die_with_parent(setup["service_pid"])
     try:
-        # The kernel ends programs before the service and the trainer; children inherit it.
+        # If memory runs out, the kernel ends programs before the service and the trainer. Children
+        # inherit the value.
         with open("/proc/self/oom_score_adj", "w") as stream:
             stream.write("1000")
     except OSError as error:
@@ -49,16 +50,16 @@ def main(fd: int) -> None:
     try:
         for name in (*_PROGRAMS_IMPORT.split(), *setup["preload"]):
             importlib.import_module(name)
-        # ``-S`` keeps site packages out; programs still expect the names that site adds.
+        # ``-S`` keeps site packages out, but programs expect the names that ``site`` adds.
         site.setquit()
         site.sethelper()
         confinement, process = _isolate(setup)
     except (isolation.IsolationRefused, OSError, ImportError) as error:
-        # The service may be gone: it ends at the first refusal, which another worker told it.
+        # The service may have ended: it stops at the first refusal of any worker.
         with contextlib.suppress(frames.PeerGone):
             frames.send(fd, {"kind": "refused", "reason": str(error)})
         os._exit(_REFUSED)
-    # Changing the user id forgets the parent-death signal.
+    # A change of the user id resets the parent-death signal.
     linux.die_with_parent()
     _prepare()
     _divide(fd, confinement, process)
@@ -85,7 +86,7 @@ def _isolate(setup: dict[str, Any]) -> tuple[Confinement, int | None]:
 
 def _prepare() -> None:
     linux.drop_bounding_set()
-    # Inherited by every job: no process of the same user may trace us or open our memory.
+    # Inherited by every job: no process of the same user may trace it or read its memory.
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
     null = os.open("/dev/null", os.O_RDWR)
     for standard in (0, 1):
@@ -97,7 +98,7 @@ def _prepare() -> None:
 
 
 def _divide(fd: int, confinement: Confinement, process: int | None) -> None:
-    """Fork the fork server, before this process sees any job, and become the supervisor."""
+    """Fork the fork server before this process sees a job, and become the supervisor."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid, own = (os.fork(), None) if process is None else namespaces.fork_owner(process)
     if pid == 0:

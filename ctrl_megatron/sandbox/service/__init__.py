@@ -1,1 +1,1 @@
-"""The service: HTTP endpoints, the queue of jobs, data sets, grading."""
+"""The service: HTTP routes, the queue of jobs, the workers, and grading."""

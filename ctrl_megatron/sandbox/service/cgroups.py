@@ -1,4 +1,5 @@
-"""Limits on all processes of a worker together, by cgroup v2 where a subtree is delegated to us.
+"""Limits on all processes of a worker together, by cgroup v2, where a subtree is delegated to the
+service.
 
 Delegation: Linux kernel, Documentation/admin-guide/cgroup-v2.rst, section "Delegation"; systemd,
 docs/CGROUP_DELEGATION.md.
@@ -16,22 +17,23 @@ CONTROLLERS = ("memory", "pids")
 _SYSTEMD = Path("/run/systemd/system")
 _DELEGATED = ("user.delegate", "trusted.delegate")
 _OWN_MB = 256
-"""Of supervisor and fork server, and of what the kernel counts beside programs' memory."""
+"""MiB for supervisor and fork server, and for memory that the kernel counts beside that of
+programs."""
 _OWN_TASKS = 16
 
 
 class NotDelegated(RuntimeError):
-    """No cgroup v2 subtree is ours to divide; the text says why."""
+    """No cgroup v2 subtree is delegated to this process; the text says why."""
 
 
 class CgroupSubtree:
-    """A cgroup below the service's own, with one for each worker in it."""
+    """A cgroup below the service's own that contains one cgroup per worker."""
 
     def __init__(self, base: Path, controllers: frozenset[str], undo: contextlib.ExitStack) -> None:
         self._base = base
         self._undo = undo
         self.controllers = controllers
-        """Those of ``CONTROLLERS`` that count here."""
+        """Those of ``CONTROLLERS`` that are available."""
 
     @classmethod
     def take(
@@ -41,8 +43,9 @@ class CgroupSubtree:
     ) -> CgroupSubtree:
         """Divide this process's own cgroup. Raises ``NotDelegated``.
 
-        Only leaves may hold processes: where the controllers are not handed down yet, this process
-        moves into a leaf of its own, which needs that no other process is beside it.
+        Only leaves may contain processes: if the controllers are not enabled for children yet, this
+        process moves into a leaf of its own, which requires that the cgroup contains no other
+        process.
         """
         home = _home(mounts, membership)
         try:
@@ -51,11 +54,12 @@ class CgroupSubtree:
             )
             if not available:
                 raise NotDelegated(f"no {' or '.join(CONTROLLERS)} controller in {home}")
-            _require_ours(home)
+            _require_delegated(home)
             control, base = home / "cgroup.subtree_control", home / f"sandbox-{os.getpid()}"
             missing = available - set(control.read_text().split())
             with contextlib.ExitStack() as undo:
-                # The root of the hierarchy may hold processes and hand controllers down.
+                # Only the root of the hierarchy may contain processes and enable controllers for
+                # children.
                 if missing and (home / "cgroup.type").exists():
                     _move_aside(home, undo)
                 if missing:
@@ -69,10 +73,10 @@ class CgroupSubtree:
             raise NotDelegated(f"{error.filename or home}: {error.strerror}") from error
 
     def confine(self, number: int, pid: int, limits: SandboxLimits) -> None:
-        """Put process ``pid``, and all it will start, into the cgroup of worker ``number``. Raises
-        ``OSError``.
+        """Move process ``pid``, with all processes it will start, into the cgroup of worker
+        ``number``. Raises ``OSError``.
 
-        A program within its own limits never meets these; many processes together do.
+        A program within its own limits never reaches these limits, but many processes together may.
         """
         leaf = self._base / f"worker-{number}"
         leaf.mkdir(exist_ok=True)
@@ -87,14 +91,14 @@ class CgroupSubtree:
         (leaf / "cgroup.procs").write_text(str(pid))
 
     def close(self) -> None:
-        """Leave the cgroup as it was found; the workers have ended."""
+        """Restore the cgroup; the workers have ended."""
         for leaf in self._base.glob("worker-*"):
             leaf.rmdir()
         self._undo.close()
 
 
 def _home(mounts: Path, membership: Path) -> Path:
-    """Directory of the cgroup that this process is in."""
+    """The directory of this process's cgroup."""
     with contextlib.suppress(OSError):
         paths = [x[3:] for x in membership.read_text().splitlines() if x.startswith("0::")]
         for line in mounts.read_text().splitlines():
@@ -104,9 +108,9 @@ def _home(mounts: Path, membership: Path) -> Path:
     raise NotDelegated("no cgroup v2 is mounted")
 
 
-def _require_ours(home: Path) -> None:
+def _require_delegated(home: Path) -> None:
     # For an ordinary user the kernel checks the owner of the files. Root may write anywhere, but
-    # must not meddle with what systemd manages.
+    # must not change what systemd manages.
     if os.geteuid() != 0 or not _SYSTEMD.exists():
         return
     for name in _DELEGATED:

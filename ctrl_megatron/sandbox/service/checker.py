@@ -1,8 +1,8 @@
-"""Special judges: a program of the problem decides whether an output answers an input.
+"""Checkers (special judges): a program of the problem decides whether an output is right.
 
-It runs in a job of its own, as confined as the program it judges, with three files. Its verdict:
-exit status 1 or 2 rejects; with status 0 the first word that it prints is the score, a number from
-0 to 1, and printing nothing means 1. Whatever else it does, it has broken.
+It runs as a job of its own, confined like the program that it judges, and gets three files. Exit
+status 1 or 2 rejects the output. With status 0 the first word that it prints is the score, a number
+from 0 to 1; no output means 1. In any other case the checker has broken.
 """
 
 from __future__ import annotations
@@ -13,34 +13,29 @@ from typing import NamedTuple
 
 from ctrl_megatron.sandbox.datasets.problems import CheckerProgram, StdioCase
 from ctrl_megatron.sandbox.languages import language_named
+from ctrl_megatron.sandbox.service.jobs import STOP_REASONS, to_base64
 from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
-from ctrl_megatron.sandbox.service.programs import (
-    STOP_REASONS,
-    Program,
-    ProgramRun,
-    ProgramRunner,
-    to_base64,
-)
-from ctrl_megatron.sandbox.service.workers import WorkerFault
+from ctrl_megatron.sandbox.service.programs import Program, ProgramRun, ProgramRunner
+from ctrl_megatron.sandbox.service.worker import WorkerFault
 
 _REJECTS = (1, 2)
-"""Exit statuses that mean a wrong answer, as testlib has them; others mean that it broke."""
+"""Exit statuses of testlib for a wrong answer; any other means that the checker broke."""
 
 
 class CheckerScore(NamedTuple):
-    """What a checker says of one output."""
+    """A checker's score of one output."""
 
     score: float
     """In [0, 1]."""
     reason: str
-    """Why it is not 1."""
+    """Why the score is not 1; empty if it is."""
     timed_out: bool = False
-    """The checker's time decided it."""
+    """The checker's time limit decided the score."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputChecker:
-    """A checker that is ready to run; what it takes of time is counted by the problem's clock."""
+    """A checker that is ready to run. Its time counts on the problem's clock."""
 
     _runner: ProgramRunner
     _checker: CheckerProgram
@@ -51,8 +46,8 @@ class OutputChecker:
     async def prepare(
         cls, runner: ProgramRunner, checker: CheckerProgram, clock: ProblemClock
     ) -> OutputChecker:
-        """Compile where needed. Raises ``ValueError`` for a checker that cannot be used,
-        ``WorkerFault`` for one that the compiler did not finish in time.
+        """Compile the checker if its language requires it. Raises ``ValueError`` for a checker that
+        cannot be used, ``WorkerFault`` if the compiler ran out of time.
         """
         program = await runner.prepare(language_named(checker.language), checker.code)
         if program.not_compiled is not None:
@@ -61,12 +56,14 @@ class OutputChecker:
         return cls(runner, checker, program, clock)
 
     async def score(self, case: StdioCase, output: str) -> CheckerScore:
-        """How good ``output`` is. Raises ``ValueError`` for a checker that fails."""
+        """The score of ``output``. Raises ``ValueError`` for a checker that fails on the reference
+        answer.
+        """
         run = await self._run(case, output)
         scored = _read_score(run)
         if scored is not None:
             return scored
-        # Did this output break the checker, or is the checker broken?
+        # Find out whether the output or the checker itself is at fault.
         reference = await self._run(case, case.output)
         if self._clock.over:
             return CheckerScore(0.0, STOP_REASONS["job_timeout"], timed_out=True)
@@ -92,7 +89,7 @@ class OutputChecker:
 
 
 def _read_score(run: ProgramRun) -> CheckerScore | None:
-    """None for a checker that broke."""
+    """The checker's score, None if the checker broke."""
     result = run.response.run_result
     if result is not None and result.return_code in _REJECTS:
         text = ((result.stderr or "").strip() or run.stdout.strip()).rpartition("\n")[2]
@@ -113,5 +110,5 @@ def _read_score(run: ProgramRun) -> CheckerScore | None:
 
 
 def _account(run: ProgramRun) -> str:
-    """What a checker that broke did."""
+    """Describe the run of a broken checker."""
     return run.failure or f"it printed {run.stdout.strip()[:100]!r}, which is no score from 0 to 1"

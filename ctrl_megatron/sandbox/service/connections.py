@@ -1,8 +1,9 @@
-"""The service's connections: as many as the process has descriptors for, and none that keeps others
-out while it waits for its own client.
+"""The service's connections: as many as the process has descriptors for, with a policy against
+connections that keep others out while they wait for their own client.
 
-Where there is no room, the connection that has waited longest for its client goes, of the peer that
-has most of them; where all are at work, new ones wait unaccepted, and each that is answered closes.
+If there is no room, the connection that has waited longest for its client is closed, of the peer
+that has most connections. If no connection waits for its client, new ones wait to be accepted, and
+each existing one is closed after its next answer.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import Any
 
 _SWEEP_SECONDS = 0.25
 _BACKLOG = 4096
-"""Connections that may wait to be accepted: a trainer opens hundreds at the same moment."""
+"""Connections that may wait to be accepted. A trainer opens hundreds at the same moment."""
 _PATIENCE_SECONDS = 1.0
-"""With a client that has just come or been answered, however many others wait."""
+"""Seconds for which a connection is not closed after it was opened or answered, however many others
+wait."""
 _SPARE_DESCRIPTORS, _DESCRIPTORS_OF_WORKER = 32, 8
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _log = logging.getLogger(__name__)
@@ -30,35 +32,38 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Visit:
-    """One connection. It waits for its client from ``since`` on, or works where that is None."""
+    """One connection. ``since`` is the time from which it waits for its client, None while the
+    service works on its request.
+    """
 
     peer: str
     since: float | None
     head: bool = True
-    """What it waits for is a request's head, or the rest of one."""
+    """Whether it waits for a request's head, not for the rest of a request."""
     until: float = 0.0
-    """When the head has to be there."""
+    """Time by which the head must have arrived."""
     transport: asyncio.Transport | None = None
 
 
 @dataclass(slots=True)
 class Doorkeeper:
-    """Accepts connections, knows what each waits for, closes those that wait too long. For one
+    """Accepts connections, tracks what each waits for, and closes those that wait too long. For one
     event loop.
     """
 
     most: int
-    """Connections at the same time."""
+    """Maximum of open connections."""
     head_seconds: float
-    """In which a request's head must arrive, from its first byte or the connection's begin on."""
+    """Seconds in which a request's head must arrive, from its first byte or from the start of the
+    connection."""
     idle_seconds: float
-    """That a connection may be without a request."""
+    """Seconds that a connection may stay without a request."""
     peer_of: Callable[[str | None], str] = str
-    """An address's owner."""
+    """Maps an address to the peer that it belongs to."""
     _factory: Callable[[], asyncio.Protocol] | None = None
     _listeners: list[socket.socket] = field(default_factory=list)
     _visits: dict[int, _Visit] = field(default_factory=dict)
-    """By descriptor."""
+    """Connections by descriptor."""
     _by_transport: dict[Any, _Visit] = field(default_factory=dict)
     _accepting: bool = False
     _sweeping: asyncio.TimerHandle | None = None
@@ -66,13 +71,15 @@ class Doorkeeper:
 
     @property
     def open(self) -> int:
-        """Connections."""
+        """Number of open connections."""
         return len(self._visits)
 
     async def listen(
         self, host: str, port: int, factory: Callable[[], asyncio.Protocol]
     ) -> tuple[str, int]:
-        """Accept connections for ``factory``'s protocols; the first address. Raises ``OSError``."""
+        """Accept connections for protocols of ``factory``. Returns the first address. Raises
+        ``OSError``.
+        """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in dict.fromkeys(found):
@@ -91,7 +98,7 @@ class Doorkeeper:
         return name[0], name[1]
 
     def close(self) -> None:
-        """Accept nothing more; what is open stays."""
+        """Stop accepting; open connections remain."""
         self._pause()
         if self._sweeping is not None:
             self._sweeping.cancel()
@@ -100,17 +107,21 @@ class Doorkeeper:
         self._listeners.clear()
 
     def headed(self, transport: Any) -> None:
-        """A request's head has arrived."""
+        """Note that a request's head has arrived."""
         if (visit := self._by_transport.get(transport)) is not None:
             visit.head = False
 
     def served(self, transport: Any) -> None:
-        """All of a request has arrived: the client waits for us."""
+        """Note that a request has arrived completely: from now on the client waits
+        for the service.
+        """
         if (visit := self._by_transport.get(transport)) is not None:
             visit.since = None
 
     def answered(self, transport: Any) -> bool:
-        """The request has its answer; whether the connection should close because others wait."""
+        """Note that a request was answered. Returns whether to close the connection because others
+        wait.
+        """
         if (visit := self._by_transport.get(transport)) is not None:
             now = asyncio.get_running_loop().time()
             visit.since, visit.head = now, True
@@ -118,20 +129,20 @@ class Doorkeeper:
         return bool(self._listeners) and not self._accepting
 
     def arrived(self, visit: _Visit) -> None:
-        """Bytes came from a client."""
+        """Note that bytes have arrived."""
         if visit.head and visit.since is not None:
             now = asyncio.get_running_loop().time()
             visit.until = min(visit.until, now + self.head_seconds)
 
     def left(self, number: int, visit: _Visit) -> None:
-        """A connection has ended."""
+        """Note the end of a connection."""
         self._visits.pop(number, None)
         self._by_transport.pop(visit.transport, None)
         if self._listeners and not self._accepting:
             self._accept_again()
 
     def made(self, visit: _Visit, transport: asyncio.Transport) -> None:
-        """A connection is ready."""
+        """Note that a connection is ready."""
         visit.transport = transport
         self._by_transport[transport] = visit
 
@@ -146,10 +157,10 @@ class Doorkeeper:
             asyncio.get_running_loop().remove_reader(listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Somebody wants to come in."""
+        """Accept one connection, or make room for it."""
         loop = asyncio.get_running_loop()
         if self.open >= self.most:
-            # An end makes room; until then the newcomers wait.
+            # New connections wait until one ends.
             self._pause()
             self._show_out()
             return
@@ -180,13 +191,13 @@ class Doorkeeper:
                 lambda: _Visitor(self, number, visit, inner), connection
             )
         except OSError as error:
-            _log.warning("a connection ended at its begin: %s", error)
+            _log.warning("a connection ended before it was accepted: %s", error)
             connection.close()
             self.left(number, visit)
 
     def _show_out(self) -> bool:
-        """End the connection that has waited longest for its client, of the peer that has most;
-        whether there is one.
+        """Close the connection that has waited longest for its client, of the peer with most
+        connections. Returns whether there is one.
         """
         latest = asyncio.get_running_loop().time() - _PATIENCE_SECONDS
         waiting = [
@@ -215,7 +226,7 @@ class Doorkeeper:
 
 
 class _Visitor(asyncio.Protocol):
-    """Passes everything on to the protocol that speaks HTTP, and tells the doorkeeper."""
+    """Forwards all events to the HTTP protocol and notifies the doorkeeper."""
 
     def __init__(
         self, door: Doorkeeper, number: int, visit: _Visit, inner: asyncio.Protocol
@@ -240,8 +251,8 @@ class _Visitor(asyncio.Protocol):
 
 
 def room_for_connections(most: int, workers: int) -> int:
-    """How many of ``most`` connections the process has descriptors for. Raises ``OSError`` where
-    there are too few for a single one.
+    """The number of connections, at most ``most``, that the process has descriptors for. Raises
+    ``OSError`` if there are too few for a single one.
     """
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY:

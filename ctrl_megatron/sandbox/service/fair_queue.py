@@ -1,11 +1,11 @@
-"""Who gets the next free worker: the peer that has had least of the workers' time, and of its
-requests the one that has had least.
+"""Decides which job gets the next free worker: it goes to the peer that has used the least worker
+time, and among that peer's requests to the one that has used the least.
 
-A request here is a problem with all its tests, so a problem of a hundred slow cases does not hold
-back a hundred of one case each. What a peer says of itself counts for nothing.
+A request here is a problem with all its tests, so a problem with a hundred slow cases does not
+delay a hundred problems of one case. Nothing that a peer says about itself matters.
 
-Source: start-time fair queueing (Goyal, Vin and Cheng 1996), in two levels. A cost is known only at
-its end, so a job counts with the time that it may take until it has ended.
+Source: start-time fair queueing (Goyal, Vin and Cheng 1996), on two levels. The cost of a job is
+known only at its end; until then it counts with the time that it may take.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Share:
-    """What a peer or a request has had, in seconds."""
+    """Worker time of a peer or a request, in seconds."""
 
     used: float
     reserved: float = 0.0
-    """By jobs that have not ended."""
+    """Time reserved by jobs that have not ended."""
 
     @property
     def due(self) -> float:
-        """The least is next."""
+        """The key of the order: the smallest is next."""
         return self.used + self.reserved
 
 
@@ -41,26 +41,27 @@ class _Share:
 class _Peer(_Share):
     name: str = ""
     begun: float = 0.0
-    """The most that one of its requests had had when it was served: where a new one begins."""
+    """The largest time that one of its requests had used when it was served; a new request starts
+    with it."""
     waiting: int = 0
     order: list[tuple[float, int, RequestShare]] = field(default_factory=list)
-    """Heap of its requests that wait; entries that are out of date are passed over."""
+    """Heap of its waiting requests; outdated entries are skipped."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestShare(_Share):
-    """One request's place among the others of its peer."""
+    """The share of one request among the requests of its peer."""
 
     peer: _Peer = field(default_factory=lambda: _Peer(0.0))
     number: int = 0
-    """In the order of arrival, which decides between equals."""
+    """Number in the order of arrival, which decides between equals."""
     places: deque[tuple[float, asyncio.Future[Any]]] = field(default_factory=deque)
-    """Of its jobs that wait: the seconds that each may take, and what its item comes through."""
+    """For each waiting job the seconds that it may take, and the future that receives its item."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lease(Generic[ItemT]):
-    """An item in use."""
+    """An item that a job uses."""
 
     item: ItemT
     request: RequestShare
@@ -69,40 +70,40 @@ class Lease(Generic[ItemT]):
 
 
 class FairQueue(Generic[ItemT]):
-    """Items, and jobs that wait for them. For one event loop; ``clock`` gives seconds."""
+    """Distributes items to waiting jobs. For one event loop; ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._free: deque[ItemT] = deque()
         self._numbers = itertools.count()
         self._begun = 0.0
-        """Like a peer's, for peers."""
+        """Like ``_Peer.begun``, for peers."""
         self._peers: WeakValueDictionary[str, _Peer] = WeakValueDictionary()
-        """Each as long as one of its requests lasts."""
+        """A peer is kept as long as one of its requests exists."""
         self._waiting: dict[str, _Peer] = {}
         self.waiting = 0
-        """Jobs that wait for an item."""
+        """Number of jobs that wait for an item."""
 
     @property
     def peers(self) -> int:
-        """Peers that have a job waiting."""
+        """Number of peers with a waiting job."""
         return len(self._waiting)
 
     @property
     def free(self) -> int:
-        """Items that nobody holds."""
+        """Number of free items."""
         return len(self._free)
 
     def enter(self, name: str) -> RequestShare:
-        """A new request of the peer ``name``."""
+        """Register a new request of the peer ``name``."""
         peer = self._peers.get(name)
         if peer is None:
             peer = self._peers[name] = _Peer(self._begun, name=name)
         return RequestShare(peer.begun, peer=peer, number=next(self._numbers))
 
     async def acquire(self, request: RequestShare, seconds: float) -> Lease[ItemT]:
-        """The next item for a job of ``request`` that takes ``seconds`` at most; who takes it gives
-        it back. The jobs of one request keep their order.
+        """Wait for an item for a job of ``request`` that takes at most ``seconds``; the caller must
+        release the lease. The jobs of one request keep their order.
         """
         if self._free:
             item = self._free.popleft()
@@ -112,12 +113,12 @@ class FairQueue(Generic[ItemT]):
         return Lease(item, request, seconds, self._clock())
 
     def release(self, lease: Lease[ItemT], item: ItemT) -> None:
-        """Take ``item`` back in place of what was lent, and count how long that was in use."""
+        """Return ``item`` in place of the leased one, and count the time of its use."""
         self._count(lease.request, self._clock() - lease.since, -lease.reserved)
         self.add(item)
 
     def add(self, item: ItemT) -> None:
-        """Have one more item: for the job whose turn it is, or for the next that asks."""
+        """Add an item: it goes to the job whose turn it is, or stays free."""
         while self._waiting:
             request = self._next()
             seconds, place = request.places.popleft()
@@ -144,13 +145,13 @@ class FairQueue(Generic[ItemT]):
                 self._count(request, 0.0, -seconds)
                 self.add(place.result())
             elif entry in request.places:
-                # Else its turn came and passed while it was cancelled.
+                # Otherwise its turn came while it was being cancelled.
                 request.places.remove(entry)
                 self._leave(request)
             raise
 
     def _next(self) -> RequestShare:
-        """The request whose turn it is; it waits."""
+        """The waiting request whose turn it is."""
         peer = min(self._waiting.values(), key=lambda peer: peer.due)
         while True:
             due, _, request = peer.order[0]
@@ -159,7 +160,7 @@ class FairQueue(Generic[ItemT]):
             heapq.heappop(peer.order)
 
     def _leave(self, request: RequestShare) -> None:
-        """One job less waits."""
+        """Count one waiting job less."""
         self.waiting -= 1
         request.peer.waiting -= 1
         if not request.peer.waiting:

@@ -1,131 +1,59 @@
-"""The HTTP service: SandboxFusion's routes over the pool of workers, and what every request passes
-before: counting, errors as JSON, the token, the refusal of new work while the service ends.
+"""The HTTP service: SandboxFusion's routes over the pool of workers. Every request passes through
+counting, errors as JSON, the token, and the refusal of new work while the service ends.
 
-A client may name its request (``wire.JOB_HEADER``). It then hears from the service while its work
-waits or goes on, and may ask again without starting it anew.
+A client may name its request (``wire.JOB_HEADER``). The service then answers at intervals while the
+work waits or runs, and the client may ask again without starting it anew.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from ctrl_megatron.problems.long_integers import loads
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.access import is_allowed
 from ctrl_megatron.sandbox.datasets import READERS
-from ctrl_megatron.sandbox.limits import (
-    CHECKED_BYTES,
-    JSON_VALUES,
-    MOST_WAIT_SECONDS,
-    VERDICT_CHARACTERS,
-)
+from ctrl_megatron.sandbox.limits import MOST_WAIT_SECONDS, VERDICT_CHARACTERS
 from ctrl_megatron.sandbox.service.connections import Doorkeeper
 from ctrl_megatron.sandbox.service.grading import grade
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
-from ctrl_megatron.sandbox.service.reading import aside
-from ctrl_megatron.sandbox.service.telemetry import CONTENT_TYPE, RequestTelemetry, metric_lines
-from ctrl_megatron.sandbox.service.under_way import UnknownWork, Work, WorkUnderWay
-from ctrl_megatron.sandbox.service.workers import (
-    CURRENT_SHARE,
-    QueueFull,
-    WorkerFault,
-    WorkerPool,
+from ctrl_megatron.sandbox.service.requests import (
+    STATE,
+    BodyT,
+    Overloaded,
+    ServiceState,
+    parse_body,
+    read_body,
 )
+from ctrl_megatron.sandbox.service.telemetry import CONTENT_TYPE, metric_lines
+from ctrl_megatron.sandbox.service.under_way import UnknownWork, Work
+from ctrl_megatron.sandbox.service.worker import WorkerFault
+from ctrl_megatron.sandbox.service.workers import CURRENT_SHARE, QueueFull, WorkerPool
 
-BodyT = TypeVar("BodyT", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN_ROUTES = ("/v1/ping",)
-"""Answered without a token, for health checks."""
+"""Routes that need no token, for health checks."""
 _RETRY_SECONDS = 2
 _CLIENT_LENGTH = 128
 _JOB_NUMBER = re.compile(r"[0-9A-Za-z_-]{16,128}").fullmatch
 _NETWORK_BITS = 64
-"""Of an address of IPv6, which one machine has all addresses of."""
+"""Prefix length of an IPv6 network; one machine owns all addresses of it."""
 _log = logging.getLogger(__name__)
-
-
-class Overloaded(RuntimeError):
-    """The service holds as much as it may; the request may be sent again."""
-
-
-@dataclass(slots=True)
-class ServiceState:
-    """What all requests share."""
-
-    pool: WorkerPool
-    runner: ProgramRunner
-    token: str | None = None
-    door: Doorkeeper | None = None
-    """Of the connections that requests come through."""
-    telemetry: RequestTelemetry = field(default_factory=RequestTelemetry)
-    draining: bool = False
-    """The service ends: running requests finish, new ones are refused."""
-    arriving: int = 0
-    """Requests whose body is on its way."""
-    held: int = 0
-    """Bytes of requests that have arrived, and of the verdicts on them at most."""
-    works: WorkUnderWay = field(default_factory=WorkUnderWay)
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the last request has ended while the service drains."""
-
-    def __post_init__(self) -> None:
-        self.works.on_change = self.look_if_idle
-
-    @property
-    def running(self) -> int:
-        """Requests that do work: POST."""
-        return self.arriving + self.works.open
-
-    def look_if_idle(self) -> None:
-        """Tell who drains that nothing runs any more."""
-        if self.running == 0 and self.draining:
-            self.idle.set()
-
-    def hold(self, size: int) -> None:
-        """Hold ``size`` bytes more. Raises ``Overloaded``; a single request is always taken."""
-        if self.held and self.held + size > self.pool.settings.limits.service_mb << 20:
-            raise Overloaded(f"the requests in work hold {self.held >> 20} MiB")
-        self.held += size
-
-    @contextmanager
-    def arrival(self) -> Iterator[None]:
-        """The body of a request is on its way."""
-        self.arriving += 1
-        try:
-            yield
-        finally:
-            self.arriving -= 1
-            self.look_if_idle()
-
-    async def drain(self, seconds: float) -> None:
-        """Refuse new work and wait for the running, at most ``seconds``."""
-        self.draining = True
-        if self.running:
-            try:
-                await asyncio.wait_for(self.idle.wait(), seconds)
-            except TimeoutError:
-                return
-
-
-STATE = web.AppKey("state", ServiceState)
 
 
 def build_app(
     pool: WorkerPool, *, token: str | None = None, door: Doorkeeper | None = None
 ) -> web.Application:
-    """The application over a started pool; with ``token`` it wants that bearer token. ``door`` is
-    told of every request whether it waits for its client.
+    """Create the application over a started pool. With ``token`` clients must send that bearer
+    token. ``door`` is notified whether each request waits for its client.
     """
     app = web.Application(middlewares=[_count, _admit])
     app[STATE] = ServiceState(pool, ProgramRunner(pool), token, door)
@@ -142,7 +70,9 @@ def build_app(
 
 
 async def run_code(request: web.Request) -> web.Response:
-    """Run one program; a fault of ours is a 200 with ``SandboxError``, as the contract has it."""
+    """Run one program. A fault of the service is answered 200 with ``SandboxError``, as the
+    contract requires.
+    """
     runner = request.app[STATE].runner
     try:
         return await _work(request, wire.RunCodeRequest, runner.run_code)
@@ -151,13 +81,13 @@ async def run_code(request: web.Request) -> web.Response:
 
 
 async def submit(request: web.Request) -> web.Response:
-    """Judge one completion; a fault of ours is a 500, never a failed verdict."""
+    """Judge one completion. A fault of the service is answered 500, never as a failed verdict."""
     runner = request.app[STATE].runner
     return await _work(request, wire.SubmitRequest, lambda body: grade(runner, body))
 
 
 async def job(request: web.Request) -> web.Response:
-    """The answer to a request that was sent before, or 202 while there is none."""
+    """The answer to an earlier request, or 202 if there is none yet."""
     works = request.app[STATE].works
     try:
         return await _answer_of(request, works.find(request.match_info["number"]))
@@ -166,7 +96,7 @@ async def job(request: web.Request) -> web.Response:
 
 
 async def give_up(request: web.Request) -> web.Response:
-    """End the work of a request that was sent before; 204 whether or not there is any."""
+    """End the work of an earlier request; always answers 204."""
     works = request.app[STATE].works
     with suppress(UnknownWork):
         works.give_up(works.find(request.match_info["number"]))
@@ -179,7 +109,7 @@ async def datasets(request: web.Request) -> web.Response:
 
 
 async def ping(request: web.Request) -> web.Response:
-    """``pong``, or 503 while the service ends; headers name the isolation reached."""
+    """Answer ``pong``, or 503 while the service ends; headers name the isolation reached."""
     state = request.app[STATE]
     if state.draining:
         return _busy("the service is shutting down")
@@ -226,7 +156,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def stats(request: web.Request) -> web.Response:
-    """Counters since the start, the queue's length now, and the isolation reached."""
+    """Counters since the start, the current length of the queue, and the isolation reached."""
     pool = request.app[STATE].pool
     return web.json_response(
         {
@@ -239,7 +169,7 @@ async def stats(request: web.Request) -> web.Response:
 
 
 async def status(request: web.Request) -> web.Response:
-    """What this service is; ``identity`` is all of it that may change a verdict."""
+    """Describe this service. ``identity`` contains everything that may change a verdict."""
     pool = request.app[STATE].pool
     settings, reached = pool.settings, pool.isolation
     identity = {
@@ -255,7 +185,7 @@ async def status(request: web.Request) -> web.Response:
 
 @web.middleware
 async def _count(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Outermost: count, time and log every answer; errors become JSON."""
+    """Outermost middleware: counts, times and logs every answer, and turns errors into JSON."""
     started, status = time.perf_counter(), 499
     door, transport = request.app[STATE].door, request.transport
     if door is not None:
@@ -286,18 +216,20 @@ async def _count(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The token, then the refusal of new work while draining."""
+    """Check the token, then refuse new work while the service drains."""
     state = request.app[STATE]
     authorization = request.headers.get("Authorization", "")
     if request.path not in OPEN_ROUTES and not is_allowed(authorization, state.token):
-        return _refusal(401, "this service wants its bearer token", {"WWW-Authenticate": "Bearer"})
+        return _refusal(
+            401, "this service requires its bearer token", {"WWW-Authenticate": "Bearer"}
+        )
     if request.method != "POST":
         return await handler(request)
     if state.draining:
         return _busy("the service is shutting down")
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.strip().lower() != "identity":
-        # It would hold more memory than the length that it declares.
+        # It would take more memory than its declared length.
         return _refusal(415, f"the body is packed ({encoding[:_CLIENT_LENGTH]}): send it as it is")
     return await handler(request)
 
@@ -325,23 +257,25 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _refusal(status: int, detail: object, headers: dict[str, str] | None = None) -> web.Response:
-    """An error in the contract's form."""
+    """An error in the form of the contract."""
     return web.json_response({"detail": detail}, status=status, headers=headers)
 
 
 def _busy(detail: str) -> web.Response:
-    """503: this request may be sent again, here or elsewhere."""
+    """Answer 503: the request may be sent again, here or to another service."""
     return _refusal(503, detail, {"Retry-After": str(_RETRY_SECONDS)})
 
 
 def _client(request: web.Request) -> str:
-    """Who it is for the log: the name that the client gives itself, else its address."""
+    """The client's name for the log: the name that it sends, else its address."""
     named = request.headers.get(wire.CLIENT_HEADER, "")[:_CLIENT_LENGTH]
     return named or (request.remote or "unknown")
 
 
 def peer_of(address: str | None) -> str:
-    """Whom to be fair to: where a request comes from, which its sender cannot choose at will."""
+    """The peer of an address, for fairness between peers. It depends only on the address, which a
+    sender cannot choose at will.
+    """
     try:
         parsed = ipaddress.ip_address((address or "").partition("%")[0])
     except ValueError:
@@ -358,21 +292,21 @@ def peer_of(address: str | None) -> str:
 async def _work(
     request: web.Request, kind: type[BodyT], do: Callable[[BodyT], Awaitable[BaseModel]]
 ) -> web.Response:
-    """Do what a request of ``kind`` asks for, or join who does it already."""
+    """Do the work of a request of ``kind``, or join it if it is running already."""
     state = request.app[STATE]
     number = request.headers.get(wire.JOB_HEADER, "")
     if number and not _JOB_NUMBER(number):
         return _refusal(400, f"{wire.JOB_HEADER} must be 16 to 128 letters, digits, - or _")
     with state.arrival():
-        body = await _body(request)
+        body = await read_body(request)
         CURRENT_SHARE.set(state.pool.queue.enter(peer_of(request.remote)))
 
         async def answer() -> str:
-            # Text takes up to four bytes a character.
+            # A character takes up to four bytes.
             size = len(body) + 4 * VERDICT_CHARACTERS
             state.hold(size)
             try:
-                return _text(await do(await _parsed(body, kind)))
+                return _text(await do(await parse_body(body, kind)))
             finally:
                 state.held -= size
 
@@ -381,7 +315,7 @@ async def _work(
 
 
 async def _answer_of(request: web.Request, work: Work) -> web.Response:
-    """What came of the work, or 202 when the client does not want to wait longer."""
+    """The result of the work, or 202 when the client's waiting time is over."""
     works, seconds = request.app[STATE].works, None
     if work.named:
         asked = request.headers.get(wire.WAIT_HEADER, "")
@@ -394,71 +328,11 @@ async def _answer_of(request: web.Request, work: Work) -> web.Response:
     return web.Response(text=text, content_type="application/json")
 
 
-async def _body(request: web.Request) -> bytes:
-    """The request's body, counted as it arrives: what is declared and never sent holds nothing."""
-    state, parts, size = request.app[STATE], list[bytes](), 0
-    limits = state.pool.settings.limits
-    too_large = web.HTTPRequestEntityTooLarge(max_size=limits.request_bytes, actual_size=size)
-    if (request.content_length or 0) > limits.request_bytes:
-        raise too_large
-    try:
-        async with asyncio.timeout(limits.body_seconds):
-            async for part in request.content.iter_any():
-                state.hold(len(part))
-                size += len(part)
-                parts.append(part)
-                if size > limits.request_bytes:
-                    raise too_large
-    except TimeoutError as error:
-        reason = f"the request's body did not arrive within {limits.body_seconds:g} s"
-        raise web.HTTPRequestTimeout(reason=reason) from error
-    finally:
-        state.held -= size
-    if state.door is not None:
-        state.door.served(request.transport)
-    return b"".join(parts)
-
-
-async def _parsed(body: bytes, kind: type[BodyT]) -> BodyT:
-    if len(body) > CHECKED_BYTES:
-        # Other requests go on meanwhile; the parser itself lets nobody else run.
-        await aside(_check_values, body)
-        return await aside(_read_json, body, kind)
-    return _read_json(body, kind)
-
-
-def _read_json(body: bytes, kind: type[BodyT]) -> BodyT:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        # Pydantic's parser stops at integers of 4,300 digits.
-        if "number out of range" not in str(error):
-            raise
-    return kind.model_validate(loads(body))
-
-
-def _check_values(text: bytes) -> None:
-    """Raise ``ValueError`` for JSON of so many values that reading it takes seconds."""
-    values, at, quoted = 0, 0, False
-    while at < len(text):
-        end = at + CHECKED_BYTES
-        while text[end - 1 : end] == b"\\":
-            end += 1  # not between a backslash and what it escapes
-        plain = text[at:end].replace(b"\\\\", b"").replace(b'\\"', b"")
-        for part in plain.split(b'"'):
-            values += 0 if quoted else part.count(b",") + part.count(b":")
-            quoted = not quoted
-        quoted = not quoted
-        at = end
-        if values > JSON_VALUES:
-            raise ValueError(f"the request holds more than {JSON_VALUES} JSON values")
-
-
 def _text(record: BaseModel) -> str:
     try:
         return record.model_dump_json()
     except ValueError as error:
-        # Ours to mend, not the request's fault.
+        # A fault of the service, not of the request.
         raise WorkerFault(f"the answer cannot be written as JSON: {error}") from error
 
 

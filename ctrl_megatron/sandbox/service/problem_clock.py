@@ -1,4 +1,4 @@
-"""The time that a problem has on workers, over all its tests."""
+"""The time budget of a problem on workers, for all its tests together."""
 
 from __future__ import annotations
 
@@ -8,42 +8,44 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _TICK = 1e-3
-"""Seconds; less is nothing left."""
+"""Seconds; a smaller rest counts as nothing."""
 
 
 class ProblemClock:
-    """A budget in seconds that is used up by the jobs of one problem while workers run them: two at
-    a time use it twice as fast, and one that waits for a worker uses nothing.
+    """A budget in seconds that the jobs of one problem use while workers run them: two jobs at the
+    same time use it twice as fast, and a job that waits for a worker uses nothing.
 
-    When it is over the jobs that run are stopped. Time in which a worker failed does not count.
-    For one event loop.
+    At its end the running jobs are stopped. Time during which a worker failed does not count. For
+    one event loop.
     """
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
         self._since = time.monotonic()
         self._stops: list[Callable[[], None]] = []
-        """One for each job that runs."""
+        """The stop function of each running job."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def left(self) -> float:
-        """Seconds, 0.0 once it is over."""
+        """Remaining seconds, 0.0 at the end."""
         self._settle()
         return 0.0 if self._left < _TICK else self._left
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left."""
+        """Whether no time is left."""
         return not self.left
 
     def spend(self, seconds: float) -> None:
-        """Count work that was done elsewhere."""
+        """Count time that was used elsewhere."""
         self._left -= seconds
 
     @contextmanager
     def running(self, stop: Callable[[], None]) -> Iterator[None]:
-        """A job runs; ``stop`` makes it end early. Raising means that its worker failed."""
+        """Count the time while a job runs; ``stop`` ends the job early. An exception in the block
+        means that its worker failed.
+        """
         began = time.monotonic()
         self._settle()
         self._stops.append(stop)

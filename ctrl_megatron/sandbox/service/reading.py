@@ -1,5 +1,5 @@
-"""Reading large texts aside of the event loop, one after another: threads that parse at the same
-time only wait for each other, and the loop for all of them.
+"""Reads large texts in one thread beside the event loop. One after another: threads that parse at
+the same time only wait for each other, and the event loop waits for all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ _READER = ThreadPoolExecutor(1, thread_name_prefix="reading")
 async def aside(
     read: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
-    """``read(*args, **kwargs)``, in the thread that reads. Raises what it raises."""
+    """Call ``read(*args, **kwargs)`` in the reading thread. Raises what it raises."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_READER, lambda: read(*args, **kwargs))

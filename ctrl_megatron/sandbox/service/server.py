@@ -1,4 +1,4 @@
-"""Running the service until it is told to stop."""
+"""Runs the service until it is stopped."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from ctrl_megatron.sandbox.access import publish_endpoints, require_safe_address
 from ctrl_megatron.sandbox.jail import linux
 from ctrl_megatron.sandbox.limits import IDLE_SECONDS
 from ctrl_megatron.sandbox.service.connections import Doorkeeper, room_for_connections
-from ctrl_megatron.sandbox.service.http import STATE, build_app, peer_of
-from ctrl_megatron.sandbox.service.workers import WorkerPool, WorkerSettings
+from ctrl_megatron.sandbox.service.http import build_app, peer_of
+from ctrl_megatron.sandbox.service.requests import STATE
+from ctrl_megatron.sandbox.service.worker import WorkerSettings
+from ctrl_megatron.sandbox.service.workers import WorkerPool
 
 _OWNER_POLL_SECONDS = 0.5
 _log = logging.getLogger(__name__)
@@ -30,35 +32,34 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Where the service listens, whom it lets in, and how it ends."""
+    """Where the service listens, which clients it admits, and how it ends."""
 
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes a free one."""
     token: str | None = None
-    """Bearer token that clients must send; None lets everybody in."""
+    """Bearer token that clients must send; None admits every client."""
     allow_open: bool = False
     """Listen beyond loopback without a token."""
     drain_seconds: float = 10.0
-    """What running requests get to finish once the service is told to stop."""
+    """Seconds for running requests to finish after the service was asked to stop."""
     endpoint_file: Path | None = None
-    """Holds the service's address while it answers."""
+    """File that contains the service's address while it answers."""
     owner: int = 0
     """Pid of the process that the service must not outlive, 0 for none."""
     owner_main_thread: bool = False
-    """Started by the owner's main thread: the kernel's parent-death signal follows the thread, not
-    the process.
-    """
+    """Whether the owner's main thread started the service: the kernel's parent-death signal follows
+    the thread, not the process."""
 
 
 async def serve(settings: WorkerSettings, *, workers: int, options: ServerOptions) -> None:
-    """Serve until SIGTERM or SIGINT, or until the owner is gone.
+    """Serve until SIGTERM or SIGINT, or until the owner ends.
 
-    After the signal new work is answered 503 and running requests finish within
-    ``drain_seconds``; a second signal ends them at once, as does the owner's end. Prints one
-    line of JSON with the address and the isolation once it answers. Raises ``OSError`` when the
-    address is taken, ``OpenAddress`` for one that everybody reaches, ``IsolationRefused`` when the
-    kernel does not give the isolation asked for.
+    After the signal new work is answered 503 and running requests may finish within
+    ``drain_seconds``. A second signal, or the end of the owner, ends them at once. Prints one line
+    of JSON with the address and the isolation when it is ready. Raises ``OSError`` if the address
+    is taken, ``OpenAddress`` for an address beyond loopback without protection,
+    ``IsolationRefused`` if the kernel does not provide the requested isolation.
     """
     require_safe_address(options.host, options.token, allow_open=options.allow_open)
     stop, stop_now = asyncio.Event(), asyncio.Event()
@@ -80,7 +81,7 @@ async def serve(settings: WorkerSettings, *, workers: int, options: ServerOption
         handler_cancellation=True,
         shutdown_timeout=0.1,
         access_log=None,
-        # A body takes what was counted for it, the bytes that arrived.
+        # A body must occupy what was counted for it: the bytes that arrived.
         auto_decompress=False,
         keepalive_timeout=IDLE_SECONDS,
     )
@@ -125,14 +126,14 @@ def _announce(address: tuple[str, int], pool: WorkerPool, options: ServerOptions
 
 
 def _endpoint_of(host: str, port: int) -> str:
-    """The address that other machines use: a wildcard becomes this machine's name."""
+    """The address for other machines: a wildcard is replaced by this machine's name."""
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
-    """Return when one of them does; the others are cancelled."""
+    """Wait for the first of them; the others are cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -142,7 +143,7 @@ async def _first(*waits: Coroutine[Any, Any, object]) -> None:
 
 
 async def _watch_owner(options: ServerOptions, stop: asyncio.Event) -> None:
-    """Stop when the owner ends: by its end of our stdin, or because we have another parent."""
+    """Stop when the owner ends, which shows as the end of stdin or as a new parent."""
     if options.owner_main_thread:
         linux.die_with_parent(options.owner, signal.SIGTERM)
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What operators see of a service: counts and durations for Prometheus, log lines as JSON objects.
+"""Metrics and logs of a service: counters and durations for Prometheus, log lines as JSON objects.
 
 Source: Prometheus text exposition format, version 0.0.4.
 """
@@ -32,7 +32,7 @@ class DurationHistogram:
         self.total += seconds
 
     def lines(self, name: str, labels: Mapping[str, str]) -> Iterable[str]:
-        """Its samples, cumulative as the format has it."""
+        """The histogram's samples, cumulative as the format requires."""
         seen = 0
         for bound, count in zip((*map(str, _BOUNDS), "+Inf"), self.counts, strict=True):
             seen += count
@@ -43,12 +43,12 @@ class DurationHistogram:
 
 @dataclass(slots=True)
 class RequestTelemetry:
-    """What the service's routes did."""
+    """Counts and durations of requests, by route."""
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """By route and HTTP status."""
+    """Answered requests by route and HTTP status."""
     durations: dict[str, DurationHistogram] = field(default_factory=dict)
-    """By route, from the first byte of the request to the answer."""
+    """Durations by route, from the first byte of the request to the answer."""
 
     def add(self, route: str, status: int, seconds: float) -> None:
         """Count one answered request."""
@@ -56,7 +56,7 @@ class RequestTelemetry:
         self.durations.setdefault(route, DurationHistogram()).add(seconds)
 
     def lines(self) -> Iterable[str]:
-        """All samples."""
+        """The lines of all samples."""
         counts = (
             ({"route": route, "status": str(status)}, count)
             for (route, status), count in sorted(self.requests.items())
@@ -70,7 +70,9 @@ class RequestTelemetry:
 def metric_lines(
     kind: str, name: str, text: str, *samples: tuple[Mapping[str, str], float | DurationHistogram]
 ) -> Iterable[str]:
-    """A metric of ``kind`` (``counter``, ``gauge``, ``histogram``); labels and value of each."""
+    """The lines of a metric of ``kind`` (``counter``, ``gauge``, ``histogram``) with labels and
+    value of each sample.
+    """
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} {kind}"
     for labels, value in samples:
@@ -81,10 +83,12 @@ def metric_lines(
 
 
 class JsonLogFormatter(logging.Formatter):
-    """``time``, ``level``, ``logger``, ``message``, the record's ``fields``, any traceback."""
+    """Formats a log record as a JSON object with ``time``, ``level``, ``logger``, ``message``, the
+    record's ``fields`` and any traceback.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """The record as one line."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -98,7 +102,7 @@ class JsonLogFormatter(logging.Formatter):
 
 
 def log_json_lines(level: str) -> None:
-    """Send this process's log records of at least ``level`` to stderr."""
+    """Write this process's log records of at least ``level`` to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLogFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,7 +1,7 @@
-"""Work that requests have begun: it may outlive the connection that brought it.
+"""The work of requests, which may outlive the connection that brought it.
 
-A client that names its request by a number of its own may ask again, on the same connection or
-another, and joins the work or gets its answer; nothing that was judged is judged again.
+A client that names its request by a number of its choice may ask again, on the same connection or
+another one. It then joins the running work or gets its answer; nothing is judged twice.
 """
 
 from __future__ import annotations
@@ -17,41 +17,43 @@ from ctrl_megatron.sandbox.limits import ABANDONED_SECONDS, ANSWERED_SECONDS, KE
 
 
 class UnknownWork(LookupError):
-    """No work of this number: it was given up, or its answer is not kept any more."""
+    """There is no work with this number: it was given up, or its answer is no longer kept."""
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One request's work and who waits for its answer."""
+    """The work of one request, and the number of waiting clients."""
 
     number: str
     digest: bytes
-    """Of the request."""
+    """SHA-256 of the request's body; empty for unnamed work."""
     task: asyncio.Task[str]
     named: bool
-    """By its client, which may come back for it."""
+    """Whether the client named the request, so that it may ask again."""
     waiting: int = 0
     fetched: bool = False
-    """Somebody got the answer."""
+    """Whether the answer was delivered."""
     timer: asyncio.TimerHandle | None = None
-    """What happens when nobody comes back."""
+    """Ends the work, or drops its answer, unless the client asks again."""
 
 
 @dataclass(slots=True)
 class WorkUnderWay:
-    """All of it. ``open`` counts what nobody has got the answer of. For one event loop."""
+    """All work of a service. ``open`` is the number of works whose answer was not delivered. For
+    one event loop.
+    """
 
     on_change: Callable[[], None] = lambda: None
-    """Called when ``open`` has become less."""
+    """Called when ``open`` has decreased."""
     open: int = 0
     _works: OrderedDict[str, Work] = field(default_factory=OrderedDict)
     _bytes: int = 0
-    """Of answers that are kept."""
+    """Size of the answers that are kept."""
 
     def begin(self, number: str, body: bytes, do: Callable[[], Awaitable[str]]) -> Work:
-        """The work of the request ``body``: new, or the one that has this ``number`` already. An
-        empty number is a new one that nobody knows. Raises ``ValueError`` for a number that another
-        request has.
+        """Begin the work ``do`` of the request ``body``, or return the existing work of this
+        ``number``. An empty number is replaced by a random one. Raises ``ValueError`` for a number
+        that another request has.
         """
         digest = hashlib.sha256(body).digest() if number else b""
         known = self._works.get(number)
@@ -67,16 +69,17 @@ class WorkUnderWay:
         return work
 
     def find(self, number: str) -> Work:
-        """The work of that number. Raises ``UnknownWork``."""
+        """The work with this number. Raises ``UnknownWork``."""
         if number not in self._works:
             raise UnknownWork("no job of this number; send the request again")
         return self._works[number]
 
     async def wait(self, work: Work, seconds: float | None) -> str | None:
-        """The answer, None where there is none within ``seconds``. Raises what the work raises.
+        """Wait up to ``seconds`` for the answer; None if there is none yet. Raises what the work
+        raises.
 
-        Work that nobody waits for is given up: at once, or after ``ABANDONED_SECONDS`` where its
-        client may come back.
+        Work without a waiting client is given up: at once, or after ``ABANDONED_SECONDS`` if the
+        client may ask again.
         """
         work.waiting += 1
         if not work.task.done():
@@ -95,7 +98,7 @@ class WorkUnderWay:
         return work.task.result()
 
     def give_up(self, work: Work) -> None:
-        """End work that nobody wants any more."""
+        """Cancel the work."""
         work.task.cancel()
         self._forget(work)
 
@@ -110,7 +113,7 @@ class WorkUnderWay:
     def _done(self, work: Work) -> None:
         failed = work.task.cancelled() or work.task.exception() is not None
         if failed:
-            # A fault is no answer: who asks again begins anew.
+            # A fault is not kept: the next request begins anew.
             self._forget(work)
         elif work.number in self._works and work.named:
             self._bytes += len(work.task.result())

@@ -1,0 +1,151 @@
+"""What all requests share, and the reading of a request's body within limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from ctrl_megatron.problems.long_integers import loads
+from ctrl_megatron.sandbox.limits import CHECKED_BYTES, JSON_VALUES
+from ctrl_megatron.sandbox.service.connections import Doorkeeper
+from ctrl_megatron.sandbox.service.programs import ProgramRunner
+from ctrl_megatron.sandbox.service.reading import aside
+from ctrl_megatron.sandbox.service.telemetry import RequestTelemetry
+from ctrl_megatron.sandbox.service.under_way import WorkUnderWay
+from ctrl_megatron.sandbox.service.workers import WorkerPool
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+class Overloaded(RuntimeError):
+    """The service has as many requests in memory as it may; the request may be sent again."""
+
+
+@dataclass(slots=True)
+class ServiceState:
+    """State that all requests share."""
+
+    pool: WorkerPool
+    runner: ProgramRunner
+    token: str | None = None
+    door: Doorkeeper | None = None
+    """Manages the connections of the requests."""
+    telemetry: RequestTelemetry = field(default_factory=RequestTelemetry)
+    draining: bool = False
+    """The service is ending: running requests finish, new ones are refused."""
+    arriving: int = 0
+    """Requests whose body is arriving."""
+    held: int = 0
+    """Bytes of the requests that have arrived, plus an upper bound for their verdicts."""
+    works: WorkUnderWay = field(default_factory=WorkUnderWay)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the last request has ended while the service drains."""
+
+    def __post_init__(self) -> None:
+        self.works.on_change = self.look_if_idle
+
+    @property
+    def running(self) -> int:
+        """Number of POST requests in progress."""
+        return self.arriving + self.works.open
+
+    def look_if_idle(self) -> None:
+        """Set ``idle`` if the service drains and no request is in progress."""
+        if self.running == 0 and self.draining:
+            self.idle.set()
+
+    def hold(self, size: int) -> None:
+        """Count ``size`` more bytes. Raises ``Overloaded``, but never for a single request."""
+        if self.held and self.held + size > self.pool.settings.limits.service_mb << 20:
+            raise Overloaded(f"the requests in progress occupy {self.held >> 20} MiB")
+        self.held += size
+
+    @contextmanager
+    def arrival(self) -> Iterator[None]:
+        """Count a request whose body is arriving."""
+        self.arriving += 1
+        try:
+            yield
+        finally:
+            self.arriving -= 1
+            self.look_if_idle()
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new work and wait at most ``seconds`` for running requests."""
+        self.draining = True
+        if self.running:
+            try:
+                await asyncio.wait_for(self.idle.wait(), seconds)
+            except TimeoutError:
+                return
+
+
+STATE = web.AppKey("state", ServiceState)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Read the request's body. Bytes are counted as they arrive, not by the declared length."""
+    state, parts, size = request.app[STATE], list[bytes](), 0
+    limits = state.pool.settings.limits
+    too_large = web.HTTPRequestEntityTooLarge(max_size=limits.request_bytes, actual_size=size)
+    if (request.content_length or 0) > limits.request_bytes:
+        raise too_large
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in request.content.iter_any():
+                state.hold(len(part))
+                size += len(part)
+                parts.append(part)
+                if size > limits.request_bytes:
+                    raise too_large
+    except TimeoutError as error:
+        reason = f"the request's body did not arrive within {limits.body_seconds:g} s"
+        raise web.HTTPRequestTimeout(reason=reason) from error
+    finally:
+        state.held -= size
+    if state.door is not None:
+        state.door.served(request.transport)
+    return b"".join(parts)
+
+
+async def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
+    """The record of a body. Raises ``ValidationError``, or ``ValueError`` for too many values."""
+    if len(body) > CHECKED_BYTES:
+        # Checked and parsed in another thread, but the parser itself blocks all threads, so its
+        # input must be small.
+        await aside(_check_values, body)
+        return await aside(_read_json, body, kind)
+    return _read_json(body, kind)
+
+
+def _read_json(body: bytes, kind: type[BodyT]) -> BodyT:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        # Pydantic's parser refuses integers of more than 4,300 digits.
+        if "number out of range" not in str(error):
+            raise
+    return kind.model_validate(loads(body))
+
+
+def _check_values(text: bytes) -> None:
+    """Raise ``ValueError`` for JSON with so many values that parsing takes seconds."""
+    values, at, quoted = 0, 0, False
+    while at < len(text):
+        end = at + CHECKED_BYTES
+        while text[end - 1 : end] == b"\\":
+            end += 1  # not between a backslash and what it escapes
+        plain = text[at:end].replace(b"\\\\", b"").replace(b'\\"', b"")
+        for part in plain.split(b'"'):
+            values += 0 if quoted else part.count(b",") + part.count(b":")
+            quoted = not quoted
+        quoted = not quoted
+        at = end
+        if values > JSON_VALUES:
+            raise ValueError(f"the request contains more than {JSON_VALUES} JSON values")
