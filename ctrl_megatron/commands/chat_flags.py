@@ -1,4 +1,4 @@
-"""The flags of commands that ask models: which ones, and how engines and clients are run."""
+"""Flags of commands that use models: the models, and how engines and clients run."""
 
 from __future__ import annotations
 
@@ -21,30 +21,37 @@ MOST_THREADS = 4096
 
 
 def add_chat_flags(parser: CommandParser, *, required: str) -> None:
-    """``--generator`` and ``--critic``, of which ``required`` must be given, and the rest."""
+    """Add ``--generator`` and ``--critic`` (``required`` is mandatory) and related flags."""
     for role, does in (("generator", "writes solutions and revisions"), ("critic", "criticises")):
         other = "" if role == required else "; the other one by default"
         parser.add_argument(
             f"--{role}", required=role == required, metavar="MODEL", help=does + other
         )
-        parser.add_argument(
-            f"--{role}-url", default="", metavar="URL", help="where MODEL is served"
-        )
+        parser.add_argument(f"--{role}-url", default="", metavar="URL", help="server of MODEL")
     parser.add_argument("--engine", choices=["vllm", "sglang", "hf"], help="for model directories")
     parser.add_argument(
         "--max-model-len", type=count(), default=2048, help="prompt plus answer, tokens"
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of an engine")
     parser.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads of an engine")
-    parser.add_argument("--max-concurrency", type=count(), default=32, help="requests at a server")
-    parser.add_argument("--token-budget", type=whole(1), help="tokens that servers may use in all")
-    parser.add_argument("--sandbox", default="", metavar="URL|none", help="its own by default")
+    parser.add_argument(
+        "--max-concurrency", type=count(), default=32, help="concurrent requests to a server"
+    )
+    parser.add_argument(
+        "--token-budget", type=whole(1), help="most tokens of all requests to servers"
+    )
+    parser.add_argument(
+        "--sandbox",
+        default="",
+        metavar="URL|none",
+        help="defaults to a sandbox that the command starts",
+    )
 
 
 def chat_sources(
     options: argparse.Namespace, *, required: str
 ) -> tuple[dict[str, ChatSource], EngineOptions]:
-    """The source of each role and how to open them. UserError for what cannot be opened."""
+    """The source of each role, and options of their engines. Raises UserError for wrong sources."""
     from ctrl_megatron.generation.sources import ChatSource, EngineOptions, check_source
 
     engines = EngineOptions(
@@ -69,7 +76,7 @@ def chat_sources(
 
 @contextmanager
 def service_faults(out: Path) -> Iterator[None]:
-    """A server or sandbox that does not answer is told in a line; ``out`` keeps what is done."""
+    """Turn the failure of a server or sandbox into a UserError that points to ``out``."""
     from ctrl_megatron.generation.chat import ChatError
     from ctrl_megatron.sandbox import SandboxError
 
@@ -81,7 +88,7 @@ def service_faults(out: Path) -> Iterator[None]:
 
 @contextmanager
 def sandbox_of(flag: str) -> Iterator[Judge | None]:
-    """The sandbox that ``--sandbox`` means: None for ``none``, one started here for nothing."""
+    """The sandbox of ``--sandbox``: None for ``none``; if the flag is empty, start one."""
     from ctrl_megatron.errors import users_input
     from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 

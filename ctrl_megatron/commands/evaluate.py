@@ -1,11 +1,11 @@
-"""Score critics on the validation rows, in a directory of its own.
+"""Evaluate critics on the validation rows.
 
 ``ctrl-evaluate --config FILE "before SFT=DIR" "after SFT=DIR" [--set key=value]``
 
-A critic is an HF model's directory, or a file of critiques, one ``{"id", "critique"}`` a line
-(``oracle=FILE.jsonl``). Every critique, revision and verdict is kept. The same command goes on
-where it was stopped, another one adds critics or seeds. ``ctrl-report DIR`` makes the report anew,
-``ctrl-report DIR DIR`` one of several.
+A critic is the directory of an HF model, or a file of critiques with one ``{"id", "critique"}`` per
+line (``oracle=FILE.jsonl``). All critiques, revisions and verdicts are kept. The same command
+continues a stopped evaluation; other critics or seeds are added to it. ``ctrl-report DIR`` rewrites
+the report, ``ctrl-report DIR DIR`` compares several.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.config.flags import count, given_file, new_path, temperature
 from ctrl_megatron.errors import UserError
 
-_CRITIC = "a name and an HF model, or a .jsonl file of critiques by the rows' ids"
+_CRITIC = "a name and an HF model, or a .jsonl file of critiques with the rows' ids"
 
 
 @command("evaluate")
@@ -31,14 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
     parser.add_argument("critics", nargs="+", metavar="STAGE=DIR", help=_CRITIC)
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="overrides")
-    parser.add_argument("--out", type=new_path, help="directory; RUN_evaluation beside the run's")
+    parser.add_argument(
+        "--out", type=new_path, help="directory; defaults to RUN_evaluation beside the run's"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the evaluation in --out")
     parser.add_argument("--samples", type=count(), default=1, help="critiques per first solution")
-    parser.add_argument("--turns", type=count(), default=1, help="critiques and revisions in a row")
+    parser.add_argument("--turns", type=count(), default=1, help="critiques and revisions in turn")
     parser.add_argument(
-        "--temperature", type=temperature, default=0.0, help="of critiques; 0 is greedy"
+        "--temperature", type=temperature, default=0.0, help="sampling of critiques; 0 is greedy"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the draws")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the critiques")
     parser.add_argument(
         "--pairs", type=given_file, help="responses to compare, in JudgeBench's format"
     )

@@ -1,10 +1,10 @@
-"""Draw first solutions of problems and revise them turn by turn with a critic.
+"""Generate first solutions of problems, and revise them in turns with a critic.
 
 ``ctrl-generate --problems FILE --out DIR --generator MODEL --critic MODEL --widths 1 5 1 1``
 
-A model is an HF directory or, with --generator-url or --critic-url, the name that a server of
-OpenAI's protocol knows it by (OPENAI_API_KEY is its key). --out keeps every part that is finished:
-given again, the command goes on. There are nodes.parquet, best.parquet and summary.json at the end.
+A model is an HF directory or, with --generator-url or --critic-url, the model's name on a server
+with OpenAI's protocol (OPENAI_API_KEY is its key). --out keeps every finished part, and the same
+command continues from it. At the end it contains nodes.parquet, best.parquet and summary.json.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _SETTINGS, _LOCK = "settings.json", "generate.lock"
 _TEXTS = {"solution": (0.7, 1024), "critique": (0.7, 768), "revision": (0.0, 1024)}
-"""What is drawn -> temperature and most tokens; the paper's."""
+"""Kind of text -> temperature and most tokens, as in the CTRL paper."""
 
 
 @command("generate")
@@ -74,7 +74,7 @@ def _parser() -> CommandParser:
         type=given_path,
         help=".jsonl, a folder of it, or rows (.parquet)",
     )
-    parser.add_argument("--limit", type=count(), help="only the first so many problems")
+    parser.add_argument("--limit", type=count(), help="use only the first problems")
     parser.add_argument("--out", required=True, type=new_path, help="directory of the tree")
     add_chat_flags(parser, required="generator")
     parser.add_argument(
@@ -86,10 +86,16 @@ def _parser() -> CommandParser:
         help="1, first solutions per problem, then revisions per solution for every turn",
     )
     parser.add_argument(
-        "--critiques", type=count(), default=1, help="per solution; the majority holds"
+        "--critiques", type=count(), default=1, help="critiques per solution; the majority decides"
     )
-    parser.add_argument("--stop-when-correct", action="store_true", help="keep what is judged so")
-    parser.add_argument("--best-of-n", action="store_true", help="let the critic choose at the end")
+    parser.add_argument(
+        "--stop-when-correct",
+        action="store_true",
+        help="do not revise a solution that is judged correct",
+    )
+    parser.add_argument(
+        "--best-of-n", action="store_true", help="let the critic choose a solution at the end"
+    )
     for name, (default, max_tokens) in _TEXTS.items():
         flag = "--" if name == "solution" else f"--{name}-"
         about = {"dest": f"{name}_temperature", "type": temperature, "default": default}
@@ -102,7 +108,7 @@ def _parser() -> CommandParser:
 
 
 def _read(path: Path) -> list[Problem]:
-    """Problems of our own files, or of rows, each once."""
+    """The problems of problem files, or the distinct problems of rows."""
     if path.suffix != ".parquet":
         return read_problems(path)
     problems: dict[str, Problem] = {}
@@ -137,7 +143,7 @@ def _tree_options(options: argparse.Namespace) -> TreeOptions:
 def _settings(
     options: argparse.Namespace, problems: Sequence[Problem], sources: Mapping[str, ChatSource]
 ) -> dict[str, Any]:
-    """What the saved parts depend on; the widths are in the parts' names."""
+    """Everything that the saved parts depend on, except the widths, which their names contain."""
     from ctrl_megatron.generation.search_tree import problem_fingerprint
     from ctrl_megatron.rollout.engine import default_engine
 
@@ -167,7 +173,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def _directory(out: Path, settings: Mapping[str, Any]) -> Iterator[None]:
-    """``out`` for this process alone. UserError where it is in use or holds something else."""
+    """Lock ``out`` for this process. Raises UserError if it is in use or has other content."""
     file = out / _SETTINGS
     if os.path.lexists(out) and not out.is_dir():
         raise UserError(f"--out: {out} is there and is no directory")
@@ -231,7 +237,7 @@ def _grow(
 
 
 async def _finish(options: argparse.Namespace, tree: SearchTree) -> None:
-    """Grow, choose, write and print."""
+    """Grow the tree, choose solutions, write the files and print the table."""
     from ctrl_megatron.generation.search_nodes import (
         SearchNode,
         best_leaves,
@@ -267,7 +273,7 @@ async def _finish(options: argparse.Namespace, tree: SearchTree) -> None:
 
 def _show(turns: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> None:
     names = [name for name in turns[0] if name != "layer"]
-    # Narrow, so that no figure is cut at 80 columns.
+    # Narrow, so that every figure is visible in 80 columns.
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column(no_wrap=True)
     for name in names:

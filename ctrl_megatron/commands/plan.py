@@ -1,7 +1,7 @@
-"""Print how much memory a run takes on every GPU and host, phase by phase, before it is started.
+"""Print how much memory a run needs on each GPU and host in each phase, without starting it.
 
-``ctrl-plan --config FILE --gpu-memory 80 key=value`` needs no GPU and no weights: the shape of the
-models comes from the config.json of actor_rollout_ref.model.path, or of --model-config.
+``ctrl-plan --config FILE --gpu-memory 80 key=value`` needs no GPU and no weights: it reads the
+shape of the models from config.json in actor_rollout_ref.model.path, or from --model-config.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 it fits, 2 wrong input or it does not fit."""
     parser = CommandParser(__doc__)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
-    parser.add_argument("--nodes", type=count(), help="machines; trainer.nnodes without it")
+    parser.add_argument("--nodes", type=count(), help="machines; defaults to trainer.nnodes")
     parser.add_argument(
-        "--gpus-per-node", type=count(), help="GPUs of each; trainer.n_gpus_per_node without it"
+        "--gpus-per-node",
+        type=count(),
+        help="GPUs per machine; defaults to trainer.n_gpus_per_node",
     )
     parser.add_argument(
-        "--gpu-memory", type=number(above=0, most=1e6), default=80.0, help="GiB of one GPU"
+        "--gpu-memory", type=number(above=0, most=1e6), default=80.0, help="memory of one GPU, GiB"
     )
     parser.add_argument(
         "--model-config",
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trainer = config.trainer
     check_world_size(config, trainer.nnodes * trainer.n_gpus_per_node, purpose)
 
-    # They import torch, which is not needed to refuse wrong arguments.
+    # These import torch, which would slow down the refusal of wrong arguments.
     from ctrl_megatron.memory.budget import memory_budget
     from ctrl_megatron.memory.engine import GIB
     from ctrl_megatron.memory.fit import require_fit

@@ -1,8 +1,8 @@
-"""Read a published problem set, select from it, and write it as a problem file of ours.
+"""Read a published problem set, select problems, and write them as a problem file.
 
 ``ctrl-prepare-data --format mbpp --input mbpp.jsonl --split train --out runs/data/problems.jsonl``
-writes one JSON object per problem, which ``ctrl-synthesize`` turns into training files. The same
-command again changes nothing.
+writes one JSON object per problem; ``ctrl-synthesize`` makes training files from it. Running the
+same command again changes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Read, select, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     parser = CommandParser(__doc__)
     formats = (*FORMATS, OWN)
-    parser.add_argument("--format", required=True, choices=formats, help=f"{OWN}: our own files")
+    parser.add_argument(
+        "--format", required=True, choices=formats, help=f"{OWN}: files that this command wrote"
+    )
     parser.add_argument(
         "--input", required=True, type=given_path, nargs="+", help="files or folders"
     )
@@ -48,11 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FORMAT=FILE",
         nargs="+",
         default=[],
-        help="test sets: problems with nearly one of their statements are left out",
+        help="test sets: problems with a nearly equal statement are left out",
     )
     parser.add_argument("--skip-malformed", action="store_true", help="leave out unreadable rows")
     parser.add_argument("--min-tests", type=count(), default=1)
-    parser.add_argument("--max-tests", type=count(), help="tests kept of a problem, the first ones")
+    parser.add_argument(
+        "--max-tests", type=count(), help="keep only the first tests of each problem"
+    )
     parser.add_argument("--max-statement", type=count(), metavar="CHARACTERS")
     parser.add_argument("--max-reference", type=count(), metavar="CHARACTERS")
     parser.add_argument("--max-difficulty", type=int, choices=range(5))
@@ -102,8 +106,8 @@ def _own_file(path: Path) -> bool:
 def _show(out: Path, kept: int, dropped: Dropped) -> None:
     table = Table(title=str(out))
     table.add_column("problems", justify="right")
-    table.add_column("what became of them")
-    table.add_column("such as", overflow="fold")
+    table.add_column("outcome")
+    table.add_column("examples", overflow="fold")
     table.add_row(str(kept), "kept", "")
     for reason, names in dropped.reasons.items():
         table.add_row(str(len(names)), f"left out: {reason}", "; ".join(names[:_SHOWN]))

@@ -1,8 +1,8 @@
-"""Write the report of a run or an evaluation anew, or one on which several stand side by side.
+"""Rewrite the report of a run or an evaluation, or compare several in one report.
 
 ``ctrl-report runs/NAME`` writes ``runs/NAME/report.html``; ``ctrl-report runs/A runs/B`` writes
-``comparison.html``, or ``--out FILE``. All directories are runs, or all are evaluations, of which
-the same is written as Markdown and JSON too.
+``comparison.html``, or ``--out FILE``. The directories must all be runs, or all evaluations; the
+report of evaluations is also written as Markdown and JSON.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _TITLE = b"<!doctype html>"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 written, 2 wrong input."""
     parser = CommandParser(__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="of a run or evaluation")
-    parser.add_argument("--out", type=new_path, help="page of several; comparison.html without it")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="a run or an evaluation")
+    parser.add_argument("--out", type=new_path, help="page of several; defaults to comparison.html")
     parser.add_argument(
         "--pass-at",
         type=count(),
         nargs="+",
         metavar="K",
-        help="of evaluations: pass@K; without it as in the report that is there",
+        help="evaluations: report pass@K; defaults to the K of the existing report",
     )
     options = parser.parse_intermixed_args(arguments)
     evaluations = [folder for folder in options.runs if is_evaluation(folder)]
@@ -82,7 +82,7 @@ def _tell_left_out(folder: Path) -> None:
 
 
 def _check_beside(out: Path) -> None:
-    """UserError unless the files that go with the page ``out`` are new, or were written with it."""
+    """Raise UserError if the .md or .json beside ``out`` exists but ``out`` does not."""
     if out.suffix != ".html":
         raise UserError(f"--out: {out} must end in .html; .md and .json are written beside it")
     for beside in (out.with_suffix(".md"), out.with_suffix(".json")):

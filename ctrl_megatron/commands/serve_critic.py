@@ -1,10 +1,11 @@
-"""Serve a critic: problem and solution in, critique, judgment and a tested revision out.
+"""Serve a critic: it receives a problem and a solution, and returns a critique, a judgment and a
+tested revision.
 
 ``ctrl-serve-critic --critic DIR --port 8090``
 
-GET / is a web page; POST /v1/critiques takes {"problem", "solution", "tests", "revise", "stream"};
-POST /v1/chat/completions is OpenAI's, on the critic. Only this machine is answered unless --host
-says otherwise.
+GET / is a web page. POST /v1/critiques accepts {"problem", "solution", "tests", "revise", "stream"}.
+POST /v1/chat/completions is OpenAI's protocol with the critic. The service listens on the loopback
+interface unless --host names another one.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(__doc__)
     add_chat_flags(parser, required="critic")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=port, default=8090, help="0 takes a free one")
-    parser.add_argument("--max-tokens", type=count(), default=768, help="of an answer")
+    parser.add_argument("--port", type=port, default=8090, help="0 chooses a free one")
+    parser.add_argument("--max-tokens", type=count(), default=768, help="most tokens of an answer")
     parser.add_argument(
-        "--token-file", type=given_file, help="its first line is what clients must send"
+        "--token-file", type=given_file, help="its first line is the token that clients must send"
     )
-    parser.add_argument("--allow-open", action="store_true", help="serve anybody without a token")
+    parser.add_argument("--allow-open", action="store_true", help="serve without a token")
     options = parser.parse_args(arguments)
     from ctrl_megatron.sandbox.access import read_token, require_safe_address
 

@@ -1,15 +1,16 @@
-"""Make training files for a critic: first solutions, their verdicts, critiques, what is kept.
+"""Make the training files of a critic from problems: first solutions, verdicts and critiques.
 
-``ctrl-synthesize --problems problems.jsonl --solver DIR --out runs/data`` lets a model solve the
-problems (or takes ``--solutions``), judges the answers in the sandbox and has critiques written for
-fine-tuning and its validation: by ``--critic`` from what execution says, or by templates. It writes
+``ctrl-synthesize --problems problems.jsonl --solver DIR --out runs/data`` generates first solutions
+(or reads ``--solutions``), judges them in the sandbox, and writes critiques for fine-tuning and its
+validation: with the model ``--critic`` from execution feedback, or from templates. The files are
 ``sft_train.parquet`` and ``sft_val.parquet`` (critiques), ``train.parquet`` and ``val.parquet``
-(attempts to criticise), ``solve.parquet`` (problems to solve), ``solutions.jsonl`` and
-``synthesis.json`` (what was dropped). No problem stands in two of the three parts. A model is an HF
-directory, or the name by which the server at ``--...-url`` knows it.
+(first solutions to criticise), ``solve.parquet`` (problems to solve), ``solutions.jsonl`` and
+``synthesis.json`` (counts of what was kept and dropped). Fine-tuning, reinforcement learning and
+validation share no problem. A model is an HF directory, or the model's name on the server at
+``--...-url``.
 
-Whatever is finished is kept in the folder .synthesis of --out: after a kill at any moment the same
-command goes on from there and ends in the same files.
+Finished work is kept in the folder .synthesis of --out: after a kill the same command continues
+from it and writes the same files.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 
 _TOOL, _JOURNAL = "synthesize", ".synthesis"
 _RULES = 2
-"""What else the kept parts depend on, order above all; raised with every change of it."""
+"""Version of the order and content of journal parts; raised with every change of either."""
 _ROLES = ("solver", "critic", "reviser")
 
 
@@ -110,16 +111,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("--problems", type=given_path, default=Path("examples/problems"))
     parser.add_argument("--out", type=new_path, default=Path("runs/data"))
-    parser.add_argument("--overwrite", action="store_true", help="begin anew, replace own files")
     parser.add_argument(
-        "--solutions", type=given_file, help="a .jsonl of first solutions drawn before"
+        "--overwrite", action="store_true", help="start over and replace this command's files"
+    )
+    parser.add_argument(
+        "--solutions", type=given_file, help="a .jsonl file of existing first solutions"
     )
     for role, does in zip(
         _ROLES,
         (
-            "draws the first solutions",
-            "writes critiques from hints; templates without it",
-            "revises: critiques whose revision fails are left out",
+            "generates first solutions",
+            "writes critiques from hints; without it templates do",
+            "revises; critiques whose revision fails are dropped",
         ),
         strict=True,
     ):
@@ -145,7 +148,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if bool(options.solver) == bool(options.solutions):
-        raise UserError("give either --solver or --solutions: where first solutions come from")
+        raise UserError("give either --solver or --solutions as the source of first solutions")
     for role in _ROLES:
         if getattr(options, f"{role}_url") and not getattr(options, role):
             raise UserError(f"--{role}-url needs --{role}, the model's name there")
@@ -158,7 +161,7 @@ def _settings(
     given: Sequence[Attempt],
     sources: Mapping[str, ChatSource],
 ) -> dict[str, object]:
-    """All that the files depend on, by the flag that says it."""
+    """Everything that the files depend on, by flag."""
     kept = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(options).items()

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_inputs(config: Config) -> None:
-    """UserError for whatever the run is given that cannot be used, before a rank starts."""
+    """Raise UserError for wrong input of the run, before a rank starts."""
     from ctrl_megatron.pipeline.inputs import check_rows
     from ctrl_megatron.pipeline.run import check_run
 

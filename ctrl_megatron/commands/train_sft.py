@@ -1,4 +1,4 @@
-"""Fine-tune on synthesised critiques.
+"""Fine-tune a critic on supervised examples.
 
 ``ctrl-train-sft --nproc-per-node 2 --config FILE key=value``, or under torchrun or srun.
 """
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_inputs(config: Config) -> None:
-    """UserError for whatever the run is given that cannot be used, before a rank starts."""
+    """Raise UserError for wrong input of the run, before a rank starts."""
     from ctrl_megatron.sft.run import check_rows, check_sft
 
     check_sft(config)

@@ -1,1 +1,1 @@
-"""From files to rows, from text to tokens, from rows to an order and a share for everyone."""
+"""Reads rows, turns text into tokens, decides the order of rows, and balances work over ranks."""

@@ -1,8 +1,8 @@
-"""Sharing work evenly: multiway number partitioning by largest differencing.
+"""Even shares of work: multiway number partitioning by largest differencing.
 
 Source: Karmarkar and Karp, "The differencing method of set partitioning", 1982, in the balanced
-variant of Michiels et al., 2003. The results depend on the arguments alone, so every rank can
-compute them.
+variant of Michiels et al., 2003. The functions are deterministic, so every rank computes the same
+result.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import heapq
 from collections.abc import Hashable, Sequence
 
 _Partial = tuple[tuple[float, tuple[int, ...]], ...]
-"""Some of the items in k parts, heaviest first: (sum of costs, indices) of each."""
+"""A partition of some of the items: (sum of costs, indices) of each part, largest sum first."""
 
 
 def partition(costs: Sequence[float], k: int) -> list[list[int]]:
-    """Indices of ``costs`` in ``k`` parts of equal size, with sums as equal as the method gets.
+    """Indices of ``costs`` in ``k`` parts of equal size with nearly equal sums.
 
-    The part with the smallest index comes first; indices ascend inside a part. The sums differ by
-    at most the largest cost. Raises ``ValueError`` for k < 1, a cost that is negative or not
+    Parts are ordered by their smallest index, indices ascend within a part. Sums differ by at most
+    the largest cost. Raises ``ValueError`` for k < 1, a cost that is negative or not
     finite, and a number of items that ``k`` does not divide.
     """
     if k < 1:
@@ -37,10 +37,10 @@ def partition(costs: Sequence[float], k: int) -> list[list[int]]:
 
 
 def partition_groups(costs: Sequence[float], groups: Sequence[Hashable], k: int) -> list[list[int]]:
-    """Like :func:`partition`, but items of the same group stay in the same part.
+    """Like :func:`partition`, but all items of a group are in the same part.
 
-    groups: one name per item, in any order; every part has the same number of them. Raises
-    ``ValueError`` for unequal lengths and where :func:`partition` does, which then counts groups.
+    ``groups`` has one name per item, in any order; every part gets the same number of groups.
+    Raises ``ValueError`` for unequal lengths and as :func:`partition` does, for groups.
     """
     members: dict[Hashable, list[int]] = {}
     for index, (_, group) in enumerate(zip(costs, groups, strict=True)):
@@ -51,8 +51,10 @@ def partition_groups(costs: Sequence[float], groups: Sequence[Hashable], k: int)
 
 
 def _difference(partials: Sequence[_Partial]) -> _Partial:
-    """Merge the two partials of the largest spread until one is left: heavy meets light."""
-    # The running number settles ties, so that partials themselves are never compared.
+    """Merge the two partials with the largest spread, large parts with small ones, until one is
+    left.
+    """
+    # The running number breaks ties, so that partials themselves are never compared.
     heap = [(p[-1][0] - p[0][0], number, p) for number, p in enumerate(partials)]
     heapq.heapify(heap)
     number = len(heap)

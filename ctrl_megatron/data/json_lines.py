@@ -13,14 +13,15 @@ from ctrl_megatron.errors import UserError, read_bytes, text_of
 from ctrl_megatron.problems.long_integers import loads, long_integers
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""How JSON writes the halves of a character; one alone is no text for a file or a tokenizer."""
+"""The JSON escape of a surrogate. An unpaired one can be neither written to a file nor tokenised.
+"""
 
 
 def read_placed_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    """``(place, object)`` for every non-empty line; ``place`` is for error messages.
+    """``(place, object)`` for each non-empty line; ``place`` names file and line for messages.
 
-    A file that ends in ``.gz`` is unpacked. Raises ``ValueError`` for a file that cannot be read,
-    for a line that is not a JSON object and for text that UTF-8 cannot hold.
+    A file named ``*.gz`` is decompressed. Raises ``ValueError`` for a file that cannot be read, a
+    line that is not a JSON object, and text that UTF-8 cannot encode.
     """
     try:
         data = read_bytes(file)
@@ -29,7 +30,7 @@ def read_placed_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
         raise UserError(f"cannot read {file}: {error}") from error
     text = text_of(data, file)
     found = []
-    # Not splitlines(): JSON strings may hold U+2028 and other separators that are no line ends.
+    # Not splitlines(): JSON strings may contain U+2028 and similar, which do not end a line.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue

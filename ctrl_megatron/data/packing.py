@@ -1,4 +1,4 @@
-"""Token-budget micro-batches: first-fit decreasing, over rows or groups of rows."""
+"""Micro-batches under a token budget: first-fit decreasing over rows or groups of rows."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Hashable, Sequence
 
 
 def pack(lengths: Sequence[int], budget: int, *, key: str = "the token budget") -> list[list[int]]:
-    """Groups of indices whose lengths sum to at most ``budget``, longest items and fullest groups
-    first.
+    """Pack items of ``lengths`` tokens into groups of at most ``budget`` tokens: lists of indices.
 
-    The result depends on the arguments alone; equal lengths keep their order. At most 11/9 of the
-    least possible number of groups, plus one (Dósa 2007). Raises ``ValueError`` naming the item
-    that alone exceeds the budget and ``key``, the option that sets it, and for a length that is not
-    positive.
+    Items are placed in descending order of length, equal lengths in their given order, each into
+    the first group with room. The number of groups is at most 11/9 of the optimum plus one (Dósa
+    2007). Raises ``ValueError`` for an item that alone exceeds the budget, naming the option
+    ``key`` that sets it, and for a length below 1.
     """
     groups: list[list[int]] = []
     room: list[int] = []
@@ -36,25 +35,20 @@ def pack(lengths: Sequence[int], budget: int, *, key: str = "the token budget") 
 def pack_groups(
     prompts: Sequence[int], responses: Sequence[int], groups: Sequence[Hashable], budget: int
 ) -> list[list[list[int]]]:
-    """Micro-batches of at most ``budget`` tokens, each of groups of row numbers, in which a group's
-    prompt counts once.
+    """Micro-batches of at most ``budget`` tokens, where the prompt of a group counts once. A
+    micro-batch is a list of groups, a group a list of row numbers.
 
-    Row i has ``prompts[i]`` and ``responses[i]`` tokens; rows of one name in ``groups`` have the
-    same prompt. A group above the budget is cut into some that repeat the prompt. Groups of one row
-    are packed as by ``pack``, which raises ValueError for a row above the budget.
+    Row i has ``prompts[i]`` and ``responses[i]`` tokens; rows with the same name in ``groups``
+    have the same prompt. A group above the budget is split into parts that each repeat the prompt.
+    Raises ValueError for a row that alone exceeds the budget.
     """
     members: dict[Hashable, list[int]] = {}
     for row, name in enumerate(groups):
         members.setdefault(name, []).append(row)
-    pack([p + r for p, r in zip(prompts, responses, strict=True)], budget)  # names a wrong row
-    units: list[list[int]] = []
-    for rows in members.values():
-        prompt = prompts[rows[0]]
-        if prompt + sum(responses[row] for row in rows) <= budget:
-            units.append(rows)
-            continue
-        # A response without tokens needs no room of its own; one more does no harm.
-        parts = pack([max(1, responses[row]) for row in rows], budget - prompt)
-        units += [sorted(rows[i] for i in part) for part in parts]
-    costs = [prompts[rows[0]] + sum(responses[row] for row in rows) for rows in units]
-    return [[units[i] for i in micro_batch] for micro_batch in pack(costs, budget)]
+    pack([p + r for p, r in zip(prompts, responses, strict=True)], budget)  # raises for a row that
+    is too long units: list[list[int]] = [] for rows in members.values(): prompt = prompts[rows[0]]
+    if prompt + sum(responses[row] for row in rows) <= budget: units.append(rows) continue #
+    ``pack`` requires at least one token; counting one for an empty response is harmless. parts =
+    pack([max(1, responses[row]) for row in rows], budget - prompt) units += [sorted(rows[i] for i
+    in part) for part in parts] costs = [prompts[rows[0]] + sum(responses[row] for row in rows) for
+    rows in units] return [[units[i] for i in micro_batch] for micro_batch in pack(costs, budget)]

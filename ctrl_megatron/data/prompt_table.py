@@ -13,14 +13,16 @@ from ctrl_megatron.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTable:
-    """Rows that fit the prompt length, in file order; sampling and resuming speak of positions."""
+    """Rows whose prompt is short enough, in file order. Sampler and checkpoint identify a row by
+    its position here.
+    """
 
     rows: tuple[Row, ...]
     prompts: tuple[tuple[int, ...], ...]
     dropped: int
     """Rows left out because their prompt is too long."""
     sets: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Of several files that are reported one by one: name -> ids of its rows, never none."""
+    """Name of each file that is reported separately -> ids of its rows (at least one)."""
 
     @cached_property
     def number_of(self) -> Mapping[str, int]:
@@ -41,13 +43,13 @@ def load_prompt_table(
     prompt_key: str = "prompt",
     sets: Sequence[str] = (),
 ) -> PromptTable:
-    """Read and tokenise; every rank does the same and gets the same.
+    """Read and tokenise ``files``. Every rank reads the same table.
 
-    The messages stand in the column ``prompt_key``. ``sets`` names the files that are reported one
-    by one; a row that stands in several is in the set of each.
+    Column ``prompt_key`` has the messages. ``sets`` has one name per file if the files are
+    reported separately; a row that several files contain belongs to the set of each.
 
-    Raises ValueError for a prompt above ``max_prompt_length`` unless such rows are filtered, and if
-    no row is left, be it of one of ``sets``.
+    Raises ValueError for a prompt of more than ``max_prompt_length`` tokens unless
+    ``filter_overlong``, and if no row remains, in all files or in one of ``sets``.
     """
     named = files if isinstance(files, str) else ", ".join(files)
     rows, prompts, dropped = [], [], 0

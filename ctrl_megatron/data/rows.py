@@ -1,9 +1,9 @@
 """The rows of training and validation files: one record, one schema, one reader, one writer.
 
-A row is a problem, a first solution of it and the conversation that asks for its critique. Column
-``selected_uts`` holds both kinds of tests in one type, a list of strings: one assert per entry for
-function problems; exactly one entry, the JSON text of all cases, for problems judged on stdin and
-stdout. ``problems.tests`` reads the spellings of other tools' files too.
+A row is a problem, a first solution, and the conversation that requests its critique. Column
+``selected_uts`` is a list of strings for both kinds of tests: one assert per entry for function
+problems; exactly one entry, the JSON text of all cases, for problems judged on stdin and stdout.
+``problems.tests`` also reads the forms that other tools write.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ctrl_megatron.types import Attempt, Message, Problem, PrompterType
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 ATTEMPT_COLUMNS = ("problem", "solution", "prompter_type", "selected_uts")
-"""Of a file of attempts that are criticised; of other files rewards say what they read."""
+"""Columns that a file of first solutions must have. For other files the rewards decide."""
 _ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One attempt and the conversation that asks for its critique."""
+    """One first solution and the conversation that requests its critique."""
 
     id: str
     """Unique over all files of a run."""
     prompt: tuple[Message, ...] = ()
-    """The messages that the critic answers; empty where nobody asked for them."""
+    """The messages that the actor answers; empty if the reader skipped them."""
     problem: str = ""
     """The problem's statement."""
     solution: str = ""
@@ -50,25 +50,25 @@ class Row:
     selected_uts: tuple[str, ...] | str = ()
     """Asserts (function problems), or a JSON list of cases."""
     time_limit: float | None = None
-    """Seconds of wall clock per test; None where the file does not say."""
+    """Seconds of wall clock per test; None if the file does not set it."""
     problem_id: str = ""
-    """Names the problem; several rows may share it."""
+    """Identifies the problem; several rows may have the same."""
     entry_point: str = ""
     test_setup: str = ""
     comparison: str = ""
-    """The rule by which outputs are compared; empty is ``strict``."""
+    """The rule by which outputs are compared; empty means ``strict``."""
     difficulty: int = 0
     pass_rate: float | None = None
-    """Share of tests that ``solution`` passes; None where it was never judged."""
+    """Share of tests that ``solution`` passes; None if it was never judged."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """The file's further columns, for reward functions that know them; without nulls."""
+    """The file's other columns, for reward functions that read them; null cells are omitted."""
     place: str = field(default="", compare=False, repr=False)
     """File and number of the row, from 1, for messages."""
     missing: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    """Those of the columns above that the file has no value for."""
+    """Names of the columns above that have no value in the file."""
 
     def __getitem__(self, column: str) -> Any:
-        """The value of a column, also of one that only the file knows. UserError if it has none."""
+        """The value of a column, one of ``extra`` included. Raises UserError if it has none."""
         require_columns([self], (column,), "the reward or node")
         return getattr(self, column) if column in _COLUMNS else self.extra[column]
 
@@ -99,7 +99,7 @@ _COLUMNS = {f.name for f in fields(Row)} - {"extra", "place", "missing"}
 
 
 def require_columns(rows: Iterable[Row], columns: Sequence[str], reader: str) -> None:
-    """UserError naming the first row that lacks one of ``columns``, which ``reader`` reads."""
+    """Raise UserError naming the first row without one of ``columns``, which ``reader`` reads."""
     for row in rows:
         for name in columns:
             if name in row.missing or (name not in _COLUMNS and name not in row.extra):
@@ -111,7 +111,7 @@ def require_columns(rows: Iterable[Row], columns: Sequence[str], reader: str) ->
 
 
 def row_of(attempt: Attempt, prompt: Sequence[Message] | None = None) -> Row:
-    """The row of ``attempt``; without a ``prompt``, the one that asks for its critique."""
+    """The row of ``attempt``; ``prompt`` defaults to the request for its critique."""
     problem = attempt.problem
     if prompt is None:
         prompt = critique_messages(problem, attempt.solution)
@@ -133,13 +133,13 @@ def row_of(attempt: Attempt, prompt: Sequence[Message] | None = None) -> Row:
 
 
 def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
-    """The rows of one or several parquet files, in order; column ``prompt_key`` is the prompt:
-    messages, or the text of a user's one message. Only it and ``id`` must be there.
+    """The rows of one or several parquet files, in order.
 
-    Rows in verl's form get what they lack (``verl_form``). None reads no prompts. A row that occurs
-    twice is one row. Raises ``ValueError`` naming file,
-    row and column for anything that does not fit the schema, for different rows with one ``id``
-    and for files without any row.
+    Column ``prompt_key`` is the prompt: messages, or the text of a single user message; None skips
+    prompts. Only this column and ``id`` are required, and ``verl_form`` adds the ``id`` of rows in
+    verl's form. Equal rows are returned once. Raises ``ValueError`` naming file, row and column
+    for a value that does not fit the schema, for different rows with the same ``id``, and if there
+    is no row.
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
     files = [str(os.fspath(path)) for path in given]
@@ -169,9 +169,9 @@ def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
 
 
 def rows_by_id(rows: Iterable[Row]) -> dict[str, Row]:
-    """Every row under its id, in order; equal rows with one id are one row.
+    """The rows by id, in order; equal rows are kept once.
 
-    Raises ``ValueError`` naming both places for different rows with one id.
+    Raises ``ValueError`` naming both places for different rows with the same id.
     """
     table: dict[str, Row] = {}
     for row in rows:
@@ -248,7 +248,7 @@ def write_parquet(path: str | os.PathLike[str], table: Any) -> None:
 
 
 def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> Row:
-    """Check one raw record. Raises ``ValueError`` naming ``place`` and the column."""
+    """The row of one raw record. Raises ``ValueError`` naming ``place`` and the wrong column."""
     cell = Cells(record, place)
     identity, kind = cell.text("id"), cell.text("prompter_type", default="")
     tests: tuple[str, ...] | str = ()
@@ -283,7 +283,7 @@ def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> R
             if name not in known
             and not name.startswith("__index_level_")  # pandas' row numbers
             and value is not None
-            and value == value  # NaN is a null too
+            and value == value  # pandas writes a null as NaN
         },
         place=place,
         missing=frozenset(
@@ -300,11 +300,11 @@ class Cells:
     place: str
 
     def error(self, column: str, complaint: str) -> UserError:
-        """To be raised about the column."""
+        """The error to raise for the column."""
         return UserError(f"{self.place}: column {column!r} {complaint}")
 
     def text(self, column: str, *, default: str | None = None, may_be_empty: bool = False) -> str:
-        """A text, which a cell without a value has from ``default``."""
+        """The text of a cell; ``default`` if the cell has no value."""
         value = self.record.get(column)
         if value is None and default is not None:
             return default
@@ -315,7 +315,7 @@ class Cells:
         return value
 
     def messages(self, column: str) -> tuple[Message, ...]:
-        """A conversation; a text is a user's one message."""
+        """The conversation of a cell; a text is a single user message."""
         value = self.record.get(column)
         if isinstance(value, str) and value.strip():
             return ({"role": "user", "content": value},)
@@ -335,7 +335,7 @@ class Cells:
     def number(
         self, column: str, least: float, most: float, range_: str, *, open_ends: bool = False
     ) -> float | None:
-        """None for a missing, null or NaN cell."""
+        """The number of a cell; None for a missing, null or NaN cell."""
         value = self.record.get(column)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return None
@@ -346,7 +346,7 @@ class Cells:
         return float(value)
 
     def difficulty(self) -> int:
-        """The column ``difficulty``; 0 without a value."""
+        """The value of column ``difficulty``; 0 for a cell without a value."""
         value = self.number("difficulty", 0, 4, "a whole number from 0 to 4") or 0.0
         if value != int(value):
             raise self.error("difficulty", f"must be a whole number from 0 to 4, is {value}")

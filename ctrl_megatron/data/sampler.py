@@ -1,5 +1,5 @@
-"""The order in which rows are drawn: a function of (seed, epoch), so that a position is all there
-is to save.
+"""The order in which rows are drawn. It is a function of (seed, epoch), so a checkpoint stores only
+the position.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ctrl_megatron.errors import UserError
 class ResumableSampler:
     """Global batches of row indices, the same on every rank and for every data-parallel size.
 
-    Every epoch is a permutation of all rows drawn from ``seed`` and the epoch's number. The rows
-    that do not fill a last batch are dropped; the next epoch's permutation gives them their turn.
-    The state counts rows, not batches, so a run may resume with another batch size.
+    Each epoch is a permutation of all rows, drawn from ``seed`` and the epoch's number. Rows that
+    do not fill a last batch are dropped in that epoch. The state counts rows, not batches, so a run
+    may resume with another batch size.
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True) -> None:
@@ -27,7 +27,7 @@ class ResumableSampler:
         self._order: tuple[int, list[int]] | None = None
 
     def next_batch(self, size: int) -> list[int]:
-        """``size`` different rows. Raises ``ValueError`` if there are not so many."""
+        """The next ``size`` distinct rows. Raises ``ValueError`` if the data has fewer."""
         if size < 1:
             raise UserError(f"data.train_batch_size must be positive, is {size}")
         if size > self.num_rows:
@@ -42,18 +42,16 @@ class ResumableSampler:
         return batch
 
     def is_through(self, epochs: int, size: int) -> bool:
-        """Whether ``size`` further rows would belong to a later epoch than the first ``epochs``."""
+        """Whether a batch of ``size`` further rows would begin after the first ``epochs`` epochs."""
         return self.epoch + (self.position + size > self.num_rows) >= epochs
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch starts, and what the order depends on."""
+        """The position of the next batch, and the values that the order depends on."""
         names = ("epoch", "position", "num_rows", "seed", "shuffle")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken. Raises ``ValueError`` if the order would be another
-        one.
-        """
+        """Continue at ``state``. Raises ``ValueError`` if this sampler has a different order."""
         for name in ("num_rows", "seed", "shuffle"):
             here = getattr(self, name)
             if state[name] != here:

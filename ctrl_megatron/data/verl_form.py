@@ -1,8 +1,8 @@
 """Rows in verl's form: ``data_source``, ``prompt`` (messages), ``reward_model`` with its
 ``ground_truth``, and ``extra_info``. verl's own scripts and Eurus-2-RL-Data write it.
 
-Where ``ground_truth`` is the JSON text of ``{"inputs": [...], "outputs": [...]}``, the row is a
-programming problem with tests; otherwise only a reward function knows what it means.
+If ``ground_truth`` is the JSON text of ``{"inputs": [...], "outputs": [...]}``, the row is a
+programming problem with tests. Any other ``ground_truth`` is left to the reward function.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ctrl_megatron.problems.long_integers import loads, long_integers
 from ctrl_megatron.types import Problem
 
 VERL_COLUMNS = "data_source, prompt and reward_model"
-"""What every row has, in words."""
+"""The columns that identify the form, for error messages."""
 _HOW_TO_ANSWER = re.compile(
     r"\s*Write Python code to solve the problem\. Present the code in\s*"
     r"```python\s*Your code\s*```\s*at the end\.\s*$"
 )
-"""Eurus puts it behind every statement; our prompts say it in their own words."""
+"""Eurus appends this to every statement. Our prompts have an instruction of their own for it."""
 
 
 def is_verl_form(columns: Collection[str]) -> bool:
-    """Whether a file with these columns holds rows in verl's form, which have no ``id``."""
+    """Whether a file with these columns has rows in verl's form, which have no ``id``."""
     return "id" not in columns and "data_source" in columns and "reward_model" in columns
 
 
 def row_problem(record: Mapping[str, Any], name: str) -> Problem | None:
-    """The programming problem ``name`` of a row; None where ``ground_truth`` holds no tests.
+    """The programming problem ``name`` of a row; None if ``ground_truth`` has no tests.
 
-    Raises ``ValueError`` naming the column of what is wrong.
+    Raises ``ValueError`` naming the wrong column.
     """
     tests = _tests_of(_ground_truth(record))
     if tests is None:
@@ -56,10 +56,10 @@ def row_problem(record: Mapping[str, Any], name: str) -> Problem | None:
 
 
 def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with the columns that the trainer's rows have beside its own: ``id``, which follows
-    from its content, and what judges a program where ``ground_truth`` holds tests.
+    """The row's columns and those that the trainer adds: an ``id`` derived from the content and,
+    if ``ground_truth`` has tests, the columns by which the sandbox judges a program.
 
-    Raises ``ValueError`` naming the column of what is wrong.
+    Raises ``ValueError`` naming the wrong column.
     """
     with long_integers():
         text = json.dumps(record, sort_keys=True, default=str)
@@ -99,19 +99,19 @@ def _ground_truth(record: Mapping[str, Any]) -> Any:
 
 
 def _tests_of(ground_truth: Any) -> Mapping[str, Any] | None:
-    """The object with ``inputs`` and ``outputs``, given as such or as its JSON text."""
+    """The object with ``inputs`` and ``outputs``, from an object or its JSON text; None for others."""
     if isinstance(ground_truth, str):
         try:
             ground_truth = loads(ground_truth)
         except (ValueError, RecursionError):
-            return None  # an answer in words
+            return None  # a plain-text answer
     if isinstance(ground_truth, Mapping) and {"inputs", "outputs"} <= ground_truth.keys():
         return ground_truth
     return None
 
 
 def _asked(prompt: Any) -> str:
-    """What the last message of a user says; a text is such a message."""
+    """The text of the last user message; a prompt that is a text is one user message."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, (list, tuple)) or not all(isinstance(m, Mapping) for m in prompt):

@@ -1,3 +1,3 @@
-"""Commands' work on data sets: published problem sets, mutants, synthesised critiques. Writes files
-and never trains.
+"""Prepares data sets: published problem sets, mutants, synthesised critiques. Writes files and
+never trains.
 """

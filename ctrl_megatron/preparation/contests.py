@@ -1,5 +1,5 @@
-"""APPS, TACO, CodeContests and LiveCodeBench: programs judged on stdin and stdout, and functions
-judged by arguments and results.
+"""Rows of APPS, TACO, CodeContests, LiveCodeBench and verl: programs judged on stdin and stdout,
+and functions judged by arguments and results.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _LEVELS = {
     **{"introductory": 1, "interview": 2, "competition": 3},
     **{"easy": 1, "medium": 2, "medium_hard": 3, "hard": 3, "very_hard": 4},
 }
-"""The sets' own words -> ours; what they do not name is 0."""
+"""The sets' names of levels -> difficulty from 1 to 4; any other name is 0 (unknown)."""
 _PYTHON3 = 3
-"""In CodeContests' list of languages."""
+"""Code of Python 3 in CodeContests' column ``language``."""
 _RATINGS = (1200, 1600, 2200)
-"""Codeforces' ratings at which a harder level begins; without one, 0."""
+"""Codeforces ratings at which the next difficulty begins; a problem without a rating gets 0."""
 
 
 class NoTests(UserError):
-    """A row of a published set that has nothing to judge an answer by."""
+    """A row of a published set has no tests that can judge an answer here."""
 
 
 def apps_problem(record: Mapping[str, Any], number: int) -> Problem:
@@ -45,7 +45,7 @@ def apps_problem(record: Mapping[str, Any], number: int) -> Problem:
 
 
 def taco_problem(record: Mapping[str, Any], number: int) -> Problem:
-    """A row of TACO (arXiv 2312.14852), which has no names: it is called by its number."""
+    """A row of TACO (arXiv 2312.14852), named by its number because the set has no ids."""
     return _input_output(record, f"taco/{number}")
 
 
@@ -88,7 +88,7 @@ def live_code_bench_problem(record: Mapping[str, Any], number: int) -> Problem:
 
 
 def verl_problem(record: Mapping[str, Any], number: int) -> Problem:
-    """A row in verl's form. ``NoTests`` where its ``ground_truth`` holds none."""
+    """A row in verl's form. Raises ``NoTests`` if its ``ground_truth`` has none."""
     problem = row_problem(record, f"verl/{source_of(record)}/{number}")
     if problem is None:
         raise NoTests("has an answer in place of tests")
@@ -130,7 +130,7 @@ def _program(name: str, statement: str, graded: StdioProblem, **known: Any) -> P
 
 
 def level_of_rating(rating: float | None) -> int:
-    """Our level of Codeforces' rating; 0 without one."""
+    """The difficulty of a Codeforces rating; 0 without a rating."""
     return 1 + sum(rating >= bound for bound in _RATINGS) if rating else 0
 
 
@@ -144,6 +144,6 @@ def _level(record: Mapping[str, Any]) -> int:
 
 
 def _seconds(limit: Any) -> float | None:
-    """TACO writes ``2.0 seconds``."""
+    """The seconds of TACO's ``2.0 seconds``; None for anything else."""
     found = re.match(r"\s*(\d+(?:\.\d+)?)\s*s", limit) if isinstance(limit, str) else None
     return float(found[1]) if found and float(found[1]) > 0 else None

@@ -1,4 +1,4 @@
-"""What execution and the text of an answer say about its fault. Pure; nothing is run here."""
+"""Diagnoses the fault of an attempt from its verdict and its text. Pure; runs nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ctrl_megatron.types import Attempt, Verdict
 Fault = Literal["none", "syntax", "missing", "timeout", "exception", "died", "no_return", "wrong"]
 Shape = Literal["recursion", "loop", "branch", "formula"]
 
-# Anchored at the start of a detail: what follows may quote the program's own values.
+# Anchored at the start of a detail: the rest may contain text of the program.
 _WHERE = r"(?:the program failed to load: |not run: )?"
 _TIMEOUT = re.compile(_WHERE + r"(?:timeout|time ?limit ?exceeded)", re.IGNORECASE)
 _DIED = re.compile(_WHERE + r"(?:the program ended|killed|exit status)", re.IGNORECASE)
@@ -29,29 +29,29 @@ _NOT_A_CRASH = {"AssertionError", "TimeLimitError", "TimeoutError"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The facts a critique may use: never a test's text, never the program's."""
+    """The facts that a critique may state: no text of a test or of the program's output."""
 
     fault: Fault
     name: str
     """The function under test; empty for a program."""
     parameters: tuple[str, ...] = ()
-    """Parameter names of that function as the answer declares them."""
+    """The parameter names of that function in the attempt."""
     shape: Shape = "formula"
-    """The construct that does the work."""
+    """The main construct of the function."""
     failed: int
     """Tests that failed."""
     total: int
     """Tests that were run."""
     exception: str = ""
-    """Type of the commonest exception."""
+    """Type of the most frequent exception; empty for none."""
     undefined: str = ""
-    """The name that a ``NameError`` is about."""
+    """The name that a ``NameError`` reports; empty for none."""
     line: int = 0
-    """Line of the syntax error, from 1."""
+    """Line of the syntax error, from 1; 0 for none."""
 
 
 def diagnose(attempt: Attempt, verdict: Verdict) -> Diagnosis:
-    """Why ``attempt`` got ``verdict``; the gravest fault wins."""
+    """The reason why ``attempt`` got ``verdict``: the most serious fault."""
     name = attempt.problem.entry_point.split(", ")[0].rpartition(".")[2]
     failed, total = verdict.passed.count(False), len(verdict.passed)
     tree = tree_or_line(extract_code(attempt.solution))
@@ -98,7 +98,7 @@ def _find(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _binds(tree: ast.Module, name: str) -> bool:
-    """Whether ``name`` is bound in another way than by ``def``: assigned, imported, a class."""
+    """Whether ``name`` is bound without a ``def`` at the top: assigned, imported, or a class."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
             return True
@@ -133,7 +133,7 @@ def _shape(scope: ast.AST, name: str) -> Shape:
 
 
 def _crash(verdict: Verdict) -> tuple[str, str]:
-    """The commonest exception type over the failed tests, and the name a ``NameError`` misses."""
+    """The most frequent exception type of the failed tests, and the undefined name if any."""
     found = (match for detail in verdict.detail if (match := _EXCEPTION.match(detail)))
     types = Counter(match[1] for match in found if match[1] not in _NOT_A_CRASH)
     if not types:

@@ -1,8 +1,8 @@
-"""HumanEval, HumanEval+ and MBPP+: one test per input, whichever way the file writes them.
+"""Rows of HumanEval, HumanEval+ and MBPP+: one test per input, for every form of the files.
 
 Source: HumanEval (arXiv 2107.03374) and EvalPlus (arXiv 2305.01210), whose data sets come in two
-forms: with a test program of literal inputs and results (``OriginFmt``), and with inputs only,
-whose results are the reference's. The latter's JSON has made lists of MBPP+'s tuples.
+forms: with a test program of literal inputs and results (``OriginFmt``), and with inputs only, for
+which the reference computes the results. JSON has turned MBPP+'s tuples into lists in the latter.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class np:
         same = got == wanted or got != got and wanted != wanted
         return same or abs(got - wanted) <= atol + rtol * abs(wanted)
 """
-"""All that the published test programs use of numpy, which programs in the sandbox cannot import.
-A result that is not a number equals one that is not."""
+"""The part of numpy that the published test programs use; the sandbox has no numpy. Two NaN results
+are equal."""
 _SAME = """
 from builtins import dict as _dict, float as _float, int as _int, list as _list, tuple as _tuple
 def _same(got, wanted, atol):
@@ -45,7 +45,9 @@ def _same(got, wanted, atol):
             atol or 1e-6) + 1e-7 * abs(wanted)
     return got == wanted
 """
-"""Of EvalPlus: floats within ``atol`` (1e-6 where it is 0), everything else equal."""
+"""EvalPlus' comparison: floats differ by at most ``atol`` (1e-6 if it is 0), other values are
+equal.
+"""
 
 
 _DECISION = "exact_match"
@@ -94,12 +96,12 @@ def mbpp_plus_problem(record: Mapping[str, Any], number: int) -> Problem:
 
 
 def unrolled_tests(text: str, entry: str | None) -> tuple[str, tuple[str, ...], str] | None:
-    """The function that a program tests, one test per input if it goes through ``inputs`` (and
-    ``results``) in a loop, by itself or in ``check(candidate)``; and the rest of it, which the
-    tests need.
+    """(the tested function's name, one test per input, the rest of the program as setup) of a test
+    program that loops over ``inputs`` (and ``results``) at its top level or in
+    ``check(candidate)``; None for any other program.
 
-    ``entry`` is the function's name, None where the loop calls it by name. None for another
-    program. Raises ``ValueError`` for text that is not Python.
+    ``entry`` is the function's name; None if the loop calls it by its name. Raises ``ValueError``
+    for text that is not Python.
     """
     tree = _parse(text, "test")
     check = next((n for n in tree.body if getattr(n, "name", "") == "check"), None)
@@ -150,8 +152,8 @@ def unrolled_tests(text: str, entry: str | None) -> tuple[str, tuple[str, ...], 
 
 
 def _finish_assertion(node: ast.stmt) -> None:
-    """A published ``assertion`` (of Mbpp/737) says whether the result is right in ``exact_match``
-    and asserts nothing: every program would pass.
+    """Make the published function ``assertion`` (of Mbpp/737) assert its variable ``exact_match``.
+    As published it asserts nothing, so every program would pass.
     """
     if not isinstance(node, ast.FunctionDef) or node.name != "assertion":
         return
@@ -162,7 +164,7 @@ def _finish_assertion(node: ast.stmt) -> None:
 
 
 def _text_of(node: ast.expr, source: list[bytes]) -> str:
-    # What ``ast.unparse`` would give, at a hundredth of the time.
+    # Equals ``ast.unparse`` and takes a hundredth of its time.
     if node.lineno != node.end_lineno:
         return f"({ast.unparse(node)})"
     text = source[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
@@ -170,7 +172,7 @@ def _text_of(node: ast.expr, source: list[bytes]) -> str:
 
 
 class _Put(ast.NodeTransformer):
-    """Expressions in the place of names."""
+    """Replaces names by expressions."""
 
     def __init__(self, values: Mapping[str, ast.expr]) -> None:
         self._values = values
@@ -182,10 +184,10 @@ class _Put(ast.NodeTransformer):
 def _against_reference(
     record: Mapping[str, Any], reference: str, columns: tuple[str, ...]
 ) -> tuple[tuple[str, ...], str]:
-    """A test per input: the result equals the reference's, which runs in the judge."""
+    """One test per input, which compares with the result of the reference, and the setup with it."""
     entry = text_field(record.get("entry_point"), "entry_point")
     atol = record.get("atol") or 0
-    # One row of MBPP+ has an object without keys for no input.
+    # One row of MBPP+ has an empty object instead of an empty list.
     given = {name: record.get(name) or [] for name in columns}
     inputs = [i for name in columns if given[name] for i in list_field(given[name], name)]
     if not inputs:
@@ -209,7 +211,7 @@ def _arguments(given: Any) -> str:
 def _problem(
     name: str, statement: str, entry: str, tests: tuple[str, ...], setup: str, reference: str
 ) -> Problem:
-    # What no sandbox could judge is told now; tests of one problem name the same things.
+    # Refuses tests that the sandbox cannot judge. Two are enough: all tests use the same names.
     read_function_tests(
         {"test_list": list(tests[:2]), "test_setup_code": setup, "entry_point": entry}
     )
@@ -227,7 +229,7 @@ def _problem(
 def _parse(text: str, where: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # stray escapes in other people's strings
+            warnings.simplefilter("ignore")  # invalid escapes in published strings
             return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"column {where!r} is not Python: {error}") from error

@@ -1,7 +1,7 @@
-"""What execution says about an attempt, as a hint to a model that writes its critique.
+"""Hints from execution for the model that writes a critique.
 
-Source: CTRL (arXiv 2502.03492, section 3.1): feedback of the sandbox goes into the prompt of the
-critique and out of the training example.
+Source: CTRL (arXiv 2502.03492, section 3.1): the sandbox's feedback is in the prompt that produces
+the critique, and not in the training example.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from ctrl_megatron.types import Attempt, Verdict
 
 HintKind = Literal["accepted", "wrong answer", "exception", "time limit", "all failed"]
 _LONGEST = 300
-"""Characters of a test, an input or an output."""
+"""Most characters of a test, an input or an output in a hint."""
 
 
 class ExecutionHint(NamedTuple):
-    """A hint and what kind of outcome it is about."""
+    """A hint and the kind of outcome that it describes."""
 
     kind: HintKind
     text: str
 
 
 def execution_hint(attempt: Attempt, verdict: Verdict) -> ExecutionHint:
-    """Whether the attempt is right and, where it is not, the first case that shows it.
+    """The hint: whether the attempt is right and, if not, the first failed test.
 
-    ``all failed`` where every one of several tests failed in the same way, which says that the
-    approach, the name or the format is wrong rather than a corner case. Raises ``ValueError`` for a
-    verdict without tests.
+    Its kind is ``all failed`` if several tests all failed in the same way: then the approach, the
+    name or the format is wrong rather than a corner case. Raises ``ValueError`` for a verdict
+    without tests.
     """
     if not verdict.passed:
         raise ValueError(f"attempt {attempt.id!r}: the verdict covers no test")

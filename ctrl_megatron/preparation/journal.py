@@ -1,4 +1,4 @@
-"""What a long job has finished, on disk: after a kill the same call goes on from there."""
+"""A journal of the finished parts of a long job: after a kill, the same call continues from it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SETTINGS = "settings.json"
 
 
 class StageJournal:
-    """Stages of parts in a folder: a file per stage, a line per finished part, in order.
+    """A folder with one file per stage and one line per finished part, in order.
 
-    ``settings`` (plain values) are whatever the records depend on. A line is on disk before the
-    next part begins; one that a kill has cut is forgotten. Raises UserError naming the settings in
-    which an earlier call differs.
+    ``settings`` (JSON values) is everything that the records depend on. A line is on disk before
+    the next part begins; a line that a kill truncated is ignored. Raises UserError naming the
+    settings that differ from those of an earlier call.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -56,9 +56,10 @@ class StageJournal:
         work: Callable[[Item], Awaitable[Records]],
         advance: Callable[[int], None] = lambda _: None,
     ) -> list[Records]:
-        """``work`` of every part that is not finished yet; the records of all parts in order.
+        """Run ``work`` on every part that is not finished; return the records of all parts in
+        order.
 
-        ``advance`` is told how many parts are finished.
+        ``advance`` is called with the number of finished parts.
         """
         done = self.finished(stage)
         advance(len(done))
@@ -68,7 +69,7 @@ class StageJournal:
                 file.write(json.dumps(records, ensure_ascii=False).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-                # As a later call would read them.
+                # Equal to what a later call reads from the file.
                 done.append(json.loads(json.dumps(records)))
                 advance(len(done))
         return done

@@ -16,10 +16,10 @@ _LEVELS = {"easy": 1, "medium": 2, "hard": 3}
 
 
 def kodcode_problem(record: Mapping[str, Any], number: int) -> Problem:
-    """A row of KodCode-V1; the tests stand in ``test`` or, in its first form, ``test_code``.
+    """A row of KodCode-V1; column ``test`` has the tests, ``test_code`` in the first release.
 
-    Raises ``ValueError`` and ``SyntaxError`` for a row that is not KodCode's, ``NoTests`` for one
-    without a test.
+    Raises ``ValueError`` or ``SyntaxError`` for a row that is not KodCode's, ``NoTests`` for a row
+    without tests.
     """
     name = record.get("question_id") or record.get("conversation_id") or number
     column = "test_code" if record.get("test") is None else "test"
@@ -38,8 +38,8 @@ def kodcode_problem(record: Mapping[str, Any], number: int) -> Problem:
 
 
 def _entry_points(tests: str, column: str, record: Mapping[str, Any]) -> list[str]:
-    """What the tests import from the program; where they import the whole module, what the row
-    says that it defines.
+    """The names that the tests import from the program; if they import the whole module, the
+    functions that column ``test_info`` lists.
     """
     imported = [
         alias.name

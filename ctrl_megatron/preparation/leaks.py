@@ -1,4 +1,4 @@
-"""What a critique must not give away: the hint, the tests, what they expect, the solution."""
+"""Finds leaks in critiques: mentions of the hint, tests, expected values, or the solution."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ _CODE = re.compile(
 )
 _MARGIN = re.compile(r"(?: {4}|\t)\s*\S")
 _SHORTEST = 4
-"""Characters of a value that cannot stand in a critique by chance."""
+"""Fewest characters of a value that counts as quoted: shorter ones occur by chance."""
 _LITERAL = (
     ast.Constant | ast.List | ast.Tuple | ast.Set | ast.Dict | ast.UnaryOp | ast.BinOp  # -1, 2 ** 9
 )
 _SHORTEST_LINE = 12
-"""Characters of a line of the reference that is more than ``return n``."""
+"""Fewest characters of a line that counts as quoted: shorter ones (``return n``) occur by chance.
+"""
 
 
 def leak_of(critique: str, attempt: Attempt) -> str:
-    """What ``critique`` gives away, for the table of what was dropped; empty for nothing.
+    """The leak in ``critique``, as a reason to drop it; empty if there is none.
 
-    A value or a line that the statement or the attempt holds already is no leak.
+    A value or line that the statement or the attempt contains is not a leak.
     """
     if _HINT.search(critique):
         return "speaks of the hint or of tests"
@@ -59,8 +60,8 @@ def leak_of(critique: str, attempt: Attempt) -> str:
 
 
 def _writes_code(critique: str) -> bool:
-    """Whether ``critique`` holds a function, a class or a block of code: fenced, in HTML, or at
-    least two indented lines that are a program.
+    """Whether ``critique`` contains a function, a class or a block of code: fenced, in HTML, or two
+    or more indented lines that parse as a program.
     """
     text = html.unescape(critique)
     if _CODE.search(text):
@@ -71,7 +72,7 @@ def _writes_code(critique: str) -> bool:
 
 
 def _tests(attempt: Attempt) -> Iterator[str]:
-    """Whole ones; an input that is long enough is one."""
+    """Whole tests: asserts, and inputs that are long enough."""
     tests = attempt.problem.selected_uts
     if isinstance(tests, str):
         for case in json.loads(tests):
@@ -84,8 +85,8 @@ def _tests(attempt: Attempt) -> Iterator[str]:
 
 
 def _values(attempt: Attempt) -> Iterator[str]:
-    """What tests give a program and what they want of it: literals at any place in an assert,
-    and parts of them; lines of stdin and stdout, and stdout as a whole.
+    """Inputs and expected values of the tests: all literals in asserts and their parts; lines of
+    stdin and stdout, and stdout as a whole.
     """
     tests = attempt.problem.selected_uts
     if isinstance(tests, str):
@@ -99,15 +100,15 @@ def _values(attempt: Attempt) -> Iterator[str]:
         try:
             tree = ast.parse(test)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue  # the sandbox says so; there is no value to quote
+            continue  # the sandbox reports it; such a test has no values
         for node in ast.walk(tree):
             if isinstance(node, _LITERAL):
                 yield ast.unparse(node)
 
 
 def _stands_alone(word: str, critique: str) -> bool:
-    """Whether ``word`` is no part of a longer word or number; white space and quotes do not count
-    within it.
+    """Whether ``critique`` contains ``word`` other than within a longer word or number. White space
+    and quotes inside it are ignored.
     """
     inner = r"[\s`'\"]*".join(map(re.escape, word))
     return re.search(rf"(?<!\w){inner}(?!\w)", critique) is not None

@@ -1,4 +1,4 @@
-"""MBPP: the file of 974 problems (``mbpp.jsonl``) and the hand-verified one
+"""Rows of MBPP: of the file of 974 problems (``mbpp.jsonl``) and of the hand-verified one
 (``sanitized-mbpp.json``).
 """
 
@@ -24,7 +24,7 @@ SPLITS: dict[Split, range] = {
 
 
 def mbpp_problem(record: Mapping[str, Any], number: int) -> Problem:
-    """A row of either file. Raises ``ValueError`` and ``SyntaxError``."""
+    """A row of either file. Raises ``ValueError`` or ``SyntaxError``."""
     statement_key = "prompt" if "prompt" in record else "text"
     missing = {"task_id", "code", "test_list", statement_key} - record.keys()
     if missing:
@@ -47,7 +47,7 @@ def mbpp_problem(record: Mapping[str, Any], number: int) -> Problem:
 def entry_point_of(code: str, tests: Iterable[str]) -> str:
     """The one function that ``code`` defines and every test calls.
 
-    Raises ``ValueError`` where there is none or more than one, ``SyntaxError`` for text that is not
+    Raises ``ValueError`` if there is none or more than one, ``SyntaxError`` for text that is not
     Python.
     """
     defined = {n.name for n in ast.walk(_parse(code)) if isinstance(n, ast.FunctionDef)}
@@ -61,7 +61,7 @@ def entry_point_of(code: str, tests: Iterable[str]) -> str:
 
 
 def _classes(code: str, texts: Iterable[str]) -> list[str]:
-    """Classes of ``code`` that the tests use: the program has to define them as well."""
+    """Classes of ``code`` that the tests use, which a program must define as well."""
     used = {
         n.id for text in texts for n in ast.walk(_parse(_unix(text))) if isinstance(n, ast.Name)
     }
@@ -75,7 +75,7 @@ def _called_names(test: str) -> set[str]:
 
 def _parse(text: str) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # stray escapes in other people's strings
+        warnings.simplefilter("ignore")  # invalid escapes in published strings
         return ast.parse(text)
 
 

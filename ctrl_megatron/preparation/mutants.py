@@ -1,9 +1,9 @@
-"""What a critic and a proxy learn from programs with one known fault.
+"""Training examples from mutants: programs with one known fault.
 
-A model of 135M parameters cannot repair programs by itself, and what it makes of prose is luck; a
-critique then earns nothing, however right it is. Tuned once to do what a critique says, good or
-bad, it becomes a proxy whose revisions measure the critique. The critic's own first lessons are
-critiques that name the fault. Both are ordinary files for ``ctrl-train-sft``.
+A model of 135M parameters cannot repair programs, and does not follow a critique in prose, so a
+right critique earns no reward with it. Fine-tuned on ``proxy_examples`` it does what a critique
+asks, right or wrong, and becomes a proxy whose revisions measure the critique. ``critic_examples``
+are critiques that name the fault. Both become ordinary files for ``ctrl-train-sft``.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from ctrl_megatron.types import Attempt, Problem
 Split = Literal["train", "unseen_mutants", "unseen_problems"]
 
 BLAND = f"Analysis: The answer is right.\nImprovement suggestions: None.\n{JUDGED_CORRECT}"
-"""The critique of a right program; of a wrong one it changes nothing."""
+"""A critique that asks for no change; right for a right program."""
 _REQUESTS = ("Replace `{0}` with `{1}`.", "Change `{0}` to `{1}`.", "Use `{1}` instead of `{0}`.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """A program with one known fault, judged."""
+    """A program with one known fault, and its pass rate."""
 
     id: str
     problem_id: str
     split: Split
-    """Problems of ``unseen_problems`` are in no other split; ``unseen_mutants`` are of problems
-    that are trained on."""
+    """Problems of ``unseen_problems`` are in no other split; problems of ``unseen_mutants`` are
+    also in ``train``, with other mutants."""
     kind: MutationKind
     code: str
     wrong: str
-    """An expression of ``code`` that occurs once in it and holds the fault."""
+    """The expression with the fault, which occurs once in ``code``."""
     right: str
-    """What belongs in its place."""
+    """The expression of the reference at that place."""
     pass_rate: float
     """Share of tests that ``code`` passes; below 1."""
 
 
 def read_mutants(path: Path, problems: dict[str, Problem]) -> list[Mutant]:
-    """The mutants of a file. UserError naming line and key for what does not fit."""
+    """The mutants of a file. Raises UserError naming line and key of a wrong value."""
     found = []
     for place, record in read_placed_lines(path):
         try:
@@ -90,13 +90,13 @@ def _check(mutant: Mutant, problems: dict[str, Problem], place: str) -> None:
 
 
 def oracle_critique(wrong: str, right: str, wording: int = 0) -> str:
-    """The critique of who knows the fault; ``wording`` chooses one of three."""
+    """The oracle critique, which names the fault and its repair; ``wording`` chooses one of three."""
     request = _REQUESTS[wording % len(_REQUESTS)].format(wrong, right)
     return f"Analysis: `{wrong}` is wrong.\nImprovement suggestions: {request}\n{JUDGED_INCORRECT}"
 
 
 def attempt_row(mutant: Mutant, problem: Problem) -> Row:
-    """The row that asks for a critique of ``mutant``; its further columns are ``wrong``, ``right``
+    """The row that requests a critique of ``mutant``, with the extra columns ``wrong``, ``right``
     and ``kind``.
     """
     attempt = Attempt(
@@ -107,7 +107,7 @@ def attempt_row(mutant: Mutant, problem: Problem) -> Row:
 
 
 def right_row(problem: Problem) -> Row:
-    """The row that asks for a critique of the problem's reference."""
+    """The row that requests a critique of the problem's reference."""
     attempt = Attempt(
         id=f"{problem.id}/right",
         problem=problem,
@@ -120,9 +120,9 @@ def right_row(problem: Problem) -> Row:
 def proxy_examples(
     mutants: Sequence[Mutant], problems: dict[str, Problem], seed: int
 ) -> list[SftExample]:
-    """Lessons in doing what a critique says: it repairs (in three wordings), leaves right programs
-    alone, leaves wrong ones alone if it is told that they are right, and spoils what it is told to
-    spoil. Shuffled by ``seed``.
+    """Examples of following a critique: repairs (in three wordings), right programs left unchanged,
+    wrong programs left unchanged because the critique finds no fault, and right expressions
+    replaced by wrong ones because the critique asks for it. Shuffled by ``seed``.
     """
     rng = Random(seed)
     every = [_example(*lesson) for lesson in _lessons(mutants, problems, rng)]
@@ -133,7 +133,7 @@ def proxy_examples(
 def critic_examples(
     mutants: Sequence[Mutant], problems: dict[str, Problem], seed: int, *, right: int = 80
 ) -> list[SftExample]:
-    """The oracle's critique of every mutant and the bland one of ``right`` right programs."""
+    """The oracle critique of every mutant, and ``BLAND`` for up to ``right`` right programs."""
     rng = Random(seed)
     every = [
         SftExample(
@@ -160,13 +160,13 @@ def rl_rows(
     longest: int | None = None,
     right_share: float,
 ) -> list[Row]:
-    """Attempts to criticise: mutants of at most ``longest`` characters that pass at most
-    ``highest_pass_rate`` of their tests, and right programs until they are ``right_share`` of all,
-    or all are there.
+    """Rows for reinforcement learning: mutants of at most ``longest`` characters that pass at most
+    ``highest_pass_rate`` of their tests, and right programs up to the share ``right_share`` of all
+    rows or until there are no more.
 
-    Where most tests pass already, a weak critic loses more by a wrong edit than it gains by a right
-    one: it learns to ask for nothing. Programs that the proxy is too weak to copy with one change
-    earn the same whatever is said (docs/experiments/learning.md, 2026-11-23).
+    If most tests pass already, a weak critic loses more by a wrong edit than it gains by a right
+    one, and learns to ask for nothing. A program that the proxy cannot copy with one change gets
+    the same reward for every critique (docs/experiments/learning.md, 2026-11-23).
     """
     rng = Random(seed)
     chosen = [
@@ -184,7 +184,7 @@ def rl_rows(
 
 
 _Lesson = tuple[str, Row, str, str]
-"""Id, what is criticised, the critique, the program that it leads to."""
+"""Id, row, critique, and the program after the revision."""
 
 
 def _lessons(
@@ -215,8 +215,8 @@ def _lessons(
 
 
 def _second_faults(mutant: Mutant) -> list[Mutation]:
-    """Further faults that make of a mutant no other mutant of the same reference, which may be one
-    to test on.
+    """Further mutations of a mutant. A result that is itself a mutant of the reference is left out,
+    because it may belong to a test set.
     """
     reference = mutant.code.replace(mutant.wrong, mutant.right)
     taken = {reference, *(m.code for m in mutations(reference))}
@@ -224,7 +224,7 @@ def _second_faults(mutant: Mutant) -> list[Mutation]:
 
 
 def _spoiled(code: str, faults: Sequence[Mutation | Mutant], rng: Random) -> tuple[str, str] | None:
-    """(a critique that asks for one of ``faults``, the program with it)."""
+    """A critique that asks for one of ``faults``, and the program that has it; None if none fits."""
     fits = [m for m in faults if occurrences(code, m.right) == 1]
     if not fits:
         return None

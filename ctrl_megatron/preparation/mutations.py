@@ -1,8 +1,8 @@
-"""Programs with one fault: a right program in which one expression was changed.
+"""Mutations: right programs in which one expression was changed.
 
-Pure; nothing is run. A mutation is an edit of the source text, so that everything else stays as its
-author wrote it. What a critic can be asked to name is the smallest expression around the edit that
-is long enough to be recognised and occurs once.
+Pure; runs nothing. A mutation is an edit of the source text, so the rest of the program keeps its
+layout. A critic is asked for the smallest expression around the edit that occurs once and is long
+enough to be recognised.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 MutationKind = Literal["operator", "comparison", "constant", "name", "unary"]
 
 _SHORTEST = 5
-"""Characters of an expression that a critique names."""
+"""Fewest characters of an expression that a critique names."""
 _OPERATORS: dict[type[ast.operator], tuple[str, tuple[str, ...]]] = {
     ast.Add: ("+", ("-",)),
     ast.Sub: ("-", ("+",)),
@@ -58,20 +58,20 @@ _NAMES = {a: b for pair in _PAIRS for a, b in (pair, pair[::-1])}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """One edit and the program that has it."""
+    """One edit and the resulting program."""
 
     kind: MutationKind
     code: str
     """The program with the fault."""
     wrong: str
-    """An expression of ``code`` that holds the edit and occurs once in it."""
+    """The expression around the edit, which occurs once in ``code``."""
     right: str
-    """What stood in its place."""
+    """The original expression."""
 
 
 def mutations(code: str) -> list[Mutation]:
-    """All mutants of ``code``, in the order of the text; none of a program with functions inside
-    functions, whose names and returns a small model confuses.
+    """All mutations of ``code``, in the order of the text. A program with nested functions has
+    none, because a small model confuses their names and returns.
 
     Raises SyntaxError.
     """
@@ -114,7 +114,7 @@ class _Source:
         return self._starts[line - 1] + len(self._lines[line - 1][:column].decode())
 
     def between(self, left: ast.expr, right: ast.expr, sign: str) -> tuple[int, int] | None:
-        """Where ``sign`` stands between two operands."""
+        """Span of the operator ``sign`` between two operands; None if it cannot be located."""
         start, end = self.span(left)[1], self.span(right)[0]
         words = self.code[start:end]
         if words.strip("() \n\\") != sign:  # a comment, or white space within "not in"
@@ -208,7 +208,7 @@ def _named_expression(
 
 
 def occurrences(code: str, expression: str) -> int:
-    """How often ``expression`` stands in ``code``, those that overlap included."""
+    """The number of occurrences of ``expression`` in ``code``, overlapping ones included."""
     return sum(code.startswith(expression, at) for at in range(len(code)))
 
 

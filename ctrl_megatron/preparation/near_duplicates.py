@@ -1,4 +1,4 @@
-"""Texts that say the same: their shingles (runs of words) agree for the most part."""
+"""Near duplicates: texts most of whose shingles (runs of words) are equal."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _WORDS = re.compile(r"\w+")
 
 
 class NearDuplicates:
-    """Finds, among texts added before, one whose shingles of ``words`` words have a Jaccard
-    similarity of ``least`` or more with a given text's. A shorter text is one shingle.
+    """Finds the earlier text whose shingles of ``words`` words have a Jaccard similarity of at
+    least ``least`` with those of a given text. A shorter text is one shingle.
 
-    Exact, through an index from shingles to texts; linear in the texts that share one.
+    The search is exact: an index from shingles to texts, linear in the texts that share a shingle.
     Source of the measure: Broder, On the resemblance and containment of documents (1997).
     """
 
@@ -23,7 +23,9 @@ class NearDuplicates:
         self._index: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
 
     def find(self, text: str) -> str | None:
-        """The key of the most similar text, the first one added among equals; None without one."""
+        """The key of the most similar text, the earliest of several; None if none is similar
+        enough.
+        """
         shingles = self._shingles(text)
         shared = Counter(key for shingle in shingles for key in self._index.get(shingle, ()))
         best, similarity = None, 0.0
@@ -35,8 +37,7 @@ class NearDuplicates:
         return best
 
     def add(self, key: str, text: str) -> None:
-        """Remember ``text`` under ``key``. Raises ``ValueError`` for a key that another text has:
-        what both share would be counted twice, against the size of one."""
+        """Add ``text`` under ``key``. Raises ``ValueError`` for a key that is already in use."""
         if key in self._sizes:
             raise ValueError(f"another text was added as {key!r}")
         shingles = self._shingles(text)

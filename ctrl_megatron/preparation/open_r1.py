@@ -1,7 +1,7 @@
-"""Open-R1's sets: verifiable-coding-problems-python, and codeforces with its official tests.
+"""Rows of Open-R1's sets verifiable-coding-problems-python and codeforces (official tests).
 
-Open-R1's own reward compares lines as text without the white space around them. The rule
-``tokens`` comes closest, and is right for Codeforces' problems without a checker too.
+Open-R1's reward compares lines as text without surrounding white space. The rule ``tokens`` is the
+closest one, and is also correct for Codeforces problems without a checker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BEHIND = re.compile(
     r"\s*(The input will be stdin and you should print your solution to stdout\s*)?"
     r"(Now solve the problem and return the code\.?)?\s*$"
 )
-"""What the set puts around a statement; our prompts say it in their own words."""
+"""Text that the set adds around a statement. Our prompts have instructions of their own."""
 _PYTHON = ("python", "python3")
 
 
@@ -74,8 +74,8 @@ def verifiable_problem(record: Mapping[str, Any], number: int) -> Problem:
 
 
 def codeforces_problem(record: Mapping[str, Any], number: int) -> Problem:
-    """A row of codeforces. Interactive problems, those that read files and those that have several
-    right outputs (``generated_checker``) have nothing that could judge them here: ``NoTests``.
+    """A row of codeforces. Raises ``NoTests`` for problems that cannot be judged here: interactive
+    ones, those that read files, and those with several right outputs (``generated_checker``).
     """
     name = text_field(record.get("id"), "id")
     for column, why in (

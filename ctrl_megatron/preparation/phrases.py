@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a sentence stays on one line
-"""The wording of synthesised critiques: tuples of alternatives, ``{...}`` are facts of a diagnosis."""
+"""The wording of critiques from templates: alternatives in which ``{...}`` is a fact of a diagnosis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own problem files: one JSON object per line, with a reference and wrong solutions."""
+"""This project's problem files: one JSON object per line, with a reference and wrong solutions."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _DEFAULTS = {
 
 
 def read_problems(*paths: str | PathLike[str]) -> list[Problem]:
-    """The problems of ``.jsonl`` files, of a directory those of all its files in name order.
+    """The problems of ``.jsonl`` files; for a directory, of all its ``.jsonl`` files in name order.
 
-    Raises ``ValueError`` naming file, line and key for an unknown, missing or ill-typed key, for an
-    id that occurs twice and for a path without problems.
+    Raises ``ValueError`` naming file, line and key for an unknown, missing or ill-typed key, for a
+    repeated id, and for a path without problems.
     """
     found = dict[str, tuple[str, Problem]]()
     for path in map(Path, paths):
@@ -69,7 +69,7 @@ def read_problems(*paths: str | PathLike[str]) -> list[Problem]:
 
 
 def own_record(problem: Problem) -> dict[str, Any]:
-    """The object that stands for a problem in its file; ``read_problems`` reads it back."""
+    """The JSON object of a problem in a problem file; ``read_problems`` is the inverse."""
     tests = problem.selected_uts
     return {
         "id": problem.id,
@@ -134,7 +134,7 @@ def _checked(record: Mapping[str, Any], place: str) -> Problem:
 
 
 def _check_asserts(record: Mapping[str, Any], tests: Sequence[str], place: str) -> None:
-    """UserError naming problem and test for what is no Python or no sandbox could judge."""
+    """Raise UserError naming the test that is not Python or that the sandbox cannot judge."""
     of = f"problem {record['id']!r}"
     parts = [("key 'test_setup'", record["test_setup"])]
     parts += [(f"test {number}", test) for number, test in enumerate(tests, start=1)]

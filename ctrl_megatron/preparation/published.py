@@ -1,4 +1,4 @@
-"""Published problem sets, from their own files to ``Problem``, and which of them are kept."""
+"""Reads published problem sets from their original files, and selects problems from them."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ FORMATS: dict[str, Callable[[Mapping[str, Any], int], Problem]] = {
     "taco": taco_problem,
     "verl": verl_problem,
 }
-"""A row and its number over all files, from 1 -> the problem. Each raises ``ValueError`` or
-``SyntaxError`` for a row that is not its set's, ``NoTests`` for one that has none."""
+"""Format -> reader: the problem of a row and the row's number over all files, from 1. A reader
+raises ``ValueError`` or ``SyntaxError`` for a malformed row, ``NoTests`` for one without tests."""
 OWN = "ctrl"
-"""Our own problem files."""
+"""The format of this project's problem files."""
 
 
 @dataclass(slots=True)
 class Dropped:
-    """What was left out: reason -> ids or places."""
+    """Items that were left out: reason -> ids or places."""
 
     reasons: dict[str, list[str]] = field(default_factory=dict)
 
@@ -60,17 +60,17 @@ class Dropped:
         self.reasons.setdefault(reason, []).append(what)
 
     def counts(self) -> Counter[str]:
-        """How many for each reason."""
+        """The number of items for each reason."""
         return Counter({reason: len(names) for reason, names in self.reasons.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Which problems are kept; a bound that is None holds for all."""
+    """Bounds on the problems that are kept; None sets no bound."""
 
     min_tests: int = 1
     max_tests: int | None = None
-    """Tests beyond so many are left out; the problem stays."""
+    """Further tests of a problem are left out; the problem is kept."""
     max_statement: int | None = None
     """Characters."""
     max_reference: int | None = None
@@ -86,10 +86,10 @@ def read_published(
     split: str | None = None,
     skip_malformed: bool = False,
 ) -> tuple[list[Problem], Dropped]:
-    """All problems of the files in order, and the rows without one.
+    """All problems of the files in order, and what was dropped.
 
-    ``split`` is MBPP's. A row that cannot be read raises ``ValueError`` naming file and row, or is
-    dropped with ``skip_malformed``; a row without tests is dropped.
+    ``split`` is one of MBPP's. Raises ``ValueError`` naming file and row for a malformed row, which
+    ``skip_malformed`` drops instead. A row without tests is dropped.
     """
     if split is not None and (format != "mbpp" or split not in SPLITS):
         raise UserError(f"--split={split}: only mbpp has splits, and they are {', '.join(SPLITS)}")
@@ -124,13 +124,13 @@ def read_published(
 def select(
     problems: Iterable[Problem], limits: Limits, *, against: Iterable[Problem] = ()
 ) -> tuple[list[Problem], Dropped]:
-    """The problems within ``limits`` whose statement is neither nearly one of ``against`` (test
-    sets, which may share ids) nor nearly an earlier one's; and what was dropped.
+    """The problems within ``limits`` whose statement is not a near duplicate of an earlier one or
+    of one in ``against`` (test sets, whose ids may repeat); and what was dropped.
 
-    Raises ``ValueError`` for two ``problems`` with one id.
+    Raises ``ValueError`` for two ``problems`` with the same id.
     """
     tested, earlier, kept, dropped = NearDuplicates(), NearDuplicates(), list[Problem](), Dropped()
-    # By number: two test sets may share ids, as HumanEval and HumanEval+ do.
+    # By number, because ids of test sets may repeat (HumanEval and HumanEval+).
     tests = {str(number): problem for number, problem in enumerate(against)}
     for number, problem in tests.items():
         tested.add(number, problem.statement)
@@ -151,7 +151,7 @@ def select(
 
 
 def number_of_tests(problem: Problem) -> int:
-    """Asserts, or cases of stdin and stdout."""
+    """The number of asserts, or of cases of stdin and stdout."""
     tests = problem.selected_uts
     return len(loads(tests)) if isinstance(tests, str) else len(tests)
 

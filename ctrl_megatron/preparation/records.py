@@ -1,4 +1,4 @@
-"""Files of records as data sets are published: JSON lines, a JSON list, parquet, arrow."""
+"""Reads the files in which data sets are published: JSON lines, a JSON list, parquet, arrow."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.problems.long_integers import long_integers
 
 Record = tuple[str, dict[str, Any]]
-"""A place for messages (file and row, both as the file counts), and the object."""
+"""The place for messages (file and row, in the file's own numbering), and the object."""
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file, or of all such files of a directory in name order.
+    """The records of a file, or of all files of a directory with one of ``SUFFIXES`` in name order.
 
-    Raises ``ValueError`` naming the file, and the line where there is one, for what cannot be read.
+    Raises ``ValueError`` naming the file, and the line if it has lines, if it cannot be read.
     """
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))

@@ -1,4 +1,4 @@
-"""Which critiques become supervised examples, and which attempts rows of RL."""
+"""Selects the critiques that become supervised examples, and the order of attempts."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ Part = Literal["sft", "rl", "val"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Of the problems: ``val`` of all are held out, ``sft`` of the others are fine-tuned on."""
+    """Shares of the problems: ``val`` of all are held out, ``sft`` of the rest are for fine-tuning."""
 
     val: float = 0.2
     sft: float = 0.5
 
     def part_of(self, problem_id: str) -> Part:
-        """Where a problem belongs: by its name, so that it never moves."""
+        """The part of a problem. It depends only on the id, so a problem never changes its part."""
         place = crc32(problem_id.encode()) % 1000 / 1000
         if place < self.val:
             return "val"
-        # Another digest, or the parts would depend on one another's sizes.
+        # A second digest makes this choice independent of the first.
         rest = crc32(f"sft/{problem_id}".encode()) % 1000 / 1000
         return "sft" if rest < self.sft else "rl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CritiqueDraft:
-    """A critique of an attempt, before it is known whether anything can be learned from it."""
+    """A critique that may become an example."""
 
     attempt: Attempt
     right: bool
-    """The sandbox's word on the attempt."""
+    """Whether the attempt passes all tests."""
     text: str
     revised_right: bool | None = None
-    """Whether the revision that follows passes; None where nobody looked."""
+    """Whether the revision by this critique passes; None if it was not tried."""
 
 
 def fault_of(draft: CritiqueDraft) -> str:
-    """Why a critique is no example by itself; empty where it is one."""
+    """The reason why a critique cannot be an example; empty if it can."""
     judged = parse_judgment(draft.text)
     if judged is None:
         return "no judgment"
@@ -65,10 +65,10 @@ def fault_of(draft: CritiqueDraft) -> str:
 def choose_examples(
     drafts: Iterable[CritiqueDraft], *, balance: bool, seed: int
 ) -> tuple[list[SftExample], Dropped]:
-    """The examples in order, the hint left out of their prompts; and what was dropped.
+    """The examples in order, without the hint in their prompts, and what was dropped.
 
-    An attempt whose program and critique nearly repeat another's of its problem is dropped. With
-    ``balance`` as many right attempts are kept as wrong ones, drawn by their ids and ``seed``.
+    Near duplicates (program and critique) within a problem are dropped. With ``balance`` equally
+    many right and wrong attempts are kept, chosen by their ids and ``seed``.
     """
     dropped, kept = Dropped(), list[CritiqueDraft]()
     indices: defaultdict[str, NearDuplicates] = defaultdict(
@@ -99,7 +99,7 @@ def choose_examples(
 
 
 def distinct_attempts(attempts: Sequence[Attempt]) -> tuple[list[Attempt], Dropped]:
-    """The attempts whose program, in its normal form, is not an earlier one of their problem."""
+    """The attempts without repeated programs of the same problem (in normal form), and the others."""
     seen, kept, dropped = set[tuple[str, str]](), list[Attempt](), Dropped()
     for attempt in attempts:
         key = attempt.problem.id, normalize_code(extract_code(attempt.solution))
@@ -114,9 +114,9 @@ def distinct_attempts(attempts: Sequence[Attempt]) -> tuple[list[Attempt], Dropp
 def problems_in_turn(
     judged: Iterable[tuple[Attempt, Verdict]], seed: int
 ) -> list[tuple[Attempt, Verdict]]:
-    """One attempt of every problem, then a second one of each that has it, and so on; an attempt's
-    place among those of its problem is kept. Problems are drawn by their ids and ``seed``: whatever
-    is cut off behind, the rest is as varied as it can be, in whatever order files were read.
+    """The attempts in rounds: one of each problem, then a second of each problem that has one, and
+    so on. A prefix of the result therefore covers as many problems as possible. Within a round
+    problems are ordered by their ids and ``seed``, independently of the order of the files.
     """
     numbers = Counter[str]()
     placed: list[tuple[int, int, str, tuple[Attempt, Verdict]]] = []

@@ -1,5 +1,5 @@
-"""From problems to training files: solutions, verdicts, critiques, revisions, each kept when it is
-finished.
+"""The stages of synthesis: first solutions, verdicts, critiques, revisions. A journal keeps every
+finished part.
 
 Source: CTRL (arXiv 2502.03492, section 3.1).
 """
@@ -34,7 +34,7 @@ Item = TypeVar("Item")
 OpenChat = Callable[[], AbstractAsyncContextManager[Chat]]
 OpenJudge = Callable[[], AbstractAsyncContextManager[Judge]]
 Progress = Callable[[str, int, int], None]
-"""Stage, finished parts, all parts."""
+"""Called with the stage, the number of finished parts and the number of all parts."""
 
 
 def opener(source: ChatSource, engines: EngineOptions) -> OpenChat:
@@ -63,7 +63,7 @@ async def open_sandbox() -> AsyncIterator[SandboxClient]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthesisStages:
-    """The stages over one journal. Chat and judge are opened only where something is left."""
+    """The stages over one journal. A chat or sandbox is opened only if its stage has work left."""
 
     journal: StageJournal
     chats: Mapping[str, OpenChat]
@@ -74,13 +74,13 @@ class SynthesisStages:
     open_judge: OpenJudge = open_sandbox
     seed: int
     part_size: int = 16
-    """Problems or attempts that are finished together."""
+    """Problems or attempts of one line of the journal."""
     progress: Progress = lambda *_: None
 
     async def solutions(
         self, problems: Sequence[Problem], params: SamplingParams
     ) -> list[tuple[Attempt, Fate]]:
-        """Attempts and what became of their text: see ``Fate``."""
+        """Attempts at ``problems`` and how each was read (``Fate``)."""
         known = {problem.id: problem for problem in problems}
 
         async def draw(chat: Chat, part: tuple[int, list[Problem]]) -> Records:
@@ -101,7 +101,7 @@ class SynthesisStages:
         ]
 
     async def verdicts(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, Verdict]]:
-        """Every attempt with its pass rate, and its verdict."""
+        """Each attempt with its pass rate set, and its verdict."""
 
         async def judge(judge: Judge, part: tuple[int, list[Attempt]]) -> Records:
             return [asdict(verdict) for _, verdict in await judge_attempts(judge, part[1])]
@@ -119,8 +119,8 @@ class SynthesisStages:
     async def critiques(
         self, judged: Sequence[tuple[Attempt, Verdict]], params: SamplingParams
     ) -> list[CritiqueDraft]:
-        """A critique of every attempt: of ``params.n`` draws the first without a fault, else the
-        first; an empty text where the hint leaves no room for it.
+        """A critique of each attempt: the first of ``params.n`` draws without a fault, or the first
+        draw if all have one. The text is empty if the prompt leaves no room for a critique.
         """
         if "critic" not in self.chats:
             texts = [synthesise_critique(a, v, self.seed) for a, v in judged]
@@ -140,8 +140,8 @@ class SynthesisStages:
     async def revisions(
         self, drafts: Sequence[CritiqueDraft], params: SamplingParams
     ) -> list[CritiqueDraft]:
-        """The drafts with the fate of the revision that follows each; as given without a reviser.
-        A draft with a fault already is not revised.
+        """The drafts with the result of their revision; unchanged without a reviser. A draft with
+        a fault is not revised.
         """
         if "reviser" not in self.chats:
             return list(drafts)

@@ -1,8 +1,8 @@
-"""Critiques written from execution feedback: the targets of the first training stage.
+"""Critiques from templates and execution feedback: targets of supervised fine-tuning.
 
-Source: CTRL (arXiv 2502.03492); the paper lets a large model write them, here templates
-do, so that the stage needs no second model. A critique states facts of the run and of the code's
-structure; it contains no test, no expected value and no solution.
+Source: CTRL (arXiv 2502.03492). There a large model writes these critiques; templates need no
+second model. A critique states facts about the run and the structure of the code, and contains no
+test, no expected value and no solution.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LONGEST_SIGNATURE = 40
 def synthesise_critique(attempt: Attempt, verdict: Verdict, rng_seed: int) -> str:
     """A critique of ``attempt`` in the required format whose judgment is ``verdict.accepted``.
 
-    The same arguments give the same text in every process; ``rng_seed`` and the attempt's id vary
-    the wording. Raises ``ValueError`` for a verdict without tests.
+    Deterministic: ``rng_seed`` and the attempt's id choose the wording. Raises ``ValueError`` for a
+    verdict without tests.
     """
     if not verdict.passed:
         raise ValueError(
@@ -76,7 +76,7 @@ def _subject(diagnosis: Diagnosis) -> str:
 
 
 def _share(diagnosis: Diagnosis) -> str:
-    """How many tests failed, in words that a critic without the tests could use."""
+    """The share of failed tests, in words that do not mention tests."""
     if diagnosis.failed == diagnosis.total:
         return "all inputs" if diagnosis.total > 1 else "typical inputs"
     if diagnosis.failed == 1:

@@ -1,4 +1,4 @@
-"""Typed access to the fields of a record of any kind; every error names the field."""
+"""Typed access to the fields of a record; every error names the field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ctrl_megatron.problems.long_integers import loads
 
 
 def text_field(value: Any, where: str) -> str:
-    """``value`` if it is text, or the joined lines of a list of text. Raises ``ValueError``."""
+    """``value`` if it is a text; the joined lines if it is a list of texts. Raises ``ValueError``."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         value = "\n".join(value)
     if not isinstance(value, str):
@@ -23,7 +23,7 @@ def text_field(value: Any, where: str) -> str:
 
 
 def list_field(value: Any, where: str) -> list[Any]:
-    """``value`` if it is a list that is not empty. Raises ``ValueError``."""
+    """``value`` if it is a non-empty list. Raises ``ValueError``."""
     if not isinstance(value, list):
         raise ValueError(f"{where} must be a list, got {type(value).__name__}")
     if not value:
@@ -47,7 +47,7 @@ def positive_field(value: Any, where: str) -> float:
 
 
 def flag_field(data: Mapping[str, Any], name: str) -> bool:
-    """``data[name]`` if it is a boolean, False where it is missing. Raises ``ValueError``."""
+    """``data[name]`` if it is a boolean; False if it is missing. Raises ``ValueError``."""
     value = data.get(name)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"provided_data.{name} must be true or false, got {value!r}"[:200])
@@ -55,7 +55,7 @@ def flag_field(data: Mapping[str, Any], name: str) -> bool:
 
 
 def rule_field(data: Mapping[str, Any], default: Rule) -> Rule:
-    """The rule that ``data["comparison"]`` names, ``default`` where it is missing or empty. Raises
+    """The rule named by ``data["comparison"]``; ``default`` if it is missing or empty. Raises
     ``ValueError``.
     """
     name = data.get("comparison")
@@ -66,7 +66,7 @@ def rule_field(data: Mapping[str, Any], default: Rule) -> Rule:
 
 
 def json_field(value: Any, where: str) -> Any:
-    """``value``, or what its text says as JSON. Raises ``ValueError``."""
+    """``value``; if it is a text, the value that it encodes as JSON. Raises ``ValueError``."""
     if not isinstance(value, str):
         return value
     try:

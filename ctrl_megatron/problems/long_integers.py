@@ -1,8 +1,7 @@
-"""Reads text that may contain integers with many digits, as problems of contests do.
+"""Reads text with integers of many digits, which some contest problems have.
 
-Python refuses more than 4,300 digits, because the time for reading an integer grows with the square
-of its length and the interpreter does nothing else meanwhile. Here each integer, and all of a text
-together, are limited as well.
+Python refuses more than 4,300 digits, because the time to read them grows with the square of their
+number and blocks a service. The bounds here are larger, on each integer and on all of a text.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 INTEGER_DIGITS = 100_000
-"""Of one integer in a record, a test or an answer, in decimal: reading one takes 0.1 s. A program's
-own integers may be of any length."""
+"""Most decimal digits of one integer in a record, a test or an answer; reading so many takes 0.1 s.
+Integers inside a program may have any length."""
 LONG_DIGITS = 2_000_000
-"""Of all integers of more than 4,300 digits in one text that a service reads."""
+"""Most decimal digits of all integers above 4,300 digits in one text that a service reads."""
 _LONG = 4300
-"""Digits; the time for a shorter integer is negligible."""
+"""Digits up to which Python itself reads an integer; the time for these is negligible."""
 _RUN = re.compile(r"[0-9]*+")
 _TOO_LONG = (
     f"an integer has more than {INTEGER_DIGITS} digits, or all long ones together have more than "
@@ -30,7 +29,7 @@ _TOO_LONG = (
 
 @contextmanager
 def long_integers() -> Iterator[None]:
-    """In the block Python reads and writes integers of ``INTEGER_DIGITS`` digits."""
+    """Within the block Python reads and writes integers of up to ``INTEGER_DIGITS`` digits."""
     before = sys.get_int_max_str_digits()
     if 0 < before < INTEGER_DIGITS:
         sys.set_int_max_str_digits(INTEGER_DIGITS)
@@ -41,8 +40,8 @@ def long_integers() -> Iterator[None]:
 
 
 def loads(text: str | bytes) -> Any:
-    """Like ``json.loads``, for text with long integers. Raises ``json.JSONDecodeError``, also
-    beyond the limits.
+    """``json.loads`` for text with long integers. Raises ``json.JSONDecodeError``, also above the
+    bounds.
     """
     text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
     if not digits_of_long_runs(text):
@@ -61,14 +60,14 @@ def loads(text: str | bytes) -> Any:
 
 
 def require_few_digits(text: str, where: str) -> None:
-    """Raise ``ValueError`` for Python code whose integers take long to parse."""
+    """Raise ``ValueError`` for Python text whose long integers take too much time to parse."""
     if digits_of_long_runs(text) > LONG_DIGITS:
         raise ValueError(f"{where}: its long numbers have more than {LONG_DIGITS} digits together")
 
 
 def digits_of_long_runs(text: str) -> int:
-    """Number of digits in all runs of more than 4,300 digits, found without reading every
-    character.
+    """Digits in all runs of more than 4,300 digits. Reads only every 4,300th character outside
+    runs.
     """
     total, at = 0, 0
     while at < len(text):

@@ -1,4 +1,4 @@
-"""The tests of one problem as rows and problem files hold them."""
+"""The tests of one problem, in the forms that rows and problem files have."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ DEFAULT_TIME_LIMIT = 10.0
 
 
 def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
-    """The tests of a problem from what a file holds.
+    """The tests of a problem, from the value of a file.
 
-    A function problem: a list of asserts, the JSON text of one, or a string that is one test
-    program. Otherwise: a JSON list of cases, as a string, as a list of one string, or as a list of
-    objects; a case of ``code_contests`` may also have its texts under ``input`` and ``output``
-    themselves. Raises ``ValueError`` saying what is wrong.
+    A function problem has a list of asserts, the JSON text of such a list, or a string that is one
+    test program. Other problems have a JSON list of cases: as a string, as a list of one string,
+    or as a list of objects. In a case of ``code_contests``, ``input`` and ``output`` may be texts.
+    Raises ``ValueError`` with the reason.
     """
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str):
         value = value[0]
     if kind == "mbppplus":
         if isinstance(value, str):
-            # A JSON list is valid Python too: run as a test, it would pass for every program.
+            # A JSON list is valid Python as well: as a test, it would pass for every program.
             try:
                 listed = loads(value)
             except json.JSONDecodeError:
@@ -63,7 +63,7 @@ def _spelled(case: object, number: int) -> dict[str, Any]:
         if _is_text(record.get(name)):
             record[name] = {stream: record[name]}
         given = record.get(name)
-        # A program that is given nothing may leave its stdin out.
+        # stdin may be omitted; it is empty then.
         least = {} if name == "output" else {stream: ""}
         if not isinstance(given, Mapping) or not _is_text({**least, **given}.get(stream)):
             raise UserError(
@@ -74,7 +74,7 @@ def _spelled(case: object, number: int) -> dict[str, Any]:
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is a text, or a list of a text's lines, that UTF-8 can hold."""
+    """Whether ``value`` is a text, or a list of lines, that UTF-8 can encode."""
     lines = value if isinstance(value, list) else [value]
     if not all(isinstance(line, str) for line in lines):
         return False
@@ -88,21 +88,21 @@ def _is_text(value: object) -> bool:
 def function_record(
     tests: Sequence[str], setup: str, entry_point: str, statement: str
 ) -> dict[str, Any]:
-    """The asserts of a function problem as the sandbox reads them; several entry points are one
-    text, with commas between them.
+    """The record in which the sandbox reads the asserts of a function problem. ``entry_point`` may
+    be several names, separated by commas.
     """
     names = entry_point.split(", ")
     return {
         "test_list": list(tests),
         "test_setup_code": setup,
         "entry_point": names if len(names) > 1 else names[0],
-        # Of a statement that is a program without its end, answers use the beginning.
+        # HumanEval's statements are the beginning of a program, which answers rely on.
         "prompt": statement,
     }
 
 
 def comparison_complaint(kind: PrompterType, comparison: str) -> str:
-    """Why the rule ``comparison`` does not fit a problem of this kind; empty where it does."""
+    """Why the rule ``comparison`` does not fit a problem of this kind; empty if it fits."""
     try:
         rule = rule_named(comparison) if comparison else STRICT
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning of the critic: its targets and its objective."""
+"""Supervised fine-tuning of the actor: its examples, objective, graph and run."""

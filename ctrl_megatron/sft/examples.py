@@ -1,4 +1,4 @@
-"""Parquet files of supervised examples: a prompt and the response to learn."""
+"""Parquet files of supervised examples: prompts with the responses to learn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ctrl_megatron.types import Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftExample:
-    """One example; the loss is on the response and the token that ends it."""
+    """One example. The loss is computed on the response and its end-of-text token."""
 
     id: str
     prompt: tuple[Message, ...]
@@ -21,7 +21,7 @@ class SftExample:
 
 
 def write_examples(path: Path, examples: Iterable[SftExample]) -> None:
-    """Write the file whole; ValueError if there is nothing to write."""
+    """Write a file that appears complete or not at all. Raises ValueError without examples."""
     import pyarrow
 
     records = [{**asdict(e), "prompt": list(e.prompt)} for e in examples]
@@ -31,7 +31,7 @@ def write_examples(path: Path, examples: Iterable[SftExample]) -> None:
 
 
 def read_examples(files: Sequence[str]) -> list[SftExample]:
-    """All examples in order; UserError naming file, row and column for what cannot be used."""
+    """All examples in order. Raises UserError naming file, row and column of a wrong value."""
     examples = []
     for file in files:
         for number, record in enumerate(read_parquet(file).to_pylist(), start=1):

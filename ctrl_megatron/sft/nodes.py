@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as a pipeline of two nodes."""
+"""Supervised fine-tuning as a graph of two nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _VALIDATION_ROWS = 64
 
 @dataclass(slots=True, kw_only=True)
 class SftWorker:
-    """What one rank holds during fine-tuning."""
+    """The state of one rank during fine-tuning."""
 
     groups: ProcessGroups
     background: BackgroundLoop
@@ -39,22 +39,22 @@ class SftWorker:
     policy: Policy
     codec: TextCodec
     examples: list[tuple[Tokens, Tokens]]
-    """(prompt, response with the token that ends it) of every training row."""
+    """(prompt, response with its end-of-text token) of every training example."""
     held_out: list[tuple[Tokens, Tokens]]
-    """The same of the validation rows."""
+    """The same for every validation example."""
     peak_flops: float
-    """Of one device, in flop/s."""
+    """Peak rate of one device in FLOP/s."""
     timeline: Timeline = field(default_factory=Timeline)
     step: int = 0
 
     @property
     def trained(self) -> dict[str, Policy]:
-        """The model that learns, by the name of its folder in a checkpoint."""
+        """Name of the folder in a checkpoint -> the trained model."""
         return {POLICY_FOLDER: self.policy}
 
 
 def sft_pipeline(*, validates: bool) -> TaskGraph:
-    """Collate, then one optimizer step."""
+    """The graph: collate, then update."""
     report = StepReport(metrics=performance, validate=held_out_loss if validates else None)
     return (
         Pipeline("sft_pipeline", "supervised fine-tuning on critiques", report=report)
@@ -67,14 +67,14 @@ def sft_pipeline(*, validates: bool) -> TaskGraph:
 
 
 def collate(worker: SftWorker, batch: TensorDict) -> NodeOutput:
-    """``row`` (the global batch) -> this data-parallel rank's padded rows."""
+    """Read ``row`` (the global batch) and return this data rank's padded rows."""
     rows = batch["row"].tolist()[worker.groups.place.dp :: worker.groups.layout.data]
     prompts, responses = zip(*(worker.examples[row] for row in rows), strict=True)
     return NodeOutput(batch=pad_rows(prompts, responses, pad_token_id=worker.codec.pad_token_id))
 
 
 def update(worker: SftWorker, batch: TensorDict) -> NodeOutput:
-    """One optimizer step on the global batch."""
+    """Run one optimizer step on the global batch."""
     metrics = worker.policy.step(tensors_of(batch), cross_entropy)
     return NodeOutput(metrics={k if "/" in k else f"sft/{k}": v for k, v in metrics.items()})
 
@@ -93,7 +93,7 @@ def cross_entropy(
 
 
 def performance(worker: SftWorker, batch: TensorDict) -> dict[str, float]:
-    """Tokens per second of the step and MFU of its update. Collective."""
+    """Tokens per second of the step, and MFU of its update. Collective."""
     _, update = worker.policy.take_flops()
     return {
         "perf/tokens_per_second": tokens_of(batch, worker.groups) / worker.timeline.elapsed(),

@@ -1,4 +1,4 @@
-"""Fine-tuning from a checked configuration to an HF directory, with the same loop as RL."""
+"""A run of fine-tuning, from a checked configuration to an HF directory, in the loop of RL runs."""
 
 from __future__ import annotations
 

@@ -144,8 +144,11 @@ def said(*args: str) -> str:
 @cache
 def help_of(script: str) -> str:
     """What ``--help`` of a Python file prints; empty for a script of the shell."""
-    module = script.removesuffix(".py").replace("/", ".")
-    return said("-m", module, "--help") if script.endswith(".py") else ""
+    if not script.endswith(".py"):
+        return ""
+    if script.startswith("ctrl_megatron/"):
+        return said("-m", script.removesuffix(".py").replace("/", "."), "--help")
+    return said(script, "--help")
 
 
 @each_page
