@@ -10,7 +10,7 @@ from ctrl_megatron.problems.long_integers import loads
 
 
 def text_field(value: Any, where: str) -> str:
-    """``value`` if it is a text; the joined lines if it is a list of texts. Raises ``ValueError``."""
+    """Require text; the lines of a list are joined. Raises ``ValueError``."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         value = "\n".join(value)
     if not isinstance(value, str):
@@ -18,12 +18,12 @@ def text_field(value: Any, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} holds half a character (a lone surrogate)") from error
+        raise ValueError(f"{where} contains half a character (a lone surrogate)") from error
     return value
 
 
 def list_field(value: Any, where: str) -> list[Any]:
-    """``value`` if it is a non-empty list. Raises ``ValueError``."""
+    """Require a list that is not empty. Raises ``ValueError``."""
     if not isinstance(value, list):
         raise ValueError(f"{where} must be a list, got {type(value).__name__}")
     if not value:
@@ -32,14 +32,14 @@ def list_field(value: Any, where: str) -> list[Any]:
 
 
 def object_field(value: Any, where: str) -> dict[str, Any]:
-    """``value`` if it is an object. Raises ``ValueError``."""
+    """Require an object. Raises ``ValueError``."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be an object, got {type(value).__name__}")
     return value
 
 
 def positive_field(value: Any, where: str) -> float:
-    """``value`` if it is a finite number above 0. Raises ``ValueError``."""
+    """Require a finite number above 0. Raises ``ValueError``."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 < value < float("inf"):
         raise ValueError(f"{where} must be a positive number, got {value!r}"[:200])
@@ -47,7 +47,7 @@ def positive_field(value: Any, where: str) -> float:
 
 
 def flag_field(data: Mapping[str, Any], name: str) -> bool:
-    """``data[name]`` if it is a boolean; False if it is missing. Raises ``ValueError``."""
+    """The boolean ``data[name]``, False if it is missing. Raises ``ValueError``."""
     value = data.get(name)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"provided_data.{name} must be true or false, got {value!r}"[:200])
@@ -55,7 +55,7 @@ def flag_field(data: Mapping[str, Any], name: str) -> bool:
 
 
 def rule_field(data: Mapping[str, Any], default: Rule) -> Rule:
-    """The rule named by ``data["comparison"]``; ``default`` if it is missing or empty. Raises
+    """The rule that ``data["comparison"]`` names, ``default`` if it is missing or empty. Raises
     ``ValueError``.
     """
     name = data.get("comparison")
@@ -66,7 +66,7 @@ def rule_field(data: Mapping[str, Any], default: Rule) -> Rule:
 
 
 def json_field(value: Any, where: str) -> Any:
-    """``value``; if it is a text, the value that it encodes as JSON. Raises ``ValueError``."""
+    """``value``, or the value of its text as JSON. Raises ``ValueError``."""
     if not isinstance(value, str):
         return value
     try:
