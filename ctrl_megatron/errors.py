@@ -1,7 +1,7 @@
-"""What the user gave and cannot be used: the one exception for it, and what counts as it.
+"""Errors of the user's input, and which exceptions count as such.
 
-A ``UserError`` is printed as it stands, once, without a traceback, and the command ends with exit
-code 2. Everything else that is raised is a fault of ours and keeps its traceback.
+A command prints a ``UserError`` once, without a traceback, and ends with exit code 2. Every other
+exception is a fault of this package and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_PATH = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 _SAID_FULL = "No space left on device"
-"""How libraries word it that do not raise an OSError (safetensors, torch)."""
+"""The message of libraries that do not raise an OSError (safetensors, torch)."""
 
 
 class UserError(ValueError):
-    """Something that the user gave cannot be used: one line per problem.
+    """An input of the user that cannot be used; the message has one line per problem.
 
-    ``key`` is the configuration key or argument that gave it, ``row`` counts from 1 in ``file``,
-    ``remedy`` says what to do. A problem may also be a whole sentence that names them itself.
+    ``key`` is the configuration key or argument of the input, ``row`` counts from 1 in ``file``,
+    ``remedy`` says what to do. ``problem`` may also be a whole sentence that contains all of this.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class UserError(ValueError):
 
 
 def user_fault(error: BaseException | None) -> UserError | None:
-    """The user's fault behind ``error``: itself, what caused it, or what the system refused.
+    """The user's error behind ``error``: itself or its cause; None for a fault of the package.
 
-    A full disk and a path that may not be written are the user's; None for a fault of ours.
+    A full disk and a path without permission count as the user's.
     """
     while error is not None:
         if isinstance(error, UserError):
@@ -81,8 +81,9 @@ def _of_system(error: BaseException) -> UserError | None:
 
 @contextmanager
 def users_input(key: str = "") -> Iterator[None]:
-    """Of a block that only reads what the user gave: its ValueErrors are the user's, and so is a
-    file that the system does not let it read. ``key`` is put in front of what does not name it.
+    """Turn ValueErrors and OSErrors of a block that only reads the user's input into UserErrors.
+
+    ``key`` is prepended to messages that do not name it.
     """
     try:
         yield
@@ -100,16 +101,16 @@ def users_input(key: str = "") -> Iterator[None]:
 
 
 def read_text(file: str | os.PathLike[str]) -> str:
-    """The text of a UTF-8 file that the user gave, without the mark that editors put in front.
+    """The text of a UTF-8 file of the user's, without a byte-order mark.
 
-    UserError naming the file, and the line of what is no text, where it cannot be read.
+    UserError naming the file, and the line of a byte that is not UTF-8, if it cannot be read.
     """
     return text_of(read_bytes(file), file)
 
 
 def read_bytes(file: str | os.PathLike[str]) -> bytes:
-    """The content of a file that the user gave. UserError where the system does not give it, and
-    for a device, which may have no end.
+    """The content of a file of the user's. UserError if it cannot be read, and for a device, which
+    may have no end.
     """
     try:
         with open(file, "rb") as opened:
@@ -121,7 +122,7 @@ def read_bytes(file: str | os.PathLike[str]) -> bytes:
 
 
 def text_of(data: bytes, file: str | os.PathLike[str]) -> str:
-    """``read_text`` of what was read of ``file``."""
+    """``read_text`` of the bytes ``data``, which were read from ``file``."""
     try:
         return data.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
@@ -132,7 +133,7 @@ def text_of(data: bytes, file: str | os.PathLike[str]) -> str:
 
 
 def read_json(file: str | os.PathLike[str]) -> Any:
-    """What a JSON file that the user gave holds. UserError naming the file where it is none."""
+    """The value in a JSON file of the user's. UserError naming the file if it is not valid JSON."""
     try:
         return json.loads(read_text(file))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -140,7 +141,7 @@ def read_json(file: str | os.PathLike[str]) -> Any:
 
 
 def all_of(problems: list[UserError]) -> None:
-    """Raise the problems as one error, a line each; nothing where there are none."""
+    """Raise the problems as one error with a line for each; return if there are none."""
     lines = dict.fromkeys(line for problem in problems for line in str(problem).splitlines())
     if lines:
         raise UserError("\n".join(lines))
@@ -148,10 +149,10 @@ def all_of(problems: list[UserError]) -> None:
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Of a block that runs code of the user's: what it raises is theirs, told with the line.
+    """Turn what a block of the user's code raises into a UserError that names the line.
 
-    So is ``sys.exit``, which would end the thread or the event loop that runs the block. A
-    KeyboardInterrupt on the main thread is somebody's Ctrl-C and passes.
+    This includes ``sys.exit``, which would end the thread or the event loop that runs the block. A
+    KeyboardInterrupt on the main thread is a Ctrl-C and passes.
     """
     try:
         yield
@@ -184,14 +185,14 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def is_users(function: object) -> bool:
-    """Whether a function or class is not of this package."""
+    """Whether a function or class is defined outside this package."""
     module = getattr(function, "__module__", None) or type(function).__module__
     return module.partition(".")[0] != __name__.partition(".")[0]
 
 
 def place_of(function: object) -> str:
-    """``NAME (FILE line N)`` of a function, a class or an object that is called; only its name
-    where the source is not known.
+    """``NAME (FILE line N)`` of a function, a class or a callable object; only the name if its
+    source is not known.
     """
     found: Any = function if hasattr(function, "__qualname__") else type(function)
     name = getattr(found, "__qualname__", str(found))
@@ -203,7 +204,7 @@ def place_of(function: object) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """``FILE line N`` of the innermost line that is not this package's or a library's."""
+    """``FILE line N`` of the innermost frame outside this package and libraries, or ""."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename} line {error.lineno}"
     own, found = os.path.dirname(__file__), ""

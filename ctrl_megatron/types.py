@@ -9,22 +9,22 @@ Message = dict[str, str]
 """One chat turn: ``{"role": "system" | "user" | "assistant", "content": text}``."""
 
 PrompterType = Literal["mbppplus", "code_contests", "livecodebench"]
-"""How a problem is asked and judged; the names are CTRL's. ``mbppplus`` covers every function
-problem judged by asserts, ``code_contests`` every problem judged on stdin and stdout."""
+"""The format of a problem's prompt and tests, under CTRL's names: ``mbppplus`` for functions that
+asserts test, ``code_contests`` for programs that read stdin and write stdout."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A programming task and the tests that judge it."""
+    """A programming task and its tests."""
 
     id: str
     """Unique name of the problem, e.g. ``builtin/sum_of_squares``."""
     statement: str
-    """The text a solver reads."""
+    """The task in words, as a solver reads it."""
     prompter_type: PrompterType
-    """Which prompt format and which grader the problem uses."""
+    """The prompt format and the grader of the problem."""
     selected_uts: tuple[str, ...] | str
     """Asserts (function problems), or a JSON list of ``{"input": {"stdin"}, "output": {"stdout"}}``
     cases."""
@@ -34,29 +34,29 @@ class Problem:
     test_setup: str = ""
     """Code that the asserts need before they run (imports, helpers), without expected values."""
     comparison: str = ""
-    """The rule by which outputs are compared, such as ``tokens`` or ``float:1e-6``; empty is
-    ``strict``. Asserts say themselves what is equal."""
+    """The rule that compares outputs, such as ``tokens`` or ``float:1e-6``; empty means ``strict``.
+    Asserts need none."""
     time_limit: float = 10.0
-    """Seconds of wall clock that one test may take."""
+    """Wall-clock limit of one test, in seconds."""
     reference: str = ""
-    """A solution known to pass every test; empty where none is known."""
+    """A solution that passes every test; empty if none is known."""
     buggy: tuple[str, ...] = ()
-    """Programs known to be wrong."""
+    """Wrong programs."""
     difficulty: int = 0
-    """0 (one line) to 4 (hard); only used to report and to split."""
+    """0 (one line) to 4 (hard); used only in reports and splits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One first solution of a problem: the thing that is criticised."""
+    """A first solution of a problem, which a critique is about."""
 
     id: str
     """Unique name of the attempt, e.g. ``builtin/sum_of_squares/2``."""
     problem: Problem
     solution: str
-    """The raw text of the solver's answer (prose and fenced code)."""
+    """The solver's whole answer (prose and fenced code)."""
     pass_rate: float | None = None
-    """Share of tests that the solution passes; None where it was never judged."""
+    """Share of tests that the solution passes; None if it was never run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,18 +71,19 @@ class SamplingParams:
     n: int = 1
     """Completions per prompt."""
     seed: int | None = None
-    """Base seed; an engine derives one stream per prompt row and completion from it."""
+    """Base seed; an engine derives a random stream for each row and completion from it."""
     first_row: int = 0
-    """Row of the first prompt: a part of a request draws what it would draw in the whole."""
+    """Row number of the first prompt, so that a part of a request draws the same tokens as the
+    whole request would."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion; the stop token itself is kept as the last token."""
+    """Tokens that end a completion; the stop token is its last token."""
     log_probs: bool = True
-    """Whether completions carry log-probs, which an engine computes only if it is asked to."""
+    """Whether the engine computes log-probs of the generated tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens ``[start, end)`` of a completion were drawn from the weights called ``version``."""
+    """Tokens ``[start, end)`` of a completion, drawn from the weights of ``version``."""
 
     version: str
     start: int
@@ -91,31 +92,31 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine drew for one prompt."""
+    """The tokens that an engine drew for one prompt."""
 
     token_ids: tuple[int, ...]
-    """Generated tokens, the stop token included when there was one."""
+    """Generated tokens, including the stop token if there is one."""
     log_probs: tuple[float, ...]
     """Log-probability of each token under the distribution it was drawn from before truncation
     by top-p and top-k, at the sampling temperature (at temperature 1 when greedy); empty without
     ``SamplingParams.log_probs``."""
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
-    """Which weights produced which tokens; the spans cover all tokens in order."""
+    """The versions of the weights that drew the tokens; the spans cover all tokens in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the sandbox says about one program."""
+    """The result of running one program on its tests."""
 
     passed: tuple[bool, ...]
     """One entry per test that was run, in the order of the tests."""
     total: int
     """Number of tests the problem has; ``len(passed)`` may be smaller after an early stop."""
     detail: tuple[str, ...] = ()
-    """One short text per entry of ``passed``: what went wrong, empty where it passed."""
+    """A short text per entry of ``passed``: why the test failed; empty if it passed."""
     timed_out: bool = False
-    """A test ran out of time, which a busy machine can cause: another run may tell otherwise."""
+    """Whether a test ran out of time. A busy machine can cause this; another run may differ."""
 
     @property
     def pass_rate(self) -> float:
@@ -130,7 +131,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Name, dtype and shape of one HF-named tensor, as manifests and weight updates speak of it."""
+    """Name, dtype and shape of a tensor under its Hugging Face name."""
 
     name: str
     dtype: str

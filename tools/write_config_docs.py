@@ -28,46 +28,52 @@ _INTRODUCTION = """# Configuration
 
 Written by `python tools/write_config_docs.py` from `ctrl_megatron/config/`; do not edit by hand.
 
-A run is told everything by a YAML file and by `key=value` arguments after it, which win:
+A run reads a YAML file, and `key=value` arguments after it, which take precedence:
 
 ```bash
 torchrun --nproc-per-node 2 tools/train_rl.py --config examples/ctrl_smollm2_cpu.yaml \\
   trainer.total_training_steps=2
 ```
 
-- Keys that are not given keep the default of the tables below. Every key that a run reads stands
-  with its value in `runs/NAME/config.yaml`, from which the run can be started again.
-- An unknown key, a value of the wrong type or keys that do not fit together stop the run before a
-  model is loaded, with one line per problem: the key, where it was written, and the remedy.
-- So does a key that somebody wrote and that nothing reads, also where it has its default: an option
-  of another estimator or loss, the coefficient of a KL that is off, a key of `critic` without a
-  value model. The tables say with which setting of another key a key is read. Three things are no
-  mistake: a key of the file that an argument has switched off, a file with the keys of both
-  trainings, and `null`.
-- What estimators, losses and pipelines of your own read is not known, so what only they could read
-  is accepted: options of any loss with a loss of your own, revisions with a pipeline of your own.
-  A key with a switch needs its switch turned on there, too.
-- YAML is read by the rules of YAML 1.2: `1e-6` is a number, `no` is a text. A key for a boolean
-  takes `true` and `false`, and `yes`, `no`, `on` and `off` for them; one for a number its text.
-  The value of an argument is YAML too: `trainer.logger='[console, jsonl]'`.
+- The full name of a key is the heading of its table, a dot, and the name in the table:
+  `trainer.total_training_steps`. Keys that are not set have the default of the table.
+- `runs/NAME/config.yaml` contains every key that the run reads, with its value. The run can be
+  started again from this file.
+- An unknown key, a value of the wrong type, or keys that do not fit together stop the run before a
+  model is loaded. The message has one line per problem, with the key, the place where it was
+  written, and the remedy.
+- A key that is set and that nothing reads is refused too, even if it is set to its default: an
+  option of another estimator or loss, the coefficient of a KL term that is off, a key of `critic`
+  without a value model. The column *read* refers to the settings, listed below the table, with
+  which a key is read. Three cases are accepted: a key of the file that an argument has switched
+  off, a file with keys of both trainings, and `null`.
+- The trainer does not know which keys your own estimators, losses and pipelines read. It accepts
+  the keys of any loss together with your own loss, and the keys of revisions together with your
+  own pipeline. A key with a switch needs its switch turned on.
+- YAML follows version 1.2: `1e-6` is a number, and `no` is text. A boolean accepts `true` and
+  `false`, and also `yes`, `no`, `on` and `off`; a number accepts its text. The value of an
+  argument is YAML too: `trainer.logger='[console, jsonl]'`.
 - A value may refer to another one as `${group.key}`.
-- `tools/train_rl.py` needs `actor_rollout_ref.model.path` and `data.train_files`;
-  `tools/train_sft.py` needs `actor_rollout_ref.model.path` and `sft.train_files`.
-- None, True and False in the tables are written `null`, `true` and `false`.
-- `trainer.nnodes` times `trainer.n_gpus_per_node` must be the number of started processes.
+- `tools/train_rl.py` requires `actor_rollout_ref.model.path` and `data.train_files`;
+  `tools/train_sft.py` requires `actor_rollout_ref.model.path` and `sft.train_files`.
+- In YAML, None, True and False are written `null`, `true` and `false`.
+- `trainer.nnodes` times `trainer.n_gpus_per_node` must equal the number of started processes.
+- RL training reads every table but `sft`. Fine-tuning (SFT) reads `sft` and the keys with the mark
+  *SFT*.
 
-Two environment variables belong to the package; another name that begins with `CTRL_` is an error.
-`CTRL_LOG_LEVEL` (`DEBUG`, `INFO`, `WARNING` or `ERROR`; `WARNING` by default) says which messages
-of Python's logging the trainer processes print, Megatron-Core's among them. `CTRL_MASTER_PORT` (or
-`MASTER_PORT`) sets the port of the rendezvous where `srun` starts the ranks without torchrun;
-otherwise it follows from the job's number. A code provider (`reward.provider`) takes its key or
-address from the variable that its users know: `E2B_API_KEY`, `MORPH_API_KEY`, `PISTON_ENDPOINT`,
+The package reads two environment variables of its own; another name that begins with `CTRL_` is an
+error. `CTRL_LOG_LEVEL` (`DEBUG`, `INFO`, `WARNING` or `ERROR`; `WARNING` by default) is the level
+of Python's logging in the trainer processes, including Megatron-Core's. `CTRL_MASTER_PORT` (or
+`MASTER_PORT`) is the port of the rendezvous where `srun` starts the ranks without torchrun; by
+default it is computed from the job's number. A code provider (`reward.provider`) reads its key or
+address from its usual variable: `E2B_API_KEY`, `MORPH_API_KEY`, `PISTON_ENDPOINT`,
 `PISTON_API_KEY`, `SANDBOX_FUSION_ENDPOINT`.
 """
+_SFT, _BY_SFT = "SFT", "by fine-tuning too"
 _FOREIGN = """## Keys of other trainers
 
-Keys that users of CTRL, siiRL, verl or DiffuCoder know. Each is refused with the name it has here,
-or with what holds instead.
+Keys of CTRL, siiRL, verl and DiffuCoder that do not exist here. Each is refused with its name
+here, or with an explanation.
 
 | key | here |
 |---|---|
@@ -88,7 +94,7 @@ def field_texts(cls: type) -> dict[str, str]:
 
 
 def type_words(hint: Any) -> str:
-    """A type as somebody who writes YAML would call it."""
+    """The name of a type for a reader who writes YAML."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         (inner,) = (a for a in arguments if a is not type(None))
@@ -105,14 +111,8 @@ def type_words(hint: Any) -> str:
 
 
 def default_words(value: Any) -> str:
-    """A default as YAML would have it."""
+    """A default in YAML."""
     return f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
-
-
-def reading_words(key: Key) -> str:
-    """Under which settings of other keys, and in which trainings, the key is read."""
-    words = "".join(f" Read with `{c.text}`." for c in key.read)
-    return words + (" SFT reads it too." if key.stage == "both" else "")
 
 
 def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
@@ -126,31 +126,50 @@ def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
 
 
 def section_table(prefix: str, cls: type) -> str:
-    """One group's heading and table; ValueError for a key without a text."""
-    texts, rows = field_texts(cls), []
-    for name in texts | typing.get_type_hints(cls):
-        key = KEYS.get(f"{prefix}.{name}")
-        if key is None:
-            continue
-        if name not in texts:
-            raise ValueError(f"{key.name} has no text below it in ctrl_megatron/config")
-        allowed = "" if key.allowed is None else key.allowed.text
-        meaning = texts[name] + reading_words(key)
+    """One group's heading, table and notes; ValueError for a key without a text."""
+    texts = field_texts(cls)
+    names = [n for n in typing.get_type_hints(cls) if f"{prefix}.{n}" in KEYS]
+    if missing := [name for name in names if name not in texts]:
+        raise ValueError(f"{prefix}.{missing[0]} has no text below it in ctrl_megatron/config")
+    keys = [KEYS[f"{prefix}.{name}"] for name in names]
+    shared, marks = _reading(keys)
+    rows = []
+    for name, key in zip(names, keys, strict=True):
+        own = [mark for text, mark in marks.items() if text in _settings(key)]
         cells = (
-            f"`{key.name}`",
+            f"`{name}`",
             type_words(key.type),
             default_words(key.default),
-            allowed,
-            meaning,
+            "" if key.allowed is None else key.allowed.text,
+            ", ".join(own),
+            texts[name],
         )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     purpose = " ".join((cls.__doc__ or "").split()).replace("``", "`")
-    head = "| key | type | default | range | meaning |\n|---|---|---|---|---|"
-    return "\n".join((f"## `{prefix}`\n\n{purpose}\n\n{head}", *rows)) + "\n"
+    above = [purpose, *(f"Every key of this table is read {text}." for text in shared)]
+    legend = [f"{mark} {text}" for text, mark in marks.items() if mark != _SFT]
+    head = "| key | type | default | range | read | meaning |\n|---|---|---|---|---|---|"
+    table = "\n".join((f"## `{prefix}`\n\n{' '.join(above)}\n\n{head}", *rows))
+    return table + (f"\n\nRead: {'; '.join(legend)}.\n" if legend else "\n")
+
+
+def _settings(key: Key) -> list[str]:
+    """The settings of other keys, and the training, with which the key is read."""
+    with_settings = [f"with `{condition.text}`" for condition in key.read]
+    return [*with_settings, *([_BY_SFT] if key.stage == "both" else [])]
+
+
+def _reading(keys: list[Key]) -> tuple[list[str], dict[str, str]]:
+    """The settings that all keys of a table have in common, and a mark for each of the others."""
+    every = list(dict.fromkeys(text for key in keys for text in _settings(key)))
+    shared = [text for text in every if all(text in _settings(key) for key in keys)]
+    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    others = (text for text in every if text not in shared)
+    return shared, {text: _SFT if text == _BY_SFT else next(letters) for text in others}
 
 
 def foreign_table() -> str:
-    """Keys that users of other trainers know."""
+    """The table of keys of other trainers."""
     rows = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     rows += [f"| `{old}` | none: {instead} |" for old, instead in ABSENT.items()]
     return _FOREIGN + "\n".join(rows) + "\n"

@@ -1,4 +1,4 @@
-"""What a run is told: typed keys, YAML and overrides, checks, and the environment."""
+"""The configuration: typed keys, YAML and overrides, checks, and environment variables."""
 
 from ctrl_megatron.config.actor_rollout_ref import CTRL_PIPELINE, GRPO_PIPELINE, Actor
 from ctrl_megatron.config.checks import Purpose, check_files, check_world_size

@@ -1,4 +1,4 @@
-"""From a plain tree (what YAML gives) to typed dataclasses: by the field's type, or an error."""
+"""Converts a plain tree, such as a parsed YAML file, to typed dataclasses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a key was written."""
+    """The place where a key was written."""
 
     text: str
     """``run.yaml line 7`` or ``override 'a.b=1'``."""
@@ -77,14 +77,14 @@ def _group(
 
 
 def _leaves(name: str, value: object) -> list[str]:
-    """The names of all values below ``name``."""
+    """The dotted names of all values below ``name``."""
     if not isinstance(value, Mapping) or not value:
         return [name]
     return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
 
 
 def coerce(hint: Any, value: Any) -> Any:
-    """``value`` as the type ``hint``; ValueError (to be read after the key) where it is not one."""
+    """``value`` as the type ``hint``; UserError, whose message continues the key, if it is not."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         (inner,) = (a for a in arguments if a is not type(None))
@@ -102,7 +102,7 @@ def coerce(hint: Any, value: Any) -> Any:
 
 
 def one_of(allowed: tuple[str, ...], value: Any) -> str:
-    """``value``; ValueError (to be read after the key) where it is none of ``allowed``."""
+    """``value``; UserError, whose message continues the key, if it is none of ``allowed``."""
     if value in allowed:
         return value
     raise UserError(

@@ -23,7 +23,7 @@ _KERNEL_ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SLURM_TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _OURS = ("CTRL_LOG_LEVEL", "CTRL_MASTER_PORT")
 _OF_SCRIPTS = "CTRL_VENV"
-"""Read by the scripts of slurm/, and exported where people start them."""
+"""Read by the scripts of slurm/ alone."""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _PROVIDERS: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
     "e2b": ({"api_key": "E2B_API_KEY"}, {}),
@@ -31,27 +31,27 @@ _PROVIDERS: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
     "piston": ({"endpoint": "PISTON_ENDPOINT"}, {"api_key": "PISTON_API_KEY"}),
     "sandbox_fusion": ({"endpoint": "SANDBOX_FUSION_ENDPOINT"}, {}),
 }
-"""Per provider: options it needs and options it may have, with their variables."""
+"""Provider -> (required options, optional ones), each with its variable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Which of how many processes this one is, and where they meet.
+    """The rank of this process, the number of processes, and the address of their rendezvous.
 
-    Raises ValueError for numbers that do not fit each other.
+    Raises UserError for numbers that do not fit each other.
     """
 
     launcher: Launcher
-    """What started the process."""
+    """The program that started the process."""
     rank: int
     world_size: int
-    """Number of this process, and of all, over all machines."""
+    """Rank of this process, and the number of processes, over all hosts."""
     local_rank: int
     local_world_size: int
-    """The same on this machine."""
+    """The same on this host."""
     master_addr: str
     master_port: int
-    """Where rank 0 listens; port 0 (single process only) lets the system choose."""
+    """The port on which rank 0 listens; 0 (single process only) lets the system choose."""
 
     def __post_init__(self) -> None:
         if not self.rank < self.world_size:
@@ -64,7 +64,7 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
-    """Where this process stands. Raises ValueError naming a variable that is missing or wrong."""
+    """The launch of this process. Raises UserError naming a variable that is missing or wrong."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         launcher = "torchrun"
         rank, world_size, local_rank, local_world_size = (_integer(environ, n) for n in _RANKS)
@@ -84,7 +84,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
 
 
 def read_log_level(environ: Mapping[str, str] = os.environ) -> str:
-    """``CTRL_LOG_LEVEL``, or WARNING; ValueError for a ``CTRL_`` name that is not ours."""
+    """``CTRL_LOG_LEVEL``, by default WARNING; UserError for any other name with ``CTRL_``."""
     for name in environ:
         if name.startswith("CTRL_") and name not in (*_OURS, _OF_SCRIPTS):
             near = nearest(name, _OURS, cutoff=0.0)
@@ -98,9 +98,9 @@ def read_log_level(environ: Mapping[str, str] = os.environ) -> str:
 def read_provider_keys(
     provider: str, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str | None]:
-    """What the environment says about a code provider, by the name of its option.
+    """Options of a code provider that environment variables set, by the names of the options.
 
-    Names that the provider cannot do without are there even if they are not set, as None.
+    A required option whose variable is not set is None.
     """
     demanded, optional = _PROVIDERS.get(provider, ({}, {}))
     found: dict[str, str | None] = {key: environ.get(name) for key, name in demanded.items()}
@@ -108,19 +108,19 @@ def read_provider_keys(
 
 
 def read_openai_key(environ: Mapping[str, str] = os.environ) -> str | None:
-    """``OPENAI_API_KEY``, for servers of OpenAI's protocol; None where it is not set."""
+    """``OPENAI_API_KEY``, for servers of OpenAI's protocol; None if it is not set."""
     return environ.get("OPENAI_API_KEY") or None
 
 
 def child_environment(
     environ: Mapping[str, str] = os.environ, *, devices: Sequence[int] = ()
 ) -> dict[str, str]:
-    """The environment for a helper process: ours without the launcher's variables.
+    """The environment of a child process: this process's without the launcher's variables.
 
     An engine that saw RANK or MASTER_ADDR would try to join the trainer's process group, and with
     ``CUDA_DEVICE_MAX_CONNECTIONS=1`` its kernels would wait for each other.
-    ``devices`` are those of our GPUs that it sees; empty for all. ValueError for one that we do not
-    see.
+    ``devices`` are the GPUs of this process that the child sees; empty for all. UserError for one
+    that this process does not see.
     """
     kept = {name: value for name, value in environ.items() if not _OF_LAUNCHER.fullmatch(name)}
     kept.pop(_KERNEL_ORDER, None)
@@ -137,18 +137,18 @@ def child_environment(
 
 
 def keep_kernel_order(tensor: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have CUDA run this rank's kernels in the order in which they are queued, before it starts.
+    """Set ``CUDA_DEVICE_MAX_CONNECTIONS=1``, so that CUDA runs kernels in launch order.
 
     Megatron-Core relies on that order where it overlaps the communication of ``tensor`` ranks with
-    products (``tensor_parallel/layers.py``). Nothing else does: it keeps other overlaps away, those
-    of an engine among them. What the user has set stays.
+    matrix products (``tensor_parallel/layers.py``). It prevents all other overlaps, also in an
+    engine, so it is set only for ``tensor`` > 1. A value that the user has set stays.
     """
     if tensor > 1:
         environ.setdefault(_KERNEL_ORDER, "1")
 
 
 def gpus_are_hidden(environ: Mapping[str, str] = os.environ) -> bool:
-    """True where ``CUDA_VISIBLE_DEVICES`` hides every GPU: set, and empty or beginning with -1."""
+    """Whether ``CUDA_VISIBLE_DEVICES`` hides every GPU: it is set, and empty or begins with -1."""
     return environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
 
 

@@ -1,7 +1,6 @@
-"""The flags of commands: what a number and a path may be, said once for all of them.
+"""Types of the flags of commands: numbers with bounds, and paths to read or to write.
 
-A parser refuses for every flag what is no number (nan, infinities, more than 64 bits). Bounds of a
-flag, and whether its path is read or written, are the flag's type.
+A parser refuses nan, infinities and integers of more than 64 bits for every flag.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from ctrl_megatron.errors import UserError
 
 _LARGEST, _MANY = 2**63 - 1, 2**31 - 1
 _LONGEST_NAME = 240
-"""Bytes of a file's name that leave room, of 255, for what a draft of it is called."""
+"""Longest file name, in bytes: of the 255 that are possible, a draft of the file adds some."""
 _VALUE, _SAID = "=", ": "
-"""One of them begins a refusal that goes on from the flag's name."""
+"""Beginnings of a message that continues the flag's name."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises UserError for wrong arguments, so that they are refused like a wrong key."""
+    """A parser that raises UserError for wrong arguments."""
 
     def __init__(self, description: str | None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
@@ -43,7 +42,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class ToolParser(CommandParser):
-    """Of a program that is no command: wrong arguments end it with the line and exit code 2."""
+    """The parser of a tool: wrong arguments end it with one line and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         """Wrong arguments."""
@@ -99,7 +98,7 @@ def number(
 
 
 share = number(0, below=1)
-"""The type of a flag that is a part of a whole, never all of it."""
+"""The type of a flag that is a share, from 0 to below 1."""
 temperature = number(0, 100)
 port = whole(0, 65535)
 
@@ -135,8 +134,8 @@ def new_path(text: str) -> Path:
 
 
 def require_writable(path: Path) -> None:
-    """UserError where nothing can be written at ``path``: it is a device or a pipe, or its
-    directory, or the first one above it that is there, takes no new file. Leaves nothing there.
+    """UserError if nothing can be written at ``path``: it is a device or a pipe, or no file can be
+    created in its directory, or in the nearest existing one above. Creates nothing.
     """
     is_file = os.path.isfile(path)
     if len(os.fsencode(path.name)) > _LONGEST_NAME:

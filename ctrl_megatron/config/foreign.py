@@ -1,4 +1,4 @@
-"""What to say about a key that does not exist: its name here, what holds instead, or a guess."""
+"""Messages about keys that do not exist: the name here, an explanation, or a similar key."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ RENAMED: Mapping[str, str] = {
     "max_completion_length": "data.max_response_length",
     "generation_temperature": _ROLLOUT + "temperature",
 }
-"""Keys of CTRL, siiRL, verl or DiffuCoder, and the one that says the same here."""
+"""Keys of CTRL, siiRL, verl or DiffuCoder -> the key with the same meaning here."""
 _FROM_HF = "the weights are read from the Hugging Face directory actor_rollout_ref.model.path"
 _BY_FILE = "reward.reward_funcs=[FILE.py:FUNCTION] names a function by its file"
 _ALWAYS_MEGATRON = "the trainer is always Megatron-Core"
@@ -79,7 +79,7 @@ _NO_DIFFUSION, _WHOLE_RUN = "diffusion models are not trained", "the schedule la
 ABSENT: Mapping[str, str] = {
     "data.num_loader_workers": "all prompts are tokenised before the first step",
     "actor_rollout_ref.model.trust_remote_code": "no code of a model directory is ever run",
-    "actor_rollout_ref.model.model_type": "config.json of actor_rollout_ref.model.path says it",
+    "actor_rollout_ref.model.model_type": "config.json of actor_rollout_ref.model.path defines it",
     _ACTOR + "strategy": _ALWAYS_MEGATRON,
     _ACTOR + "fsdp_config": _ALWAYS_MEGATRON,
     "actor_rollout_ref.ref.fsdp_config": _ALWAYS_MEGATRON,
@@ -117,7 +117,7 @@ ABSENT: Mapping[str, str] = {
     _OPTIM + "total_training_steps": _WHOLE_RUN,
     "critic.optim.total_training_steps": _WHOLE_RUN,
     _ROLLOUT + "nnodes": (
-        "dedicated engines stand on the trainer's hosts, with actor_rollout_ref.rollout."
+        "dedicated engines run on the trainer's hosts, with actor_rollout_ref.rollout."
         "n_gpus_per_node GPUs on each"
     ),
     _ROLLOUT + "mode": "the engine is a process of its own and always answers asynchronously",
@@ -138,11 +138,11 @@ ABSENT: Mapping[str, str] = {
     "p_mask_prompt": _NO_DIFFUSION,
     "diffusion_steps": _NO_DIFFUSION,
 }
-"""Keys of theirs that have no counterpart, or groups of such keys, and what holds instead."""
+"""Keys of those trainers, or groups of keys, without a counterpart -> an explanation."""
 
 
 def foreign_key(name: str) -> str:
-    """One sentence about a key that other trainers have; empty for any other name."""
+    """A sentence about a key of another trainer; empty for any other name."""
     if name in RENAMED:
         return f"unknown key {name!r}: here that is {RENAMED[name]}"
     group = name
@@ -152,7 +152,7 @@ def foreign_key(name: str) -> str:
 
 
 def unknown_key(name: str, group: type, keys: Collection[str]) -> str:
-    """One sentence about a key that does not exist below ``group``, a class of the schema."""
+    """A sentence about a key that does not exist in ``group``, a class of the schema."""
     if foreign := foreign_key(name):
         return foreign
     prefix, _, last = name.rpartition(".")

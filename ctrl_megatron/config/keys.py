@@ -1,8 +1,8 @@
-"""What a configuration key declares about itself, in the one place where it stands.
+"""The declaration of a configuration key: its field in the schema.
 
-A field has type and default, its meaning in the text below it, and, where it is made by ``key``,
-its range and who reads it; one made by ``group`` says what is true of all keys below it. Range
-checks, the errors about keys that nothing reads and ``docs/configuration.md`` follow from these.
+A field has a type, a default, and its meaning in the text below it. ``key`` adds the range and the
+conditions under which the key is read; ``group`` declares them for all keys below. Range checks,
+the errors about keys that nothing reads, and ``docs/configuration.md`` are derived from these.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 Stage = Literal["rl", "sft", "both"]
-"""Which of the two trainings reads a key."""
+"""The training that reads a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Which values a key may have; of a list, each entry. None is always allowed by its type."""
+    """The allowed values of a key, or of each entry of a list. None depends on the type alone."""
 
     text: str
-    """To be read after 'must be'."""
+    """Continues 'must be' in a message."""
     holds: Callable[[Any], object]
 
     def admits(self, value: Any) -> bool:
-        """Whether the value, or each of several, is in the range."""
+        """Whether the value, or each entry of a tuple, is in the range."""
         values = value if isinstance(value, tuple) else (value,)
         return all(v is None or self.holds(v) for v in values)
 
@@ -47,14 +47,14 @@ COUNT_OR_MINUS_1 = Range("-1 or at least 1", lambda v: v == -1 or v >= 1)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Settings of other keys without which nothing reads a key."""
+    """Settings of other keys with which a key is read."""
 
     switches: tuple[str, ...]
-    """Those other keys; a name that begins with a dot is one of the key's own group."""
+    """The other keys; a name that begins with a dot is in the key's own group."""
     holds: Callable[..., bool]
-    """Of the switches' values, in their order."""
+    """Values of the switches, in their order -> whether the key is read."""
     text: str
-    """Such a setting, as somebody would write it; {0}, {1} stand for the switches."""
+    """Such a setting as a user writes it; {0}, {1} are the names of the switches."""
 
     def is_met(self, config: Any) -> bool:
         """Whether the key is read."""
@@ -71,8 +71,8 @@ Read = Condition | tuple[Condition, ...]
 
 
 def when(switch: str, *values: Any, known: tuple[Any, ...] | None = None) -> Condition:
-    """Read where ``switch`` has one of ``values``. Where ``known`` is given, other values than
-    these are names of somebody's own, of which nobody knows what they read.
+    """The condition that ``switch`` has one of ``values``. With ``known``, a value outside it is a
+    name that the user registers; its function may read any key, so it meets the condition too.
     """
     *others, last = (v if isinstance(v, str) else json.dumps(v) for v in values)
     words = f"{', '.join(others)} or {last}" if others else last
@@ -86,8 +86,8 @@ def when(switch: str, *values: Any, known: tuple[Any, ...] | None = None) -> Con
 def key(
     default: T, allowed: Range | None = None, *, read: Read = (), stage: Stage | None = None
 ) -> T:
-    """A field with more to declare than type and default: which values are ``allowed``, under
-    which conditions it is ``read``, and by which training where its group does not say so.
+    """A field with a range (``allowed``), conditions (``read``), and the training that reads it if
+    that differs from its group's.
     """
     factory: Any = partial(copy, default)
     facts = {"allowed": allowed, "read": read, "stage": stage}
@@ -95,28 +95,28 @@ def key(
 
 
 def group(cls: type[T], *, read: Read = (), stage: Stage | None = None) -> T:
-    """A field that holds a group of keys; the conditions hold for all of them but for the keys
-    that the conditions ask themselves.
+    """A field that is a group of keys. The conditions apply to all of them except to the switches
+    of the conditions.
     """
     return dataclasses.field(default_factory=cls, metadata={"read": read, "stage": stage})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """All facts about one key."""
+    """The declaration of one key."""
 
     name: str
-    """With its groups: ``trainer.seed``."""
+    """The name with its groups, such as ``trainer.seed``."""
     type: Any
     default: Any
     allowed: Range | None
     read: tuple[Condition, ...]
-    """All must be met, or nothing reads the key."""
+    """Nothing reads the key unless all of these are met."""
     stage: Stage
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """Name -> type of a dataclass's fields, and of nothing else that it has."""
+    """Name -> type of the fields of a dataclass."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -124,7 +124,7 @@ def field_types(cls: type) -> dict[str, Any]:
 def declared(
     cls: type, prefix: str = "", above: tuple[Condition, ...] = (), stage: Stage = "rl"
 ) -> Iterator[Key]:
-    """The keys below ``cls`` in the order of the schema; what is declared ``above`` holds too."""
+    """The keys below ``cls`` in the order of the schema, each with the conditions ``above`` it."""
     hints, defaults = field_types(cls), cls()
     for field in dataclasses.fields(cls):
         name = f"{prefix}.{field.name}" if prefix else field.name
@@ -147,5 +147,5 @@ def declared(
 
 
 def value_of(config: Any, name: str) -> Any:
-    """What stands at a dotted key."""
+    """The value of a dotted key."""
     return reduce(getattr, name.split("."), config)

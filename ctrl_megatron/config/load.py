@@ -1,8 +1,8 @@
-"""From a YAML file and dotted overrides to a checked ``Config``, and back to text.
+"""Loads a checked ``Config`` from a YAML file and dotted overrides, and writes it as text.
 
 YAML is read by the rules of YAML 1.2's core schema: PyYAML follows YAML 1.1, where ``1e-6`` is
-text, ``on`` is true and ``010`` is eight. Here a number is what a programmer would call one, and
-only ``true`` and ``false`` are booleans.
+text, ``on`` is true and ``010`` is eight. Here ``1e-6`` is a number, and only ``true`` and
+``false`` are booleans.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes what either version of YAML would misread."""
+    """SafeDumper that quotes text that either version of YAML would read as another type."""
 
 
 for _tag, _pattern, _first in _NUMBERS:
@@ -57,7 +57,7 @@ def load_config(
 ) -> Config:
     """Defaults, then the YAML file, then ``key=value`` overrides in order; typed and checked.
 
-    ``purpose`` says which keys are required: those of RL training, of SFT, or none.
+    ``purpose`` is the training whose keys are required, or ``none``.
     Values may refer to others as ``${group.key}``.
     Raises ValueError with one line per problem, each naming the key, its place and the remedy.
     """
@@ -72,7 +72,7 @@ def load_config(
         places[key] = Place(f"override {text!r}", is_override=True)
     given = OmegaConf.to_container(tree, resolve=False)
     try:
-        # The defaults take part so that a reference can name a key that nobody set.
+        # With the defaults, a reference can name a key that is not set.
         merged = _overlay(to_dict(Config()), given)
         plain = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
     except OmegaConfBaseException as error:
@@ -104,9 +104,9 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """Every key that is read, as YAML; ``load_config`` makes the same run of it.
+    """Every key that is read, as YAML; ``load_config`` returns an equal configuration from it.
 
-    Keys that nothing reads with these settings are left out, as they are refused where they stand.
+    Keys that nothing reads with these settings are left out, because they would be refused.
     """
     tree: dict[str, Any] = {}
     left_out = unread(config)
@@ -120,9 +120,9 @@ def to_yaml(config: Config) -> str:
 
 
 def read_yaml(text: str, source: str) -> tuple[Any, dict[str, Place]]:
-    """The tree of ``text``, and for every dotted key the place where it stands.
+    """The tree of ``text``, and the place of every dotted key.
 
-    Raises ValueError naming ``source`` and the line for text that is not YAML or repeats a key.
+    Raises UserError naming ``source`` and the line for text that is not YAML or repeats a key.
     """
     try:
         node, tree = yaml.compose(text, _Loader), yaml.load(text, _Loader)
@@ -134,12 +134,12 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[str, Place]]:
 
 
 def write_yaml(tree: Any) -> str:
-    """``tree`` as YAML text in the order of its keys; ``read_yaml`` gives it back."""
+    """``tree`` as YAML text in the order of its keys; ``read_yaml`` returns an equal tree."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
-    """On one line, with the line of the file."""
+    """The problem on one line, with its line in the file."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or " ".join(str(error).split())
     return f"{problem} (line {mark.line + 1})" if mark is not None else problem
@@ -158,7 +158,7 @@ def _locate(node: yaml.Node | None, prefix: str, source: str, places: dict[str, 
 
 
 def _written(given: Any, places: Mapping[str, Place]) -> dict[str, Place]:
-    """The keys that somebody gave a value, and where; a null only says that there is none."""
+    """The keys that are set, and the place of each; a key that is null is not set."""
     written = {}
     for name in KEYS:
         parts, value = name.split("."), given
