@@ -148,7 +148,7 @@ def function_problem(
 
 
 def _arguments(given: Any, where: str) -> list[Any]:
-    """Arguments of one call: a list, or text with one JSON value per line."""
+    """The arguments of one call, from a list or from text with one JSON value per line."""
     if isinstance(given, str):
         lines = [line for line in given.split("\n") if line.strip()]
         values = [json_field(line, where) for line in lines]
@@ -160,7 +160,7 @@ def _arguments(given: Any, where: str) -> list[Any]:
 
 
 def _result(wanted: Any, where: str, *, is_json: bool) -> Any:
-    """A call's result; with ``is_json`` text stands for what it says as JSON where it parses."""
+    """The result of one call. With ``is_json`` text is parsed as JSON if it is valid."""
     if is_json and isinstance(wanted, str):
         try:
             wanted = json.loads(wanted)
@@ -174,7 +174,7 @@ def _result(wanted: Any, where: str, *, is_json: bool) -> Any:
 
 
 def _integer_keys(value: Any) -> Any:
-    """JSON has no integer keys: an object whose keys all are integers is meant to have them."""
+    """JSON has no integer keys: if all keys of an object are integers, they are converted."""
     if not isinstance(value, dict) or not value:
         return value
     try:

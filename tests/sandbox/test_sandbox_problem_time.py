@@ -156,15 +156,18 @@ def test_honest_programs_beside_slow_ones_are_all_judged(brief: EmbeddedSandbox)
     async def scenario() -> tuple[list[EvalResult], list[EvalResult], int]:
         async with SandboxClient(brief.endpoint, timeout=1.5, attempts=2) as client:
 
-            def judged(code: str) -> asyncio.Task[EvalResult]:
+            def judged(code: str, count: int) -> asyncio.Task[EvalResult]:
                 request = submission(
-                    code, dataset_type="CommonOJDataset", provided_data=cases(20), run_timeout=0.5
+                    code,
+                    dataset_type="CommonOJDataset",
+                    provided_data=cases(count),
+                    run_timeout=0.5,
                 )
                 return asyncio.create_task(client.submit(request))
 
-            first = [judged(code) for code in slow]
+            first = [judged(code, 20) for code in slow]
             await asyncio.sleep(0.2)
-            second = [judged(code) for code in honest]
+            second = [judged(code, 5) for code in honest]
             return [await t for t in first], [await t for t in second], client.counters.retries
 
     began = time.monotonic()
