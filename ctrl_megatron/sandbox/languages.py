@@ -80,7 +80,7 @@ def require_isolation(language: Language, tier: str) -> None:
     """
     if language.profile is not None and tier == "landlock":
         raise ValueError(
-            f"language {language.name!r} needs namespaces, which this kernel does not give "
+            f"language {language.name!r} needs namespaces, which this kernel does not provide "
             "(tier landlock); enable unprivileged user namespaces or use python"
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ctrl_megatron.sandbox import RunCodeRequest, SandboxClient
-from ctrl_megatron.sandbox.service.connections import Doorkeeper, room_for_connections
+from ctrl_megatron.sandbox.service.connections import ConnectionListener, room_for_connections
 
 ROOT = Path(__file__).parents[2]
 DESCRIPTORS, COUNT = 96, 100
@@ -129,17 +129,19 @@ def test_the_peer_with_most_connections_loses_one() -> None:
     """Among the connections that wait for their client, in any order of arrival."""
 
     async def scenario() -> None:
-        door = Doorkeeper(4, head_seconds=60, idle_seconds=60, peer_of=lambda _: next(names))
+        listener = ConnectionListener(
+            4, head_seconds=60, idle_seconds=60, peer_of=lambda _: next(names)
+        )
         names = iter("abbba")
-        address = await door.listen("127.0.0.1", 0, asyncio.Protocol)
+        address = await listener.listen("127.0.0.1", 0, asyncio.Protocol)
         held = await open_many(address, b"x", 4)
-        while door.open < 4:
+        while listener.open < 4:
             await asyncio.sleep(0.01)
         held += await open_many(address, b"x", 1)
         ends = [asyncio.create_task(closed(reader)) for reader, _ in held]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED, timeout=5)
         assert [ends.index(task) for task in done] == [1]
-        door.close()
+        listener.close()
         for task in ends:
             task.cancel()
         for _, writer in held:

@@ -211,21 +211,21 @@ def test_a_text_of_unit_tests_may_be_the_test_of_human_eval_too() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def test_it(tmp_path):\n    assert f(1)", "test_it asks for the fixture 'tmp_path'"),
+        ("def test_it(tmp_path):\n    assert f(1)", "test_it uses the fixture 'tmp_path'"),
         ("def test_it(capsys, monkeypatch):\n    assert f(1)", "the fixture 'capsys'"),
         (
             "import pytest\n@pytest.fixture\ndef one(): return 1\ndef test_it(one):\n"
             "    assert f(one) == 2",
-            "asks for the fixture 'one'",
+            "uses the fixture 'one'",
         ),
         (
             "import pytest\n@pytest.mark.usefixtures('db')\ndef test_it():\n    assert f(1) == 2",
-            "asks for the fixture 'db'",
+            "uses the fixture 'db'",
         ),
         (
             "import pytest\n@pytest.fixture(autouse=True)\ndef one(): pass\n"
             "def test_it():\n    assert f(1) == 2",
-            "the fixture 'one' is meant for every test",
+            "the fixture 'one' applies to every test",
         ),
         ("class TestIt:\n    def test_it(self, x):\n        assert f(x) == 2", "the fixture 'x'"),
         (

@@ -192,8 +192,8 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
     rule = rule_field(data, STRICT)
     if rule not in (STRICT, LIVE_CODE_BENCH):
         raise ValueError(
-            f"provided_data.comparison {rule.name!r} does not apply to asserts, which say "
-            f"themselves what is equal; {LIVE_CODE_BENCH.name!r} does, for its preamble"
+            f"provided_data.comparison {rule.name!r} does not apply to asserts, which "
+            f"compare for themselves; {LIVE_CODE_BENCH.name!r} does, for its preamble"
         )
     preamble = preambles.LIVE_CODE_BENCH if rule is LIVE_CODE_BENCH else ""
     if not adapter and not preamble:

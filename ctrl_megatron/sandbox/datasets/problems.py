@@ -122,7 +122,7 @@ def read_checker(data: Mapping[str, Any]) -> CheckerProgram | None:
     record = object_field({"code": given} if isinstance(given, str) else given, where)
     order = record.get("order") or names
     if not isinstance(order, (list, tuple)) or sorted(map(str, order)) != sorted(names):
-        raise ValueError(f"{where}.order must hold {', '.join(names)}, each once")
+        raise ValueError(f"{where}.order must contain {', '.join(names)}, each once")
     seconds = record.get("run_timeout")
     return CheckerProgram(
         code=text_field(record.get("code"), f"{where}.code"),

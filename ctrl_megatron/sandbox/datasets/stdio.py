@@ -227,7 +227,7 @@ def _grader_sources(given: Any) -> dict[str, str]:
         files.inside(name): text_field(text, f"{where}.{name}") for name, text in record.items()
     }
     if "main.cpp" in sources:
-        raise ValueError(f"{where} may not hold main.cpp: that is the program's own name")
+        raise ValueError(f"{where} may not contain main.cpp: that is the program's own name")
     return sources
 
 
@@ -268,7 +268,9 @@ def _from_cases(data: Mapping[str, Any]) -> dict[str, Any]:
     for name in _CASES:
         value = _unpacked(data.get(name) or [], f"provided_data.{name}")
         if not isinstance(value, list):
-            raise ValueError(f"provided_data.{name} must hold a list, got {type(value).__name__}")
+            raise ValueError(
+                f"provided_data.{name} must contain a list, got {type(value).__name__}"
+            )
         rows += value
     if not rows:
         raise ValueError(f"provided_data needs test, or {' and '.join(_CASES)}")

@@ -314,7 +314,7 @@ def _refuse(function: Function, *, parameters: list[str]) -> None:
             parameters = [*parameters, *(str(getattr(a, "value", "")) for a in mark.args)]
     if parameters:
         raise ValueError(
-            f"{function.name} asks for the fixture {parameters[0]!r}: the judge runs tests without "
+            f"{function.name} uses the fixture {parameters[0]!r}: the judge runs tests without "
             "fixtures; make what it needs in the test itself"
         )
 
@@ -324,7 +324,7 @@ def _refuse_fixtures_for_all(body: Iterable[ast.stmt]) -> None:
         for mark in node.decorator_list:
             if isinstance(mark, ast.Call) and any(k.arg == "autouse" for k in mark.keywords):
                 raise ValueError(
-                    f"the fixture {node.name!r} is meant for every test: the judge runs tests "
+                    f"the fixture {node.name!r} applies to every test: the judge runs tests "
                     "without fixtures; make what they need in the tests themselves"
                 )
 

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Visit:
+class _Connection:
     """One connection. ``since`` is the time from which it waits for its client, None while the
     service works on its request.
     """
@@ -46,7 +46,7 @@ class _Visit:
 
 
 @dataclass(slots=True)
-class Doorkeeper:
+class ConnectionListener:
     """Accepts connections, tracks what each waits for, and closes those that wait too long. For one
     event loop.
     """
@@ -61,10 +61,10 @@ class Doorkeeper:
     peer_of: Callable[[str | None], str] = str
     """Maps an address to the peer that it belongs to."""
     _factory: Callable[[], asyncio.Protocol] | None = None
-    _listeners: list[socket.socket] = field(default_factory=list)
-    _visits: dict[int, _Visit] = field(default_factory=dict)
+    _sockets: list[socket.socket] = field(default_factory=list)
+    _connections: dict[int, _Connection] = field(default_factory=dict)
     """Connections by descriptor."""
-    _by_transport: dict[Any, _Visit] = field(default_factory=dict)
+    _by_transport: dict[Any, _Connection] = field(default_factory=dict)
     _accepting: bool = False
     _sweeping: asyncio.TimerHandle | None = None
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -72,7 +72,7 @@ class Doorkeeper:
     @property
     def open(self) -> int:
         """Number of open connections."""
-        return len(self._visits)
+        return len(self._connections)
 
     async def listen(
         self, host: str, port: int, factory: Callable[[], asyncio.Protocol]
@@ -84,7 +84,7 @@ class Doorkeeper:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in dict.fromkeys(found):
             listener = socket.socket(family, kind, protocol)
-            self._listeners.append(listener)
+            self._sockets.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -94,7 +94,7 @@ class Doorkeeper:
         self._factory = factory
         self._accept_again()
         self._sweep()
-        name = self._listeners[0].getsockname()
+        name = self._sockets[0].getsockname()
         return name[0], name[1]
 
     def close(self) -> None:
@@ -102,58 +102,58 @@ class Doorkeeper:
         self._pause()
         if self._sweeping is not None:
             self._sweeping.cancel()
-        for listener in self._listeners:
+        for listener in self._sockets:
             listener.close()
-        self._listeners.clear()
+        self._sockets.clear()
 
     def headed(self, transport: Any) -> None:
         """Note that a request's head has arrived."""
-        if (visit := self._by_transport.get(transport)) is not None:
-            visit.head = False
+        if (state := self._by_transport.get(transport)) is not None:
+            state.head = False
 
     def served(self, transport: Any) -> None:
         """Note that a request has arrived completely: from now on the client waits
         for the service.
         """
-        if (visit := self._by_transport.get(transport)) is not None:
-            visit.since = None
+        if (state := self._by_transport.get(transport)) is not None:
+            state.since = None
 
     def answered(self, transport: Any) -> bool:
         """Note that a request was answered. Returns whether to close the connection because others
         wait.
         """
-        if (visit := self._by_transport.get(transport)) is not None:
+        if (state := self._by_transport.get(transport)) is not None:
             now = asyncio.get_running_loop().time()
-            visit.since, visit.head = now, True
-            visit.until = now + self.idle_seconds
-        return bool(self._listeners) and not self._accepting
+            state.since, state.head = now, True
+            state.until = now + self.idle_seconds
+        return bool(self._sockets) and not self._accepting
 
-    def arrived(self, visit: _Visit) -> None:
+    def arrived(self, state: _Connection) -> None:
         """Note that bytes have arrived."""
-        if visit.head and visit.since is not None:
+        if state.head and state.since is not None:
             now = asyncio.get_running_loop().time()
-            visit.until = min(visit.until, now + self.head_seconds)
+            state.until = min(state.until, now + self.head_seconds)
 
-    def left(self, number: int, visit: _Visit) -> None:
+    def left(self, number: int, state: _Connection) -> None:
         """Note the end of a connection."""
-        self._visits.pop(number, None)
-        self._by_transport.pop(visit.transport, None)
-        if self._listeners and not self._accepting:
+        self._connections.pop(number, None)
+        self._by_transport.pop(state.transport, None)
+        if self._sockets and not self._accepting:
             self._accept_again()
 
-    def made(self, visit: _Visit, transport: asyncio.Transport) -> None:
+    def made(self, state: _Connection, transport: asyncio.Transport) -> None:
         """Note that a connection is ready."""
-        visit.transport = transport
-        self._by_transport[transport] = visit
+        state.transport = transport
+        self._by_transport[transport] = state
 
     def _accept_again(self) -> None:
         self._accepting = True
-        for listener in self._listeners:
+        for listener in self._sockets:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _pause(self) -> None:
         self._accepting = False
-        for listener in self._listeners:
+        for listener in self._sockets:
             asyncio.get_running_loop().remove_reader(listener)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -162,7 +162,7 @@ class Doorkeeper:
         if self.open >= self.most:
             # New connections wait until one ends.
             self._pause()
-            self._show_out()
+            self._close_longest_waiting()
             return
         try:
             connection, address = listener.accept()
@@ -173,80 +173,80 @@ class Doorkeeper:
                 raise
             _log.error("no connection can be accepted: %s", error.strerror)
             self._pause()
-            self._show_out()
+            self._close_longest_waiting()
             return
         connection.setblocking(False)
         now = loop.time()
-        visit = _Visit(self.peer_of(address[0]), now, until=now + self.head_seconds)
-        self._visits[connection.fileno()] = visit
-        task = loop.create_task(self._welcome(connection, visit))
+        state = _Connection(self.peer_of(address[0]), now, until=now + self.head_seconds)
+        self._connections[connection.fileno()] = state
+        task = loop.create_task(self._start(connection, state))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _welcome(self, connection: socket.socket, visit: _Visit) -> None:
+    async def _start(self, connection: socket.socket, state: _Connection) -> None:
         assert self._factory is not None
         number, inner = connection.fileno(), self._factory()
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: _Visitor(self, number, visit, inner), connection
+                lambda: _WatchedProtocol(self, number, state, inner), connection
             )
         except OSError as error:
             _log.warning("a connection ended before it was accepted: %s", error)
             connection.close()
-            self.left(number, visit)
+            self.left(number, state)
 
-    def _show_out(self) -> bool:
+    def _close_longest_waiting(self) -> bool:
         """Close the connection that has waited longest for its client, of the peer with most
         connections. Returns whether there is one.
         """
         latest = asyncio.get_running_loop().time() - _PATIENCE_SECONDS
         waiting = [
-            (visit.since, visit)
-            for visit in self._visits.values()
-            if visit.since is not None and visit.since <= latest and visit.transport is not None
+            (state.since, state)
+            for state in self._connections.values()
+            if state.since is not None and state.since <= latest and state.transport is not None
         ]
         if not waiting:
             return False
-        held = Counter(visit.peer for visit in self._visits.values())
-        _, victim = min(waiting, key=lambda one: (-held[one[1].peer], one[0]))
-        assert victim.transport is not None
-        victim.transport.abort()
+        held = Counter(state.peer for state in self._connections.values())
+        _, longest = min(waiting, key=lambda one: (-held[one[1].peer], one[0]))
+        assert longest.transport is not None
+        longest.transport.abort()
         return True
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for visit in list(self._visits.values()):
-            late = visit.head and visit.since is not None and now > visit.until
-            if late and visit.transport is not None:
-                visit.transport.abort()
-        if self._listeners and not self._accepting:
+        for state in list(self._connections.values()):
+            late = state.head and state.since is not None and now > state.until
+            if late and state.transport is not None:
+                state.transport.abort()
+        if self._sockets and not self._accepting:
             self._accept_again()
         self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep)
 
 
-class _Visitor(asyncio.Protocol):
-    """Forwards all events to the HTTP protocol and notifies the doorkeeper."""
+class _WatchedProtocol(asyncio.Protocol):
+    """Forwards all events to the HTTP protocol and notifies the listener."""
 
     def __init__(
-        self, door: Doorkeeper, number: int, visit: _Visit, inner: asyncio.Protocol
+        self, listener: ConnectionListener, number: int, state: _Connection, inner: asyncio.Protocol
     ) -> None:
-        self._door, self._number, self._visit, self._inner = door, number, visit, inner
+        self._listener, self._number, self._state, self._inner = listener, number, state, inner
         self.pause_writing = inner.pause_writing
         self.resume_writing = inner.resume_writing
         self.eof_received = inner.eof_received
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._door.made(self._visit, transport)
+        self._listener.made(self._state, transport)
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        self._door.arrived(self._visit)
+        self._listener.arrived(self._state)
         self._inner.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._door.left(self._number, self._visit)
+        self._listener.left(self._number, self._state)
         self._inner.connection_lost(exc)
 
 

@@ -22,7 +22,7 @@ from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.access import is_allowed
 from ctrl_megatron.sandbox.datasets import READERS
 from ctrl_megatron.sandbox.limits import MOST_WAIT_SECONDS, VERDICT_CHARACTERS
-from ctrl_megatron.sandbox.service.connections import Doorkeeper
+from ctrl_megatron.sandbox.service.connections import ConnectionListener
 from ctrl_megatron.sandbox.service.grading import grade
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
 from ctrl_megatron.sandbox.service.requests import (
@@ -50,13 +50,13 @@ _log = logging.getLogger(__name__)
 
 
 def build_app(
-    pool: WorkerPool, *, token: str | None = None, door: Doorkeeper | None = None
+    pool: WorkerPool, *, token: str | None = None, listener: ConnectionListener | None = None
 ) -> web.Application:
     """Create the application over a started pool. With ``token`` clients must send that bearer
-    token. ``door`` is notified whether each request waits for its client.
+    token. ``listener`` is notified whether each request waits for its client.
     """
     app = web.Application(middlewares=[_count, _admit])
-    app[STATE] = ServiceState(pool, ProgramRunner(pool), token, door)
+    app[STATE] = ServiceState(pool, ProgramRunner(pool), token, listener)
     app.router.add_post("/run_code", run_code)
     app.router.add_post("/submit", submit)
     app.router.add_get("/jobs/{number}", job)
@@ -138,9 +138,14 @@ async def metrics(request: web.Request) -> web.Response:
         ("gauge", "sandbox_workers_free", "Workers without a job.", pool.queue.free),
         ("gauge", "sandbox_queue_length", "Jobs that wait.", pool.queue.waiting),
         ("gauge", "sandbox_clients_waiting", "Addresses with a job waiting.", pool.queue.peers),
-        ("gauge", "sandbox_requests_running", "Requests in work.", state.running),
-        ("gauge", "sandbox_requests_bytes", "What they may hold.", state.held),
-        ("gauge", "sandbox_connections", "Open connections.", state.door.open if state.door else 0),
+        ("gauge", "sandbox_requests_running", "Requests in progress.", state.running),
+        ("gauge", "sandbox_requests_bytes", "Bytes that they may occupy.", state.held),
+        (
+            "gauge",
+            "sandbox_connections",
+            "Open connections.",
+            state.listener.open if state.listener else 0,
+        ),
         ("gauge", "sandbox_draining", "1 while the service ends.", state.draining),
     ]
     lines = list(state.telemetry.lines())
@@ -187,15 +192,15 @@ async def status(request: web.Request) -> web.Response:
 async def _count(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Outermost middleware: counts, times and logs every answer, and turns errors into JSON."""
     started, status = time.perf_counter(), 499
-    door, transport = request.app[STATE].door, request.transport
-    if door is not None:
-        door.headed(transport)
+    listener, transport = request.app[STATE].listener, request.transport
+    if listener is not None:
+        listener.headed(transport)
         if request.method != "POST":
-            door.served(transport)
+            listener.served(transport)
     try:
         response = await _answer(request, handler)
         status = response.status
-        if door is not None and door.answered(transport):
+        if listener is not None and listener.answered(transport):
             response.force_close()
         return response
     finally:
@@ -230,7 +235,9 @@ async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.strip().lower() != "identity":
         # It would take more memory than its declared length.
-        return _refusal(415, f"the body is packed ({encoding[:_CLIENT_LENGTH]}): send it as it is")
+        return _refusal(
+            415, f"the body is compressed ({encoding[:_CLIENT_LENGTH]}): send it as it is"
+        )
     return await handler(request)
 
 

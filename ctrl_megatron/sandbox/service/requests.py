@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 
 from ctrl_megatron.problems.long_integers import loads
 from ctrl_megatron.sandbox.limits import CHECKED_BYTES, JSON_VALUES
-from ctrl_megatron.sandbox.service.connections import Doorkeeper
+from ctrl_megatron.sandbox.service.connections import ConnectionListener
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
-from ctrl_megatron.sandbox.service.reading import aside
+from ctrl_megatron.sandbox.service.reading import in_thread
 from ctrl_megatron.sandbox.service.telemetry import RequestTelemetry
 from ctrl_megatron.sandbox.service.under_way import WorkUnderWay
 from ctrl_megatron.sandbox.service.workers import WorkerPool
@@ -34,7 +34,7 @@ class ServiceState:
     pool: WorkerPool
     runner: ProgramRunner
     token: str | None = None
-    door: Doorkeeper | None = None
+    listener: ConnectionListener | None = None
     """Manages the connections of the requests."""
     telemetry: RequestTelemetry = field(default_factory=RequestTelemetry)
     draining: bool = False
@@ -109,8 +109,8 @@ async def read_body(request: web.Request) -> bytes:
         raise web.HTTPRequestTimeout(reason=reason) from error
     finally:
         state.held -= size
-    if state.door is not None:
-        state.door.served(request.transport)
+    if state.listener is not None:
+        state.listener.served(request.transport)
     return b"".join(parts)
 
 
@@ -119,8 +119,8 @@ async def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
     if len(body) > CHECKED_BYTES:
         # Checked and parsed in another thread, but the parser itself blocks all threads, so its
         # input must be small.
-        await aside(_check_values, body)
-        return await aside(_read_json, body, kind)
+        await in_thread(_check_values, body)
+        return await in_thread(_read_json, body, kind)
     return _read_json(body, kind)
 
 

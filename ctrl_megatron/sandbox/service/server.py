@@ -20,7 +20,7 @@ from aiohttp import web
 from ctrl_megatron.sandbox.access import publish_endpoints, require_safe_address
 from ctrl_megatron.sandbox.jail import linux
 from ctrl_megatron.sandbox.limits import IDLE_SECONDS
-from ctrl_megatron.sandbox.service.connections import Doorkeeper, room_for_connections
+from ctrl_megatron.sandbox.service.connections import ConnectionListener, room_for_connections
 from ctrl_megatron.sandbox.service.http import build_app, peer_of
 from ctrl_megatron.sandbox.service.requests import STATE
 from ctrl_megatron.sandbox.service.worker import WorkerSettings
@@ -68,13 +68,13 @@ async def serve(settings: WorkerSettings, *, workers: int, options: ServerOption
         loop.add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
     watch = asyncio.create_task(_watch_owner(options, stop_now)) if options.owner else None
     pool, limits = WorkerPool(settings, workers), settings.limits
-    door = Doorkeeper(
+    listener = ConnectionListener(
         room_for_connections(limits.connections, workers),
         head_seconds=limits.head_seconds,
         idle_seconds=IDLE_SECONDS,
         peer_of=peer_of,
     )
-    app = build_app(pool, token=options.token, door=door)
+    app = build_app(pool, token=options.token, listener=listener)
     state = app[STATE]
     runner = web.AppRunner(
         app,
@@ -89,7 +89,7 @@ async def serve(settings: WorkerSettings, *, workers: int, options: ServerOption
     try:
         assert runner.server is not None
         try:
-            address = await door.listen(options.host, options.port, runner.server)
+            address = await listener.listen(options.host, options.port, runner.server)
         except OSError as error:
             text = f"cannot listen on {options.host}:{options.port}: {error.strerror}"
             if error.errno == errno.EADDRINUSE:
@@ -109,7 +109,7 @@ async def serve(settings: WorkerSettings, *, workers: int, options: ServerOption
             watch.cancel()
         if options.endpoint_file is not None:
             options.endpoint_file.unlink(missing_ok=True)
-        door.close()
+        listener.close()
         await runner.cleanup()
         await pool.stop()
 

@@ -21,7 +21,7 @@ from ctrl_megatron.sandbox.limits import CASE_CHARACTERS, VERDICT_CHARACTERS
 from ctrl_megatron.sandbox.service.jobs import problem_seconds_within, seconds_within
 from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
-from ctrl_megatron.sandbox.service.reading import aside
+from ctrl_megatron.sandbox.service.reading import in_thread
 
 _LANGUAGE_REQUIRED = ("CommonOJDataset",)
 _TEXTS_OF_CASE = 6
@@ -116,7 +116,7 @@ async def read_submission(runner: ProgramRunner, request: wire.SubmitRequest) ->
     if compatibility is not None:
         data = {**data, "first_of_list": True}
     # Reading may unpack megabytes, so it must not block the event loop.
-    problem = await aside(READERS[kind], data)
+    problem = await in_thread(READERS[kind], data)
     if compatibility is not None and not isinstance(problem, FunctionProblem):
         problem = replace(problem, rule=SANDBOX_FUSION)
     asked = problem.seconds if config.run_timeout is None else config.run_timeout
@@ -126,7 +126,7 @@ async def read_submission(runner: ProgramRunner, request: wire.SubmitRequest) ->
     extracted = (
         extract_code(request.completion, language)
         if len(request.completion) < SHORT
-        else await aside(extract_code, request.completion, language)
+        else await in_thread(extract_code, request.completion, language)
     )
     return Submission(
         runner=runner,
