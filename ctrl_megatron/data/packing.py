@@ -45,10 +45,15 @@ def pack_groups(
     members: dict[Hashable, list[int]] = {}
     for row, name in enumerate(groups):
         members.setdefault(name, []).append(row)
-    pack([p + r for p, r in zip(prompts, responses, strict=True)], budget)  # raises for a row that
-    is too long units: list[list[int]] = [] for rows in members.values(): prompt = prompts[rows[0]]
-    if prompt + sum(responses[row] for row in rows) <= budget: units.append(rows) continue #
-    ``pack`` requires at least one token; counting one for an empty response is harmless. parts =
-    pack([max(1, responses[row]) for row in rows], budget - prompt) units += [sorted(rows[i] for i
-    in part) for part in parts] costs = [prompts[rows[0]] + sum(responses[row] for row in rows) for
-    rows in units] return [[units[i] for i in micro_batch] for micro_batch in pack(costs, budget)]
+    pack([p + r for p, r in zip(prompts, responses, strict=True)], budget)  # raises for a long row
+    units: list[list[int]] = []
+    for rows in members.values():
+        prompt = prompts[rows[0]]
+        if prompt + sum(responses[row] for row in rows) <= budget:
+            units.append(rows)
+            continue
+        # ``pack`` requires at least one token; counting one for an empty response is harmless.
+        parts = pack([max(1, responses[row]) for row in rows], budget - prompt)
+        units += [sorted(rows[i] for i in part) for part in parts]
+    costs = [prompts[rows[0]] + sum(responses[row] for row in rows) for rows in units]
+    return [[units[i] for i in micro_batch] for micro_batch in pack(costs, budget)]
