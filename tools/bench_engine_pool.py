@@ -1,13 +1,12 @@
-"""What an engine pool costs: one engine driven directly and through a pool, in one run: ``python
+"""Measure the cost of the engine pool: one engine called directly and through a pool: ``python
 tools/bench_engine_pool.py``.
 
-Directly, the engine gets all prompts in one request; through the pool it gets one request per
-prompt, as with many engines. Both have their turn in every round, in changing order, so that a
-machine that slows down meanwhile slows both; ratios are medians over the rounds. Beside the time
-stands the processor time of engine and client, which other work on the machine changes less; with
-``--threads 1`` the engine's threads do not wait for each other in it. ``--paced 0.02`` puts a
-stand-in behind the engine's real server that gives every completion a token each so many seconds,
-as a GPU might, whatever else the machine does.
+Directly, the engine gets all prompts in one request; the pool sends one request per prompt, as with
+many engines. Both run in every round, in alternating order, so that a slower phase of the machine
+affects both; ratios are medians over the rounds. The processor time of engine and client is also
+reported, because other work on the machine affects it less; with ``--threads 1`` it contains no
+waiting of the engine's threads for each other. ``--paced 0.02`` puts a stand-in behind the engine's
+server that generates one token per completion every 0.02 seconds, as a GPU might.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ctrl_megatron.types import Completion, SamplingParams, VersionSpan
 
 
 class PacedEngine:
-    """Draws at a fixed speed, however many completions at once."""
+    """Generates at a fixed speed, independent of the number of completions."""
 
     def __init__(self, pace: float) -> None:
         self._pace = pace
@@ -45,7 +44,7 @@ class PacedEngine:
     async def generate(
         self, prompts: list[list[int]], params: SamplingParams, listener: object = None
     ) -> list[list[Completion]]:
-        """Tokens and log-probs of the usual size."""
+        """Completions with tokens and log-probs of the usual size."""
         await asyncio.sleep(self._pace * params.max_tokens)
         answer = Completion(
             token_ids=tuple(range(50_000, 50_000 + params.max_tokens)),
@@ -57,22 +56,22 @@ class PacedEngine:
 
 
 class Taken(NamedTuple):
-    """What drawing all completions took, in seconds."""
+    """Seconds to draw all completions."""
 
     wall: float
     processor: float
-    """Of the engine's process and this one."""
+    """Processor time of the engine's process and this one."""
 
 
 async def take(engine: Engine, pid: int, prompts: list[list[int]], params: SamplingParams) -> Taken:
-    """All completions are drawn to their full length by the engine with that process id."""
+    """Draw all completions to their full length; ``pid`` is the engine's process."""
     before = processor_time(pid)
     wall = await drawing_seconds(engine, prompts, params)
     return Taken(wall, processor_time(pid) - before)
 
 
 def processor_time(pid: int) -> float:
-    """Seconds so far of the process, its children and this one."""
+    """Processor seconds of the process, its children and this process so far."""
     engine = psutil.Process(pid)
     times = [process.cpu_times() for process in (engine, *engine.children(recursive=True))]
     own = time.process_time() if pid != os.getpid() else 0.0
@@ -87,7 +86,7 @@ async def compare(
     params: SamplingParams,
     rounds: int,
 ) -> list[tuple[Taken, Taken]]:
-    """(directly, through the pool) of every round, after one that warms up."""
+    """(direct, through the pool) of every round after a warm-up."""
     for engine in (direct, pool):
         await take(engine, pid, prompts, params)
     pairs = []

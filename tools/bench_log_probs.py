@@ -1,8 +1,8 @@
-"""Memory and time of log-probs and entropies over a vocabulary, forward and backward: ``python
-tools/bench_log_probs.py``.
+"""Measure memory and time of log-probs and entropies over a vocabulary, forward and backward:
+``python tools/bench_log_probs.py``.
 
-Memory is the process's: its largest resident size while they were computed, less what it had when
-hidden states, output weight and the weight's float32 gradient existed.
+Memory is the process's largest resident size during the computation, minus its size when hidden
+states, output weight and the weight's float32 gradient exist.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ctrl_megatron.parallel.vocab import linear_log_probs
 
 
 def resident(name: str) -> int:
-    """Bytes, now (VmRSS) or at most (VmHWM)."""
+    """Resident bytes of the process: current (VmRSS) or largest (VmHWM)."""
     status = Path("/proc/self/status").read_text().split()
     return int(status[status.index(f"{name}:") + 1]) << 10
 
 
 def forget_peak() -> None:
-    """``VmHWM`` counts anew from now on."""
+    """Restart the count of ``VmHWM``."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -37,7 +37,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--vocabulary", type=int, default=152064)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--chunk", type=int, default=1024, help="tokens' worth of logits at a time")
+    parser.add_argument(
+        "--chunk", type=int, default=1024, help="tokens whose logits are computed together"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     host_memory.keep()
@@ -46,7 +48,7 @@ def main() -> None:
     weight = (torch.randn(options.vocabulary, options.hidden, dtype=dtype) / 32).requires_grad_()
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
     targets = torch.randint(0, options.vocabulary, (options.tokens,))
-    # What products of matrices keep for themselves.
+    # Allocates the buffers that matrix products keep.
     linear_log_probs(hidden[:64], weight, targets[:64], vocab_size=options.vocabulary)[0].sum()
     host_memory.give_back()
     forget_peak()

@@ -1,10 +1,10 @@
-"""All installed engines on the same requests in one run, and what our process boundary costs:
+"""Compare all installed engines on the same requests, and measure the cost of the process boundary:
 ``python tools/bench_rollout.py``.
 
-Each engine lives in a process of its own, behind the server that every engine has. In each round it
-answers requests of the same size twice: driven directly, inside its process, and by a client from
-here, over HTTP. Engines and ways take turns, so that a machine that slows down meanwhile slows all
-of them; prompts are new each time, so that no cache knows them. Ratios are medians over the rounds.
+Each engine runs in a process of its own, behind the product's server. In each round it answers
+requests of the same size twice: called directly inside its process, and by a client over HTTP.
+Engines and ways alternate, so that a slower phase of the machine affects all of them; prompts are
+new in each round, so that no prefix cache helps. Ratios are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ctrl_megatron.rollout.server import build_engine
 from ctrl_megatron.types import SamplingParams
 
 WARM_UP = 8
-"""Completions of the round that is not counted."""
+"""Completions of the warm-up round, which is not counted."""
 
 
 async def host_engine(spec: EngineSpec) -> None:
-    """In the engine's process: serve the engine, and drive it directly where a client wants it."""
+    """In the engine's process: serve the engine, and a route that calls it directly."""
     engine = await build_engine(spec)
 
     async def direct(body: Any) -> float:
@@ -101,7 +101,7 @@ def main() -> None:
         for process in hosted:
             process.stop()
     drawn = options.concurrent * options.tokens
-    print(f"{options.concurrent} completions at a time, {options.tokens} tokens each")
+    print(f"{options.concurrent} concurrent completions of {options.tokens} tokens")
     print("engine   directly  through its server   overhead")
     for name, pairs in took.items():
         direct, through = (drawn / statistics.median(way) for way in zip(*pairs, strict=True))

@@ -1,11 +1,10 @@
-"""How fast the sandbox judges, in one run with what it is compared with: ``python
-tools/bench_sandbox.py``.
+"""Measure how fast the sandbox judges: ``python tools/bench_sandbox.py``.
 
-Compared are bare interpreters and a service that starts a fresh interpreter with a file of its own
-for every case, which is how SandboxFusion works without isolation. ``--soak 100000`` runs that many
-programs of several kinds instead, and reports memory, descriptors and zombies on the way;
-``--flood 256`` sends that many requests of a hundred noisy cases and other hostile ones at the same
-time, and reports the service's memory and how long its health check takes meanwhile.
+The run also measures bare interpreters, and a service that starts a fresh interpreter with a file
+for every case, which is how SandboxFusion works without isolation. ``--soak 100000`` instead runs
+that many programs of several kinds and reports memory, descriptors and zombies during the run.
+``--flood 256`` sends that many requests of a hundred noisy cases and other hostile requests at the
+same time, and reports the service's memory and the latency of its health check.
 """
 
 from __future__ import annotations
@@ -120,8 +119,8 @@ async def latencies(work: Work, count: int, at_once: int) -> tuple[float, list[f
 
 
 async def measured(rows: dict[str, Work], count: int, at_once: int) -> dict[str, float]:
-    """Units of work per second: the median of rounds in which every row has its turn, so that a
-    machine that slows down meanwhile slows all of them.
+    """Units of work per second: the median of rounds in which all rows alternate, so that a slower
+    phase of the machine affects all of them.
     """
     rates: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(ROUNDS):
@@ -158,7 +157,9 @@ async def compare(ours: str, fresh_endpoint: str, count: int, workers: int) -> N
 
 
 async def soak(service: EmbeddedSandbox, count: int, workers: int) -> None:
-    """Print what the service and its workers hold before, on the way and after ``count`` jobs."""
+    """Print the resources of the service and its workers before, during and after ``count``
+    jobs.
+    """
     async with SandboxClient(service.endpoint) as client:
         works = [judged(client, 1, code, check=False) for code in SOAK]
 
@@ -180,7 +181,7 @@ async def soak(service: EmbeddedSandbox, count: int, workers: int) -> None:
         show(0)
         started, parts = time.perf_counter(), 10
         for part in range(parts):
-            # Idle when it is looked at: what running jobs hold is not growth.
+            # Measured when idle: resources of running jobs are not growth.
             numbers = iter(range(count * part // parts, count * (part + 1) // parts))
             await asyncio.gather(*(loop(numbers) for _ in range(2 * workers)))
             show(count * (part + 1) // parts)
@@ -250,7 +251,7 @@ def ping(endpoint: str) -> None:
 
 
 async def fresh_service() -> None:
-    """The service that is compared with: any program, no isolation; for this file's own only."""
+    """The service for comparison: it runs any program without isolation, only for this bench."""
 
     async def run_code(request: web.Request) -> web.Response:
         asked = RunCodeRequest.model_validate_json(await request.read())
@@ -290,7 +291,7 @@ async def fresh_service() -> None:
 
 @contextmanager
 def fresh_interpreters() -> Iterator[str]:
-    """The address of a running service with fresh interpreters; it ends with its stdin."""
+    """The address of a service with fresh interpreters, which runs until its stdin closes."""
     command = [sys.executable, __file__, "--fresh-service"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

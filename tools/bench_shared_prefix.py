@@ -1,10 +1,11 @@
-"""How much time and memory shared prompts save: ``python tools/bench_shared_prefix.py --group 8``.
+"""Measure time and memory that shared prompts save: ``python tools/bench_shared_prefix.py --group
+8``.
 
-One group of rows or more with a prompt in common goes through a log-prob pass and an optimizer step
-of the actor, once with its prompt computed for all rows together and once for each of them
-(``actor_rollout_ref.model.shared_prefix``), in turns, so that a machine that slows down meanwhile
-slows both. Prints the ratios of seconds and of processor seconds, which other work on the machine
-changes less, beside that of the arithmetic (``metrics.model_flops``), and peak memory.
+Groups of rows with a common prompt go through a log-prob pass and an optimizer step of the actor:
+once with the prompt computed once per group, once with the prompt computed per row
+(``actor_rollout_ref.model.shared_prefix``). Both alternate, so that a slower phase of the machine
+affects both. Prints the ratios of seconds, of processor seconds (which other work affects less) and
+of floating-point operations (``metrics.model_flops``), and peak memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def measured(work: Callable[[], Any]) -> tuple[float, float, float]:
-    """Seconds and processor seconds of ``work``, and the process's most memory meanwhile in GiB."""
+    """Seconds and processor seconds of ``work``, and the peak memory of the process in GiB."""
     from bench_log_probs import forget_peak, resident
 
     forget_peak()
@@ -84,7 +85,7 @@ def main() -> None:
     for name in works:
         off, on = ([*zip(*found[name, shared], strict=True)] for shared in (False, True))
         ratios = [statistics.median(off[i]) / statistics.median(on[i]) for i in (0, 1)]
-        # Memory of the first turn: what is freed stays with the process, and counts for both later.
+        # Memory of the first turn: the process keeps freed memory, so later turns count both.
         print(
             f"{name}: {ratios[0]:.2f} times as fast, {ratios[1]:.2f} by processor seconds, of "
             f"{flops[name, False] / flops[name, True]:.2f} by arithmetic; "

@@ -1,10 +1,10 @@
-"""Slow wrong programs beside honest ones: ``python tools/bench_slow_programs.py --scale 0.1``.
+"""Judge slow wrong programs together with right ones: ``python tools/bench_slow_programs.py``.
 
-Each slow program stays below the time limit of every one of its hundred cases, so that no single
-verdict ends it but the problem's budget; each honest one is right on as many. All of them are sent
-at once by one client. Printed are the rewards, None where one is unknown, and how long everything
-took beside what the budgets allow. At scale 1: 100 of either, a budget of 20 s; the client is
-patient with a silent service for less time than the whole takes.
+Each slow program stays below the time limit in each of its hundred cases, so only the problem's
+time budget ends it; each right program passes as many cases. One client sends all of them at the
+same time. Prints the rewards (None for unknown), and the duration beside the duration that the
+budgets allow. At scale 1 there are 100 programs of each kind and a budget of 20 s; the client's
+time-out for a silent service is shorter than the whole duration.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
 
 PROGRAMS, CASES, BUDGET, TEST_SECONDS, PATIENCE = 100, 100, 20.0, 10.0, 320.0
 ALLOWED = 1.2
-"""Times the sum of the slow programs' budgets over the workers."""
+"""Allowed duration as a multiple of the slow programs' budgets divided by the workers."""
 
 
 def problem(count: int, test_seconds: float) -> Row:
-    """A problem of so many cases."""
+    """A problem with ``count`` cases."""
     cases = [{"input": {"stdin": str(n)}, "output": {"stdout": str(n)}} for n in range(count)]
     return Row(
         id="echo",
@@ -42,7 +42,7 @@ def problem(count: int, test_seconds: float) -> Row:
 
 
 def items(code: str, count: int, row: Row) -> list[RewardItem]:
-    """As many programs, no two equal."""
+    """``count`` distinct programs."""
     texts = [f"```python\n{code}\n# {number}\n```" for number in range(count)]
     return [
         RewardItem(text=text, critique="Overall judgment: Incorrect", row=row) for text in texts
@@ -59,14 +59,14 @@ async def judged(endpoint: str, scale: float) -> tuple[list[float | None], list[
         model = RewardModelForCritic(
             [row], None, sandbox=client, show_progress=False, max_requests=2 * count
         )
-        # The slow ones first: who waits his turn waits behind them.
+        # The slow ones first, so that the right ones queue after them.
         outcomes = await model.judge([*slow, *honest])
     rewards = [None if outcome.error else outcome.reward for outcome in outcomes]
     return rewards[:count], rewards[count:]
 
 
 def main() -> int:
-    """Parse, run, print; 1 where a reward or the time is not what it should be."""
+    """Parse, run, print; returns 1 if a reward or the duration is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--scale", type=float, default=0.1, help="of programs, cases and every time"

@@ -1,18 +1,17 @@
-"""How long a GRPO step takes, phase by phase, and how long TRL's takes on the same task:
-``python tools/bench_step.py --peer trl``.
+"""Measure a GRPO step phase by phase, and TRL's step on the same task: ``python
+tools/bench_step.py --peer trl``.
 
-Both train the same model on the same prompts, with rewards from the same function, a KL to the
-reference, and completions of exactly the same length: they are given a copy of the model's
-directory in which a token that is never drawn stands for the end of a text, so every completion
-fills its length, which both sides check. Ours is ``tools/train_rl.py`` with ``grpo_pipeline``, from
-the command line like any run. TRL is its GRPOTrainer with its own defaults (generation by
-transformers, activation checkpointing, eight sequences at a time), in bfloat16, in an environment
-of its own that is made at the first use.
+Both train the same model on the same prompts, with the same reward function, a KL to the reference,
+and completions of exactly the same length: they use a copy of the model's directory whose
+end-of-text token is never drawn, and both check the length. Ours is ``tools/train_rl.py`` with
+``grpo_pipeline``, from the command line like any run. TRL is its GRPOTrainer with its defaults
+(generation by transformers, activation checkpointing, eight sequences per micro-batch) in bfloat16,
+in an environment that the first use creates.
 
-Ours and TRL have their turns alternately, so that a machine that slows down meanwhile slows both;
-the first step of a turn is not counted. A step is all that comes between two batches of prompts:
-weights to the engine, completions, rewards, log-probs, update. ``--set`` and ``--against`` compare
-two configurations of ours in the same way.
+Ours and TRL alternate, so that a slower phase of the machine affects both; the first step of a turn
+is not counted. A step contains everything between two batches of prompts: weights to the engine,
+completions, rewards, log-probs, update. ``--set`` and ``--against`` compare two configurations of
+ours in the same way.
 
     python tools/bench_step.py --peer trl --ctrl
     python tools/bench_step.py --group 4 --prompt 1024 --response 256 --against KEY=VALUE
@@ -54,12 +53,12 @@ WORDS = (
     ),
 )
 UNDRAWN = "<jupyter_script>"
-"""A token of SmolLM2's vocabulary that no chat contains."""
+"""A token of SmolLM2's vocabulary that is never drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a step is about."""
+    """The size of a step."""
 
     model: str
     dtype: str
@@ -70,7 +69,7 @@ class Task:
     response: int
     """Tokens of every completion."""
     steps: int
-    """Of a turn, the first one included, which is not counted."""
+    """Steps of a turn, including the first, which is not counted."""
 
     @property
     def rows(self) -> int:
@@ -86,20 +85,20 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One of those that take turns."""
+    """A program that alternates with others."""
 
     name: str
     run: Callable[[], Iterator[dict[str, float]]]
-    """Yields every step's seconds by phase, ``step`` among them, as it ends."""
+    """Yields the seconds of each step by phase, including ``step``, when the step ends."""
 
 
 def letters(items: Sequence[Any]) -> list[float]:
-    """The reward of completions: how much of each is the letter e."""
+    """The reward of completions: the share of the letter e in each."""
     return [share_of_e(item.text) for item in items]
 
 
 def share_of_e(text: str) -> float:
-    """Cheap, and different for any two texts."""
+    """A cheap reward that differs for almost any two texts."""
     return text.count("e") / (1 + len(text))
 
 
@@ -222,7 +221,7 @@ def our_config(task: Task, ranks: int, runs: Path) -> dict[str, Any]:
 
 
 def our_phases(metrics: dict[str, float], task: Task) -> dict[str, float]:
-    """Seconds by phase; RuntimeError if a completion had another length."""
+    """Seconds by phase. Raises RuntimeError if a completion has another length."""
     if metrics["response/length"] != task.response:
         raise RuntimeError(f"completions have {metrics['response/length']} tokens on average")
     sync = metrics.get("sync/seconds", 0.0)
@@ -267,7 +266,7 @@ def make_trl(folder: Path) -> None:
 
 
 def train_with_trl(spec: dict[str, Any]) -> None:
-    """In TRL's environment: train, and write every step's seconds as a line."""
+    """In TRL's environment: train, and write the seconds of each step as one line."""
     import torch
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import TrainerCallback
@@ -284,7 +283,7 @@ def train_with_trl(spec: dict[str, Any]) -> None:
         return [share_of_e(completion[0]["content"]) for completion in completions]
 
     class Timed(GRPOTrainer):
-        """Measures what its step consists of."""
+        """Measures the phases of its step."""
 
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
@@ -369,7 +368,7 @@ def started(command: list[str], lines: Path, name: str) -> Iterator[dict[str, An
 
 
 def take_turns(turns: list[Turn], rounds: int, task: Task) -> dict[str, list[dict[str, float]]]:
-    """The counted steps of everybody."""
+    """The counted steps of every program."""
     found: dict[str, list[dict[str, float]]] = {turn.name: [] for turn in turns}
     lasted: dict[str, float] = {}
     order = [turn for _ in range(rounds) for turn in turns]
@@ -393,7 +392,7 @@ def take_turns(turns: list[Turn], rounds: int, task: Task) -> dict[str, list[dic
 
 
 def report(found: dict[str, list[dict[str, float]]], task: Task, peak: float) -> None:
-    """Medians, rates, ratios to the first."""
+    """Print medians, rates, and ratios to the first program."""
     print(f"\n{task}; matrix products reach {peak / 1e9:.0f} GFLOP/s here")
     medians = {
         name: {phase: statistics.median(s[phase] for s in steps) for phase in steps[0]}
@@ -448,7 +447,7 @@ def main() -> None:
     add("--ranks", type=int, default=2, help="processes of ours")
     add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of ours, in all turns")
     add("--against", nargs="+", default=[], metavar="KEY=VALUE", help="more keys, in turns of own")
-    add("--peer", choices=["trl"], help="has turns too")
+    add("--peer", choices=["trl"], help="also measure this system")
     add("--peer-set", nargs="+", default=[], metavar="KEY=VALUE", help="fields of GRPOConfig")
     add("--only-peer", action="store_true", help="no turns of ours")
     add("--through", default="", help="command that every turn is started through, as nice -n 5")

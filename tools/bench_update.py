@@ -1,11 +1,11 @@
-"""How fast an update is: ``python tools/bench_update.py --nproc-per-node 2``.
+"""Measure the speed of an update: ``python tools/bench_update.py --nproc-per-node 2``.
 
-Takes optimizer steps of the actor as a run does them (GRPO's loss with its KL, Megatron's DDP and
-distributed optimizer) on random tokens of a given shape, whose prompts are computed once a group
-(``--group``). Says tokens per second, the share of the rate at which the same processes multiply
-matrices of the same type, the kernel's share of processor time, and memory. ``--baseline DIR``
-measures another checkout too: both stay in memory and take every step in turns, so that a machine
-that slows down meanwhile slows both.
+Runs optimizer steps of the actor as in a run (GRPO's loss with its KL, Megatron's DDP and
+distributed optimizer) on random tokens of a given shape; a group's prompt is computed once
+(``--group``). Prints tokens per second, the rate as a share of the rate of matrix products of the
+same type in the same processes, the kernel's share of processor time, and memory. ``--baseline
+DIR`` also measures another checkout: both stay in memory and alternate steps, so that a slower
+phase of the machine affects both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 class Trainer:
-    """The ranks of one checkout; each takes a step for every line it gets."""
+    """The ranks of one checkout; each runs one step per line of input."""
 
     def __init__(self, root: Path, options: argparse.Namespace) -> None:
         ranks, arguments = options.nproc_per_node, sys.argv[1:]
@@ -58,7 +58,7 @@ class Trainer:
             )
 
     def ask(self, word: str) -> list[dict[str, float]]:
-        """What every rank answers."""
+        """Send ``word`` to every rank; return their answers."""
         for rank in self.ranks:
             assert rank.stdin is not None
             print(word, file=rank.stdin, flush=True)
@@ -68,7 +68,7 @@ class Trainer:
         """The next line of every rank."""
         lines = [rank.stdout.readline() for rank in self.ranks if rank.stdout]
         if not all(lines):
-            raise SystemExit(f"a rank of {self.name} ended; see its words above")
+            raise SystemExit(f"a rank of {self.name} ended; see its output above")
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ def learner(
     from ctrl_megatron.models.parallel_model import ModelOptions
     from ctrl_megatron.models.policy import Policy
 
-    # Checkouts from before both losses stood in one file have the actor's in its own.
+    # Older checkouts define the actor's loss in a file of its own.
     home = "losses" if find_spec("ctrl_megatron.pipeline.losses") else "actor_loss"
     losses = import_module(f"ctrl_megatron.pipeline.{home}")
     policy = Policy(
@@ -135,7 +135,7 @@ def random_batch(
 
 
 def rank_of(root: Path, options: argparse.Namespace) -> None:
-    """Take steps with the package of ``root`` until standard input ends."""
+    """Run steps with the package of ``root`` until standard input ends."""
     sys.path.insert(0, str(root))
     answer_to, sys.stdout = sys.stdout, sys.stderr
     import torch
@@ -153,7 +153,7 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
     batch = random_batch(options, policy, options.rows // ranks, seed=groups.rank)
     policy.step(batch, loss)
     groups.barrier()
-    # Checkouts from before updates counted their arithmetic are asked for the same update.
+    # Older checkouts do not count floating-point operations.
     counted = policy.take_flops()[1] if hasattr(policy, "take_flops") else 0
     answer(
         gemm=measure_peak_flops(options.dtype),
@@ -186,7 +186,7 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
 
 
 def report(name: str, tokens: int, start: list[dict[str, float]], turns: list[Any]) -> None:
-    """One line per checkout."""
+    """Print one line for a checkout."""
     seconds = statistics.median(max(one["seconds"] for one in turn) for turn in turns)
     own = [one for turn in turns for one in turn]
     gemm, flops = (sum(one[key] for one in start) for key in ("gemm", "flops"))
@@ -214,7 +214,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--response", type=int, default=192, help="tokens")
     parser.add_argument("--budget", type=int, default=1536, help="tokens of a micro-batch")
-    parser.add_argument("--chunk", type=int, default=1024, help="tokens' worth of logits at a time")
+    parser.add_argument(
+        "--chunk", type=int, default=1024, help="tokens whose logits are computed together"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forward", action="store_true", help="log-probs instead of updates")
     parser.add_argument("--profile", action="store_true", help="print one step's profile instead")

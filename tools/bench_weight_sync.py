@@ -1,15 +1,15 @@
-"""How fast weights get from the trainer into a running vLLM, beside what the machine can do:
-``python tools/bench_weight_sync.py``.
+"""Measure pushes of weights from the trainer into a running vLLM, and compare with the machine's
+limits: ``python tools/bench_weight_sync.py``.
 
-In every round each of these has its turn, so that a machine that slows down meanwhile slows all:
+The following alternate in every round, so that a slower phase of the machine affects all of them:
 
-- ``raw``: the same bytes copied into shared memory that is mapped already, and out of it again;
-- ``vLLM``: vLLM's own ``reload_weights`` from tensors that lie in its process;
+- ``raw``: the same bytes copied into mapped shared memory and out of it again;
+- ``vLLM``: vLLM's own ``reload_weights`` from tensors in its process;
 - ``push``: ``resharding.engine_weights.push`` of the trainer's model, as before every generation;
 - ``verified``: the same with ``trainer.verify_weight_sync``.
 
-Every second push brings other weights, and the last are drawn from, so that nothing can be left
-out. Reported are medians; the goal is 60 % of the slower of ``raw`` and ``vLLM``.
+Each push brings new weights, and a completion from the last ones checks that they arrived. Medians
+are reported; the goal is 60 % of the slower of ``raw`` and ``vLLM``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ctrl_megatron.types import SamplingParams
 
 
 def own_reload(worker: Any, model: str) -> float:
-    """Seconds of vLLM's own reload in its worker, from tensors that lie in its memory."""
+    """Seconds of vLLM's own reload in its worker, from tensors in its memory."""
     if not hasattr(worker, "bench_tensors"):
         directory = SafetensorsDirectory(model)
         worker.bench_tensors = [(n, directory.read(n).clone()) for n in directory.shapes()]
@@ -54,8 +54,8 @@ def own_reload(worker: Any, model: str) -> float:
 
 
 async def serve(spec: EngineSpec) -> None:
-    """The engine behind the server that every engine has, and beside it vLLM's own reload."""
-    # Lets a function travel to the process that the model is in.
+    """In the engine's process: serve the engine, and a route that runs vLLM's own reload."""
+    # Allows sending a function to the process of the model.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     from ctrl_megatron.rollout.vllm_engine import VllmEngine
 
@@ -69,7 +69,7 @@ async def serve(spec: EngineSpec) -> None:
 
 
 def raw_copy(parts: list[torch.Tensor], segments: list[SharedSegment]) -> float:
-    """Seconds in which the bytes of ``parts`` go into the mapped segments and out again."""
+    """Seconds to copy the bytes of ``parts`` into the mapped segments and out again."""
     began = time.perf_counter()
     for number, part in enumerate(parts):
         there = segments[number % len(segments)].memory[: part.numel()]
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, process: HostedEngine) -> None:
-    """All rounds, and what came of them."""
+    """Run all rounds and print the result."""
     groups = initialize(Layout(), seed=1, timeout_seconds=60)
     policy = Policy(
         read_model_shape(options.model),
@@ -151,13 +151,13 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
 
 @torch.no_grad()
 def change(policy: Policy) -> None:
-    """Other weights, as after an update."""
+    """Change all weights, as an update does."""
     for parameter in policy.models[0].parameters():
         parameter.mul_(1.01)
 
 
 def report(seconds: dict[str, float], total: int) -> None:
-    """Rates, and the two ratios that count."""
+    """Print rates and the two ratios."""
     for name, value in seconds.items():
         print(f"{name:>9}: {value:6.3f} s, {total / value / 1e9:5.2f} GB/s")
     limit = max(seconds["raw"], seconds["vLLM"])

@@ -1,8 +1,8 @@
-"""The first ten minutes on a GPU: what the tests cannot see without one, item by item.
+"""Check in ten minutes on a GPU what the tests cannot check without one.
 
-``python tools/check_gpu.py`` makes a model of its own, or takes ``--model DIR``, a Hugging Face
-directory. Every item prints pass, FAIL or skip with its figures, and the next one follows. On a
-machine without a GPU it runs what can run on the CPU platform and says what it leaves out.
+``python tools/check_gpu.py`` makes a random model, or uses ``--model DIR``, a Hugging Face
+directory. Each item prints pass, FAIL or skip with its figures; a failure does not end the check.
+On a machine without a GPU it runs the items that the CPU platform supports and skips the others.
 Exit code: 0 if nothing failed.
 """
 
@@ -40,13 +40,13 @@ PLANNED = {
 }
 """Phase of a run -> phase of the plan."""
 PROBS_DIFF = 0.01
-"""Most that trainer and engine may differ in the probabilities of tokens, in the mean."""
+"""Largest mean difference of token probabilities between trainer and engine."""
 COSINE = {"float32": 0.99999, "bfloat16": 0.99}
-"""Least cosine of a tensor's gradient with transformers'."""
+"""Least cosine similarity of a tensor's gradient with that of transformers."""
 LOG_PROBS = {"float32": 1e-4, "bfloat16": 0.02}
-"""Most that a log-prob may differ in the mean."""
+"""Largest mean difference of log-probs."""
 SAME = 1e-3
-"""Relative difference of a resumed run's metrics from the uninterrupted one's."""
+"""Largest relative difference between metrics of a resumed and an uninterrupted run."""
 
 
 class Failed(Exception):
@@ -64,17 +64,17 @@ def even(items: Sequence[Any]) -> list[float]:
 
 @dataclass
 class Checks:
-    """The items, in order, and what they share."""
+    """The items in order, and their common state."""
 
     work: Path
     gpus: int
-    """0 on a machine without."""
+    """The number of GPUs; 0 on a machine without one."""
     engine: str
     given: Path | None
     timeout: float
 
     def items(self) -> dict[str, Callable[[], str]]:
-        """Name -> what returns its figures, or raises ``Failed`` or ``Skipped``."""
+        """Name -> function that returns the figures, or raises ``Failed`` or ``Skipped``."""
         return {
             "environment": self.environment,
             "logits and gradients": self.logits_and_gradients,
@@ -90,7 +90,7 @@ class Checks:
     # The items
 
     def environment(self) -> str:
-        """``tools/check_env.py``."""
+        """Run ``tools/check_env.py``."""
         done = self.command("tools/check_env.py")
         wrong = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
         if done.returncode:
@@ -122,7 +122,7 @@ class Checks:
         return "\n".join(said)
 
     def optimizer_resumes(self) -> str:
-        """Fine-tuning of 4 steps, and one of 2 that is saved and goes on to 4."""
+        """Compare fine-tuning of 4 steps with one that is saved after 2 and resumed."""
         whole = self.sft("whole", 4)
         self.sft("halves", 2)
         again = self.sft("halves", 4, wants="after step 2")
@@ -135,7 +135,7 @@ class Checks:
         return f"{kind}: steps 3 and 4 after a resume equal those without to {SAME:g}"
 
     def training_run(self) -> str:
-        """GRPO: draw, sleep, log-probs, update, push; ends with the figures of the last step."""
+        """Run GRPO: generate, sleep, log-probs, update, push. Returns figures of the last step."""
         last = self.run[-1]
         return f"{len(self.run)} steps with {self.engine}, the last in {last['time/step']:.1f} s"
 
@@ -171,7 +171,7 @@ class Checks:
         return {phase: float(gib) for phase, gib in rows}
 
     def no_growth(self) -> str:
-        """Three times push, generate, sleep: the same phase holds no more the last time."""
+        """Push, generate, sleep three times: no phase uses more memory the last time."""
         first, *_, last = self.device_memory()[1:]
         growth = {name: last[name] - first[name] for name in first if name in last}
         name, most = max(growth.items(), key=lambda item: item[1])
@@ -188,7 +188,7 @@ class Checks:
         return text
 
     def stop_in_generation(self) -> str:
-        """SIGTERM while the engine draws; what is saved goes on."""
+        """Send SIGTERM while the engine generates, and resume from the saved checkpoint."""
         length = 2048 if self.gpus else 128
         long = ("trainer.save_freq=1", f"data.max_response_length={length}")
         log = self.work / "stopped.log"
@@ -221,7 +221,7 @@ class Checks:
         return f"stopped after step {step} in {seconds:.1f} s, went on to step {step + 1}"
 
     def rates(self) -> str:
-        """Of the last step; peers' figures are of larger models."""
+        """Speed of the last step. Figures of other systems are for larger models."""
         last = self.run[-1]
         tokens = last["perf/tokens_per_second"] / max(1, self.gpus)
         return (
@@ -241,7 +241,7 @@ class Checks:
 
     @cached_property
     def model(self) -> Path:
-        """The directory that was given, or a random model with a tokenizer of bytes."""
+        """The directory of ``--model``, or a random model with a byte tokenizer."""
         if self.given is not None:
             return self.given
         directory = self.work / "model"
@@ -258,7 +258,7 @@ class Checks:
         return [steps[step] for step in sorted(steps)]
 
     def device_memory(self) -> list[dict[str, float]]:
-        """Per step: phase -> GiB that all processes hold on the fullest device."""
+        """For each step: phase -> GiB in use by all processes on the fullest device."""
         if not self.gpus:
             raise Skipped("no GPU, whose memory could be measured")
         end = "_device_gib"
@@ -275,7 +275,7 @@ class Checks:
         return found
 
     def train(self, name: str, steps: int, *extra: str) -> list[str]:
-        """The command of a GRPO run; its configuration is left in NAME.yaml."""
+        """The command of a GRPO run; writes its configuration to NAME.yaml."""
         import yaml
 
         rows = self.work / "problems.parquet"
@@ -367,7 +367,7 @@ class Checks:
         )
 
     def finished(self, command: list[str], name: str) -> str:
-        """What a command printed, which must end well; kept in NAME.log."""
+        """The output of a command that must succeed; also written to NAME.log."""
         log = self.work / f"{name}.log"
         with log.open("w") as output:
             done = subprocess.run(
@@ -406,7 +406,7 @@ def _has(module: str) -> bool:
 
 
 def make_model(directory: Path, *, large: bool) -> None:
-    """A random Llama, of 0.9 billion parameters or tiny, and a tokenizer of bytes."""
+    """Write a random Llama (0.9 billion parameters, or tiny) and a byte tokenizer."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -452,7 +452,7 @@ def make_model(directory: Path, *, large: bool) -> None:
 
 
 def write_problems(path: Path) -> None:
-    """A few problems; nobody solves them."""
+    """Write a few problems that a random model cannot solve."""
     from ctrl_megatron.data.rows import row_of, write_rows
     from ctrl_megatron.types import Attempt, Problem
 
@@ -471,7 +471,7 @@ def write_problems(path: Path) -> None:
 
 
 def write_examples_to(path: Path) -> None:
-    """Prompts and responses to learn."""
+    """Write supervised examples."""
     from ctrl_megatron.sft.examples import SftExample, write_examples
 
     examples = [
@@ -561,7 +561,7 @@ def compare(layers: str, directory: str, dtype: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if no item failed."""
+    """Run the items; returns 0 if none failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,16 +1,16 @@
-"""Does a slightly wrong answer pass? ``python tools/check_mutations.py --data FOLDER``.
+"""Check that slightly wrong answers fail: ``python tools/check_mutations.py --data FOLDER``.
 
-Takes programs that the graders accept, changes what they print or return in ten ways, and has each
-change judged again: a digit, the sign, the case, the order, a line or an item dropped, ``inf``,
-``nan``, nothing, twice as much, half as much. A mutant that passes must be equal by the problem's
-own rule; the others are printed, and the exit status is 1.
+Takes programs that the sandbox accepts, changes what they print or return in ten ways, and judges
+each change: a digit, the sign, the case, the order, a line or an item dropped, ``inf``, ``nan``,
+nothing, twice as much, half as much. A mutant may pass only if it is equal by the problem's rule;
+others that pass are printed, and the exit status is 1.
 
-Functions come from MBPP; stdin/stdout problems are MBPP's as well, with the program's first test as
-its input: what the reference prints for it is the expected output.
+Functions come from MBPP. Programs with stdin and stdout are made from MBPP too: the first test is
+the input, and the output of the reference is the expected output.
 
 Then right outputs whose format matters, and results of functions, are changed in format (leading
-zeros, decimals, padding, case, units and more) and judged by every rule. Apart from the graders,
-``tools/format_mutations.py`` tells what the rule's documentation says of each.
+zeros, decimals, padding, case, units and more) and judged by every rule. The expected verdicts come
+from ``tools/format_mutations.py``, which implements the documentation of the rules independently.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Accepted:
     kind: str
     data: dict[str, Any]
     mutant: Mutate
-    """Mutation -> the program with it."""
+    """Name of the mutation -> the mutated program."""
 
 
 def functions(data: Path) -> Iterator[Accepted]:
@@ -203,7 +203,7 @@ async def check(client: SandboxClient, kind: str, items: list[Accepted], count: 
 
 ECHO = "import sys\nsys.stdout.buffer.write(sys.stdin.buffer.read())"
 Judged = tuple[str, bool, bool]
-"""What was judged, whether it passed, and whether it should have."""
+"""Description, whether it passed, and whether it should pass."""
 
 
 async def outputs(client: SandboxClient, want: str, rule: str) -> list[Judged]:

@@ -1,11 +1,10 @@
-"""Do the graders agree with what is known about real programs? ``python
+"""Compare the sandbox's verdicts with known verdicts of real programs: ``python
 tools/check_sandbox_data.py --data FOLDER``.
 
 Judges published reference solutions (MBPP, MBPP+, HumanEval, HumanEval+, HumanEvalPack with its
-buggy versions, the samples of SandboxFusion) and model-written solutions with known verdicts, under
-the strict graders.
-Prints one line per set and every difference by its id and reason. Exit status 1 when a set misses
-its bound.
+buggy versions, the samples of SandboxFusion) and model-written solutions with known verdicts.
+Prints one line per set, and each difference with its id and reason. Exit status 1 if a set has too
+many differences.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ KNOWN_BAD = {
 }
 """Set -> references that fail their own published tests here."""
 MOST_TESTS = 16
-"""Of a published problem: the plus sets have thousands of tests for some."""
+"""Tests per published problem: some problems of the plus sets have thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one set gave. ``differences`` are lines of text."""
+    """The result of one set. ``differences`` are lines of text."""
 
     agreed: int
     total: int
@@ -61,12 +60,12 @@ class Outcome:
 
     @property
     def share(self) -> float:
-        """Agreeing verdicts as a share of all."""
+        """The share of verdicts that agree."""
         return self.agreed / self.total
 
 
 def published(name: str, format: str, file: str) -> Callable[[Path], Iterator[Known]]:
-    """The references of a set that ``prepare_data`` reads, on the tests that it writes."""
+    """The references of a set that ``ctrl-prepare-data`` reads, with the tests that it writes."""
 
     def references(data: Path) -> Iterator[Known]:
         for problem in read_published(format, [data / file])[0]:

@@ -1,9 +1,9 @@
-"""Do texts stay texts? ``python tools/check_tokenizers.py DIRECTORY...`` of tokenizers with chat
-templates.
+"""Check that texts cannot produce control tokens: ``python tools/check_tokenizers.py DIRECTORY...``
+with directories of tokenizers that have chat templates.
 
-For every directory: honest conversations have the template's own tokens, and conversations that
-spell every token of the vocabulary's added ones have no more control tokens than honest ones, and
-decode to what was written. Exit status 1 where that is not so.
+For each tokenizer: ordinary conversations get the template's own tokens; conversations that spell
+out each added token of the vocabulary get no more control tokens than ordinary ones, and decode to
+the same text. Exit status 1 if one of these fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ctrl_megatron.types import Message
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; 0 where everything holds."""
+    """Check every directory; returns 0 if all pass."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directories", nargs="+", type=Path)
     failed = False
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def faults_of(codec: TextCodec) -> Iterator[str]:
-    """One sentence for each thing that is not as it must be."""
+    """One sentence per fault."""
     tokenizer = codec.tokenizer
     for number, text in enumerate(honest_texts()):
         asked: list[Message] = [{"role": "user", "content": text}]

@@ -1,8 +1,8 @@
-"""Fuzz what reads other people's bytes in the sandbox, guided by coverage: ``python
+"""Fuzz the readers of untrusted bytes in the sandbox, guided by coverage: ``python
 tools/fuzz_sandbox.py requests -max_total_time=60``.
 
-Anything but an answer or a clear refusal ends the run with the input in a file ``crash-...``. Needs
-the extra ``fuzz``; further options are libFuzzer's.
+An exception other than a clear refusal ends the run and leaves the input in a file ``crash-...``.
+Needs the extra ``fuzz``; further options are libFuzzer's.
 """
 
 from __future__ import annotations
@@ -57,39 +57,39 @@ def text_of(data: bytes) -> str:
 
 
 def requests(data: bytes) -> None:
-    """A body of /submit or /run_code."""
+    """Read a body of /submit or /run_code."""
     with suppress(ValueError):
         RunCodeRequest.model_validate_json(data)
     SubmitRequest.model_validate_json(data)
 
 
 def records(data: bytes) -> None:
-    """A problem; the first byte says of which kind."""
+    """Read a problem; the first byte selects its kind."""
     record = json.loads(data[1:])
     if isinstance(record, dict):
         READERS[KINDS[data[0] % len(KINDS)]](record)
 
 
 def payloads(data: bytes) -> None:
-    """Hidden tests as LiveCodeBench packs them."""
+    """Read hidden tests in LiveCodeBench's packed form."""
     read_payload(text_of(data), "test")
 
 
 def completions(data: bytes) -> None:
-    """A model's answer, in every language."""
+    """Extract the program of a completion, in every language."""
     for language in LANGUAGES:
         extract_code(text_of(data), language)
 
 
 def outputs(data: bytes) -> None:
-    """What a program printed, beside what was expected."""
+    """Compare an output with the expected one."""
     half = len(data) // 2
     for rule in RULES.values():
         difference(text_of(data[:half]), text_of(data[half:]), rule)
 
 
 def answers(data: bytes) -> None:
-    """What a candidate sends to the judge."""
+    """Read a message of the candidate to the judge."""
     reader, writer = os.pipe()
     try:
         os.write(writer, data[: 1 << 15])
@@ -135,7 +135,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], list[bytes]]] = {
 
 
 def main() -> None:
-    """Parse the target; libFuzzer parses the rest and never returns."""
+    """Parse the target; libFuzzer parses the other options and never returns."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=sorted(TARGETS))
     known, rest = parser.parse_known_args()

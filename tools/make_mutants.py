@@ -1,8 +1,8 @@
-"""Make programs with one known fault from the references of a problem set, and judge them.
+"""Make mutants (programs with one known fault) from the references of problems, and judge them.
 
 ``python tools/make_mutants.py --out examples/mutants/builtin.jsonl``
 
-Goes on where it was stopped: what is judged stands in ``OUT.part`` until the file is whole.
+The same command continues after a stop: ``OUT.part`` has the judged mutants until OUT is written.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from ctrl_megatron.types import Attempt, Problem
 
 _PART = 32
 _UNSEEN_PROBLEMS, _UNSEEN_MUTANTS = 0.2, 0.3
-"""Shares of the problems, and of the mutants of the others, that are kept for tests."""
+"""Shares for tests: of the problems, and of the mutants of the other problems."""
 
 
 async def judge(todo: Sequence[Attempt], part: Path) -> None:
-    """Append the pass rate of every mutant to ``part``, with what it depends on: a problem may be
-    corrected between two calls.
+    """Append the pass rate of each mutant to ``part``, with a digest of its job, because a problem
+    may be corrected between two calls.
     """
     columns = TextColumn("judging mutants"), BarColumn(), MofNCompleteColumn()
     with (
@@ -52,7 +52,7 @@ async def judge(todo: Sequence[Attempt], part: Path) -> None:
         bar = progress.add_task("", total=len(todo))
         async with SandboxClient(sandbox.endpoint) as client:
             for start in range(0, len(todo), _PART):
-                # One by one: mutants that never end take their problem's time limit in every test.
+                # Progress per mutant: one that never ends uses its time limit in every test.
                 judged = await judge_attempts(
                     client, todo[start : start + _PART], advance=lambda: progress.advance(bar)
                 )
@@ -67,7 +67,7 @@ async def judge(todo: Sequence[Attempt], part: Path) -> None:
 
 
 def judged_already(part: Path) -> dict[str, float]:
-    """Pass rates by digest; a line that was cut off counts as not written."""
+    """Digest -> pass rate. A truncated last line is ignored."""
     rates = {}
     for number, entry in enumerate(read_json_lines(part) if part.exists() else (), start=1):
         if entry.keys() != {"id", "digest", "pass_rate"}:
@@ -79,7 +79,7 @@ def judged_already(part: Path) -> dict[str, float]:
 
 
 def split_of(problem_id: str, name: str) -> Split:
-    """Where a mutant belongs: by its name, so that it never moves."""
+    """The split of a mutant. It depends only on the ids, so a mutant never changes its split."""
     if crc32(problem_id.encode()) % 1000 < 1000 * _UNSEEN_PROBLEMS:
         return "unseen_problems"
     return "unseen_mutants" if crc32(name.encode()) % 1000 < 1000 * _UNSEEN_MUTANTS else "train"

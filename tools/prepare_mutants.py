@@ -1,10 +1,10 @@
-"""Turn programs with one known fault into training and test files.
+"""Make training and test files from mutants (programs with one known fault).
 
-``python tools/prepare_mutants.py --out runs/mutants`` writes ``proxy_sft.parquet`` (doing what a
-critique says), ``critic_sft.parquet`` (naming the fault), ``rl.parquet`` (attempts to criticise)
-and the tests ``unseen_mutants.parquet`` and ``unseen_problems.parquet``; of
-these also what somebody says who knows the fault (``oracle.jsonl``) and who knows nothing
-(``bland.jsonl``). What is reinforced and tested on passes few of its own tests.
+``python tools/prepare_mutants.py --out runs/mutants`` writes ``proxy_sft.parquet`` (following a
+critique), ``critic_sft.parquet`` (naming the fault), ``rl.parquet`` (first solutions to criticise),
+the test sets ``unseen_mutants.parquet`` and ``unseen_problems.parquet``, and two critiques of each
+test row: one that names the fault (``oracle.jsonl``) and one that finds none (``bland.jsonl``).
+Programs of ``rl.parquet`` and the test sets pass few of their own tests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ctrl_megatron.sft.examples import write_examples
 
 _TOOL = "prepare_mutants"
 TIME_LIMIT = 2.0
-"""Seconds for a test: these programs take milliseconds, or go round for ever."""
+"""Seconds per test: these programs take milliseconds or never end."""
 _TESTS = ("unseen_mutants", "unseen_problems")
 _FILES = [
     *(f"{name}.parquet" for name in ("proxy_sft", "critic_sft", "rl", *_TESTS)),
@@ -53,18 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--problems", type=given_path, default=Path("examples/problems"))
     parser.add_argument("--out", type=new_path, default=Path("runs/mutants"))
     parser.add_argument("--overwrite", action="store_true", help="replace this tool's own files")
-    parser.add_argument("--test-size", type=count(), default=100, help="attempts of either test")
+    parser.add_argument(
+        "--test-size", type=count(), default=100, help="most programs of each test set"
+    )
     parser.add_argument(
         "--highest-pass-rate",
         type=share,
         default=0.25,
-        help="share of its tests that an attempt to criticise passes at most",
+        help="most share of its tests that a mutant in rl.parquet passes",
     )
     parser.add_argument(
-        "--longest-attempt", type=count(), help="characters of a program in rl.parquet, at most"
+        "--longest-attempt", type=count(), help="most characters of a program in rl.parquet"
     )
     parser.add_argument(
-        "--right-share", type=share, default=0.0, help="of right programs in rl.parquet"
+        "--right-share", type=share, default=0.0, help="share of right programs in rl.parquet"
     )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -123,8 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ]
             (folder / f"{name}.jsonl").write_text("".join(lines))
     print(
-        f"{options.out}: {len(train)} mutants to train on, {len(rows)} programs to be reinforced "
-        "on; to test on "
+        f"{options.out}: {len(train)} mutants to train on, {len(rows)} programs for reinforcement "
+        "learning; test sets: "
         + " and ".join(f"{len(kept[name])} of {len(splits[name])} {name}" for name in _TESTS)
     )
     return 0

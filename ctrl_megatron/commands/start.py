@@ -1,9 +1,9 @@
-"""How every command begins and ends: arguments are read, what the user gave is checked, ranks are
-started, and whatever ends a command early is one line and an exit code.
+"""The start and end of every command: it reads arguments, checks the input and starts ranks. A
+command that ends early prints one line and returns an exit code.
 
-Wrong input is printed once, whatever the number of ranks, and gives the exit code 2. So does what
-the system refuses: a full disk, a path that may not be written. Ctrl-C and SIGTERM give 130. A
-fault of ours keeps its traceback, once: the launcher ends the ranks that wait behind the first.
+Wrong input is printed once for all ranks, with exit code 2, as are refusals of the system: a full
+disk, a path without write permission. Ctrl-C and SIGTERM give 130. A fault of the program prints
+its traceback once: the launcher ends the ranks that wait after the first.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ warnings.filterwarnings("ignore", module=r"megatron|torch")
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
 WRONG_INPUT, STOPPED = 2, 130
-"""Exit codes: what the user gave cannot be used; stopped by a signal, with the state saved."""
+"""Exit codes: wrong input; stopped by a signal, with the state saved."""
 _OUTPUT_CLOSED = 128 + signal.SIGPIPE
-"""Exit code, as of a program that the system ends: who read what is printed has stopped reading."""
+"""Exit code if the reader of the output has closed the pipe, as the shell reports SIGPIPE."""
 _SHUTDOWN_SECONDS = 1800
-"""What ranks get after a signal to finish the update they are in and to save."""
+"""Seconds that ranks have after a signal to finish the current update and to save."""
 _FIRST_WAITS, _OTHERS_WAIT = 10.0, 60.0
-"""Seconds that a machine's first rank and its other ranks wait to be ended by the launcher."""
+"""Seconds that the first rank of a machine, and its other ranks, wait for the launcher to end
+them.
+"""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Main = Callable[[Sequence[str] | None], int]
@@ -49,9 +51,9 @@ Main = Callable[[Sequence[str] | None], int]
 def command(
     name: str, *, stopped: str = "nothing was changed"
 ) -> Callable[[Main], Callable[..., int]]:
-    """Decorator of a command's ``main``: its UserErrors and signals become lines and exit codes.
+    """Decorator of a command's ``main``: turns UserErrors and signals into lines and exit codes.
 
-    ``stopped`` is what a signal leaves.
+    ``stopped`` describes the state that a signal leaves.
     """
 
     def decorate(body: Main) -> Callable[..., int]:
@@ -84,7 +86,7 @@ def command(
 
 @contextmanager
 def _handled(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call ``on_signal``, but where they are ignored, as nohup wants it."""
+    """Let SIGINT and SIGTERM call ``on_signal``, unless they are ignored (as under nohup)."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
@@ -98,7 +100,7 @@ def _handled(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt, the first time; gives those that came."""
+    """Let the first SIGINT or SIGTERM raise KeyboardInterrupt; yield the received signals."""
     received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -114,7 +116,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def run_child(words: Sequence[str], cwd: Path) -> int:
-    """Run another command and wait until it has ended; its exit code.
+    """Run another command, wait for its end, and return its exit code.
 
     The first SIGINT or SIGTERM is passed on, and takes its effect here when the child has ended:
     it has ranks to end and a state to save, for which ``subprocess.run`` gives it a quarter of a
@@ -145,20 +147,20 @@ def _stopped(name: str, left: str) -> int:
 
 
 def _unread() -> bool:
-    """Whether standard output is a pipe that nobody reads any more, as behind ``| head``."""
+    """Whether standard output is a pipe whose reader has closed it, as ``| head`` does."""
     try:
         looked = select.poll()
         looked.register(sys.stdout.fileno(), 0)
         closed = any(event & select.POLLERR for _, event in looked.poll(0))
     except (OSError, ValueError):
-        return False  # it is no file at all
+        return False  # not a file
     if closed:
         _give_up_output()
     return closed
 
 
 def _output_fault(error: BaseException) -> UserError | None:
-    """Where ``error`` is that what was printed cannot be written."""
+    """The UserError if standard output cannot be written, else None."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -168,7 +170,7 @@ def _output_fault(error: BaseException) -> UserError | None:
 
 
 def _give_up_output() -> None:
-    """Drop what was printed and not written, or Python would try again at its end and complain."""
+    """Discard unwritten output; otherwise Python would try to write it again at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -181,9 +183,11 @@ def _rank() -> int:
 
 
 def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Config:
-    """The configuration, and Python's logging as the environment wants it. UserError if wrong."""
+    """Set the log level of the environment and return the checked configuration. Raises
+    UserError.
+    """
     logging.basicConfig(level=read_log_level())
-    # It says at each start that it is off.
+    # It logs at each start that it is disabled.
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     config = load_config(path, overrides, purpose)
     check_files(config, purpose)
@@ -191,11 +195,11 @@ def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Con
 
 
 def refuse(name: str, error: UserError) -> int:
-    """Print why the command ``name`` does not run; returns the exit code.
+    """Print why the command ``name`` does not run; return the exit code.
 
-    All ranks find the same fault. Rank 0 prints it and ends, and the launcher ends the others,
-    which wait here for that. If it does not, this is another machine, or rank 0 found nothing
-    wrong: then the machine's first rank prints what it found.
+    All ranks find the same fault. Rank 0 prints it and ends; the others wait here until the
+    launcher ends them. If it does not, this is another machine or rank 0 found no fault: then the
+    first rank of the machine prints the fault.
     """
     try:
         launch = read_launch()
@@ -208,7 +212,7 @@ def refuse(name: str, error: UserError) -> int:
 
 
 def _let_rank_0_speak() -> None:
-    """On other ranks, long enough for the launcher to end this one because rank 0 has ended."""
+    """On ranks other than 0, wait long enough for the launcher to end this one after rank 0."""
     try:
         launch = read_launch()
     except ValueError:
@@ -224,8 +228,8 @@ def training_config(
     description: str | None,
     check: Callable[[Config], object],
 ) -> Config | int:
-    """The checked configuration of this rank; or, with ``--nproc-per-node``, the exit code of the
-    ranks, which are started where ``check`` finds nothing wrong.
+    """The checked configuration of this rank; with ``--nproc-per-node``, the exit code of the
+    ranks, which start if ``check`` raises no UserError.
     """
     parser = CommandParser(description)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
@@ -233,7 +237,7 @@ def training_config(
         "--nproc-per-node", type=count(), metavar="N", help="start N ranks on this machine"
     )
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.experiment_name=mine")
-    # A pipeline or a reward function of the user's own may stand where the command is given.
+    # Pipelines and reward functions of the user may be in the current directory.
     sys.path.append(os.getcwd())
     options = parser.parse_intermixed_args(arguments)
     launch, ranks = read_launch(), options.nproc_per_node
@@ -252,12 +256,12 @@ def training_config(
 
 
 def _start_ranks(name: str, ranks: int, arguments: Sequence[str]) -> int:
-    """Run this program again as ``ranks`` processes under torch's launcher; its exit code."""
+    """Run this program as ``ranks`` processes under torch's launcher; return the exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    # The ranks say why they end; the launcher's own account is thirty lines about itself.
+    # The ranks report why they end; the launcher's report has thirty lines and no reason.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").disabled = True
     spec = sys.modules["__main__"].__spec__  # set by python -m

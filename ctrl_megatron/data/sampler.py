@@ -42,7 +42,9 @@ class ResumableSampler:
         return batch
 
     def is_through(self, epochs: int, size: int) -> bool:
-        """Whether a batch of ``size`` further rows would begin after the first ``epochs`` epochs."""
+        """Whether a batch of ``size`` further rows would begin after the first ``epochs``
+        epochs.
+        """
         return self.epoch + (self.position + size > self.num_rows) >= epochs
 
     def state_dict(self) -> dict[str, Any]:

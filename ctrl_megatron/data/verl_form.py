@@ -99,7 +99,9 @@ def _ground_truth(record: Mapping[str, Any]) -> Any:
 
 
 def _tests_of(ground_truth: Any) -> Mapping[str, Any] | None:
-    """The object with ``inputs`` and ``outputs``, from an object or its JSON text; None for others."""
+    """The object with ``inputs`` and ``outputs``, from an object or its JSON text; None for
+    others.
+    """
     if isinstance(ground_truth, str):
         try:
             ground_truth = loads(ground_truth)

@@ -184,7 +184,9 @@ class _Put(ast.NodeTransformer):
 def _against_reference(
     record: Mapping[str, Any], reference: str, columns: tuple[str, ...]
 ) -> tuple[tuple[str, ...], str]:
-    """One test per input, which compares with the result of the reference, and the setup with it."""
+    """One test per input, which compares with the result of the reference, and the setup with
+    it.
+    """
     entry = text_field(record.get("entry_point"), "entry_point")
     atol = record.get("atol") or 0
     # One row of MBPP+ has an empty object instead of an empty list.

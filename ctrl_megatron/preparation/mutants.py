@@ -90,7 +90,9 @@ def _check(mutant: Mutant, problems: dict[str, Problem], place: str) -> None:
 
 
 def oracle_critique(wrong: str, right: str, wording: int = 0) -> str:
-    """The oracle critique, which names the fault and its repair; ``wording`` chooses one of three."""
+    """The oracle critique, which names the fault and its repair; ``wording`` chooses one of
+    three.
+    """
     request = _REQUESTS[wording % len(_REQUESTS)].format(wrong, right)
     return f"Analysis: `{wrong}` is wrong.\nImprovement suggestions: {request}\n{JUDGED_INCORRECT}"
 
@@ -224,7 +226,9 @@ def _second_faults(mutant: Mutant) -> list[Mutation]:
 
 
 def _spoiled(code: str, faults: Sequence[Mutation | Mutant], rng: Random) -> tuple[str, str] | None:
-    """A critique that asks for one of ``faults``, and the program that has it; None if none fits."""
+    """A critique that asks for one of ``faults``, and the program that has it; None if none
+    fits.
+    """
     fits = [m for m in faults if occurrences(code, m.right) == 1]
     if not fits:
         return None

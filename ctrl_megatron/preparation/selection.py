@@ -21,7 +21,9 @@ Part = Literal["sft", "rl", "val"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Shares of the problems: ``val`` of all are held out, ``sft`` of the rest are for fine-tuning."""
+    """Shares of the problems: ``val`` of all are held out, ``sft`` of the rest are for
+    fine-tuning.
+    """
 
     val: float = 0.2
     sft: float = 0.5
@@ -99,7 +101,9 @@ def choose_examples(
 
 
 def distinct_attempts(attempts: Sequence[Attempt]) -> tuple[list[Attempt], Dropped]:
-    """The attempts without repeated programs of the same problem (in normal form), and the others."""
+    """The attempts without repeated programs of the same problem (in normal form), and the
+    others.
+    """
     seen, kept, dropped = set[tuple[str, str]](), list[Attempt](), Dropped()
     for attempt in attempts:
         key = attempt.problem.id, normalize_code(extract_code(attempt.solution))

@@ -10,7 +10,9 @@ from ctrl_megatron.problems.long_integers import loads
 
 
 def text_field(value: Any, where: str) -> str:
-    """Require text; the lines of a list are joined. Raises ``ValueError``."""
+    """``value`` if it is a text; the joined lines if it is a list of texts. Raises
+    ``ValueError``.
+    """
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         value = "\n".join(value)
     if not isinstance(value, str):
