@@ -27,8 +27,8 @@ class Sample:
 
     uid: str
     """Names the group: all samples of one prompt in one step."""
-    problem_id: str
-    """The row of the data that the prompt is about."""
+    row_id: str
+    """Id of the data's row that the prompt is about."""
     mini_batch: int
     """Which optimizer step of this training step the sample belongs to."""
     prompt: tuple[int, ...]
@@ -68,12 +68,19 @@ class LeftoverGroups:
         self._groups += groups
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON."""
-        return {"groups": [[dataclasses.asdict(row) for row in g] for g in self._groups]}
+        """The groups as JSON, for a resumed run."""
+        return {"groups": [[_state(sample) for sample in group] for group in self._groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict``."""
         self._groups = [[_sample(row) for row in group] for group in state["groups"]]
+
+
+def _state(sample: Sample) -> dict[str, Any]:
+    """A sample as checkpoints store it, where ``row_id`` has the batch's name ``problem_id``."""
+    state = dataclasses.asdict(sample)
+    state["problem_id"] = state.pop("row_id")
+    return state
 
 
 def _sample(state: dict[str, Any]) -> Sample:
@@ -84,15 +91,23 @@ def _sample(state: dict[str, Any]) -> Sample:
         finish_reason=drawn["finish_reason"],
         spans=tuple(VersionSpan(**span) for span in drawn["spans"]),
     )
-    return Sample(**{**state, "prompt": tuple(state["prompt"]), "completion": completion})
+    return Sample(
+        uid=state["uid"],
+        row_id=state["problem_id"],
+        mini_batch=state["mini_batch"],
+        prompt=tuple(state["prompt"]),
+        completion=completion,
+        fields=state["fields"],
+    )
 
 
 def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
-    """``pad_rows`` of the samples with what else is known of them.
+    """The batch of a step: ``pad_rows`` of the samples, and their other values as fields.
 
     Adds ``rollout_log_probs`` (B, R) float32, ``mini_batch`` (B,) int64, the non-tensor fields
-    ``uid``, ``problem_id``, ``version`` (the weights that drew the response) and the samples' own
-    ``fields`` as columns.
+    ``uid``, ``problem_id`` (the id of the row, ``Sample.row_id``; the name is the reward model's
+    ``id_key``), ``version`` (the weights that drew the response) and the samples' own ``fields`` as
+    columns.
     """
     batch = pad_rows(
         [s.prompt for s in samples],
@@ -105,7 +120,7 @@ def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
     batch["rollout_log_probs"] = log_probs
     batch["mini_batch"] = torch.tensor([s.mini_batch for s in samples])
     batch["uid"] = NonTensorStack(*[s.uid for s in samples])
-    batch["problem_id"] = NonTensorStack(*[s.problem_id for s in samples])
+    batch["problem_id"] = NonTensorStack(*[s.row_id for s in samples])
     batch["version"] = NonTensorStack(*[versions_of(s.completion) for s in samples])
     for name, column in columns([s.fields for s in samples]).items():
         batch[name] = column

@@ -111,7 +111,7 @@ def criticise_samples(
     Collective.
     """
     drawn = draw_samples(worker, rows, mini_batch_size=mini_batch_size, attempt=attempt)
-    critiques = [read_critique(worker, worker.train.row(s.problem_id), s.completion) for s in drawn]
+    critiques = [read_critique(worker, worker.train.row(s.row_id), s.completion) for s in drawn]
     return with_fields(drawn, [critique.drawn for critique in critiques]), critiques
 
 

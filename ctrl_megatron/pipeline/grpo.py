@@ -96,7 +96,7 @@ def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> lis
     """The two functions above for dynamic sampling. Collective."""
     samples = draw_completions(worker, rows, mini_batch_size=len(rows), attempt=attempt)
     items = completion_items(
-        [worker.train.row(sample.problem_id) for sample in samples],
+        [worker.train.row(sample.row_id) for sample in samples],
         [str(sample.fields["completion"]) for sample in samples],
         [len(sample.completion.token_ids) for sample in samples],
     )

@@ -40,7 +40,7 @@ def draw_samples(
     return [
         Sample(
             uid=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{draw}/{prompt}")),
-            problem_id=worker.train.rows[position].id,
+            row_id=worker.train.rows[position].id,
             mini_batch=mini_batch,
             prompt=worker.train.prompts[position],
             completion=completion,

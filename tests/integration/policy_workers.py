@@ -17,7 +17,7 @@ def judge_beside_log_probs(
 ) -> dict[str, Any]:
     """The nodes between generation and reward on hand-made critiques and revisions.
 
-    ``rows``: uid, problem_id, prompt, critique, revision. The service fails for programs that
+    ``rows``: uid, row_id, prompt, critique, revision. The service fails for programs that
     contain ``lost``.
     """
     from ctrl_megatron.config import load_config
@@ -134,7 +134,7 @@ def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
         drawn.append(
             Sample(
                 uid=row["uid"],
-                problem_id=row["problem_id"],
+                row_id=row["row_id"],
                 mini_batch=0,
                 prompt=prompt,
                 completion=completion,

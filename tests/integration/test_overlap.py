@@ -45,7 +45,7 @@ def judged(actor_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     rows = [
         {
             "uid": f"group{n}",
-            "problem_id": problems[n].id,
+            "row_id": problems[n].id,
             "prompt": problems[n].statement,
             "critique": critique,
             "revision": f"```python\n{program}\n```",

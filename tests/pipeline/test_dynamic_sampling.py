@@ -36,7 +36,7 @@ def judged(uid: str, reward: float | None, *, style: float = 0.0) -> Sample:
     )
     return Sample(
         uid=uid,
-        problem_id="p/1",
+        row_id="p/1",
         mini_batch=1,
         prompt=(1, 2, 3),
         completion=completion,
@@ -67,7 +67,11 @@ def test_leftover_groups_survive_json() -> None:
     leftover = LeftoverGroups()
     leftover.keep(groups)
     restored = LeftoverGroups()
-    restored.load_state_dict(json.loads(json.dumps(leftover.state_dict(), allow_nan=False)))
+    stored = json.loads(json.dumps(leftover.state_dict(), allow_nan=False))
+    # Checkpoints of earlier versions have the row's id under this name.
+    first = stored["groups"][0][0]
+    assert first["problem_id"] == "p/1" and "row_id" not in first
+    restored.load_state_dict(stored)
     assert restored.take() == groups
     assert restored.take() == []
 

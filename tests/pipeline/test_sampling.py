@@ -35,7 +35,7 @@ def completion(token_ids: tuple[int, ...], *versions: str) -> Completion:
 def row(uid: str, length: int, mini_batch: int = 0, prompt: int = 1, **fields: Any) -> Sample:
     return Sample(
         uid=uid,
-        problem_id=f"problem of {uid}",
+        row_id=f"problem of {uid}",
         mini_batch=mini_batch,
         prompt=(7,) * prompt,
         completion=completion((5,) * length),
