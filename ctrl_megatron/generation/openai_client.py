@@ -1,12 +1,11 @@
-"""Client of any server that speaks OpenAI's ``/chat/completions``: vLLM, SGLang, llama.cpp, Ollama,
-the hosted ones.
+"""A client of servers with OpenAI's ``/chat/completions``: vLLM, SGLang, llama.cpp, Ollama and
+hosted services.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,38 +13,36 @@ from random import Random
 from typing import Any
 
 import aiohttp
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_random_exponential,
-)
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import ChatAnswer, ChatError, TextListener
 from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.sandbox.access import split_credentials
+from ctrl_megatron.sandbox.client.attempts import (
+    CONNECTION_FAILURES,
+    described,
+    is_temporary,
+    retried,
+    retry_after,
+)
 from ctrl_megatron.types import FinishReason, Message, SamplingParams
 
-_TRY_AGAIN = (408, 409, 425, 429)
-_LONGEST_WAIT = 60.0
 _TOO_LONG = "context_length_exceeded"
 _SAID_TOO_LONG = ("context length", "maximum model length", "context size")
-"""How servers without error codes word it (vLLM, SGLang, llama.cpp)."""
+"""Parts of the same message from servers without error codes (vLLM, SGLang, llama.cpp)."""
 _REMEDIES = {
-    401: "set OPENAI_API_KEY to a key that the server takes",
+    401: "set OPENAI_API_KEY to a key that the server accepts",
     403: "set OPENAI_API_KEY to a key that may use this model",
     404: "check the model's name and the URL, which usually ends in /v1",
 }
 
 
 class BudgetSpent(UserError):
-    """A request could exceed the budget of tokens; nothing was sent."""
+    """A request could exceed the budget of tokens and was not sent."""
 
 
 class _ServerFault(Exception):
-    """One attempt failed and another one may not; not before ``retry_after`` seconds."""
+    """One attempt failed; another one may succeed, not before ``retry_after`` seconds."""
 
     def __init__(self, text: str, retry_after: float = 0.0) -> None:
         super().__init__(text)
@@ -58,25 +55,25 @@ class _DoesNotFit(Exception):
 
 @dataclass(slots=True)
 class ChatCounters:
-    """What a client did so far."""
+    """Counts of what a client did."""
 
     requests: int = 0
-    """Answers asked for."""
+    """Requested answers."""
     retries: int = 0
     """Attempts beyond the first of each."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """As the server counts them, of whole answers."""
+    """Tokens of complete answers, as the server counts them."""
     uncounted: int = 0
-    """Answers of which the server did not say how many tokens they took."""
+    """Answers whose tokens the server did not report."""
 
 
 class TokenBudget:
-    """Prompt and completion tokens that may be used, by one client or several of one event loop.
+    """A limit of prompt and completion tokens, for one client or for several of one event loop.
 
-    A request reserves ``max_tokens`` before it is sent and waits while those under way could use
-    the budget up. Its prompt is known to the server only: the budget may be exceeded by the
-    prompts of the requests that are under way when it ends.
+    A request reserves ``max_tokens`` before it is sent, and waits while the running requests could
+    use up the budget. Only the server knows the length of a prompt, so the prompts of the requests
+    that run at the end may exceed the budget.
     """
 
     def __init__(self, limit: int) -> None:
@@ -87,14 +84,14 @@ class TokenBudget:
         self._changed = asyncio.Condition()
 
     async def reserve(self, tokens: int) -> None:
-        """Wait for ``tokens``. Raises ``BudgetSpent`` where they are not left."""
+        """Wait until ``tokens`` may be used. Raises ``BudgetSpent`` where that is impossible."""
         async with self._changed:
             while True:
                 if self.spent + tokens > self.limit:
                     raise BudgetSpent(
                         f"the budget of {self.limit} tokens is used up: {self.spent} are spent and "
                         f"the next answer may take {tokens}",
-                        remedy="raise it and go on from what is saved",
+                        remedy="raise it; the next run continues from the saved parts",
                     )
                 if self.spent + self._reserved + tokens <= self.limit:
                     self._reserved += tokens
@@ -102,7 +99,7 @@ class TokenBudget:
                 await self._changed.wait()
 
     async def settle(self, reserved: int, used: int) -> None:
-        """The request that reserved ``reserved`` tokens is over and took ``used``."""
+        """End a request that reserved ``reserved`` tokens and used ``used``."""
         async with self._changed:
             self._reserved -= reserved
             self.spent += used
@@ -110,14 +107,15 @@ class TokenBudget:
 
 
 class OpenAIChat:
-    """``Chat`` over HTTP. ``base_url`` is what ``/chat/completions`` follows, usually ending in
-    ``/v1``; ``api_key`` is sent as bearer token.
+    """A ``Chat`` over HTTP. ``base_url`` is the address before ``/chat/completions`` and usually
+    ends in ``/v1``; ``api_key`` is sent as bearer token.
 
-    An answer is one request (``n`` is not understood everywhere, and usage is told per request).
-    ``timeout`` (seconds) covers one attempt; a failed one is repeated up to ``attempts`` in all
-    after a random pause of at most ``backoff`` seconds, doubled each time, or after the server's
-    ``Retry-After``. ``max_concurrency`` bounds requests on the wire; one that waits for its retry
-    holds no place. ``extra_body`` is added to every request. One event loop at a time.
+    Every answer is a request of its own, because some servers ignore ``n`` and report usage per
+    request. ``timeout`` (seconds) limits one attempt. A request is attempted up to ``attempts``
+    times, with a first pause of ``backoff`` seconds, doubled for each attempt, or after the
+    server's ``Retry-After``. ``max_concurrency`` limits the requests that run at the same time; a
+    request that waits for its next attempt does not count. ``extra_body`` is added to every
+    request. Use it on one event loop only.
     """
 
     def __init__(
@@ -155,12 +153,12 @@ class OpenAIChat:
         params: SamplingParams,
         listener: TextListener | None = None,
     ) -> list[list[ChatAnswer]]:
-        """``params.n`` answers per conversation, in order; none where the server says that a
-        conversation does not fit.
+        """``params.n`` answers per conversation, in order; none where the server reports that a
+        conversation is too long.
 
-        The first fault cancels the rest. Raises ``ChatError`` after the last attempt, ``UserError``
-        for what the server refuses (key, model, parameters), ``BudgetSpent``. An answer of which
-        ``listener`` has heard a part is not tried again.
+        The first failure cancels the other requests. Raises ``ChatError`` after the last attempt,
+        ``UserError`` where the server refuses key, model or parameters, and ``BudgetSpent``. A
+        request is not repeated once ``listener`` has received a part of its answer.
         """
         calls = [
             partial(self._answers, messages, params, row, listener)
@@ -206,7 +204,7 @@ class OpenAIChat:
         if params.top_p != 1.0:
             body["top_p"] = params.top_p
         if params.top_k != -1:
-            body["top_k"] = params.top_k  # not OpenAI's own, but vLLM's, SGLang's and llama.cpp's
+            body["top_k"] = params.top_k  # a parameter of vLLM, SGLang and llama.cpp, not of OpenAI
         if params.seed is not None:
             body["seed"] = Random(f"{params.seed}/{row}/{sample}").getrandbits(31)
         return body | self._extra
@@ -237,27 +235,18 @@ class OpenAIChat:
             if tell is not None:
                 tell(text)
 
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(self._attempts),
-            wait=self._wait,
-            retry=retry_if_exception(lambda e: isinstance(e, _ServerFault) and not heard),
-            before_sleep=self._count_retry,
-            reraise=True,
-        )
+        def again(error: Exception) -> float | None:
+            if heard or not isinstance(error, _ServerFault):
+                return None
+            self.counters.retries += 1
+            return error.retry_after
+
+        attempt = partial(self._attempt, body, hear)
         try:
-            return await retrying(self._attempt, body, hear)
+            return await retried(attempt, again, attempts=self._attempts, backoff=self._backoff)
         except _ServerFault as fault:
             end = "in the middle of it" if heard else f"gave up after {self._attempts} attempts"
             raise ChatError(f"{fault} ({end})") from fault
-
-    def _wait(self, state: RetryCallState) -> float:
-        assert state.outcome is not None
-        fault = state.outcome.exception()
-        pause = wait_random_exponential(multiplier=self._backoff, max=_LONGEST_WAIT)(state)
-        return max(pause, fault.retry_after if isinstance(fault, _ServerFault) else 0.0)
-
-    def _count_retry(self, _: RetryCallState) -> None:
-        self.counters.retries += 1
 
     def _count(self, answer: ChatAnswer) -> int:
         prompt, completion = answer.prompt_tokens, answer.completion_tokens
@@ -265,8 +254,8 @@ class OpenAIChat:
             self.counters.uncounted += 1
             if self._budget is not None:
                 raise UserError(
-                    f"{self._url} does not say how many tokens an answer took (usage), so no "
-                    "budget can be kept",
+                    f"{self._url} does not report the tokens of an answer (usage), so a "
+                    "budget is impossible",
                     remedy="leave the budget out",
                 )
             return 0
@@ -279,16 +268,16 @@ class OpenAIChat:
             try:
                 async with self._open().post(self._url, json=body, headers=self._headers) as reply:
                     status = reply.status
-                    retry_after = _seconds(reply.headers.get("Retry-After", ""))
+                    least = retry_after(reply.headers.get("Retry-After", ""))
                     if status == 200 and reply.content_type == "text/event-stream":
                         return read_answer(await _joined_chunks(reply.content, hear))
                     text = await reply.text()
-            except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError) as error:
-                raise _ServerFault(f"{self._url} failed: {_described(error)}") from error
+            except (*CONNECTION_FAILURES, UnicodeDecodeError) as error:
+                raise _ServerFault(f"{self._url} failed: {described(error)}") from error
             except ValueError as error:
                 raise self._malformed(error) from error
         if status != 200:
-            raise self._refusal(status, text, retry_after)
+            raise self._refusal(status, text, least)
         try:
             answer = read_answer(json.loads(text))
         except ValueError as error:
@@ -299,13 +288,13 @@ class OpenAIChat:
     def _malformed(self, error: ValueError) -> _ServerFault:
         return _ServerFault(f"{self._url} sent a malformed answer: {error}")
 
-    def _refusal(self, status: int, text: str, retry_after: float) -> Exception:
+    def _refusal(self, status: int, text: str, least: float) -> Exception:
         code, detail = _error_of(text)
         said = f"{self._url} answered {status}: {detail}"
         if code == "insufficient_quota":
             return UserError(said, remedy="the account has no credit left")
-        if status in _TRY_AGAIN or status >= 500:
-            return _ServerFault(said, retry_after)
+        if is_temporary(status):
+            return _ServerFault(said, least)
         if status == 400 and (
             code == _TOO_LONG or any(w in detail.lower() for w in _SAID_TOO_LONG)
         ):
@@ -320,7 +309,7 @@ class OpenAIChat:
 
 
 async def _joined_chunks(lines: AsyncIterable[bytes], hear: Callable[[str], None]) -> Any:
-    """The ``chat.completion`` that a stream of ``chat.completion.chunk`` amounts to."""
+    """The ``chat.completion`` that a stream of ``chat.completion.chunk`` adds up to."""
     texts, reason, usage = [], None, None
     async for line in lines:
         name, _, value = line.partition(b":")
@@ -347,7 +336,9 @@ async def _joined_chunks(lines: AsyncIterable[bytes], hear: Callable[[str], None
 
 
 def read_answer(data: Any) -> ChatAnswer:
-    """The first choice of a ``chat.completion`` object. ``ValueError`` for anything else."""
+    """The first choice of a ``chat.completion`` object. Raises ``ValueError`` for another
+    object.
+    """
     try:
         choice = data["choices"][0]
         text, reason = choice["message"]["content"], choice.get("finish_reason")
@@ -360,14 +351,14 @@ def read_answer(data: Any) -> ChatAnswer:
     if not all(count is None or (type(count) is int and count >= 0) for count in counts):
         raise ValueError(f"the usage counts no tokens: {str(usage)[:200]!r}")
     finish: FinishReason = "length" if reason == "length" else "stop"
-    # A model that thinks until its last token gives no content: an empty answer.
+    # A model that reasons until its last token has no content; its answer is empty.
     return ChatAnswer(
         text=text or "", finish_reason=finish, prompt_tokens=counts[0], completion_tokens=counts[1]
     )
 
 
 def _error_of(text: str) -> tuple[str, str]:
-    """Code and message of an error's body, whatever form the server gives it."""
+    """(code, message) in the body of an error, for all forms that servers use."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -377,16 +368,3 @@ def _error_of(text: str) -> tuple[str, str]:
         return "", str(inner)[:500]
     message = inner.get("message") or inner.get("detail") or inner
     return str(inner.get("code") or ""), str(message)[:500]
-
-
-def _seconds(header: str) -> float:
-    """``Retry-After`` in seconds; 0.0 for its absence and for a date."""
-    try:
-        seconds = float(header)
-    except ValueError:
-        return 0.0
-    return min(max(seconds, 0.0), _LONGEST_WAIT) if math.isfinite(seconds) else 0.0
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
