@@ -1,12 +1,11 @@
-"""Where a run begins and ends, whatever it does: training, fine-tuning, evaluating.
+"""The frame of every run: training, fine-tuning and evaluation begin and end here.
 
-Ranks meet; a failure on one ends all; Ctrl-C and SIGTERM ask for a stop; engines and a sandbox
-start on every host; and whatever happens nothing of it stays.
+Ranks meet; a failure on one ends all; Ctrl-C and SIGTERM request a stop; engines and a sandbox
+start on every host, and none of them outlives the run.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,12 +22,12 @@ from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.pipeline.services import Services
-from ctrl_megatron.rollout.weight_chunks import remove_segments
+from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """What every run has on a rank before there is a model."""
+    """The parts of a run on a rank that exist before its models."""
 
     config: Config
     groups: ProcessGroups
@@ -36,18 +35,18 @@ class Session:
     stop: StopFlag
     watch: FailureWatch
     at_end: list[Callable[[], None]]
-    """Called last to first whatever happens."""
+    """Functions to call at the end of the run, last to first, also after a failure."""
 
     def check_stop(self) -> None:
-        """Raises StopRequested on all ranks if any was asked to stop. Collective."""
+        """Raise StopRequested on all ranks if a stop was requested on any. Collective."""
         if self.stop.agreed(self.groups):
             raise StopRequested
 
     def start_services(self, *, max_model_len: int, judges: bool = True) -> Services:
-        """This host's engines for sequences of ``max_model_len`` tokens and, where the run
-        ``judges`` programs, its sandbox, starting.
+        """Start this host's engines for sequences of ``max_model_len`` tokens and, if the run
+        ``judges`` programs, its sandbox.
 
-        A death of one is this rank's failure. Collective.
+        If one of them dies, that is this rank's failure. Collective.
         """
         self.check_stop()
         services = Services(
@@ -66,19 +65,20 @@ class Session:
 
 @contextmanager
 def session(config: Config) -> Iterator[Session]:
-    """A run's body on this rank: a failure on any rank ends all ranks, printing the first cause.
+    """The context of a run on this rank: a failure on any rank ends all ranks and prints the first
+    cause.
 
-    A stop that is asked for before training begins ends the block and is no failure.
+    A stop that is requested before training begins ends the context and is no failure.
     """
     stop = StopFlag().install()
     groups = join(config)
-    pids = set(groups.from_here(os.getpid()).values())
-    at_end: list[Callable[[], None]] = [lambda: remove_segments(pids.__contains__)]
+    # Names in /dev/shm: pushes and exports of a killed rank leave them behind.
+    at_end: list[Callable[[], None]] = [SharedMemorySender(groups).close]
     one_at_a_time = threading.Lock()
 
     def clean_up() -> None:
-        # The watch and the main thread may both get here; whoever is second waits for the first,
-        # since it ends the process afterwards.
+        # The watch and the main thread may both call this. The second one waits for the first,
+        # because it ends the process afterwards.
         with one_at_a_time:
             while at_end:
                 at_end.pop()()
@@ -120,7 +120,7 @@ def session(config: Config) -> Iterator[Session]:
 
 
 def join(config: Config) -> ProcessGroups:
-    """Meet the other ranks that the launcher started, in the configured layout. Collective."""
+    """Join the other ranks that the launcher started, in the configured layout. Collective."""
     launch, megatron = read_launch(), config.actor_rollout_ref.actor.megatron
     layout = layout_for(
         launch.world_size,
