@@ -5,7 +5,7 @@ The following alternate in every round, so that a slower phase of the machine af
 
 - ``raw``: the same bytes copied into mapped shared memory and out of it again;
 - ``vLLM``: vLLM's own ``reload_weights`` from tensors in its process;
-- ``push``: ``resharding.engine_weights.push`` of the trainer's model, as before every generation;
+- ``push``: ``resharding.push.push`` of the trainer's model, as before every generation;
 - ``verified``: the same with ``trainer.verify_weight_sync``.
 
 Each push brings new weights, and a completion from the last ones checks that they arrived. Medians
@@ -34,12 +34,16 @@ from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import initialize
 from ctrl_megatron.parallel.layout import Layout
-from ctrl_megatron.resharding.buckets import BucketMemory
-from ctrl_megatron.resharding.engine_weights import EngineLink, push
 from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.push import push
 from ctrl_megatron.resharding.sources import MegatronSource
+from ctrl_megatron.resharding.transports.shared_memory import (
+    SharedMemorySender,
+    SharedSegment,
+    remove_segment,
+    segment_names,
+)
 from ctrl_megatron.rollout.engine import EngineSpec
-from ctrl_megatron.rollout.weight_chunks import SharedSegment, remove_segment, segment_names
 from ctrl_megatron.types import SamplingParams
 
 
@@ -112,10 +116,10 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
     )
     load_hf(policy, options.model)
     layout = EngineLayout(dtype=options.dtype, bucket_bytes=options.bucket << 20)
-    source = MegatronSource(policy, layout, readers=(0,))
+    source = MegatronSource(policy, layout)
     print("starting vLLM ...", flush=True)
     engine, loop = process.connect(), BackgroundLoop()
-    link, memory = EngineLink(engine=engine, loop=loop), BucketMemory(groups)
+    sender = SharedMemorySender(groups)
 
     size = layout.bucket_bytes
     names = segment_names(2)
@@ -126,7 +130,7 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
     parts = [torch.ones(min(size, total - at), dtype=torch.uint8) for at in range(0, total, size)]
 
     def pushed(version: str, *, verify: bool) -> float:
-        return push(source, link, memory, version=version, verify=verify).seconds
+        return push(source, engine, loop, sender, version=version, verify=verify).seconds
 
     took: dict[str, list[float]] = {"raw": [], "vLLM": [], "push": [], "verified": []}
     for number in range(-1, options.rounds):

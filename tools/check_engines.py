@@ -34,10 +34,10 @@ from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.parent_watch import group_members
 from ctrl_megatron.preparation.problem_files import read_problems
-from ctrl_megatron.resharding.buckets import BucketMemory
-from ctrl_megatron.resharding.engine_weights import EngineLink, push
 from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.push import push
 from ctrl_megatron.resharding.sources import DirectorySource
+from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import launch_engine
@@ -142,13 +142,14 @@ def follow_updates(
     them in float32, most of them in bfloat16, whose rounding depends on what is computed together.
     """
     layout = EngineLayout(dtype=dtype, bucket_bytes=128 << 20)
-    sources = [DirectorySource(path, layout, groups, readers=(0,)) for path in directories]
-    link, memory = EngineLink(engine=engine.engine, loop=engine.loop), BucketMemory(groups)
+    sources = [DirectorySource(path, layout, groups) for path in directories]
+    sender = SharedMemorySender(groups)
     own, other = engine.answers(prompts, tokens), list[Completion]()
     held, back = [engine.megabytes()], list[int]()
     enough = len(prompts) if dtype == "float32" else len(prompts) // 2 + 1
     for number in range(1, updates + 1):
-        push(sources[number % 2], link, memory, version=f"update-{number}", verify=True)
+        source, version = sources[number % 2], f"update-{number}"
+        push(source, engine.engine, engine.loop, sender, version=version, verify=True)
         if number <= 2 or number > updates - 2:
             said = engine.answers(prompts, tokens)
             same = sum(a.token_ids == b.token_ids for a, b in zip(said, own, strict=True))

@@ -15,9 +15,9 @@ from ctrl_megatron.models.families import hf_names
 from ctrl_megatron.models.hf_config import read_model_shape, value_shape
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.resharding.buckets import BucketMemory, fill_buckets
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import MegatronSource
+from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 
 FILE_BYTES = 4 << 30
 """Most bytes of one safetensors file, unless a tensor is larger."""
@@ -69,16 +69,16 @@ def save_hf(
     dtype = str(next(model.models[0].parameters()).dtype).removeprefix("torch.")
     groups = model.groups
     model.onload("weights")
-    layout = EngineLayout(dtype=dtype, bucket_bytes=file_bytes)
-    source = MegatronSource(model, layout, readers=(groups.hosts.of_rank[0],))
+    first = (groups.hosts.of_rank[0],)
+    layout = EngineLayout(dtype=dtype, bucket_bytes=file_bytes, hosts=first)
     with (
         whole_directory(directory, active=groups.is_first) as folder,
-        BucketMemory(groups).segments(source.places) as segments,
+        SharedMemorySender(groups).send(MegatronSource(model, layout)) as buckets,
     ):
         files = HfFiles(folder)
-        for bucket in fill_buckets(source, segments, groups):
+        for bucket in buckets:
             if groups.is_first:
-                files.add(dict(bucket.tensors()))
+                files.add(dict(bucket.tensors))
         if groups.is_first:
             files.finish(Path(side_files), dtype, value_head=model.shape.value_head)
     groups.barrier()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.start import CommandParser
 from ctrl_megatron.config.flags import count, whole
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def add_chat_flags(parser: CommandParser, *, required: str) -> None:
             f"--{role}", required=role == required, metavar="MODEL", help=does + other
         )
         parser.add_argument(f"--{role}-url", default="", metavar="URL", help="server of MODEL")
-    parser.add_argument("--engine", choices=["vllm", "sglang", "hf"], help="for model directories")
+    parser.add_argument("--engine", choices=list(ENGINES), help="for model directories")
     parser.add_argument(
         "--max-model-len", type=count(), default=2048, help="prompt plus answer, tokens"
     )

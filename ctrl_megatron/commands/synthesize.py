@@ -49,6 +49,7 @@ from ctrl_megatron.config.flags import (
     temperature,
     whole,
 )
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.preparation.journal import StageJournal
 from ctrl_megatron.preparation.problem_files import own_record, read_problems
@@ -128,7 +129,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ):
         parser.add_argument(f"--{role}", metavar="MODEL", help=does)
         parser.add_argument(f"--{role}-url", metavar="URL", default="")
-    parser.add_argument("--engine", choices=["vllm", "sglang", "hf"])
+    parser.add_argument("--engine", choices=list(ENGINES))
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of an engine")
     parser.add_argument("--max-model-len", type=count(), default=2048)
     parser.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads of an engine")

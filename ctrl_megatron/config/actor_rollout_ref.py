@@ -20,6 +20,7 @@ from ctrl_megatron.config.keys import (
     key,
     when,
 )
+from ctrl_megatron.engine_kinds import ENGINES, EngineName
 
 KlName = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 """Estimators of the KL divergence; k1, k2, k3 are other names of kl, mse, low_var_kl."""
@@ -67,7 +68,7 @@ _ONE_SIDE = Condition(
 _SAMPLES = Range(
     "greater than 0; at 0, which is greedy, all critiques of a prompt are equal", ABOVE_0.holds
 )
-_CACHING = when(".name", "vllm", "sglang")
+_CACHING = when(".name", *(name for name, kind in ENGINES.items() if kind.reserves_cache))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +190,7 @@ class Frozen:
 class Rollout:
     """The inference engine and how it samples."""
 
-    name: Literal["vllm", "sglang", "hf"] = "hf"
+    name: EngineName = "hf"
     """Engine; hf is transformers' own generation, embedded."""
     python: str | None = None
     """Interpreter that engines run in, of an environment of their own (make env-sglang-cuda); None
@@ -233,6 +234,8 @@ class Rollout:
     """Passed through to the engine's constructor."""
     update_bucket_megabytes: int = key(128, AT_LEAST_1)
     """Size of one bucket of a weight update, in 2**20 bytes."""
+    weight_transport: str = "shared_memory"
+    """Medium that brings weights to the engines: shared_memory, or module:Class of your own."""
     log_prob_max_token_len_per_gpu: int | None = key(None, AT_LEAST_1)
     """Token budget of forward-only micro-batches; None takes actor.ppo_max_token_len_per_gpu."""
 

@@ -12,6 +12,7 @@ from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import Place, one_of
 from ctrl_megatron.config.keys import Condition, value_of
 from ctrl_megatron.config.schema import KEYS, Config
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 
 Purpose = Literal["rl", "sft", "none"]
@@ -233,10 +234,12 @@ def _parallelism(config: Config) -> Iterator[str]:
         asked = getattr(megatron, key)
         if asked not in (None, off) and getattr(megatron, size) == 1:
             yield f"{_M}{key}={_words(asked)} needs {_M}{size} of 2 or more; unset it or raise that"
-    if rollout.name == "hf" and rollout.tensor_model_parallel_size != 1:
+    size = rollout.tensor_model_parallel_size
+    able = [name for name, kind in ENGINES.items() if kind.tensor_parallel]
+    if size != 1 and rollout.name not in able:
         yield (
-            f"{_R}tensor_model_parallel_size={rollout.tensor_model_parallel_size} is not possible "
-            f"with {_R}name=hf; use vllm or sglang, or set it to 1"
+            f"{_R}tensor_model_parallel_size={size} is not possible with {_R}name={rollout.name}; "
+            f"use {' or '.join(able)}, or set it to 1"
         )
     gpus = rollout.n_gpus_per_node
     if rollout.placement == "dedicated" and gpus is None:

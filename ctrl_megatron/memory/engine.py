@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from ctrl_megatron.config import Config
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.memory.model_state import DTYPE_SIZE, engine_weight_bytes
 from ctrl_megatron.models.families import hf_names, hf_shape
 from ctrl_megatron.models.hf_config import ModelShape
@@ -80,13 +81,12 @@ def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
     workspace = int(tokens * width * size + logits)
     graphs = 0 if rollout.enforce_eager else _GRAPHS + shape.num_layers * _GRAPHS_PER_LAYER
     share = int(rollout.gpu_memory_utilization * gpu_memory)
-    if rollout.name == "hf":
+    if not ENGINES[rollout.name].reserves_cache:
         # transformers takes what it needs, and has no graphs.
         cache = rollout.max_num_seqs * config.max_model_len * cache_per_token
         share, graphs = weights + workspace + cache, 0
     outside = CUDA_CONTEXT + _ENGINE_BUFFERS + COMMUNICATOR * (tensor > 1)
-    if rollout.name == "sglang":
-        # Its share (mem_fraction_static) is weights and cache only.
+    if not ENGINES[rollout.name].counts_workspace:
         outside, workspace, graphs = outside + workspace + graphs, 0, 0
     return EngineUse(
         share=share,

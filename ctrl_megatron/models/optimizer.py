@@ -1,4 +1,4 @@
-"""Megatron's optimizer and schedule behind one small class."""
+"""Megatron's optimizer and learning-rate schedule as one small class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ctrl_megatron.models.build import DTYPES, BuildOptions
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN_PARAM = "main_param"
-"""The float32 copy of a parameter of another type, which Adam steps."""
+"""The float32 copy of a parameter of another dtype, which Adam updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +39,18 @@ class OptimizerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedRange:
-    """Optimizer state of consecutive elements of one parameter; (n,) float32 tensors that alias
-    what the optimizer uses, on whatever device they are now."""
+    """Optimizer state of consecutive elements of one parameter; (n,) float32 tensors that share the
+    optimizer's memory, on the device where it is now."""
 
     weight: torch.nn.Parameter
     start: int
-    """The first element, in the flattened parameter."""
+    """Index of the first element in the flattened parameter."""
     tensors: dict[str, torch.Tensor]
     """``exp_avg``, ``exp_avg_sq`` and, unless the parameter itself is float32, ``main_param``."""
 
 
 class Optimization:
-    """Owns the optimizer state and the schedule of a policy."""
+    """Optimizer and schedule of one model."""
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], options: OptimizerOptions, build: BuildOptions
@@ -93,7 +93,7 @@ class Optimization:
             end_wd=options.weight_decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
-            # A resumed run follows its own configuration; the checkpoint gives the step.
+            # A resumed run uses its own configuration; only the step comes from the checkpoint.
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
@@ -112,7 +112,7 @@ class Optimization:
         return {"grad_norm": norm, "lr": lr}
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Master weights and moments; counts of steps are no such thing."""
+        """Master weights and moments, without the step counts."""
         for inner in self.optimizer.chained_optimizers:
             for group in inner.optimizer.param_groups:
                 yield from group["params"]
@@ -120,7 +120,7 @@ class Optimization:
                 yield from (state[name] for name in MOMENTS)
 
     def owned(self) -> Iterator[OwnedRange]:
-        """The ranges of this rank's parameters whose optimizer state this rank holds."""
+        """The ranges of this rank's parameters whose optimizer state is on this rank."""
         for inner in self._inner:
             for weight, main, start in self._main_params(inner):
                 tensors = {name: inner.optimizer.state[main][name] for name in MOMENTS}
@@ -129,16 +129,21 @@ class Optimization:
                 for name, tensor in tensors.items():
                     if tensor.dtype != torch.float32:
                         raise RuntimeError(
-                            f"the optimizer holds {name} in {tensor.dtype}; checkpoints know "
+                            f"the optimizer has {name} in {tensor.dtype}; checkpoints support "
                             "float32 only"
                         )
                 flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
                 yield OwnedRange(weight=weight, start=start, tensors=flat)
 
+    @property
+    def updates(self) -> int:
+        """Steps that the schedule has counted; it is the same on every rank."""
+        return self.scheduler.num_steps - self._ahead
+
     def steps(self) -> dict[str, int]:
-        """The steps that ``adam`` and ``schedule`` have counted on this rank; the first are 0
-        where the rank owns no range."""
-        return {"adam": self._steps_counted(), "schedule": self.scheduler.num_steps - self._ahead}
+        """The steps that ``adam`` and ``schedule`` have counted on this rank; ``adam`` is 0 on a
+        rank without optimizer state."""
+        return {"adam": self._steps_counted(), "schedule": self.updates}
 
     def set_steps(self, *, adam: int, schedule: int) -> None:
         """Continue after so many steps; the tensors of ``owned`` are filled by the caller."""
@@ -148,7 +153,7 @@ class Optimization:
                     group["step"] = adam
             for state in inner.optimizer.state.values():
                 if "step" in state:
-                    # A tensor each, since AdamW counts up every one of them.
+                    # Separate tensors: AdamW increments each of them.
                     state["step"] = torch.full_like(state["step"], adam)
         self.scheduler.num_steps = schedule + self._ahead
         self.scheduler.step(increment=0)
@@ -158,8 +163,8 @@ class Optimization:
         return [o for o in self.optimizer.chained_optimizers if not o.is_stub_optimizer]
 
     def _make_moments(self) -> None:
-        """As zeros. Adam would make them amid its first step: on a CPU activations then find no
-        room where they were, and the second step takes a tenth longer in memory that is new."""
+        """Create the moments as zeros. Adam would create them during its first step, in memory that
+        activations used on a CPU; the second step would then take a tenth longer in new memory."""
         for inner in self._inner:
             adam = inner.optimizer
             for main in (param for group in adam.param_groups for param in group["params"]):
@@ -178,7 +183,8 @@ class Optimization:
         return max(counts)
 
     def _main_params(self, inner: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
-        """(model's parameter, what Adam steps for it on this rank, where that begins in it)."""
+        """(the model's parameter, the tensor that Adam updates for it on this rank, that tensor's
+        first index in the flattened parameter)."""
         if not isinstance(inner, DistributedOptimizer):
             stepped = {id(p) for group in inner.optimizer.param_groups for p in group["params"]}
             for weight in self._weights:

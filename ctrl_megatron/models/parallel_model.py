@@ -1,8 +1,7 @@
 """A decoder split over tensor and pipeline ranks: packed passes, optimizer steps, shards.
 
-What is read off the last stage is the business of the models that build on this one
-(``models.policy``, ``models.value``), what a step minimises that of their callers;
-``models.forward_step`` brings both together for one micro-batch.
+Subclasses (``models.policy``, ``models.value``) define what is computed from the last stage's
+output, their callers the loss; ``models.forward_step`` combines both for one micro-batch.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
 from ctrl_megatron.parallel.groups import ProcessGroups
 
 Part = Literal["weights", "gradients", "optimizer"]
-"""What of a model can leave the device: parameters; gradient buffers, which come back as zeros;
-master weights and moments."""
+"""A part of a model that can leave the device: parameters; gradient buffers, which come back as
+zeros; master weights and moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,7 @@ class ModelOptions:
     shared_prefix: bool = True
     """Compute a prompt once for the rows of a micro-batch that begin with it."""
     logprob_chunk: int = 1024
-    """Tokens whose logits exist at one time; a value model has none."""
+    """Tokens whose logits are computed together; a value model has none."""
     optimizer: OptimizerOptions | None = None
     """None builds a frozen model."""
 
@@ -59,14 +58,23 @@ class ParallelModel:
     Weights are uninitialised until ``checkpoint.hf.load_hf`` or a checkpoint fills them.
     """
 
-    def __init__(self, shape: ModelShape, groups: ProcessGroups, options: ModelOptions) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        groups: ProcessGroups,
+        options: ModelOptions,
+        take_device: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``take_device`` is called before anything of the model is used or comes back to the
+        device; it makes whatever shares the device leave."""
         self.shape, self.groups, self.options = shape, groups, options
+        self._take_device = take_device
         self.models = build_chunks(shape, groups, options.build)
         self.config = self.models[0].config
         for param, weight in self.places():
             if param.split_dim is not None:
-                # Megatron marks split weights while it initialises them, which we leave out;
-                # unmarked, it would take them for copies and leave them out of the gradient norm.
+                # Megatron marks split weights when it initialises them, which is skipped here;
+                # unmarked, they would count as copies and be missing in the gradient norm.
                 weight.tensor_model_parallel = True  # type: ignore[attr-defined]
                 weight.partition_dim = param.split_dim  # type: ignore[attr-defined]
                 weight.partition_stride = 1  # type: ignore[attr-defined]
@@ -77,9 +85,6 @@ class ParallelModel:
             "gradients": OffloadedTensors(self._gradients, keep=False),
             "optimizer": OffloadedTensors(self._optimizer_state, keep=True),
         }
-        self.take_device: Callable[[], None] = lambda: None
-        """Called before anything of the model is used or comes back; who shares the device with
-        others puts in here what makes them leave."""
         self.chunks: list[Any] = list(self.models)
         if options.optimizer is None:
             for model in self.models:
@@ -88,10 +93,10 @@ class ParallelModel:
             self._learn(options.optimizer)
 
     def _learn(self, optimizer: OptimizerOptions) -> None:
-        """Give the models gradients and what sums them over the data-parallel ranks."""
+        """Wrap the models so that gradients exist and are summed over the data-parallel ranks."""
         if self.options.build.overrides.get("gradient_accumulation_fusion", True):
             fuse_weight_gradients(self.models)
-        # A bucket's sum runs while the last micro-batch's backward pass goes on below it.
+        # A bucket's sum overlaps the backward pass of the last micro-batch.
         overlaps = self.groups.layout.data > 1
         self.chunks = [
             DistributedDataParallel(
@@ -119,8 +124,13 @@ class ParallelModel:
         self.optimization = Optimization(self.chunks, self.options.optimizer, self.options.build)
 
     @property
+    def updates(self) -> int:
+        """Optimizer steps that have changed the weights, those before a resume included."""
+        return 0 if self.optimization is None else self.optimization.updates
+
+    @property
     def away(self) -> frozenset[Part]:
-        """What is off the device."""
+        """The parts that are not on the device."""
         return frozenset(part for part, tensors in self._parts.items() if tensors.away)
 
     def offload(self, *parts: Part) -> None:
@@ -133,7 +143,7 @@ class ParallelModel:
 
     def onload(self, *parts: Part) -> None:
         """Take the device and bring ``parts`` back to it, those that are away."""
-        self.take_device()
+        self._take_device()
         for part in parts:
             self._parts[part].come_back()
 
@@ -147,7 +157,7 @@ class ParallelModel:
                 yield buffer.grad_data
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
-        """Without what it shares with the weights: float32 models have no master copy."""
+        """Optimizer state without the weights: a float32 model has no master copy of them."""
         if self.optimization is None:
             return
         device, weights = self.groups.device.type, storages_of(self._weights())
@@ -200,9 +210,7 @@ class ParallelModel:
         return self.groups.from_last_stage(results).cpu()
 
     def new_results(self, rows: Fields, vectors: int) -> torch.Tensor:
-        """Where a pass over ``rows`` puts ``vectors`` of its head: (vectors, B, R) float32 zeros on
-        the device.
-        """
+        """(vectors, B, R) float32 zeros on the device, for the vectors of a pass over ``rows``."""
         shape = (vectors, *rows["response_mask"].shape)
         return torch.zeros(shape, dtype=torch.float32, device=self.groups.device)
 
@@ -238,14 +246,14 @@ class ParallelModel:
         return {**self._sum(shares), **self.optimization.step()}
 
     def take_flops(self) -> tuple[int, int]:
-        """Floating-point operations of this model copy since the last call: (of passes without
-        gradients, of updates), as counted by ``metrics.model_flops`` over what was packed."""
+        """Floating-point operations of this model copy since the last call: (in passes without
+        gradients, in updates), as counted by ``metrics.model_flops`` over the packed rows."""
         taken, self._flops = self._flops, (0, 0)
         return taken
 
     def _count(self, micro_batches: list[MicroBatch], *, backward: bool) -> None:
         layouts, shape = [micro.packed.layout for micro in micro_batches], self.shape
-        # Only response tokens meet the vocabulary.
+        # Only response tokens are multiplied with the vocabulary.
         responses = 0 if shape.value_head else sum(len(micro.targets) for micro in micro_batches)
         flops = model_flops(
             n_layers=shape.num_layers,
@@ -264,7 +272,7 @@ class ParallelModel:
         self._flops = (passes, updates + flops) if backward else (passes + flops, updates)
 
     def _micro_batches(self, rows: Fields, token_budget: int, *, backward: bool) -> dict[str, Any]:
-        """The arguments of Megatron's schedule that say what it runs over."""
+        """The micro-batches as arguments of Megatron's schedule."""
         layout = self.groups.layout
         micro_batches = split_into_micro_batches(
             rows,
@@ -279,19 +287,19 @@ class ParallelModel:
             "data_iterator": [iter(micro_batches) for _ in self.chunks],
             "model": self.chunks,
             "num_microbatches": len(micro_batches),
-            # With variable_seq_lengths both only have to be positive multiples of what Megatron
-            # divides them by; shapes are sent with the tensors.
+            # With variable_seq_lengths Megatron only divides these two; shapes are sent with the
+            # tensors.
             "seq_length": layout.tensor,
             "micro_batch_size": 1,
         }
 
     def _sum(self, shares: list[Scalars]) -> dict[str, float]:
-        """Sum over micro-batches and data-parallel ranks, known on every stage afterwards."""
+        """The sum over micro-batches and data-parallel ranks, on every stage."""
         totals: dict[str, float] | None = None
         if self.groups.is_last_stage:
             names = sorted({name for share in shares for name in share})
-            # Ranks may hold different numbers of micro-batches but agree on the names, because a
-            # loss function names the same scalars for every piece.
+            # Ranks may have different numbers of micro-batches but the same names, because a loss
+            # function returns the same scalars for every piece.
             local = torch.tensor(
                 [sum(float(share.get(name, 0.0)) for share in shares) for name in names],
                 dtype=torch.float64,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 from ctrl_megatron.algorithms import get_kl_controller
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
@@ -19,10 +21,9 @@ from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.services import Services
 from ctrl_megatron.pipeline.session import Session
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
-from ctrl_megatron.resharding.device import DeviceOwner
-from ctrl_megatron.resharding.engine_weights import EngineLink, EngineWeights
+from ctrl_megatron.resharding.device import DeviceOwner, Role
 from ctrl_megatron.resharding.plan import EngineLayout
-from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
+from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.build import build_reward_sum
 
@@ -44,14 +45,16 @@ def build_worker(
     family, control = config.actor_rollout_ref, config.algorithm.kl_ctrl
     services.wait()
     engine = services.connect() if groups.is_leader else None
-    link = engine_link(run, services)
-    device = DeviceOwner(
-        link, groups, shared=family.rollout.engine_sleeps, leaves=leaving_parts(config)
+    device = device_owner(
+        run,
+        services,
+        {"proxy": proxy_directory(config)},
+        shared=family.rollout.engine_sleeps,
+        leaves=leaving_parts(config),
+        rests_until=config.trainer.critic_warmup,
     )
-    device.to_trainer()
     policy, reference = build_policies(config, groups, steps, device)
     value = build_value_model(config, groups, steps, device)
-    actor = MegatronSource(policy, engine_layout(config), services.placement.hosts)
     worker = DAGWorker(
         config=config,
         groups=groups,
@@ -62,7 +65,6 @@ def build_worker(
         validation=validation,
         draw=sampler.next_batch,
         engine=engine,
-        weights=engine_weights(run, services, actor, link),
         device=device,
         max_model_len=services.max_model_len,
         rewards=reward_sum(run, services, inputs),
@@ -75,8 +77,6 @@ def build_worker(
         ),
         peak_flops=peak_flops_per_device(config, groups),
     )
-    # While the value model learns alone, the actor stays what the engine may hold already.
-    device.needed_next = lambda: None if worker.actor_learns else worker.weights.version("actor")
     return worker, sampler, steps
 
 
@@ -96,8 +96,7 @@ def rollout_worker(
         codec=codec,
         validation=table,
         engine=engine,
-        weights=critic_weights(run, services, critic),
-        device=DeviceOwner(engine_link(run, services), groups, shared=False),
+        device=device_owner(run, services, {"actor": critic, "proxy": proxy_directory(config)}),
         max_model_len=services.max_model_len,
         rewards=reward_sum(run, services, inputs),
         reward_weights=inputs.rewards.weights,
@@ -142,13 +141,19 @@ def build_policies(
         path=family.model.path,
         optimizer=actor_optimizer(config, steps),
         budget=family.actor.ppo_max_token_len_per_gpu,
+        take_device=device.to_trainer,
     )
-    device.adopt(policy)
+    device.adopt(policy, "actor")
     if not config.needs_reference:
         return policy, None
     path = family.ref.model.path or family.model.path
     reference = build_policy(
-        config, groups, path=path, optimizer=None, budget=family.log_prob_token_budget
+        config,
+        groups,
+        path=path,
+        optimizer=None,
+        budget=family.log_prob_token_budget,
+        take_device=device.to_trainer,
     )
     device.adopt(reference)
     if family.actor.megatron.param_offload:
@@ -163,10 +168,11 @@ def build_policy(
     path: str,
     optimizer: OptimizerOptions | None,
     budget: int,
+    take_device: Callable[[], None] = lambda: None,
 ) -> Policy:
     """A policy with the weights of the HF directory ``path``; frozen without an optimizer."""
     options = _model_options(config, optimizer=optimizer, budget=budget)
-    policy = Policy(read_model_shape(path), groups, options)
+    policy = Policy(read_model_shape(path), groups, options, take_device)
     load_hf(policy, path)
     if optimizer is not None:
         policy.start_optimizer()
@@ -185,7 +191,7 @@ def build_value_model(
         budget=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
     )
     path = config.critic.model.path or config.actor_rollout_ref.model.path
-    model = ValueModel(value_shape(read_model_shape(path)), groups, options)
+    model = ValueModel(value_shape(read_model_shape(path)), groups, options, device.to_trainer)
     load_hf(model, path)
     model.start_optimizer()
     device.adopt(model)
@@ -257,38 +263,44 @@ def optimizer_options(config: Config, lr: float, steps: int) -> OptimizerOptions
 # The engine's weights
 
 
-def engine_layout(config: Config) -> EngineLayout:
-    """How the configured engine wants its weights."""
-    family = config.actor_rollout_ref
-    return EngineLayout(
-        dtype=family.rollout_dtype, bucket_bytes=family.rollout.update_bucket_megabytes << 20
+def device_owner(
+    run: Session,
+    services: Services,
+    directories: Mapping[Role, str],
+    *,
+    shared: bool = False,
+    leaves: Sequence[Part] = (),
+    rests_until: int = 0,
+) -> DeviceOwner:
+    """The owner of the devices, which pushes to the configured engines. Collective."""
+    family = run.config.actor_rollout_ref
+    sender = sender_class(family.rollout.weight_transport)(run.groups)
+    run.at_end.append(sender.close)
+    layout = EngineLayout(
+        dtype=family.rollout_dtype,
+        bucket_bytes=family.rollout.update_bucket_megabytes << 20,
+        hosts=services.placement.hosts,
+    )
+    return DeviceOwner(
+        services.connect_here(),
+        run.background,
+        sender,
+        layout,
+        directories=directories,
+        shared=shared,
+        leaves=leaves,
+        rests_until=rests_until,
+        verify=run.config.trainer.verify_weight_sync,
     )
 
 
-def engine_link(run: Session, services: Services) -> EngineLink | None:
-    """The way to this host's engines, on the rank that drives them."""
-    own = services.connect_here()
-    return None if own is None else EngineLink(engine=own, loop=run.background)
-
-
-def engine_weights(
-    run: Session, services: Services, actor: WeightSource, link: EngineLink | None
-) -> EngineWeights:
-    """The switch between ``actor`` and the configured proxy; ValueError if their shapes differ."""
-    family, readers = run.config.actor_rollout_ref, services.placement.hosts
+def proxy_directory(config: Config) -> str:
+    """The HF directory of the proxy; UserError if its shape differs from the actor's."""
+    family = config.actor_rollout_ref
     path = family.proxy.model.path or family.model.path
     if read_model_shape(path) != read_model_shape(family.model.path):
         raise UserError(
             f"actor_rollout_ref.proxy.model.path={path} has another architecture than "
             "the actor; the same engines generate with both, so their shapes must be equal"
         )
-    proxy = DirectorySource(path, engine_layout(run.config), run.groups, readers)
-    verify = run.config.trainer.verify_weight_sync
-    return EngineWeights({"actor": actor, "proxy": proxy}, link, run.groups, verify=verify)
-
-
-def critic_weights(run: Session, services: Services, critic: str) -> EngineWeights:
-    """The switch between the critic of an HF directory and the proxy."""
-    readers = services.placement.hosts
-    source = DirectorySource(critic, engine_layout(run.config), run.groups, readers)
-    return engine_weights(run, services, source, engine_link(run, services))
+    return path

@@ -576,16 +576,14 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 @writes()
 def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """Names the actor's new weights, which go to the engine before it draws from them; reports what
-    all pushes of the step moved.
+    """Reports what all pushes of the step moved.
 
-    They do not go now: the trainer may still need the device, to save for one.
+    The actor's new weights are pushed before the engine draws from them, with or without this node;
+    until then the trainer may need the device, for a save for example.
     """
-    if worker.actor_learns:
-        worker.weights.actor_changed(worker.step + 1)
-    reports = worker.weights.take_reports()
+    reports = worker.device.take_reports()
     metrics = {"sync/pushes": float(len(reports))}
-    if reports:  # none where the engine held what it was asked for
+    if reports:  # none where the engine already had the right weights
         moved, seconds = sum(r.num_bytes for r in reports), sum(r.seconds for r in reports)
         metrics |= {"sync/gigabytes_per_second": moved / seconds / 1e9, "sync/seconds": seconds}
     return NodeOutput(metrics=metrics)

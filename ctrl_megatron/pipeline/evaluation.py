@@ -26,7 +26,7 @@ from ctrl_megatron.eval.transcripts import (
 from ctrl_megatron.eval.written import is_written, read_critiques
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.stop import StopRequested
-from ctrl_megatron.pipeline.build import critic_weights, rollout_worker
+from ctrl_megatron.pipeline.build import rollout_worker
 from ctrl_megatron.pipeline.conversation import converse, judge_pairs, pair_prompts
 from ctrl_megatron.pipeline.inputs import (
     RunInputs,
@@ -109,7 +109,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
             for critic, seed, kind in todo:
                 if weights[critic] != loaded and critic not in written:
                     loaded = weights[critic]
-                    worker.weights = critic_weights(run, services, loaded)
+                    worker.device.read_from("actor", loaded)
                 if first:
                     print(f"{critic}: {kind}, seed {seed}", flush=True)
                 draw: Callable[..., Sequence[Any]] = partial(converse, written=written.get(critic))

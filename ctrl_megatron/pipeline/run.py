@@ -55,6 +55,7 @@ from ctrl_megatron.pipeline.services import Services
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.pipeline.siirl_names import NodeRole
 from ctrl_megatron.pipeline.worker import RolloutWorker
+from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards.build import check_rewards
 from ctrl_megatron.rewards.plan import RewardPlan, plan_rewards
 from ctrl_megatron.rollout.engine import require_engine
@@ -82,6 +83,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: [check_sampling(config, plan.weights) for plan in plans],
         lambda: check_models(config, "rl"),
         lambda: require_engine(rollout.name, rollout.python),
+        lambda: sender_class(rollout.weight_transport),
         lambda: check_tokenizers(config, "rl"),
         lambda: check_loggers(config),
         lambda: check_place(config),
@@ -162,7 +164,6 @@ def train(config: Config) -> bool:
         dtype, on_gpu = config.actor_rollout_ref.model.dtype, run.groups.device.type == "cuda"
         recorder.say(kernels_line(on_gpu=on_gpu, dtype=dtype))
         loop.resume()
-        worker.weights.actor_changed(worker.step)
         finished = loop.run()
         report = recorder.close(report=True)
         if report is not None:

@@ -16,7 +16,7 @@ from ctrl_megatron.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
-    from ctrl_megatron.resharding.engine_weights import Role
+    from ctrl_megatron.resharding.device import Role
 
 T = TypeVar("T")
 EXAMPLES_PER_STEP = 6
@@ -58,7 +58,7 @@ def generate(
     Collective; the ranks of a model copy give and get the same. Raises RuntimeError if other
     weights drew any token.
     """
-    version = worker.device.to_engine(worker.weights, role)
+    version = worker.device.to_engine(role, worker.step)
 
     async def ask_engine() -> list[list[Completion]]:
         assert worker.engine is not None

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ctrl_megatron.config import Config
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -156,7 +157,7 @@ class Services:
             clients,
             # So much that an engine never waits for us, of which every leader has its share.
             at_once=max(1, 2 * rollout.max_num_seqs // layout.data),
-            joins_calls=rollout.name != "hf",
+            joins_calls=ENGINES[rollout.name].joins_calls,
             first=self._groups.place.dp * len(clients) // layout.data,
         )
 

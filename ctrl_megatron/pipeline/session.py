@@ -6,7 +6,6 @@ start on every host; and whatever happens nothing of it stays.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.pipeline.services import Services
-from ctrl_megatron.rollout.weight_chunks import remove_segments
+from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,8 +71,8 @@ def session(config: Config) -> Iterator[Session]:
     """
     stop = StopFlag().install()
     groups = join(config)
-    pids = set(groups.from_here(os.getpid()).values())
-    at_end: list[Callable[[], None]] = [lambda: remove_segments(pids.__contains__)]
+    # Names in /dev/shm: pushes and exports of a killed rank leave them behind.
+    at_end: list[Callable[[], None]] = [SharedMemorySender(groups).close]
     one_at_a_time = threading.Lock()
 
     def clean_up() -> None:

@@ -24,7 +24,6 @@ from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import wait_together
 from ctrl_megatron.pipeline.batch import LeftoverGroups
 from ctrl_megatron.resharding.device import DeviceOwner
-from ctrl_megatron.resharding.engine_weights import EngineWeights
 from ctrl_megatron.rewards import RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.engine import Engine
 
@@ -42,10 +41,8 @@ class RolloutWorker:
     codec: TextCodec
     engine: Engine | None
     """All engines of the run; given on leaders."""
-    weights: EngineWeights
-    """Which model the engine holds."""
     device: DeviceOwner
-    """Whether engine or trainer holds the device."""
+    """Who has the device, engine or trainer, and which weights the engines have."""
     max_model_len: int
     """Longest sequence of the engine, in tokens."""
     rewards: RewardSum | None
@@ -83,7 +80,7 @@ class RolloutWorker:
         """Let go of connections and end the background loop."""
         if self.engine is not None:
             self.background.run(self.engine.close())
-        self.weights.close()
+        self.device.close()
         if self.rewards is not None:
             self.background.run(self.rewards.close())
         self.background.close()

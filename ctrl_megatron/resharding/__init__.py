@@ -1,1 +1,2 @@
-"""From sharded training weights to whole HF tensors: plan (pure), sources, transport, push."""
+"""From sharded training weights to the engines: plan (pure), sources, buckets, transports, push;
+and who has the device."""

@@ -1,6 +1,6 @@
-"""Who holds the device, engine or trainer, and the way from one to the other.
+"""Who has the device, engine or trainer, and which weights the engines have.
 
-Where both live on the same devices there are two states with one way each between them:
+Where both use the same devices there are two states and one way in each direction:
 
     trainer ── to_engine ──► engine      gradients and optimizer leave; caches are emptied; the
                                          engine's weights wake; the push, where other weights are
@@ -9,67 +9,101 @@ Where both live on the same devices there are two states with one way each betwe
     engine ── to_trainer ──► trainer     the engine sleeps as a whole; what the trainer needs comes
                                          back when it is needed
 
-A run begins with the engine alone. It sleeps before the first model is built, and every pass, step,
-export and load of a model goes through ``to_trainer`` by itself. A save needs no device: what is
-away is read from host memory.
+A run begins with the engine alone. It sleeps before the first model is built. Every pass, step,
+export and load of a model calls ``to_trainer``. A save needs no device: it reads what is away from
+host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
 
 import torch
 
 from ctrl_megatron.models.parallel_model import ParallelModel, Part
-from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.waiting import result_of
-from ctrl_megatron.resharding.engine_weights import EngineLink, EngineWeights, Role
-from ctrl_megatron.rollout.engine import ENGINE_MEMORY, EngineMemory
+from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.push import PushReport, push
+from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
+from ctrl_megatron.resharding.transports import Sender
+from ctrl_megatron.rollout.engine import ENGINE_MEMORY, Engine, EngineMemory
+
+Role = Literal["actor", "proxy"]
 
 
 class DeviceOwner:
-    """Hands the devices of all ranks over; all ranks call the same methods in the same order.
+    """Hands the devices of all ranks over between trainer and engines, and pushes to the engines
+    the weights that they lack. All ranks call the same methods in the same order.
 
-    ``link`` is given on ranks that drive an engine. Without ``shared`` each of the two has its own
-    memory: the engine never sleeps, but what is configured to leave still does. ``leaves`` are the
-    parts of a model that go to host memory while the engine generates.
+    The engines generate for two roles in turn; every completion names the weights that drew it.
     """
 
     def __init__(
         self,
-        link: EngineLink | None,
-        groups: ProcessGroups,
+        engine: Engine | None,
+        loop: BackgroundLoop,
+        sender: Sender,
+        layout: EngineLayout,
         *,
-        shared: bool,
+        directories: Mapping[Role, str | Path],
+        shared: bool = False,
         leaves: Sequence[Part] = (),
+        rests_until: int = 0,
+        verify: bool = False,
     ) -> None:
-        self._link, self._groups, self._shared = link, groups, shared
-        self._leaves = leaves
-        self._models: list[ParallelModel] = []
-        self._asleep = set[EngineMemory]()
-        self._weights: EngineWeights | None = None
-        self._handing_over = False
-        self.needed_next: Callable[[], str | None] = lambda: None
-        """The version that the engine will be asked for when it wakes, None if that does not exist
-        yet. Only these are kept in its sleep."""
+        """``engine`` is a client of this host's engines on its first rank, None elsewhere.
 
-    def adopt(self, model: ParallelModel) -> None:
-        """Share the device with ``model``, which has just been built.
+        ``directories`` are the HF directories of the roles that no model of the trainer plays.
+        With ``shared`` trainer and engines use the same devices, and the engines sleep from now on;
+        without it they never sleep. ``leaves`` are the parts of a model that go to host memory
+        while the engines generate. Before training step ``rests_until`` the actor does not learn.
+        ``verify`` compares checksums after every push.
+        """
+        self._engine, self._loop, self._sender = engine, loop, sender
+        self._groups, self._layout, self._verify = sender.groups, layout, verify
+        self._shared, self._leaves, self._rests_until = shared, leaves, rests_until
+        self._loaded: str | None = None
+        """The version that the engines have; None for weights that no push of ours has named."""
+        self._models: list[ParallelModel] = []
+        self._sources: dict[Role, WeightSource] = {}
+        for role, directory in directories.items():
+            self.read_from(role, directory)
+        self._asleep = set[EngineMemory]()
+        self._handing_over = False
+        self._step = 0
+        """The training step of the last ``to_engine``."""
+        self._named: tuple[int, int] | None = None
+        """Updates of the actor's model, and N of the version ``actor@N`` that they led to."""
+        self._reports: list[PushReport] = []
+        self.to_trainer()
+
+    def adopt(self, model: ParallelModel, role: Role | None = None) -> None:
+        """Share the device with ``model``, which has just been built and calls ``to_trainer``
+        before it is used; push its weights for ``role``.
 
         RuntimeError if the engine was awake meanwhile.
         """
         if self._shared and self._asleep != set(ENGINE_MEMORY):
             raise RuntimeError(
-                "a model was built while the engine holds the device; call to_trainer() before"
+                "a model was built while the engine has the device; call to_trainer() before"
             )
         self._models.append(model)
-        model.take_device = self.to_trainer
+        if role is not None:
+            self._sources[role] = MegatronSource(model, self._layout)
+
+    def read_from(self, role: Role, directory: str | Path) -> None:
+        """Push the weights of an HF directory for ``role`` from now on."""
+        self._sources[role] = DirectorySource(directory, self._layout, self._groups)
+        self._loaded = None
 
     def to_trainer(self) -> None:
-        """Let the engine sleep, if it is awake. Collective.
+        """Let the engine sleep, if it is awake and shares the device. Collective.
 
-        Its weights are copied to host memory only if it will be asked for just these again; else
-        they are forgotten, since a push comes before the next completion.
+        Its weights are copied to host memory only if the next completion needs the same ones; else
+        they are dropped, since a push comes before the next completion.
         """
         if self._handing_over:
             raise RuntimeError(
@@ -80,36 +114,71 @@ class DeviceOwner:
         if self._asleep:
             # A push failed half-way: the run is about to end.
             raise RuntimeError(f"the engine sleeps only in part ({', '.join(self._asleep)})")
-        held = self._weights.loaded if self._weights else None
-        keeps = held is not None and held == self.needed_next()
-        # Another leader may still be generating; and nobody may take the memory before it is free.
+        keeps = self._step < self._rests_until and self._loaded not in (None, "proxy")
+        # Another leader may still be generating, and no rank may use the memory before it is free.
         self._groups.barrier()
-        if self._link:
-            sleep = self._link.engine.sleep(level=1 if keeps else 2)
-        result_of(self._link.loop.submit(sleep) if self._link else None, self._groups)
+        sleep = self._engine.sleep(level=1 if keeps else 2) if self._engine else None
+        result_of(self._loop.submit(sleep) if sleep else None, self._groups)
         self._asleep = set(ENGINE_MEMORY)
-        if self._weights and not keeps:
-            self._weights.forget()
+        if not keeps:
+            self._loaded = None
 
-    def to_engine(self, weights: EngineWeights, role: Role) -> str:
-        """Let the engine generate with the role's weights; returns their version. Collective."""
-        self._weights = weights
-        if not weights.holds(role):
-            sent = weights.model(role)
+    def to_engine(self, role: Role, step: int) -> str:
+        """Let the engine generate with the role's weights; returns their version. Collective.
+
+        The version is ``proxy``, or ``actor@N`` for the actor's weights after N training steps.
+        ``step`` is the number of training steps that are finished.
+        """
+        version, self._step = self._version(role, step), step
+        if self._loaded != version:
+            sent = self._sources[role].model
             if sent is not None and "weights" in sent.away:
-                # They come back to the place of the engine's, which are overwritten anyway.
+                # They return to the memory of the engine's weights, which the push overwrites.
                 self.to_trainer()
                 sent.onload("weights")
             self._handing_over = True
             self._let_go(but=sent)
             self._wake("weights")
-            weights.load(role)
+            # After a push that fails half-way the engine's weights have no version.
+            self._loaded = None
+            report = push(
+                self._sources[role],
+                self._engine,
+                self._loop,
+                self._sender,
+                version=version,
+                verify=self._verify,
+            )
+            self._reports.append(report)
+            self._loaded = version
         self._handing_over = True
         self._let_go()
         for memory in ENGINE_MEMORY:
             self._wake(memory)
         self._handing_over = False
-        return weights.version(role)
+        return version
+
+    def take_reports(self) -> list[PushReport]:
+        """The pushes since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def close(self) -> None:
+        """Close the connections to this host's engines."""
+        if self._engine:
+            self._loop.run(self._engine.close())
+
+    def _version(self, role: Role, step: int) -> str:
+        """The name of the role's weights as they are now: a new one whenever they have changed."""
+        if role == "proxy":
+            return role
+        model = self._sources[role].model
+        updates = 0 if model is None else model.updates
+        if self._named is None:
+            self._named = updates, step
+        elif self._named[0] != updates:
+            self._named = updates, max(step, self._named[1] + 1)
+        return f"{role}@{self._named[1]}"
 
     def _let_go(self, but: ParallelModel | None = None) -> None:
         for model in self._models:
@@ -121,9 +190,9 @@ class DeviceOwner:
     def _wake(self, memory: EngineMemory) -> None:
         if memory not in self._asleep:
             return
-        # What PyTorch's allocators hold back on any rank of the host is lost to the engine.
+        # The engine cannot use what PyTorch's allocators keep on any rank of the host.
         torch.cuda.empty_cache()
         self._groups.barrier()
-        woken = self._link.loop.submit(self._link.engine.wake((memory,))) if self._link else None
+        woken = self._loop.submit(self._engine.wake((memory,))) if self._engine else None
         result_of(woken, self._groups)
         self._asleep.remove(memory)

@@ -1,5 +1,5 @@
-"""Which rank copies which rectangle of its shard to which byte of which bucket, and which host
-sends it to which. Pure."""
+"""The plan of a push: which rank copies which rectangle of its shard to which byte of which bucket,
+and which host sends it to which. Pure."""
 
 from __future__ import annotations
 
@@ -18,34 +18,26 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
-    """How the receiver wants the weights. Engines slice whole HF tensors for their own ranks."""
+    """How and where the engines want the weights. They slice whole HF tensors themselves."""
 
     dtype: str
     bucket_bytes: int
-    """A bucket holds at most this much, or one tensor where that alone is larger."""
+    """Most bytes of a bucket, unless it is one tensor that is larger."""
+    hosts: tuple[int, ...] = (0,)
+    """The hosts with engines: their buckets must contain every tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A rectangle in one rank's shard."""
+    """A rectangle of one rank's shard."""
 
     tp: int
     pp: int
     dp: int
-    """Data-parallel replicas hold the same weights; those of a host share the copying."""
+    """The data-parallel replica that copies: all have the same weights and share the copying."""
     chunk: int
     param: str
     piece: Piece
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSpread:
-    """Where the ranks stand, and where the weights are read."""
-
-    of_rank: tuple[int, ...]
-    """Every rank's host."""
-    readers: tuple[int, ...]
-    """Hosts whose buckets must hold every tensor."""
 
 
 Route = tuple[int, ...]
@@ -54,15 +46,15 @@ Route = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """A whole tensor's bucket and byte offset there, the same on all hosts, and who fills it."""
+    """Where a whole tensor is in the buckets, on all hosts alike, and which ranks fill it."""
 
     spec: TensorSpec
     bucket: int
     offset: int
     routes: tuple[Route, ...] = ()
-    """From hosts that write the tensor to those that need it and hold none of it."""
+    """From hosts that write the tensor to those with an engine that have no part of it."""
     sources: tuple[Source, ...] = ()
-    """What it is put together from on every host that writes it."""
+    """The rectangles that it consists of, once for every host that writes it."""
 
 
 def hf_specs(shape: ModelShape, dtype: str) -> list[TensorSpec]:
@@ -71,7 +63,7 @@ def hf_specs(shape: ModelShape, dtype: str) -> list[TensorSpec]:
 
 
 def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[TensorPlace, ...]:
-    """Tensors in order, each at an aligned offset, a new bucket where one is full."""
+    """Tensors in order, each at an aligned offset; a full bucket begins a new one."""
     places, bucket, used = [], 0, 0
     for spec in specs:
         size = -(-spec_bytes(spec) // ALIGNMENT) * ALIGNMENT
@@ -88,16 +80,17 @@ def plan(
     train: Layout,
     engine: EngineLayout,
     te_names: bool = False,
-    spread: HostSpread | None = None,
+    host_of_rank: tuple[int, ...] | None = None,
 ) -> tuple[TensorPlace, ...]:
-    """The places, routes and sources that bring every HF tensor of the model to every reader once.
+    """The places, routes and sources that bring every HF tensor of the model to every host with an
+    engine once.
 
-    Tied embeddings are sent from the first stage only, under the embedding's name. A reader's host
-    writes what its own ranks hold; the rest is sent to it. Copying is spread over the data-parallel
-    replicas, the least loaded one next. Without ``spread`` all stand on one host. Tensor-parallel
-    ranks of a group stand on one host.
+    Tied embeddings are sent from the first stage only, under the embedding's name. A host writes
+    what its own ranks have, and the rest is sent to it. Copying is spread over the data-parallel
+    replicas, the least loaded one next. ``host_of_rank`` is every rank's host, by default host 0;
+    the tensor-parallel ranks of a group must be on one host.
     """
-    spread = spread or HostSpread(of_rank=(0,) * train.world_size, readers=(0,))
+    host_of_rank = host_of_rank or (0,) * train.world_size
     specs = hf_specs(shape, engine.dtype)
     pieces_of: dict[str, list[tuple[int, int, int, str, Piece]]] = {spec.name: [] for spec in specs}
     for pp, chunk in train.stages():
@@ -106,7 +99,7 @@ def plan(
                 if shape.tied_embeddings and param.name == "output_layer.weight":
                     continue
                 for piece in param.pieces:
-                    # Weights that every tensor rank holds whole are sent once.
+                    # Weights that every tensor rank has completely are sent once.
                     if piece.extent == hf_shape(piece.hf, shape) and tp > 0:
                         continue
                     pieces_of[piece.hf].append((tp, pp, chunk, param.name, piece))
@@ -116,8 +109,8 @@ def plan(
         pieces = pieces_of[place.spec.name]
         (stage,) = {pp for _, pp, *_ in pieces}
         ranks = (train.rank(tp=0, pp=stage, dp=dp) for dp in range(train.data))
-        holders = [spread.of_rank[rank] for rank in ranks]
-        replicas, routes = _replicas(holders, spread.readers, load, spec_bytes(place.spec))
+        holders = [host_of_rank[rank] for rank in ranks]
+        replicas, routes = _replicas(holders, engine.hosts, load, spec_bytes(place.spec))
         sources = tuple(
             Source(tp=tp, pp=pp, dp=dp, chunk=chunk, param=name, piece=piece)
             for dp in replicas
@@ -130,11 +123,12 @@ def plan(
 def _replicas(
     holders: Sequence[int], readers: Sequence[int], load: list[int], size: int
 ) -> tuple[tuple[int, ...], tuple[Route, ...]]:
-    """Which replicas write a tensor, at most one per host, and over which hosts it travels.
+    """The replicas that write a tensor, at most one per host, and the routes from their hosts.
 
-    Readers pass it on, so that no host sends a byte twice, however many there are; a writer begins
-    with the host after its own, so that all links are used where several write. ``holders`` are the
-    hosts of the replicas; ``load`` is what each has had to write for readers.
+    ``holders`` are the hosts of the replicas, ``readers`` those with engines, and ``load`` the
+    bytes that each replica has to write so far, which this call increases. Readers pass the tensor
+    on, so that no host sends a byte twice, however many there are; a route begins with the host
+    after the writer's, so that several writers use different links.
     """
     writers: dict[int, int] = {}
     served: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Where weights come from: the live trainer, or an HF directory (the frozen proxy)."""
+"""Where pushed weights come from: a model of the trainer, or an HF directory (the proxy)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.plan import (
     EngineLayout,
-    HostSpread,
     TensorPlace,
     hf_specs,
     place_in_buckets,
@@ -27,7 +26,7 @@ from ctrl_megatron.rollout.weight_chunks import tensor_at
 
 
 class WeightSource(Protocol):
-    """Fills buckets with whole HF tensors, all ranks together."""
+    """Fills buckets with whole HF tensors; all ranks do it together."""
 
     @property
     def places(self) -> Sequence[TensorPlace]:
@@ -36,7 +35,8 @@ class WeightSource(Protocol):
 
     @property
     def model(self) -> ParallelModel | None:
-        """The model that is read, whose weights must be on the device."""
+        """The trainer's model whose weights are read, which must be on the device; None for a
+        directory."""
         ...
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
@@ -45,18 +45,14 @@ class WeightSource(Protocol):
 
 
 class MegatronSource:
-    """The trainer's shards: each rank copies its own rectangles; nothing is gathered.
+    """The trainer's shards: each rank copies its own rectangles; nothing is gathered."""
 
-    ``readers`` are the hosts whose buckets must hold every tensor.
-    """
-
-    def __init__(
-        self, model: ParallelModel, layout: EngineLayout, readers: tuple[int, ...]
-    ) -> None:
+    def __init__(self, model: ParallelModel, layout: EngineLayout) -> None:
         self.model = model
         mine, groups = model.groups.place, model.groups
-        spread = HostSpread(of_rank=groups.hosts.of_rank, readers=readers)
-        self.places = plan(model.shape, groups.layout, layout, has_transformer_engine(), spread)
+        self.places = plan(
+            model.shape, groups.layout, layout, has_transformer_engine(), groups.hosts.of_rank
+        )
         chunks = [dict(chunk.named_parameters()) for chunk in model.models]
         self._copies: dict[int, list[tuple[TensorPlace, Piece, torch.nn.Parameter]]]
         self._copies = defaultdict(list)
@@ -73,23 +69,17 @@ class MegatronSource:
 
 
 class DirectorySource:
-    """The safetensors of an HF directory, read on each of the hosts ``readers``; the ranks of a
-    host share the reading tensor by tensor."""
+    """The safetensors of an HF directory, read on each host with an engine; the ranks of a host
+    share the reading tensor by tensor."""
 
-    def __init__(
-        self,
-        directory: str | Path,
-        layout: EngineLayout,
-        groups: ProcessGroups,
-        readers: tuple[int, ...],
-    ) -> None:
+    def __init__(self, directory: str | Path, layout: EngineLayout, groups: ProcessGroups) -> None:
         self.model = None
         shape = read_model_shape(directory)
         self.places = place_in_buckets(hf_specs(shape, layout.dtype), layout.bucket_bytes)
         self._tensors = SafetensorsDirectory(directory)
         self._tensors.check(shape)
         ranks = [rank for rank, host in enumerate(groups.hosts.of_rank) if host == groups.here]
-        needed = self.places if groups.here in readers else ()
+        needed = self.places if groups.here in layout.hosts else ()
         self._own_places = needed[ranks.index(groups.rank) :: len(ranks)]
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
@@ -28,8 +29,6 @@ TokenListener = Callable[[int, Sequence[int]], None]
 """Hears the tokens of a call's completions as they are drawn: which completion, counted over all
 prompts, and its next tokens."""
 
-ENGINE_MODULES = {"hf": "transformers", "vllm": "vllm", "sglang": "sglang"}
-
 
 class EngineError(RuntimeError):
     """The engine failed, or is not in a state to do what it was asked for."""
@@ -48,7 +47,7 @@ class EngineSpec:
     """Everything needed to start one engine."""
 
     name: str
-    """``vllm``, ``hf`` or ``sglang``."""
+    """A name of ``ENGINES``."""
     python: str | None = None
     """Interpreter of the engine's process, of another environment than ours; None for our own."""
     title: str = ""
@@ -194,7 +193,7 @@ def next_tokens(listener: TokenListener, place: int) -> Callable[[Sequence[int]]
 
 def available_engines() -> tuple[str, ...]:
     """Names of the engines whose library is installed."""
-    return tuple(name for name, module in ENGINE_MODULES.items() if find_spec(module))
+    return tuple(name for name, kind in ENGINES.items() if find_spec(kind.library))
 
 
 def default_engine() -> str:
@@ -206,16 +205,17 @@ def require_engine(name: str, python: str | None = None) -> None:
     """UserError if the engine ``name`` cannot be started here, with the remedy; with ``python``, in
     that interpreter's environment.
     """
-    if name not in ENGINE_MODULES:
-        raise UserError(f"unknown engine {name!r}; use one of {sorted(ENGINE_MODULES)}")
+    if name not in ENGINES:
+        raise UserError(f"unknown engine {name!r}; use one of {sorted(ENGINES)}")
+    library = ENGINES[name].library
     if python is not None:
         # An engine's own process imports this file, and has no configuration.
         from ctrl_megatron.rollout.interpreter import require_modules
 
-        require_modules(python, ENGINE_MODULES[name])
+        require_modules(python, library)
         return
     if name not in available_engines():
         raise UserError(
             f"engine {name!r} is not installed here; install the extra that brings "
-            f"{ENGINE_MODULES[name]!r}, or use one of {available_engines()}"
+            f"{library!r}, or use one of {available_engines()}"
         )

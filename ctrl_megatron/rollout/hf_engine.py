@@ -19,7 +19,8 @@ from ctrl_megatron.rollout.engine import (
     TokenListener,
 )
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
-from ctrl_megatron.rollout.weight_chunks import WeightChunk, read_chunk
+from ctrl_megatron.rollout.transports import read_chunk
+from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.rollout.weight_update import (
     WeightState,
     checksums,

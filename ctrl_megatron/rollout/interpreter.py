@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from functools import cache
 from pathlib import Path
 
 from ctrl_megatron.config.environment import child_environment
@@ -37,8 +38,10 @@ def import_path(python: str | None, given: str | None) -> str:
     return os.pathsep.join(filter(None, (ours, given)))
 
 
+@cache
 def require_modules(python: str, engine_module: str) -> None:
-    """UserError unless ``python`` runs and finds what an engine's process imports."""
+    """UserError unless ``python`` runs and finds what an engine's process imports. A process asks
+    an interpreter once."""
     kept = child_environment()
     environment = {**kept, "PYTHONPATH": import_path(python, kept.get("PYTHONPATH"))}
     try:

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ctrl_megatron.config.environment import child_environment
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.parallel.parent_watch import end_group
@@ -26,21 +27,6 @@ from ctrl_megatron.rollout.weight_update import read_manifest
 
 _KILL_SECONDS = 10.0
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-_VLLM = {
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_NO_USAGE_STATS": "1",
-    # The runner whose sampler ``vllm_worker.SeededSampler`` knows.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # Worker groups of one host talk over loopback.
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    # Pinned threads of several engines and trainer ranks would sit on the same cores.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-_SGLANG = {
-    # Scheduler processes of one host talk over loopback.
-    "GLOO_SOCKET_IFNAME": "lo",
-}
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXACT = "pinned_max_round_threshold_mb"
 """The setting of PyTorch's allocator above which page-locked memory is not rounded up to a power of
@@ -62,13 +48,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     kept.pop("OMP_NUM_THREADS", None)
     path = import_path(spec.python, kept.get("PYTHONPATH"))
     chosen = {**_OFFLINE, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    if spec.name == "vllm":
-        chosen |= _VLLM
-    if spec.name == "sglang":
-        chosen |= _SGLANG
-        # On a CPU SGLang wants cores named for each tensor rank, which only its own kernels, that
-        # are not there, would be bound to.
-        chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * spec.tensor_parallel_size)
+    chosen |= ENGINES[spec.name].environment
     if spec.threads:
         chosen["OMP_NUM_THREADS"] = str(spec.threads)
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & kept.keys():

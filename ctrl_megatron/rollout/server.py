@@ -18,10 +18,12 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import WSMsgType, web
 
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.parallel.parent_watch import end_with_parent
 from ctrl_megatron.rollout import wire
 from ctrl_megatron.rollout.engine import (
@@ -50,21 +52,10 @@ _PROBE = SamplingParams(max_tokens=1, temperature=0.0, log_probs=False)
 
 async def build_engine(spec: EngineSpec) -> StreamingEngine:
     """The embedded engine that ``spec`` names."""
-    build: Callable[[EngineSpec], Awaitable[StreamingEngine]]
+    module, _, name = ENGINES[spec.name].adapter.partition(":")
     with without_collections():
-        if spec.name == "vllm":
-            from ctrl_megatron.rollout.vllm_engine import VllmEngine
-
-            build = VllmEngine.build
-        elif spec.name == "sglang":
-            from ctrl_megatron.rollout.sglang_engine import SglangEngine
-
-            build = SglangEngine.build
-        else:
-            from ctrl_megatron.rollout.hf_engine import HfEngine
-
-            build = HfEngine.build
-    return await build(spec)
+        adapter = getattr(import_module(module), name)
+    return await adapter.build(spec)
 
 
 def die(reason: str) -> None:

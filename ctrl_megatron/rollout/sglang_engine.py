@@ -161,6 +161,10 @@ class SglangEngine:
         self._spec = spec
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
         self._state = WeightState(read_manifest(spec.model_path, spec.dtype))
+        # On a CPU SGLang requires cores for each tensor rank, although nothing is bound to them
+        # without its own kernels.
+        cores = ["0"] * spec.tensor_parallel_size
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
         self._engine = _Engine(**server_args(spec))
         self._control: Any = self._engine.tokenizer_manager
         # We notice a dead child ourselves, and say so.

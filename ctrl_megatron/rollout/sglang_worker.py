@@ -33,7 +33,7 @@ with without_collections():
 from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.rollout.held_tensors import held_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, numbers_at, pick, truncate_rows
-from ctrl_megatron.rollout.weight_chunks import read_chunk
+from ctrl_megatron.rollout.transports import read_chunk
 
 SAMPLER = "pytorch"
 """The name our sampler takes: the only one that SGLang admits on a CPU."""

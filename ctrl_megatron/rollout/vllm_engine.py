@@ -215,7 +215,7 @@ class VllmEngine:
         await self._llm.start_weight_update()
 
     async def load_chunk(self, chunk: WeightChunk) -> None:
-        """``vllm_worker.SharedMemoryTransfer`` reads the chunk in every worker."""
+        """``vllm_worker.ChunkTransfer`` reads the chunk in every worker."""
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(chunk)))
 
     async def commit_update(self, version: str) -> None:

@@ -35,7 +35,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from ctrl_megatron.rollout import vllm_cpu
 from ctrl_megatron.rollout.held_tensors import held_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, pick, uniform
-from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk, read_chunk
+from ctrl_megatron.rollout.transports import read_chunk
+from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk
 from ctrl_megatron.rollout.weight_update import read_model_config
 
 _PROBE_ROWS = 2048
@@ -43,19 +44,20 @@ _PROBE_ROWS = 2048
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """Shared memory needs no rendezvous."""
+    """Our media need no rendezvous through vLLM."""
 
 
 @dataclass
 class ChunkInfo(WeightTransferUpdateInfo):
     """The fields of a ``WeightChunk``."""
 
-    segment: str
+    receiver: str
     tensors: list[ChunkTensor]
+    place: dict[str, Any]
 
 
-class SharedMemoryTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
-    """Every worker maps the chunk; the model's own weight loaders take the worker's share."""
+class ChunkTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
+    """Every worker reads whole chunks; the model's own weight loaders cut the worker's share."""
 
     init_info_cls = NoInitInfo
     update_info_cls = ChunkInfo
@@ -70,20 +72,24 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
     def receive_weights(self, update_info: ChunkInfo) -> None:
         """Load a chunk; nothing refers to its memory afterwards."""
         dtype, model = self.model_config.dtype, self.model
-        mapped: set[int] = set()
+        lent: set[int] = set()
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            chunk: WeightChunk = {"segment": update_info.segment, "tensors": update_info.tensors}
+            chunk: WeightChunk = {
+                "receiver": update_info.receiver,
+                "tensors": update_info.tensors,
+                "place": update_info.place,
+            }
             for name, view in read_chunk(chunk):
-                mapped.add(_memory_of(view))
+                lent.add(_memory_of(view))
                 yield name, view.to(self.device, dtype)
 
         model.load_weights(tensors())  # type: ignore[operator]
         for layer in model.modules():
-            # A layer that is not whole yet keeps its tensors until another chunk completes it.
+            # An incomplete layer keeps its tensors until another chunk completes it.
             for _, call in get_layerwise_info(layer).loaded_weights:
                 for name, value in call.arguments.items():
-                    if isinstance(value, torch.Tensor) and _memory_of(value) in mapped:
+                    if isinstance(value, torch.Tensor) and _memory_of(value) in lent:
                         call.arguments[name] = value.clone()
 
     def finish_weight_update(self) -> None:
@@ -105,7 +111,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 if VLLM_BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(VLLM_BACKEND, SharedMemoryTransfer)
+    WeightTransferEngineFactory.register_engine(VLLM_BACKEND, ChunkTransfer)
 
 
 class SeededSampler(torch.nn.Module):

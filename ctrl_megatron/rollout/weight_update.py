@@ -26,7 +26,7 @@ from ctrl_megatron.rollout.engine import (
     EngineMemory,
     SleepLevel,
 )
-from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk, spec_of
+from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk, specs_of
 from ctrl_megatron.types import TensorSpec
 
 _SHOWN = 5
@@ -179,11 +179,10 @@ class WeightState:
             due, touched = {spec.name: spec for spec in specs}, False
             try:
                 async for chunk in chunks:
-                    for brought in map(spec_of, chunk["tensors"]):
+                    for brought in specs_of(chunk):
                         if (announced := due.pop(brought.name, None)) != brought:
                             raise ValueError(
-                                f"chunk in {chunk['segment']} brings {brought}; "
-                                f"announced and still due: {announced}"
+                                f"a chunk brings {brought}; announced and still due: {announced}"
                             )
                     if not touched:
                         touched = True

@@ -25,6 +25,7 @@ ORDER = (
     *(
         "errors",
         "types",
+        "engine_kinds",
         "config",
         "metrics",
         "prompts",

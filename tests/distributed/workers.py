@@ -73,15 +73,12 @@ def pass_on(rank: int, routes: list[tuple[int, ...]], size: int) -> list[list[in
                     number = int(place.spec.name) + 1
                     memory[place.offset : place.offset + size] = number
 
-    class Segment:
-        def __init__(self) -> None:
-            self.memory = torch.zeros(3 * size + 512, dtype=torch.uint8)
-
     found = []
-    segments: Any = [Segment(), Segment()]
-    for bucket in fill_buckets(Source(), segments, groups):
+    memory = [torch.zeros(3 * size + 512, dtype=torch.uint8) for _ in range(2)]
+    source: Any = Source()
+    for bucket in fill_buckets(source, memory, groups):
         for place in bucket.places:
-            part = bucket.segment.memory[place.offset : place.offset + size]
+            part = bucket.memory[place.offset : place.offset + size]
             found.append(sorted({int(part.min()), int(part.max())}))
     return found
 

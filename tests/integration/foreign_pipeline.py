@@ -61,6 +61,16 @@ def foreign_ratio(
 
 
 def build(*, vowel_weight: float = 1.0) -> TaskGraph:
+    """Draw, two rewards beside each other, their sum, update, a report of the pushes."""
+    return up_to_update(vowel_weight).add_node("sync", sync_weights, ["update"]).build()
+
+
+def build_without_sync() -> TaskGraph:
+    """The same without the node that reports pushes."""
+    return up_to_update(1.0).build()
+
+
+def up_to_update(vowel_weight: float) -> Pipeline:
     """Draw, two rewards beside each other, their sum, update."""
     report = StepReport(metrics=spread, examples=shown)
     update: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN}
@@ -80,8 +90,6 @@ def build(*, vowel_weight: float = 1.0) -> TaskGraph:
         .add_node("rollout_correction", rollout_correction, ["sum", "old_log_prob"])
         .add_node("advantages", advantages, ["sum"])
         .add_node("update", update_actor, ["advantages", "rollout_correction"], **update)
-        .add_node("sync", sync_weights, ["update"], **update)
-        .build()
     )
 
 
@@ -124,4 +132,5 @@ def spread(worker: Any, batch: TensorDict) -> dict[str, float]:
 
 def shown(worker: Any, batch: TensorDict) -> list[dict[str, Any]]:
     """What the report shows."""
-    return [{"answer": texts(batch["answer"])[0], "vowels": float(batch["vowels"][0])}]
+    first = {name: texts(batch[name])[0] for name in ("answer", "version")}
+    return [{**first, "vowels": float(batch["vowels"][0])}]

@@ -167,10 +167,10 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
     from ctrl_megatron.data.tokens import TextCodec
     from ctrl_megatron.parallel.background import BackgroundLoop
     from ctrl_megatron.parallel.layout import Layout
-    from ctrl_megatron.resharding.buckets import BucketMemory
-    from ctrl_megatron.resharding.engine_weights import EngineLink, push
     from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.push import push
     from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource
+    from ctrl_megatron.resharding.transports import sender_class
     from ctrl_megatron.rollout.engine import EngineSpec
     from ctrl_megatron.rollout.launch import EngineProcess
 
@@ -189,14 +189,14 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
         dialogues = [codec.encode_chat([{"role": "user", "content": text}]) for text in prompts]
         process.wait_ready()
         remote, layout = process.connect(), EngineLayout(dtype="float32", bucket_bytes=64 << 20)
-        link, memory = EngineLink(engine=remote, loop=loop), BucketMemory(groups)
-        actor = MegatronSource(policy, layout, readers=(0,))
-        proxy = DirectorySource(model, layout, groups, readers=(0,))
+        sender = sender_class("shared_memory")(groups)
+        actor = MegatronSource(policy, layout)
+        proxy = DirectorySource(model, layout, groups)
         results = {}
         for version, source in (("actor@0", actor), ("actor@1", actor), ("proxy", proxy)):
             if version == "actor@1":
                 _change(policy)
-            push(source, link, memory, version=version, verify=version == "actor@1")
+            push(source, remote, loop, sender, version=version, verify=version == "actor@1")
             found = loop.run(_speak(remote, dialogues, count))
             found["digests"] = loop.run(remote.checksums())
             if source is actor:

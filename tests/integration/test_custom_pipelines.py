@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 from forked_run import run_forked
 from launched_run import Job
+
+from ctrl_megatron.metrics import read_json_lines
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -45,6 +49,29 @@ def test_completions_are_rewarded_by_a_function_of_ones_own(
     assert table[-1]["stage"] == "after RL"
     assert 0 < table[-1]["reward/foreign_pipeline:brevity"] < 1
     assert (run.folder / "report.html").is_file()
+
+
+def test_weights_reach_the_engine_without_a_node_for_it_and_through_a_medium_of_ones_own(
+    job: Job,
+) -> None:
+    """Checksums of every push are compared (``trainer.verify_weight_sync``)."""
+    own = (
+        "dag.custom_pipeline_fn=foreign_pipeline:build_without_sync",
+        "actor_rollout_ref.rollout.weight_transport=file_sender:FileSender",
+        # Several buckets, so that both files are used again.
+        *("actor_rollout_ref.rollout.update_bucket_megabytes=1", "trainer.verify_weight_sync=true"),
+        "actor_rollout_ref.actor.use_kl_loss=false",
+    )
+    run = run_forked(job, "no_sync", steps=3, extra=own, without=UNREAD)
+    assert run.codes == (0, 0), run.output[-8000:]
+    drawn_by = [example["version"] for example in read_json_lines(run.folder / "examples.jsonl")]
+    assert drawn_by == ["actor@0", "actor@1", "actor@2"]
+    gaps = [record["metrics"]["rollout/probs_diff_mean"] for record in run.metrics()]
+    assert len(gaps) == 3 and max(gaps) < 1e-4
+    folders = re.findall(r"weights go through (\S*file-sender-\S+)", run.output)
+    # One push before each step, by two ranks.
+    assert len(folders) == 6 and len(set(folders)) == 3
+    assert not any(Path(folder).exists() for folder in folders)
 
 
 def test_a_pipeline_of_a_foreign_shape_runs_is_reported_saved_and_resumed(job: Job) -> None:

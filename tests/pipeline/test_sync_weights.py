@@ -22,6 +22,5 @@ PUSH = SimpleNamespace(num_bytes=3e9, seconds=1.5)
     ],
 )
 def test_pushes_are_reported_where_there_are_any(reports: list[Any], metrics: Any) -> None:
-    weights = SimpleNamespace(take_reports=lambda: reports)
-    worker: Any = SimpleNamespace(actor_learns=False, weights=weights)
+    worker: Any = SimpleNamespace(device=SimpleNamespace(take_reports=lambda: reports))
     assert sync_weights(worker, TensorDict({}, batch_size=[])).metrics == metrics

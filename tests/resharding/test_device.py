@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.resharding import device as device_file
 from ctrl_megatron.resharding.device import DeviceOwner
-from ctrl_megatron.resharding.engine_weights import EngineLink, EngineWeights
-from ctrl_megatron.resharding.plan import TensorPlace
+from ctrl_megatron.resharding.plan import EngineLayout, TensorPlace
+from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.types import TensorSpec
 
@@ -33,6 +34,9 @@ class OneRank:
     def from_first_here(self, value: Any) -> Any:
         return value
 
+    def from_here(self, value: Any) -> dict[int, Any]:
+        return {0: value}
+
     def on_any(self, *flags: bool) -> tuple[bool, ...]:
         self.meetings += 1
         return flags
@@ -44,10 +48,9 @@ class NotedModel:
 
     name: str
     events: list[str]
+    take_device: Callable[[], None]
     away: set[str] = field(default_factory=set)
-
-    def take_device(self) -> None:
-        raise AssertionError("not adopted")
+    updates: int = 0
 
     def offload(self, *parts: str) -> None:
         for part in set(parts) - self.away:
@@ -104,33 +107,50 @@ class Bench:
     """A trainer of two models and an engine; ``linked`` is off on ranks that drive no engine."""
 
     def __init__(
-        self, loop: BackgroundLoop, *, leaves: Any = (), shared: bool = True, linked: bool = True
+        self,
+        loop: BackgroundLoop,
+        *,
+        leaves: Any = (),
+        shared: bool = True,
+        linked: bool = True,
+        rests_until: int = 0,
     ) -> None:
         self.events: list[str] = []
         self.groups, groups = OneRank(), Any
         groups = self.groups
-        self.actor = NotedModel("actor", self.events)
-        self.reference = NotedModel("reference", self.events)
         self.engine = NotedEngine(self.events)
-        link = EngineLink(engine=self.engine, loop=loop) if linked else None  # type: ignore[arg-type]
-        sources: Any = {"actor": OneTensor(self.actor), "proxy": OneTensor(None)}
-        self.weights = EngineWeights(sources, link, groups, verify=False)  # type: ignore[arg-type]
-        self.owner = DeviceOwner(link, groups, shared=shared, leaves=leaves)  # type: ignore[arg-type]
-        if shared:
-            self.owner.to_trainer()
-        self.adopt(self.actor)
-        self.adopt(self.reference)
+        engine: Any = self.engine if linked else None
+        self.owner = DeviceOwner(
+            engine,
+            loop,
+            SharedMemorySender(groups),  # type: ignore[arg-type]
+            EngineLayout(dtype="float32", bucket_bytes=64),
+            directories={"proxy": "proxy's"},
+            shared=shared,
+            leaves=leaves,
+            rests_until=rests_until,
+        )
+        self.actor, self.reference = self.model("actor"), self.model("reference")
+        self.owner.adopt(self.actor, "actor")
+        self.owner.adopt(self.reference)
 
-    def adopt(self, model: Any) -> None:
-        self.owner.adopt(model)
+    def model(self, name: str) -> Any:
+        return NotedModel(name, self.events, self.owner.to_trainer)
 
-    def use(self, role: Any) -> str:
-        return self.owner.to_engine(self.weights, role)
+    def use(self, role: Any, step: int = 0) -> str:
+        return self.owner.to_engine(role, step)
 
     def taken(self) -> list[str]:
         events = list(self.events)
         self.events.clear()
         return events
+
+
+@pytest.fixture(autouse=True)
+def one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models and directories have one tensor."""
+    monkeypatch.setattr(device_file, "MegatronSource", lambda model, layout: OneTensor(model))
+    monkeypatch.setattr(device_file, "DirectorySource", lambda *_: OneTensor(None))
 
 
 @pytest.fixture
@@ -179,22 +199,49 @@ def test_a_step_with_everything_leaving(loop: BackgroundLoop, emptied: list[list
 
 
 def test_weights_are_kept_in_sleep_only_if_they_are_needed_next(loop: BackgroundLoop) -> None:
-    bench = Bench(loop)
-    bench.owner.needed_next = lambda: bench.weights.version("actor")
-    bench.use("actor")
+    bench = Bench(loop, rests_until=2)
+    bench.use("actor", 0)
     bench.taken()
     bench.owner.to_trainer()
     bench.owner.to_trainer()
-    bench.use("actor")
+    bench.use("actor", 1)
     assert bench.taken() == ["sleep 1", "wake weights", "wake kv_cache"]
-    bench.weights.actor_changed(1)
+    bench.use("proxy", 1)
     bench.owner.to_trainer()
-    bench.use("actor")
-    assert bench.taken() == ["sleep 2", "wake weights", "push actor@1", "wake kv_cache"]
-    bench.owner.needed_next = lambda: None
+    assert bench.taken() == ["push proxy", "sleep 2"]
+    # From the second step on the actor learns.
+    assert bench.use("actor", 2) == "actor@0"
     bench.owner.to_trainer()
-    assert bench.use("actor") == "actor@1"
-    assert bench.taken() == ["sleep 2", "wake weights", "push actor@1", "wake kv_cache"]
+    assert bench.use("actor", 2) == "actor@0"
+    assert bench.taken() == [
+        *("wake weights", "push actor@0", "wake kv_cache", "sleep 2"),
+        *("wake weights", "push actor@0", "wake kv_cache"),
+    ]
+
+
+def test_weights_have_a_new_version_whenever_they_have_changed(loop: BackgroundLoop) -> None:
+    bench = Bench(loop, shared=False)
+    # Resumed after four steps.
+    assert bench.use("actor", 4) == bench.use("actor", 4) == "actor@4"
+    bench.actor.updates = 3
+    assert bench.use("actor", 5) == "actor@5" and bench.use("proxy", 5) == "proxy"
+    # A step without an update of the actor, then two updates within a step.
+    assert bench.use("actor", 6) == "actor@5"
+    for updates, version in ((4, "actor@6"), (5, "actor@7"), (5, "actor@7")):
+        bench.actor.updates = updates
+        assert bench.use("actor", 6) == version
+    pushed = ["push actor@4", "push actor@5", "push proxy", "push actor@5"]
+    assert bench.taken() == [*pushed, "push actor@6", "push actor@7"]
+    assert len(bench.owner.take_reports()) == 6 and bench.owner.take_reports() == []
+
+
+def test_another_directory_of_a_role_is_pushed(loop: BackgroundLoop) -> None:
+    bench = Bench(loop, shared=False)
+    bench.use("proxy")
+    bench.owner.read_from("proxy", "another")
+    bench.use("proxy")
+    bench.use("proxy")
+    assert bench.taken() == ["push proxy", "push proxy"]
 
 
 def test_an_engine_with_memory_of_its_own_never_sleeps(loop: BackgroundLoop) -> None:
@@ -211,15 +258,15 @@ def test_an_engine_with_memory_of_its_own_never_sleeps(loop: BackgroundLoop) -> 
 def test_what_would_collide_is_refused(loop: BackgroundLoop) -> None:
     bench = Bench(loop)
     bench.use("proxy")
-    with pytest.raises(RuntimeError, match="built while the engine holds the device"):
-        bench.adopt(NotedModel("late", bench.events))
+    with pytest.raises(RuntimeError, match="built while the engine has the device"):
+        bench.owner.adopt(bench.model("late"))
     bench.owner.to_trainer()
-    bench.adopt(NotedModel("in time", bench.events))
+    bench.owner.adopt(bench.model("in time"))
 
     def use_in_a_push(bucket: int, memory: torch.Tensor) -> None:
         bench.reference.onload("weights")
 
-    bench.weights._sources["actor"].fill = use_in_a_push  # type: ignore[method-assign]
+    bench.owner._sources["actor"].fill = use_in_a_push  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="used while weights go to the engine"):
         bench.use("actor")
 
@@ -228,7 +275,7 @@ def test_ranks_with_and_without_an_engine_meet_equally_often(
     loop: BackgroundLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise one of them would wait for ever."""
-    monkeypatch.setattr("ctrl_megatron.resharding.engine_weights.push", lambda *_, **__: None)
+    monkeypatch.setattr("ctrl_megatron.resharding.device.push", lambda *_, **__: None)
     counts = []
     for linked in (True, False):
         bench = Bench(loop, leaves=ALL, linked=linked)

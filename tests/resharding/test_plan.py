@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import Counter, defaultdict
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -17,7 +18,6 @@ from ctrl_megatron.resharding.buckets import _PIECE_BYTES, ByteSpan, byte_spans,
 from ctrl_megatron.resharding.plan import (
     ALIGNMENT,
     EngineLayout,
-    HostSpread,
     place_in_buckets,
     plan,
 )
@@ -78,12 +78,13 @@ def scatter(shape: ModelShape, layout: Layout, hf: dict[str, torch.Tensor], te: 
 
 
 @st.composite
-def spreads(draw: st.DrawFn, layout: Layout) -> HostSpread:
-    """Ranks on up to four hosts, those of a tensor-parallel group together."""
+def spreads(draw: st.DrawFn, layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(every rank's host, the hosts with engines): up to four hosts, each tensor-parallel group on
+    one."""
     hosts = [draw(st.integers(0, 3)) for _ in range(layout.world_size // layout.tensor)]
     of_rank = tuple(host for host in hosts for _ in range(layout.tensor))
     readers = draw(st.sets(st.sampled_from(range(4)), min_size=1))
-    return HostSpread(of_rank=of_rank, readers=tuple(sorted(readers)))
+    return of_rank, tuple(sorted(readers))
 
 
 @settings(deadline=None, max_examples=100)
@@ -92,10 +93,11 @@ def test_carrying_the_plan_out_rebuilds_every_tensor_for_every_reader(
     drawn: tuple[ModelShape, Layout], engine: EngineLayout, te_names: bool, data: st.DataObject
 ) -> None:
     shape, layout = drawn
-    spread = data.draw(spreads(layout))
+    of_rank, readers = data.draw(spreads(layout))
+    engine = replace(engine, hosts=readers)
     hf = {n: torch.randn(hf_shape(n, shape)) for n in hf_names(shape)}
     shards = scatter(shape, layout, hf, te_names)
-    places = plan(shape, layout, engine, te_names, spread)
+    places = plan(shape, layout, engine, te_names, of_rank)
     assert [t.spec.name for t in places] == list(hf)
     for place in places:
         name = place.spec.name
@@ -108,8 +110,8 @@ def test_carrying_the_plan_out_rebuilds_every_tensor_for_every_reader(
         for source in place.sources:
             assert source.piece.hf == name
             ranks = [layout.rank(tp=source.tp, pp=source.pp, dp=dp) for dp in range(layout.data)]
-            holders |= {spread.of_rank[rank] for rank in ranks}
-            host = spread.of_rank[ranks[source.dp]]
+            holders |= {of_rank[rank] for rank in ranks}
+            host = of_rank[ranks[source.dp]]
             shard = shards[source.tp, source.pp, source.chunk, source.param]
             into = got.setdefault(host, torch.full_like(want, torch.nan))
             into[source.piece.hf_slices] = shard[source.piece.slices]
@@ -120,13 +122,13 @@ def test_carrying_the_plan_out_rebuilds_every_tensor_for_every_reader(
             for giver, taker in itertools.pairwise(route):
                 assert taker not in holders, "what a host holds is not sent to it"
                 got[taker] = got[giver].clone()
-        assert set(got) == written | set(spread.readers)
+        assert set(got) == written | set(readers)
         takers = [host for route in place.routes for host in route[1:]]
-        assert sorted(takers) == sorted(set(spread.readers) - holders)
+        assert sorted(takers) == sorted(set(readers) - holders)
         assert len({route[0] for route in place.routes}) == len(place.routes)
         for host in written:
             assert torch.all(writes[host] == 1), name
-        for reader in spread.readers:
+        for reader in readers:
             assert torch.equal(got[reader], want), name
 
 
@@ -147,8 +149,8 @@ def test_spans_hold_what_is_sent_and_no_tensor_that_is_not(
     drawn: tuple[ModelShape, Layout], engine: EngineLayout, data: st.DataObject
 ) -> None:
     shape, layout = drawn
-    spread = data.draw(spreads(layout))
-    places = plan(shape, layout, engine, False, spread)
+    of_rank, readers = data.draw(spreads(layout))
+    places = plan(shape, layout, replace(engine, hosts=readers), False, of_rank)
     for bucket in range(1 + places[-1].bucket):
         inside = [p for p in places if p.bucket == bucket]
         found = byte_spans(inside)
@@ -184,7 +186,7 @@ def test_pieces_are_the_spans(drawn: list[tuple[int, int]]) -> None:
 def test_no_host_sends_a_tensor_twice() -> None:
     """Eight hosts of which each holds one stage: every tensor runs once round."""
     layout = Layout(tensor=2, pipeline=8)
-    spread = HostSpread(of_rank=tuple(r // 2 for r in range(16)), readers=tuple(range(8)))
+    engine = EngineLayout(dtype="float32", bucket_bytes=99, hosts=tuple(range(8)))
     shape = ModelShape(
         family="any",
         num_layers=8,
@@ -201,7 +203,7 @@ def test_no_host_sends_a_tensor_twice() -> None:
         qkv_bias=False,
         qk_norm=False,
     )
-    for place in plan(shape, layout, EngineLayout(dtype="float32", bucket_bytes=99), False, spread):
+    for place in plan(shape, layout, engine, False, tuple(rank // 2 for rank in range(16))):
         (route,) = place.routes
         assert route == tuple((route[0] + step) % 8 for step in range(8))
 

@@ -118,7 +118,16 @@ class Sender:
                 file.write(raw.tobytes())
                 places.append((_spec(name, self._tensors[name]), offset))
                 offset += len(raw)
-        return weight_chunk(self.segment, places)
+        return shared_chunk(self.segment, places)
+
+
+def shared_chunk(segment: str, places: Sequence[tuple[TensorSpec, int]]) -> WeightChunk:
+    """The chunk of tensors at these byte offsets of a file in /dev/shm."""
+    return weight_chunk(
+        "ctrl_megatron.rollout.transports.shared_memory:SharedMemoryReceiver",
+        [spec for spec, _ in places],
+        {"segment": segment, "offsets": [offset for _, offset in places]},
+    )
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:

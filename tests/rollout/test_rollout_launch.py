@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ctrl_megatron.config.environment import keep_kernel_order
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.rollout.engine import (
-    ENGINE_MODULES,
     EngineSpec,
     available_engines,
     require_engine,
@@ -50,7 +52,8 @@ def test_engines_that_cannot_be_started_are_refused_with_the_remedy(
         require_engine("vlm")
     assert "hf" in available_engines()
     for name in ("vllm", "sglang"):
-        monkeypatch.setitem(ENGINE_MODULES, name, "no_such_module_anywhere")
+        absent = replace(ENGINES[name], library="no_such_module_anywhere")
+        monkeypatch.setitem(ENGINES, name, absent)  # type: ignore[arg-type]
     assert available_engines() == ("hf",)
     for name in ("vllm", "sglang"):
         with pytest.raises(ValueError, match=f"'{name}' is not installed here; install the extra"):

@@ -11,20 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
+from rollout_models import shared_chunk
 from tensor_specs import spec
 
-from ctrl_megatron.rollout import weight_chunks
-from ctrl_megatron.rollout.weight_chunks import (
+from ctrl_megatron.resharding.transports import shared_memory
+from ctrl_megatron.resharding.transports.shared_memory import (
     SharedSegment,
-    WeightChunk,
-    read_chunk,
     remove_segment,
     remove_segments,
     segment_names,
-    spec_bytes,
-    tensor_at,
-    weight_chunk,
 )
+from ctrl_megatron.rollout.transports import read_chunk
+from ctrl_megatron.rollout.weight_chunks import WeightChunk, spec_bytes, tensor_at, weight_chunk
 from ctrl_megatron.rollout.weight_update import checksums, tensor_checksum
 
 
@@ -57,7 +55,7 @@ def test_a_chunk_is_read_where_its_tensors_lie(segment: Path) -> None:
     segment.write_bytes(first.numpy().tobytes() + b"\0" * 8 + raw)
     places = [(spec("b", (5,), "bfloat16"), 32), (spec("a", (3, 2)), 0)]
     # As it arrives in the engine's process.
-    chunk: WeightChunk = json.loads(json.dumps(weight_chunk(segment.name, places)))
+    chunk: WeightChunk = json.loads(json.dumps(shared_chunk(segment.name, places)))
     found = dict(read_chunk(chunk))
     assert torch.equal(found["a"], first) and torch.equal(found["b"], second)
 
@@ -67,19 +65,27 @@ def test_a_tensor_outside_its_segment_is_refused(
     segment: Path, offset: int, shape: tuple[int, ...]
 ) -> None:
     segment.write_bytes(b"\0" * 24)
-    with pytest.raises(ValueError, match="does not fit a segment of 24 bytes"):
-        list(read_chunk(weight_chunk(segment.name, [(spec("a", shape), offset)])))
+    with pytest.raises(ValueError, match="does not fit memory of 24 bytes"):
+        list(read_chunk(shared_chunk(segment.name, [(spec("a", shape), offset)])))
 
 
 @pytest.mark.parametrize("name", ["../etc/passwd", "", ".", "a/b"])
 def test_a_segment_is_named_not_pointed_to(name: str) -> None:
     with pytest.raises(ValueError, match="no name of a shared-memory segment"):
-        list(read_chunk(weight_chunk(name, [])))
+        list(read_chunk(shared_chunk(name, [])))
+
+
+@pytest.mark.parametrize(
+    "receiver", ["no_such_module_anywhere:Receiver", "ctrl_megatron.types:Receiver", "plain", ""]
+)
+def test_a_receiving_half_that_cannot_be_imported_is_named(receiver: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{receiver}' is no importable module:Class"):
+        list(read_chunk(weight_chunk(receiver, [], {})))
 
 
 def test_a_missing_segment_is_named() -> None:
     with pytest.raises(ValueError, match="ctrl-none-such does not exist"):
-        list(read_chunk(weight_chunk("ctrl-none-such", [])))
+        list(read_chunk(shared_chunk("ctrl-none-such", [])))
 
 
 def test_what_the_ranks_write_an_engine_reads() -> None:
@@ -92,7 +98,7 @@ def test_what_the_ranks_write_an_engine_reads() -> None:
         other = SharedSegment(name, 64, create=False)
         tensor_at(writer.memory, specs[0], 0).copy_(first)
         tensor_at(other.memory, specs[1], 32).copy_(second)
-        found = dict(read_chunk(weight_chunk(name, [(specs[0], 0), (specs[1], 32)])))
+        found = dict(read_chunk(shared_chunk(name, [(specs[0], 0), (specs[1], 32)])))
         assert torch.equal(found["a"], first) and torch.equal(found["b"], second)
     finally:
         remove_segments(lambda pid: pid == os.getpid())
@@ -101,7 +107,7 @@ def test_what_the_ranks_write_an_engine_reads() -> None:
 
 def test_a_container_beside_this_one_keeps_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(weight_chunks, "_pid_namespace", lambda: 1)
+        elsewhere.setattr(shared_memory, "_pid_namespace", lambda: 1)
         (name,) = segment_names(1)
     path = Path("/dev/shm") / name
     path.symlink_to("/proc/1/fd/0")
@@ -116,7 +122,7 @@ def test_memory_outlives_its_name_and_is_found_again_under_it() -> None:
     want = spec("a", (4,))
     (name,) = segment_names(1)
     writer = SharedSegment(name, 16, create=True)
-    chunk = weight_chunk(name, [(want, 0)])
+    chunk = shared_chunk(name, [(want, 0)])
     try:
         ((_, first),) = read_chunk(chunk)
         remove_segment(name)
@@ -132,7 +138,7 @@ def test_memory_outlives_its_name_and_is_found_again_under_it() -> None:
 
 
 def test_another_segment_under_the_same_name_is_another(segment: Path) -> None:
-    chunk = weight_chunk(segment.name, [(spec("a", (2,)), 0)])
+    chunk = shared_chunk(segment.name, [(spec("a", (2,)), 0)])
     for values in ([1.0, 2.0], [3.0, 4.0]):
         segment.write_bytes(torch.tensor(values).numpy().tobytes())
         ((_, found),) = read_chunk(chunk)

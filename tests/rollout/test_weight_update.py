@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from rollout_models import shared_chunk
 from tensor_specs import spec
 
 from ctrl_megatron.rollout.engine import EngineBroken, EngineError
-from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk
+from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.rollout.weight_update import WeightState
 
 
@@ -29,7 +30,7 @@ class Steps:
         self.note("begin")
 
     async def load_chunk(self, chunk: WeightChunk) -> None:
-        self.note(f"read {chunk['segment']}")
+        self.note(f"read {chunk['place']['segment']}")
 
     async def commit_update(self, version: str) -> None:
         self.note(f"commit {version}")
@@ -55,7 +56,7 @@ def run_update(state: WeightState, steps: Steps, chunks: list[WeightChunk | Exce
     asyncio.run(work())
 
 
-A, B = (weight_chunk(name, [(spec(name), 0)]) for name in "ab")
+A, B = (shared_chunk(name, [(spec(name), 0)]) for name in "ab")
 
 
 def test_a_chunk_is_pulled_only_when_the_previous_one_was_read() -> None:
@@ -66,7 +67,7 @@ def test_a_chunk_is_pulled_only_when_the_previous_one_was_read() -> None:
     state.require_whole()
 
 
-@pytest.mark.parametrize("first", [ValueError("no weights"), weight_chunk("a", [(spec("q"), 0)])])
+@pytest.mark.parametrize("first", [ValueError("no weights"), shared_chunk("a", [(spec("q"), 0)])])
 def test_a_failure_before_anything_was_read_leaves_the_engine_whole(
     first: WeightChunk | Exception,
 ) -> None:

@@ -1,0 +1,65 @@
+"""The rollout engines by name, and every fact in which they differ outside of their own files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+EngineName = Literal["vllm", "sglang", "hf"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """One engine; the defaults are those of an engine with continuous batching."""
+
+    library: str
+    """The Python package that must be installed."""
+    adapter: str
+    """``module:Class`` of our ``Engine``, which its coroutine ``build(spec)`` starts."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the engine's process."""
+    joins_calls: bool = True
+    """Draws for several calls of ``generate`` together; else it serves them one after another."""
+    reserves_cache: bool = True
+    """Reserves the memory of its key-value cache when it starts."""
+    counts_workspace: bool = True
+    """``gpu_memory_utilization`` includes activations and CUDA graphs, not only weights and
+    cache."""
+    tensor_parallel: bool = True
+    """Can use several devices."""
+
+
+ENGINES: Mapping[str, EngineKind] = {
+    "vllm": EngineKind(
+        library="vllm",
+        adapter="ctrl_megatron.rollout.vllm_engine:VllmEngine",
+        environment={
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_NO_USAGE_STATS": "1",
+            # ``vllm_worker.SeededSampler`` replaces the sampler of vLLM's first model runner.
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            # Worker groups of one host connect over loopback.
+            "VLLM_HOST_IP": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            # Pinned threads of several engines and trainer ranks would share the same cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        },
+    ),
+    "sglang": EngineKind(
+        library="sglang",
+        adapter="ctrl_megatron.rollout.sglang_engine:SglangEngine",
+        # Scheduler processes of one host connect over loopback.
+        environment={"GLOO_SOCKET_IFNAME": "lo"},
+        counts_workspace=False,
+    ),
+    "hf": EngineKind(
+        library="transformers",
+        adapter="ctrl_megatron.rollout.hf_engine:HfEngine",
+        joins_calls=False,
+        reserves_cache=False,
+        tensor_parallel=False,
+    ),
+}
+
+assert tuple(ENGINES) == get_args(EngineName)

@@ -1,0 +1,128 @@
+"""One push: the source's weights into this host's engines, through a medium of ``transports``."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.parallel.waiting import result_of, wait_together
+from ctrl_megatron.resharding.sources import WeightSource
+from ctrl_megatron.resharding.transports import Sender
+from ctrl_megatron.rollout.engine import Engine
+from ctrl_megatron.rollout.weight_chunks import WeightChunk, spec_bytes
+from ctrl_megatron.rollout.weight_update import Checksums
+from ctrl_megatron.types import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """Size and duration of one push."""
+
+    num_bytes: int
+    seconds: float
+    """Includes the comparison of checksums where there is one."""
+
+
+def push(
+    source: WeightSource,
+    engine: Engine | None,
+    loop: BackgroundLoop,
+    sender: Sender,
+    *,
+    version: str,
+    verify: bool = False,
+) -> PushReport:
+    """Load the source's weights into all engines under the name ``version``. Collective.
+
+    ``engine`` is a client of this host's engines on the host's first rank, None on every other rank
+    and on hosts without engines; its calls run on ``loop``. With ``verify`` threads compute
+    checksums of what is sent while engines read it. Those of every engine must be equal:
+    RuntimeError names the first tensors that differ.
+    """
+    groups = sender.groups
+    # The engines' weights must not change while another rank still generates.
+    groups.barrier()
+    start = time.monotonic()
+    queue, sent = None, Checksums() if engine and verify else None
+    if engine:
+        queue = ChunkQueue(engine, loop, [place.spec for place in source.places], version)
+
+    def wait_until_read(bucket: int) -> None:
+        if queue:
+            queue.wait_until_read(bucket)
+        if sent:
+            sent.wait()
+
+    with sender.send(source, wait_until_read) as buckets:
+        for bucket in buckets:
+            if queue:
+                queue.put(bucket.chunk)
+            if sent:
+                for name, tensor in bucket.tensors:
+                    sent.add(name, tensor)
+        wait_together(queue.finish() if queue else None, groups)
+    if verify:
+        asked = loop.submit(engine.checksums()) if engine else None
+        held, wanted = result_of(asked, groups) or {}, sent.result() if sent else {}
+        wrong = [name for name, checksum in wanted.items() if held.get(name) != checksum]
+        if wrong:
+            raise RuntimeError(
+                f"after the update to {version} the engine has other bytes than were sent for "
+                f"{len(wrong)} of {len(wanted)} tensors: {wrong[:5]}"
+            )
+    num_bytes = sum(spec_bytes(place.spec) for place in source.places)
+    return PushReport(num_bytes=num_bytes, seconds=time.monotonic() - start)
+
+
+class ChunkQueue:
+    """The chunks of one update, from the thread that fills buckets to the engine.
+
+    An engine requests the next chunk only when it has read the one before, so the number of its
+    requests says which buckets' memory may be filled again.
+    """
+
+    def __init__(
+        self, engine: Engine, loop: BackgroundLoop, specs: Sequence[TensorSpec], version: str
+    ) -> None:
+        self._loop, self._queue = loop.loop, asyncio.Queue[WeightChunk | None]()
+        self._requested, self._changed = 0, threading.Condition()
+        self._update = loop.submit(engine.update(specs, self, version))
+        # Its failure ends every wait.
+        self._update.add_done_callback(lambda _: self._notify(requested=0))
+
+    def put(self, chunk: WeightChunk) -> None:
+        """Offer the next chunk."""
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, chunk)
+
+    def wait_until_read(self, bucket: int) -> None:
+        """Block until the engine has read the chunk of that number, counted from 0; raises what
+        made its update fail."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._requested >= bucket + 2 or self._update.done())
+        if self._update.done():
+            self._update.result()
+
+    def finish(self) -> Future[None]:
+        """End the chunks; the future is done when the engine has committed the update."""
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
+        return self._update
+
+    def __aiter__(self) -> ChunkQueue:
+        return self
+
+    async def __anext__(self) -> WeightChunk:
+        self._notify(requested=1)
+        chunk = await self._queue.get()
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    def _notify(self, *, requested: int) -> None:
+        with self._changed:
+            self._requested += requested
+            self._changed.notify_all()

@@ -1,0 +1,149 @@
+"""Weights in POSIX shared memory: how the ranks of a host write them.
+
+Two segments on every host are used in turn: the ranks fill one while engines read the other. They
+are created for the first push and kept, because memory that the system provides anew takes several
+times as long to fill.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.hosts import SHARED_MEMORY
+from ctrl_megatron.resharding.buckets import fill_buckets
+from ctrl_megatron.resharding.sources import WeightSource
+from ctrl_megatron.resharding.transports import SentBucket
+from ctrl_megatron.rollout.weight_chunks import spec_bytes, weight_chunk
+
+_RECEIVER = "ctrl_megatron.rollout.transports.shared_memory:SharedMemoryReceiver"
+_OURS = re.compile(r"ctrl-(\d+)-(\d+)-[^-]+-\d+")
+
+
+class SharedSegment:
+    """A piece of shared memory that this process may write; ``memory`` is a uint8 tensor.
+
+    ``name`` leads to it from its creation until ``remove_segment``, and again after ``publish``.
+    The memory itself has no name: it is freed with the last process that has it mapped, however
+    that process ends, and the size of /dev/shm does not bound it.
+    """
+
+    def __init__(self, name: str, size: int, *, create: bool) -> None:
+        self.name = name
+        if create:
+            descriptor = os.memfd_create(name)
+            os.posix_fallocate(descriptor, 0, size)
+        else:
+            descriptor = os.open(os.path.join(SHARED_MEMORY, name), os.O_RDWR)
+        self._file = os.fdopen(descriptor, "r+b", buffering=0)
+        self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        if create:
+            self.publish()
+
+    def publish(self) -> None:
+        """Let ``name`` lead to the memory; only in the process that created it."""
+        # A process that opens the link gets the memory through this process's descriptor.
+        target = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        os.symlink(target, os.path.join(SHARED_MEMORY, self.name))
+
+
+class SharedMemorySender:
+    """``Sender`` through two segments on every host, which each of its ranks has mapped."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self.groups = groups
+        self._segments: tuple[SharedSegment, ...] = ()
+        self._pids = frozenset(groups.from_here(os.getpid()).values())
+
+    @contextmanager
+    def send(
+        self,
+        source: WeightSource,
+        wait_until_read: Callable[[int], None] = lambda bucket: None,
+    ) -> Iterator[Iterator[SentBucket]]:
+        """The segments have names only within the context."""
+        size = max(place.offset + spec_bytes(place.spec) for place in source.places)
+        first = self.groups.is_first_here
+        try:
+            if not self._segments or len(self._segments[0].memory) < size:
+                self._create(size)
+            elif first:
+                for segment in self._segments:
+                    segment.publish()
+            yield self._sent(source, wait_until_read)
+        finally:
+            if first:
+                for segment in self._segments:
+                    remove_segment(segment.name)
+
+    def _sent(
+        self, source: WeightSource, wait_until_read: Callable[[int], None]
+    ) -> Iterator[SentBucket]:
+        memory = [segment.memory for segment in self._segments]
+        for bucket in fill_buckets(source, memory, self.groups, wait_until_read):
+            place = {
+                "segment": self._segments[bucket.number % len(memory)].name,
+                "offsets": [place.offset for place in bucket.places],
+            }
+            specs = (place.spec for place in bucket.places)
+            yield SentBucket(
+                chunk=weight_chunk(_RECEIVER, specs, place), tensors=tuple(bucket.tensors())
+            )
+
+    def _create(self, size: int) -> None:
+        groups = self.groups
+        if groups.is_first_here:
+            remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
+        names = groups.from_first_here(segment_names(2))
+        self._segments = ()
+        if groups.is_first_here:
+            for name in names:
+                self._segments += (SharedSegment(name, size, create=True),)
+        groups.barrier()
+        if not groups.is_first_here:
+            self._segments = tuple(SharedSegment(name, size, create=False) for name in names)
+        # The names may be removed only after every rank has opened them.
+        groups.barrier()
+
+    def close(self) -> None:
+        """Remove the names that ranks of this host have left in /dev/shm."""
+        remove_segments(self._pids.__contains__)
+
+
+def segment_names(count: int) -> list[str]:
+    """New names for segments of this process, by which ``remove_segments`` recognises them."""
+    base = f"ctrl-{os.getpid()}-{_pid_namespace()}-{uuid.uuid4().hex[:12]}"
+    return [f"{base}-{number}" for number in range(count)]
+
+
+def remove_segment(name: str) -> None:
+    """Remove the name; the memory is freed when the last process unmaps it."""
+    # When a run fails, several processes clean up.
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(SHARED_MEMORY, name))
+
+
+def remove_segments(made_by: Callable[[int], bool]) -> None:
+    """Remove the names made by processes for whose id ``made_by`` is true: a killed process leaves
+    its names behind.
+
+    Names made in other containers stay: they may share /dev/shm and count process ids of their own.
+    """
+    here = _pid_namespace()
+    for name in os.listdir(SHARED_MEMORY):
+        ours = _OURS.fullmatch(name)
+        if ours and int(ours[2]) == here and made_by(int(ours[1])):
+            remove_segment(name)
+
+
+def _pid_namespace() -> int:
+    """The namespace inside which process ids are unique."""
+    return os.stat("/proc/self/ns/pid").st_ino
