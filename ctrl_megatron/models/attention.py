@@ -1,8 +1,8 @@
 """Attention over a packed micro-batch whose segments may share a prefix (``packed_layout``).
 
-Two ways to compute the same: segment by segment, and by one variable-length call with the prefix's
-keys gathered for every segment, in Transformer Engine or in torch's own flash attention.
-``attention_kernel`` says which of them a GPU takes.
+There are two ways to compute it: segment by segment, and in one variable-length call with the
+prefix's keys gathered for every segment, by Transformer Engine or torch's own flash attention.
+``attention_kernel`` selects one for a GPU.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ctrl_megatron.models.packed_layout import PackedLayout, PackedLayoutParams,
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _APART = 256
-"""Tokens of a prefix from which all responses' attention to it is one call without a mask, merged
-with that of each of them to itself; for shorter ones a mask takes less time than a second call."""
+"""Shortest prefix, in tokens, to which all responses attend in one call without a mask, merged with
+every response's attention to itself; below it a mask takes less time than a second call."""
 _TOGETHER = 256
-"""Most queries of a segment under one mask, and in the products of a backward pass. Half of what is
-hidden among them is computed for nothing; but products want long matrices."""
+"""Most queries of a segment under one mask, and in the matrix products of a backward pass. Half of
+the products among them are masked and wasted, but long matrices are faster."""
 
 
 class PackedCausalAttention(torch.nn.Module):
-    """Attention in plain torch: no mask is needed, no (T x T) scores exist, and no flop is spent
-    between tokens that do not see each other."""
+    """Attention in plain torch, without a (T x T) mask or scores and without flops between tokens
+    that do not see each other."""
 
     def __init__(
         self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any
@@ -51,7 +51,7 @@ class PackedCausalAttention(torch.nn.Module):
         packed_seq_params: PackedLayoutParams,
         **_: Any,
     ) -> torch.Tensor:
-        """query (T, A, D), key and value (T, G, D), A a multiple of G; returns (T, A * D)."""
+        """(T, A * D) attention of query (T, A, D) to key and value (T, G, D); G divides A."""
         return packed_attention(query, key, value, packed_seq_params, self.scale)
 
 
@@ -62,7 +62,7 @@ def packed_attention(
     packed: PackedLayoutParams,
     scale: float | None,
 ) -> torch.Tensor:
-    """By the kernel of torch that the tensors' device and type have; shapes as in
+    """Attention by torch's kernel for the tensors' device and dtype; shapes as in
     ``PackedCausalAttention``."""
     kernel = attention_kernel.kernel_on(query.device, query.dtype)
     if kernel == "segments":
@@ -77,9 +77,10 @@ def packed_attention(
 class SegmentAttention(torch.autograd.Function):
     """Attention segment by segment.
 
-    Forwards by torch's fused kernel. Backwards by products of some queries with all keys that they
-    see, whose probabilities are made anew from the kept logarithms of their sums: torch's own
-    kernel goes head by head and takes up to twice as long (``docs/experiments/update.md``).
+    The forward pass uses torch's fused kernel. The backward pass multiplies some queries with all
+    keys that they see and recomputes the probabilities from the log-sum-exp of the forward pass:
+    torch's own kernel works head by head and takes up to twice as long
+    (``docs/experiments/update.md``).
     """
 
     @staticmethod
@@ -91,7 +92,7 @@ class SegmentAttention(torch.autograd.Function):
         layout: PackedLayout,
         scale: float | None,
     ) -> torch.Tensor:
-        """query (T, A, D), key and value (T, G, D); returns (T, A, D)."""
+        """Attention of query (T, A, D) to key and value (T, G, D); returns (T, A, D)."""
         out = query.new_empty(query.shape)
         wide = torch.promote_types(query.dtype, torch.float32)
         log_sum = query.new_empty(query.shape[:2], dtype=wide)
@@ -121,7 +122,7 @@ class SegmentAttention(torch.autograd.Function):
             if before >= _APART:
                 rows = slice(members[0].start, members[-1].end)
                 there, sum_there = attend(rows, key[prefix], value[prefix])
-                # Each softmax's share of the one over all these keys (arXiv 2310.01889).
+                # Each part's share of the softmax over all these keys (arXiv 2310.01889).
                 ahead = log_sum[rows] - sum_there
                 share = ahead.sigmoid().unsqueeze(-1)
                 out[rows] = torch.lerp(there.to(wide), out[rows].to(wide), share)
@@ -136,9 +137,9 @@ class SegmentAttention(torch.autograd.Function):
         (given,), layout = grads, ctx.layout
         heads, width, groups, wide = *query.shape[1:], key.shape[1], log_sum.dtype
         scale = width**-0.5 if ctx.scale is None else ctx.scale
-        # P = 2^(S - L) and dS = P (dP - mean), mean the row's sum of P dP, which is that of dO O
-        # (arXiv 2307.08691). What is subtracted takes columns of its own in the products, against
-        # -1 among the keys and values: it is exact before anything is rounded, and costs no pass.
+        # P = 2^(S - L) and dS = P (dP - mean), where mean is the row's sum of P dP, which equals
+        # that of dO O (arXiv 2307.08691). L and mean are extra columns in the products, against -1
+        # among keys and values, so they are subtracted before rounding and without another pass.
         # Powers of two: torch's exp is three times slower where MKL computes it on an AMD.
         bits = math.log2(math.e)
         log_sum = (log_sum * bits).unsqueeze(-1)
@@ -147,7 +148,7 @@ class SegmentAttention(torch.autograd.Function):
         scratch = _Scratch(layout, query, wide)
 
         def by_group(x: torch.Tensor) -> torch.Tensor:
-            """(n, A, ...) -> (G, A / G * n, ...): all queries of a key are one matrix."""
+            """(n, A, ...) -> (G, A / G * n, ...): a matrix of all queries that share a key head."""
             return x.transpose(0, 1).reshape(groups, -1, *x.shape[2:])
 
         for prefix, members in layout.families():
@@ -167,7 +168,7 @@ class SegmentAttention(torch.autograd.Function):
                     g_mean = torch.cat([g, low, (mean - low).to(g.dtype)], -1)
                     wide_probs, probs, grad = scratch.matrices(groups, q.shape[1], seen)
                     torch.bmm(q_log, family.scaled[:, :seen].mT, out=wide_probs)
-                    # Zeros take the place also of what has become infinite for a later token.
+                    # Zeros replace infinite values for later tokens too.
                     wide_probs.exp2_().view(heads, count, seen).tril_(seen - count)
                     probs.copy_(wide_probs)
                     torch.bmm(g_mean, family.values[:, :seen].mT, out=grad).mul_(probs)
@@ -188,10 +189,10 @@ class SegmentAttention(torch.autograd.Function):
 
 
 class _FamilyKeys:
-    """What the members of a family see, as (G, n, D) matrices with their gradients: the prefix's
-    keys and values and, behind them, those of one member after the other.
+    """Keys and values of a family (segments with one prefix) as (G, n, D) matrices, with their
+    gradients: first the prefix's, then those of one member after the other.
 
-    ``scaled`` are the keys in the wide type times a factor. Its last column and the last two of
+    ``scaled`` are the keys in the wide dtype times a factor. Its last column and the last two of
     ``values`` are -1.
     """
 
@@ -206,7 +207,7 @@ class _FamilyKeys:
         self.grad_keys, self.grad_values = (torch.empty_like(self.keys, dtype=wide) for _ in "kv")
 
     def bring(self, tokens: slice, start: int) -> None:
-        """Lay ``tokens`` to ``start``, with gradients of zero."""
+        """Copy the keys and values of ``tokens`` to ``start`` and set their gradients to zero."""
         there = slice(start, start + tokens.stop - tokens.start)
         keys, values = (x[tokens].transpose(0, 1) for x in self._given)
         self.keys[:, there] = keys
@@ -218,14 +219,14 @@ class _FamilyKeys:
     def take_gradients(
         self, tokens: slice, start: int, grad_key: torch.Tensor, grad_value: torch.Tensor
     ) -> None:
-        """Add those of ``tokens``, which lie at ``start``, to all tokens' (T, G, D)."""
+        """Add the gradients of ``tokens``, at ``start`` here, to those of all tokens (T, G, D)."""
         there = slice(start, start + tokens.stop - tokens.start)
         grad_key[tokens] += self.grad_keys[:, there].transpose(0, 1)
         grad_value[tokens] += self.grad_values[:, there].transpose(0, 1)
 
 
 class _Scratch:
-    """Memory that stays in the cache from one piece of a backward pass to the next."""
+    """Buffers that stay in the processor's cache from one piece of a backward pass to the next."""
 
     def __init__(self, layout: PackedLayout, query: torch.Tensor, wide: torch.dtype) -> None:
         most = query.shape[1] * max(
@@ -235,12 +236,12 @@ class _Scratch:
         self._memory = [query.new_empty(most, dtype=dtype) for dtype in types]
 
     def matrices(self, *shape: int) -> list[torch.Tensor]:
-        """One of ``shape`` in the wider type, two in the query's; as the last ones left them."""
+        """One buffer of ``shape`` in the wide dtype, two in the query's, with undefined content."""
         return [memory[: math.prod(shape)].view(shape) for memory in self._memory]
 
 
 def _pieces(segment: Segment) -> list[slice]:
-    """The segment's queries in about equal pieces, counted from its start."""
+    """The segment's queries in pieces of about equal size, counted from its start."""
     count = -(-segment.queries // _TOGETHER)
     bounds = [segment.queries * number // count for number in range(count + 1)]
     return list(starmap(slice, pairwise(bounds)))
@@ -274,14 +275,14 @@ def variable_length_attention(
         bounds.max_seqlen_q,
         bounds.max_seqlen_kv,
         scale=scale,
-        # Causal; flash attention aligns at the bottom right where keys are more than queries.
+        # Causal; with more keys than queries flash attention aligns the mask at the bottom right.
         window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
 def _seen(keys: torch.Tensor, packed: PackedLayoutParams) -> torch.Tensor:
-    """What every segment sees, one segment after the other."""
+    """The keys or values that every segment sees, one segment after the other."""
     return keys if packed.key_index is None else keys.index_select(0, packed.key_index)
 
 
@@ -292,7 +293,7 @@ def masked_attention(
     layout: PackedLayout,
     scale: float | None,
 ) -> torch.Tensor:
-    """Segment by segment with a mask where there is a prefix; for any device and type."""
+    """Attention segment by segment, with a mask for a prefix; for any device and dtype."""
     outputs = []
     for segment in layout.segments:
         own, prefix = slice(segment.start, segment.end), segment.prefix
@@ -325,7 +326,7 @@ def over_shared_prefixes(kernel: Any) -> type:
     """Megatron's attention class ``kernel`` (``TEDotProductAttention``) for packed layouts."""
 
     class VariableLengthAttention(kernel):
-        """One variable-length call of Transformer Engine where it has a kernel for that."""
+        """One variable-length call of Transformer Engine, if it has a kernel for that."""
 
         def __init__(self, *args: Any, softmax_scale: float | None = None, **options: Any) -> None:
             super().__init__(*args, softmax_scale=softmax_scale, **options)
@@ -341,7 +342,7 @@ def over_shared_prefixes(kernel: Any) -> type:
             attention_bias: torch.Tensor | None = None,
             packed_seq_params: Any = None,
         ) -> torch.Tensor:
-            """query (T, A, D), key and value (T, G, D); returns (T, A * D)."""
+            """Attention of query (T, A, D) to key and value (T, G, D); returns (T, A * D)."""
             kernel = attention_kernel.kernel_on(query.device, query.dtype)
             if kernel != "transformer_engine":
                 scale = self._packed_scale
@@ -358,7 +359,7 @@ def over_shared_prefixes(kernel: Any) -> type:
                 packed_seq_params=packed_seq_params.attention,
             )
 
-    # Reports say whose kernel it is.
+    # Reports name the library of the kernel.
     VariableLengthAttention.__module__ = kernel.__module__
     VariableLengthAttention.__qualname__ = kernel.__qualname__
     return VariableLengthAttention

@@ -1,8 +1,8 @@
-"""Which kernel computes attention over packed rows, by the GPU, the type and what is installed.
+"""The choice of the kernel for attention over packed rows: by GPU, dtype and installed libraries.
 
-Transformer Engine takes variable-length rows through cuDNN or through flash-attn. Where neither has
-a kernel for them it falls back to attention in plain torch, which gives rows that see a shared
-prefix wrong log-probs or does not run; so it is not asked there.
+Transformer Engine computes variable-length rows with cuDNN or flash-attn. If neither has a kernel
+for them, it falls back to attention in plain torch, which computes wrong log-probs for rows with a
+shared prefix or does not run, so it is not used there.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 
 Kernel = Literal["segments", "transformer_engine", "varlen", "masked"]
 """``segments``: a CPU's fused kernel, segment by segment; ``varlen``: torch's flash attention;
-``masked``: torch's attention with a mask, segment by segment, for whatever the others do not know.
+``masked``: torch's attention with a mask, segment by segment, for everything else.
 """
 Capability = tuple[int, int]
 _HALVES = (torch.bfloat16, torch.float16)
 _FLASH: Capability = (8, 0)
-"""Oldest GPUs of flash attention, torch's own and flash-attn."""
+"""Lowest compute capability of flash attention, in torch and in flash-attn."""
 _CUDNN: tuple[Capability, Capability] = ((9, 0), (12, 0))
-"""From which GPUs on, and up to which, cuDNN is known to have variable-length kernels (cuDNN 9.6 or
-newer, as Transformer Engine 2.9 to 2.11 asks it)."""
+"""Lowest and highest compute capability for which cuDNN has variable-length kernels (9.6 or newer,
+as called by Transformer Engine 2.9 to 2.11)."""
 _TE_MAJOR = 2
-"""Of the oldest version that knows the mask of rows with a shared prefix."""
+"""The oldest version of Transformer Engine with the mask of rows with a shared prefix."""
 
 
 def attention_kernel(
@@ -36,8 +36,8 @@ def attention_kernel(
     transformer_engine: str | None,
     flash_attn: bool,
 ) -> Kernel:
-    """The kernel for a GPU of this compute capability (None: a CPU), for tensors of this type, with
-    this version of Transformer Engine (None: not installed), flash-attn beside it or not.
+    """The kernel for a GPU of this compute capability (None: a CPU) and tensors of this dtype, with
+    this version of Transformer Engine (None: not installed) and with or without flash-attn.
     """
     if capability is None:
         return "segments"
@@ -53,7 +53,7 @@ def attention_kernel(
 
 @cache
 def kernel_on(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The kernel for tensors on ``device`` with what is installed here."""
+    """The kernel for tensors on ``device`` with the libraries of this environment."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return attention_kernel(
         capability=capability,
@@ -64,7 +64,7 @@ def kernel_on(device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 def why_not_transformer_engine(capability: Capability, dtype: torch.dtype) -> str:
-    """For reports: why an installed Transformer Engine does not compute attention, and a remedy."""
+    """Why an installed Transformer Engine does not compute attention, with a remedy."""
     if dtype not in _HALVES:
         return "no kernel of Transformer Engine takes float32; use bfloat16"
     architecture = f"sm{capability[0]}{capability[1]}"

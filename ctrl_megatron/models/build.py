@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """How to build, beside what the model and the layout say."""
+    """How to build a model, beyond its shape and layout."""
 
     dtype: str = "bfloat16"
     recompute_granularity: str | None = None
@@ -64,7 +64,7 @@ def transformer_config(
         "qk_layernorm": shape.qk_norm,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        # Megatron's word for "the spec's own": without Transformer Engine, models.layers.SwiGLU.
+        # Means "the activation of the layer spec": models.layers.SwiGLU without Transformer Engine.
         "use_te_activation_func": not has_transformer_engine(),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -76,15 +76,15 @@ def transformer_config(
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline
         if layout.virtual_pipeline > 1
         else None,
-        # Interleaved stages of two ranks are each other's both neighbours; Megatron keeps the two
-        # directions apart only when their messages are not batched.
+        # With two interleaved stages the next and the previous rank are the same one; Megatron
+        # separates the two directions only if their messages are not batched.
         "overlap_p2p_comm": layout.virtual_pipeline > 1,
         "batch_p2p_comm": layout.virtual_pipeline == 1,
         "sequence_parallel": layout.sequence_parallel and layout.tensor > 1,
         # Micro-batches are packed to a token budget, so their lengths differ.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # The loss comes normalised (models.loss_scale); Megatron must not divide again.
+        # The loss is normalised already (models.loss_scale); Megatron must not divide again.
         "calculate_per_token_loss": True,
         "recompute_granularity": options.recompute_granularity,
         "perform_initialization": False,
@@ -109,7 +109,7 @@ def transformer_config(
         settings |= {
             "bias_dropout_fusion": True,
             "apply_rope_fusion": True,
-            # Saves three fifths of what SwiGLU keeps for its backward pass when it is not fused.
+            # Saves three fifths of the memory that an unfused SwiGLU keeps for its backward pass.
             "bias_activation_fusion": True,
         }
     return TransformerConfig(**{**settings, **options.overrides})
@@ -118,8 +118,9 @@ def transformer_config(
 def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     """Inverse frequencies (head_dim / 2,) float32, with Llama 3's long-context scaling.
 
-    Frequencies whose wavelength exceeds the original context are divided by ``factor``, short ones
-    stay, and those between are blended (Llama 3.1 model card; megatron-core fixes the constants).
+    Frequencies whose wavelength exceeds the original context are divided by ``factor``, those of
+    short wavelengths stay, and those between are interpolated (Llama 3.1 model card; megatron-core
+    fixes the constants).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inverse = 1.0 / (rope.theta**exponents)
@@ -140,8 +141,8 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
     """This rank's model chunks, one per virtual stage, on the device, weights uninitialised.
 
     A language model's forward pass returns hidden states after the final norm: the output layer
-    and the softmax are computed together by ``parallel.vocab`` (see there), so the output layer
-    passes through. A value model's returns values.
+    and the softmax are computed together by ``parallel.vocab``, so the output layer returns its
+    input. A value model's forward pass returns values.
     """
     layout = groups.layout
     layout.check_layers(shape.num_layers)

@@ -1,8 +1,8 @@
 """One declarative table per Hugging Face family, read in both directions.
 
-A rule names a Megatron parameter, the HF tensors it is made of, and how they are laid out in it.
-``pieces`` turns a rule into rectangles "these rows and columns of that HF tensor lie here in this
-rank's shard": import copies them one way, export and resharding the other.
+A rule names a Megatron parameter, the HF tensors that it consists of, and their order in it.
+``pieces`` turns a rule into rectangles: these rows and columns of an HF tensor are at this place of
+a rank's shard. Import copies them in one direction, export and resharding in the other.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class ParamRule:
     """One Megatron parameter. ``{i}`` is the layer: local in Megatron names, global in HF names."""
 
     part: Part
-    """Which stage of a pipeline holds it."""
+    """The pipeline stage with the parameter."""
     megatron: str
-    """Name under the local layer spec."""
+    """Name in the local layer spec."""
     hf: tuple[str, ...]
     kind: Kind
     te: str | None = None
-    """Name under the Transformer Engine spec where that fuses norms into linear layers."""
+    """Name in the Transformer Engine spec, if that fuses the norm into a linear layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A rectangle of an HF tensor and where it lies in a rank's shard."""
+    """A rectangle of an HF tensor and its place in a rank's shard."""
 
     hf: str
     hf_start: tuple[int, ...]
@@ -63,11 +63,11 @@ class ShardParam:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     split_dim: int | None
-    """The dimension that is cut over tensor ranks; None for a parameter every rank holds whole."""
+    """The dimension that is split over tensor ranks; None if every rank has the whole parameter."""
 
 
 VALUE_HEAD = "score"
-"""What transformers' token classification models call their head."""
+"""The name of the head in transformers' token classification models."""
 
 
 def table(shape: ModelShape) -> tuple[ParamRule, ...]:
@@ -158,7 +158,8 @@ def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
 
 
 def pieces(rule: ParamRule, shape: ModelShape, *, layer: int, tp: int, tensor: int) -> ShardParam:
-    """``rule`` of global ``layer`` as tensor rank ``tp`` of ``tensor`` holds it (unfilled name)."""
+    """The part of ``rule`` for global ``layer`` on tensor rank ``tp`` of ``tensor``; its name keeps
+    ``{i}``."""
     names = tuple(n.format(i=layer) for n in rule.hf)
     full = hf_shape(names[0], shape)
     tail = full[1:]
@@ -195,10 +196,10 @@ def _rows(name: str, hf_row: int, row: int, count: int, tail: tuple[int, ...]) -
 def shard_params(
     shape: ModelShape, layout: Layout, *, tp: int, pp: int, chunk: int, te_names: bool = False
 ) -> Iterator[ShardParam]:
-    """Every parameter that one shard of the model holds.
+    """Every parameter of one shard of the model.
 
-    Where embeddings are tied the output layer owns no parameter on a stage that also holds the
-    embedding, and a copy of it (same HF tensor) on any other last stage.
+    With tied embeddings the output layer has no parameter on a stage that also has the embedding,
+    and a copy of the embedding (the same HF tensor) on any other last stage.
     """
     first = layout.is_first(pp=pp, chunk=chunk)
     last = layout.is_last(pp=pp, chunk=chunk)

@@ -1,7 +1,7 @@
-"""From a micro-batch to its loss: what Megatron's schedule calls, read from top to bottom.
+"""From a micro-batch to its loss: the functions that Megatron's schedule calls, in their order.
 
-Megatron lets the last stage return its output and a function that makes a loss of it. Here the
-stage makes the loss at once, and the function (``report_loss``) only hands it over.
+Megatron expects the last stage to return its output and a function that computes the loss from it.
+Here the stage computes the loss itself, and the function (``report_loss``) only returns it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Scalars = dict[str, torch.Tensor]
 
 
 class Head(Protocol):
-    """Reads the last stage's output where it predicts a response token."""
+    """Computes vectors from the last stage's output where it predicts a response token."""
 
     def __call__(
         self, module: Any, micro: MicroBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Some (N,) float32 vectors over the micro-batch's N response tokens, differentiable.
 
-        ``module`` is the last stage's GPTModel, ``output`` what its forward pass has returned.
+        ``module`` is the last stage's GPTModel, ``output`` the result of its forward pass.
         """
         ...
 
@@ -62,8 +62,8 @@ def forward_with_loss(
         scalars = {"loss": share.detach(), **scalars}
     else:
         share, scalars = vectors[0].sum(), {}
-    # Keeps every parameter in the graph, also of a micro-batch without rows and of a loss that is a
-    # constant: the sum of gradients over data-parallel ranks waits for each of them.
+    # Keeps every parameter in the graph, also for a micro-batch without rows and for a constant
+    # loss: the sum of gradients over data-parallel ranks waits for each parameter.
     return share + 0.0 * (output.sum() + vectors[0].sum()), partial(report_loss, scalars)
 
 
@@ -89,7 +89,7 @@ def _keep(vectors: tuple[torch.Tensor, ...], micro: MicroBatch, results: torch.T
 
 
 def report_loss(scalars: Scalars, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Scalars]:
-    """Megatron's ``loss_func``: gets the loss back and says what the schedule shall return."""
+    """Megatron's ``loss_func``: passes on the loss and the scalars that the schedule returns."""
     # The token count is not used: the loss is normalised already (models.loss_scale).
     return loss, torch.tensor(1, dtype=torch.int), scalars
 

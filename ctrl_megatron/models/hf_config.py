@@ -1,4 +1,4 @@
-"""What a Hugging Face ``config.json`` says, checked feature by feature."""
+"""Reads a Hugging Face ``config.json`` and checks it feature by feature."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The dimensions of a dense decoder, independent of who runs it."""
+    """The dimensions of a dense decoder, independent of library and layout."""
 
     family: str
     num_layers: int
@@ -44,7 +44,7 @@ class ModelShape:
 
 
 def value_shape(shape: ModelShape) -> ModelShape:
-    """The value model that stands on the same decoder."""
+    """The value model with the same decoder."""
     return replace(shape, value_head=True, tied_embeddings=False)
 
 
@@ -74,9 +74,9 @@ _ROPE_KEYS: dict[str, dict[str, type]] = {
         "original_max_position_embeddings": int,
     },
 }
-# What transformers' configuration classes take for a key that the file does not have. Sizes that
-# only a particular model has (layers, widths, vocabulary) must be given. A key that is null has no
-# value there either, but for the two that follow from others.
+# Defaults of transformers' configuration classes for keys that the file lacks. Sizes of a
+# particular model (layers, widths, vocabulary) are required. A null counts as a missing key, except
+# for the two keys whose default follows from others.
 _FILLED_IN: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
@@ -102,8 +102,8 @@ def read_model_shape(directory: str | Path) -> ModelShape:
 def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> ModelShape:
     """The shape that a ``config.json`` mapping describes.
 
-    Every key is either read, known to be irrelevant to the forward pass, or refused by name:
-    a model that would silently compute something else is worse than an error.
+    Every key is read, or known to be irrelevant to the forward pass, or refused by name, so that no
+    model silently computes something else.
     """
     if not isinstance(config, dict):
         raise UserError(f"{where}: must be a JSON object, is {type(config).__name__}")

@@ -1,4 +1,4 @@
-"""Which library computes what: read off the classes that a model is built from on this machine."""
+"""The library behind each kernel, read from the classes of a model on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def providers(dtype: str = "bfloat16") -> dict[str, str]:
-    """Kernel -> ``module.Class`` that computes it for this type of model; imports Megatron-Core."""
+    """Kernel -> ``module.Class`` that computes it in this dtype; imports Megatron-Core."""
     from megatron.core import optimizer
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -34,8 +34,8 @@ def providers(dtype: str = "bfloat16") -> dict[str, str]:
 
 
 def attention_note(dtype: str = "bfloat16") -> str:
-    """Why an installed Transformer Engine does not compute attention on this GPU, and a remedy;
-    empty where it does, and where there is no GPU or no Transformer Engine.
+    """Why an installed Transformer Engine does not compute attention on this GPU, with a remedy;
+    empty if it does, and without a GPU or Transformer Engine.
     """
     import torch
 
@@ -51,7 +51,7 @@ def attention_note(dtype: str = "bfloat16") -> str:
 
 
 def kernels_line(*, on_gpu: bool, dtype: str = "bfloat16") -> str:
-    """``providers`` as a line for the start of a run; with a remedy where a GPU has slow ones."""
+    """``providers`` as a line for the start of a run, with a remedy for slow kernels on a GPU."""
     from ctrl_megatron.models.layer_spec import has_transformer_engine
 
     line = "; ".join(f"{kernel}: {provider}" for kernel, provider in providers(dtype).items())
@@ -63,7 +63,7 @@ def kernels_line(*, on_gpu: bool, dtype: str = "bfloat16") -> str:
 
 
 def _attention(built: str, dtype: str) -> str:
-    """``built`` is the class in the model, which may hand over to a kernel of torch."""
+    """The name of the attention kernel; the model's class ``built`` may call a kernel of torch."""
     import torch
 
     from ctrl_megatron.models.attention_kernel import kernel_on
@@ -79,7 +79,7 @@ def _attention(built: str, dtype: str) -> str:
 
 
 def _wgrad() -> str:
-    """Who adds a weight's gradient to those of earlier micro-batches."""
+    """The library that adds a weight's gradient to those of earlier micro-batches."""
     from megatron.core.tensor_parallel import layers
 
     from ctrl_megatron.models.layer_spec import adds_weight_gradients, has_transformer_engine

@@ -1,4 +1,4 @@
-"""Megatron layer specs: Transformer Engine's where installed, ours in plain torch elsewhere."""
+"""Megatron layer specs: Transformer Engine's if it is installed, else ours in plain torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ctrl_megatron.models.packed_layout import PackedLayoutParams
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
-    """A rotary table with a row for every token of a packed micro-batch, in Megatron's place for
-    its own, whose rows are the positions of one sequence: positions of responses that share a
-    prompt start anew in the middle of it.
+    """A rotary table with a row for every token of a packed micro-batch. It replaces Megatron's,
+    whose rows are the positions of one sequence: here every response of a group continues from the
+    position where their shared prompt ends.
     """
 
     def __init__(self, inverse_frequencies: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
     def get_rotary_seq_len(
         self, _context: Any, _block: Any, _hidden: Any, _config: Any, packed: PackedLayoutParams
     ) -> torch.Tensor:
-        """What Megatron hands to ``forward``: (T,) int64 positions."""
+        """The (T,) int64 positions, which Megatron passes on to ``forward``."""
         return packed.positions
 
     def forward(self, positions: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -52,11 +52,11 @@ class PackedRotaryEmbedding(torch.nn.Module):
 
 
 class ValueOutputLayer(MegatronModule):
-    """From a hidden state to one number, in the place of a language model's vocabulary projection.
+    """From a hidden state to one number; it replaces a language model's vocabulary projection.
 
-    Every tensor rank holds it whole. Under sequence parallelism each of them sees other tokens, so
-    weight and bias are marked for Megatron to sum their gradients over the tensor ranks; without
-    the mark the ranks' heads would drift apart.
+    Every tensor rank has the whole layer. Under sequence parallelism each of them computes other
+    tokens, so weight and bias are marked for Megatron to sum their gradients over the tensor ranks;
+    without the mark the ranks' heads would diverge.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -68,27 +68,27 @@ class ValueOutputLayer(MegatronModule):
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        """hidden (..., H) in any float dtype -> ((..., 1) float32, None), as Megatron's layers."""
+        """hidden (..., H) in any float dtype -> ((..., 1) float32, None), as in Megatron."""
         return F.linear(hidden.float(), self.weight.float(), self.bias.float()), None
 
 
 def has_transformer_engine() -> bool:
-    """True where Transformer Engine is installed; it is never installed without CUDA."""
+    """True if Transformer Engine is installed, which requires CUDA."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def adds_weight_gradients() -> bool:
-    """True where Megatron's own linear layers can add a weight's gradient to earlier ones: with
-    Apex, built with ``--cuda_ext``, and on a CPU (``parallel.weight_gradient``)."""
+    """True if Megatron's own linear layers can add a weight's gradient to earlier ones: with Apex
+    built with ``--cuda_ext``, and on a CPU (``parallel.weight_gradient``)."""
     return tensor_layers._grad_accum_fusion_available
 
 
 def fuse_weight_gradients(models: Iterable[torch.nn.Module]) -> None:
-    """Let Transformer Engine's linear layers, where there are any, add the gradients of weights to
+    """Make Transformer Engine's linear layers, if there are any, add the gradients of weights to
     ``main_grad`` inside their products.
 
-    ``TransformerConfig.gradient_accumulation_fusion`` would do so too, but is refused without Apex
-    by Megatron's own output layer.
+    ``TransformerConfig.gradient_accumulation_fusion`` would do the same, but Megatron's own output
+    layer refuses it without Apex.
     """
     for model in models:
         for module in model.modules():
@@ -97,13 +97,13 @@ def fuse_weight_gradients(models: Iterable[torch.nn.Module]) -> None:
 
 
 def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
-    """The spec of a stage with ``num_layers`` layers; the final norm stands on the last stage."""
+    """The spec of a stage with ``num_layers`` layers; the last stage has the final norm."""
     if has_transformer_engine():
         spec: Any = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
         parts = spec.submodules.self_attention.submodules
         parts.core_attention = over_shared_prefixes(parts.core_attention)
         return spec
-    # Megatron annotates these slots more narrowly than what it builds from.
+    # Megatron's annotations of these fields are narrower than what it accepts.
     norm: Any = RMSNorm
     core_attention: Any = PackedCausalAttention
     head_norm: Any = RMSNorm if qk_norm else None

@@ -1,7 +1,7 @@
 """The parts of a layer between its matrix products, in plain torch: norm, rotary embedding, SwiGLU.
 
-Each of them is one autograd function that keeps its input and computes again what else the backward
-pass needs. Where Transformer Engine is installed, its own take their place.
+Each of them is one autograd function that keeps its input and recomputes what else the backward
+pass needs. If Transformer Engine is installed, its layers are used instead.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _CACHED = 1 << 16
-"""Numbers of one operand that a thread handles between two operations on a CPU."""
+"""Elements of one operand that a thread processes between two operations on a CPU."""
 
 
 def _rows_at_once(matrix: torch.Tensor) -> int:
-    """Rows of (T, N) that are computed together."""
+    """Slices of rows of (T, N) that are computed together."""
     if matrix.device.type != "cpu":
         return max(1, len(matrix))
     return max(1, _CACHED * torch.get_num_threads() // matrix.shape[1])
@@ -69,7 +69,7 @@ class _RMSNorm(torch.autograd.Function):
 class RMSNorm(torch.nn.Module):
     """Root mean square norm over the last dimension, computed in float32 (as HF does).
 
-    Under sequence parallelism each tensor rank sees other tokens, so the weight is marked for
+    Under sequence parallelism each tensor rank computes other tokens, so the weight is marked for
     Megatron to sum its gradient over the tensor ranks; torch's own norm lacks that mark.
     """
 
@@ -106,7 +106,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class SwiGLU(torch.nn.Module):
-    """The activation of Megatron's MLP, in the place that it has for Transformer Engine's."""
+    """The activation of Megatron's MLP, in place of Transformer Engine's."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class SwiGLU(torch.nn.Module):
 def _rotate(
     out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int
 ) -> None:
-    """out = x turned by ``sign`` times the angles: halves (x1, x2) of the last dimension become
+    """out = x rotated by ``sign`` times the angles: halves (x1, x2) of the last dimension become
     (x1 cos - x2 sin, x2 cos + x1 sin). x and out (T, ..., D), tables (T, 1, ..., D / 2)."""
     (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(x1, cos, out=out1)
@@ -156,9 +156,9 @@ class _SplitAndRotate(torch.autograd.Function):
 
 
 class RotatedSelfAttention(SelfAttention):
-    """Megatron's attention, of which splitting and rotating queries and keys are ours.
+    """Megatron's attention with our own splitting and rotation of queries and keys.
 
-    Megatron computes the tables anew in every layer; here the layers of a pass share them.
+    Megatron recomputes the rotary tables in every layer; here the layers of a pass share them.
     """
 
     def forward(  # type: ignore[override]
@@ -169,7 +169,7 @@ class RotatedSelfAttention(SelfAttention):
         rotary_pos_emb: torch.Tensor,
         **arguments: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states (T / sequence ranks, 1, H); as Megatron's."""
+        """As Megatron's; hidden_states (T / sequence ranks, 1, H)."""
         self._tables = _tables(rotary_pos_emb, self.config.params_dtype)
         return super().forward(hidden_states, attention_mask, **arguments)
 
@@ -189,8 +189,8 @@ class RotatedSelfAttention(SelfAttention):
 
 
 def _tables(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines (T, 1, 1, D / 2) of ``angles`` (T, 1, 1, D), which keeps them for the other
-    layers."""
+    """Cosines and sines (T, 1, 1, D / 2) of ``angles`` (T, 1, 1, D), cached on that tensor for the
+    other layers."""
     known = getattr(angles, "tables", None)
     if known is None:
         half = angles[..., : angles.shape[-1] // 2]

@@ -1,8 +1,8 @@
-"""The one place that says what a loss is divided by.
+"""The denominators of every loss.
 
 A loss is a sum over all tokens or sequences of the global mini-batch divided by one global count.
 Every piece (micro-batch, data-parallel rank) divides its own sum by the *global* count, and pieces
-are added: Megatron is told not to divide (``calculate_per_token_loss``, finalise without a token
+are added. Megatron itself does not divide (``calculate_per_token_loss``, finalise without a token
 count), so the result depends on neither micro-batches nor the parallel layout.
 """
 

@@ -1,5 +1,5 @@
-"""From padded rows to packed micro-batches under a token budget; no flop is spent on padding, and
-none twice on a prompt that rows of a micro-batch share."""
+"""From padded rows to packed micro-batches under a token budget: no flop is spent on padding, and a
+prompt that rows of a micro-batch share is computed once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MicroBatch:
     """T packed tokens of b rows, N of which are predicted response tokens."""
 
     rows: torch.Tensor
-    """(b,) int64: which rows of the batch."""
+    """(b,) int64: the rows' indices in the batch."""
     tokens: torch.Tensor
     """(1, T) int64."""
     positions: torch.Tensor
@@ -54,9 +54,9 @@ def split_into_micro_batches(
     """Micro-batches that cover every row of ``batch`` once.
 
     batch: ``input_ids``, ``attention_mask`` (B, P+R) and ``response_mask`` (B, R), prompts padded
-    on the left, responses on the right. ``shared_prefix``: rows with equal prompts stand behind one
-    copy of it (``models.packed_layout``). ``multiple``: packed lengths are filled up to a multiple
-    of it (sequence parallelism cuts them over the tensor ranks). ``count_multiple``: empty
+    on the left, responses on the right. ``shared_prefix``: rows with equal prompts follow one copy
+    of it (``models.packed_layout``). ``multiple``: packed lengths are filled up to a multiple of it
+    (sequence parallelism splits them over the tensor ranks). ``count_multiple``: empty
     micro-batches are appended up to a multiple of it (the interleaved schedule needs that).
     Raises ValueError for a row above the token budget, without a prompt token, or whose response
     mask is neither empty nor exactly the attended response tokens.
@@ -75,7 +75,7 @@ def split_into_micro_batches(
     if shared_prefix:
         # Rows without a prompt have nothing to share.
         names = [prompt.numpy().tobytes() or row for row, prompt in enumerate(prompts)]
-    # Longest first: the micro-batch that needs most memory fails at once, not after minutes.
+    # Longest first: a micro-batch that needs too much memory fails at once, not after minutes.
     micro_batches = pack_groups([*map(len, prompts)], [*map(len, responses)], names, token_budget)
     micro_batches += [[] for _ in range(-len(micro_batches) % count_multiple)]
     return [
@@ -94,7 +94,8 @@ def _tokens(
 
 
 def _check_responses(attended: torch.Tensor, answered: torch.Tensor) -> None:
-    """Log-probs are put back from column 0 on, so a mask with holes would shift them."""
+    """ValueError for a mask with gaps: log-probs are written back from column 0 on, so a gap would
+    shift them."""
     holes = answered[:, 1:] & ~answered[:, :-1]
     wrong = holes.any(dim=1) | (answered.any(dim=1) & (attended != answered).any(dim=1))
     if wrong.any():

@@ -1,8 +1,7 @@
-"""Memory of tensors that leaves the device and comes back.
+"""Moves the memory of tensors from the device to the host and back.
 
-The tensors stay the objects they are, and so do all views of them: only the storage below them
-becomes empty and is filled again. So Megatron's buffers, the optimizer's references and recorded
-graphs never notice.
+The tensor objects and all views of them stay: only their storage is emptied and filled again.
+Megatron's buffers, the optimizer's references and recorded graphs are therefore not affected.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from typing import Any
 import torch
 
 _ALIGNMENT = 64
-"""Bytes; a multiple of every element's size, so that each copy is a view of any type."""
+"""Bytes; a multiple of every element size, so that a copy can be viewed in any dtype."""
 
 
 class OffloadedTensors:
-    """Some tensors, looked up each time, whose memory is on the device or away.
+    """Tensors, listed anew by every call, whose memory is on the device or away.
 
-    What ``keep`` is on for is copied to host memory, page-locked where the device is a GPU; the
-    host's copies lie behind each other in one block, which is allocated once. Without ``keep`` the
-    tensors come back as zeros.
+    With ``keep`` they are copied to host memory, which is page-locked for a GPU; the copies are in
+    one block that is allocated once. Without ``keep`` the tensors come back as zeros.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], *, keep: bool) -> None:
@@ -62,8 +60,8 @@ class OffloadedTensors:
         self._empty.clear()
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same view of the host's copy as ``tensor`` is of what is away; None of anything else,
-        and of what comes back as zeros."""
+        """The view of the host's copy that corresponds to ``tensor``; None for a tensor that is not
+        away or comes back as zeros."""
         storage = tensor.untyped_storage()
         copy = self._copies.get(storage._cdata)
         if copy is None or storage.nbytes():
@@ -74,8 +72,8 @@ class OffloadedTensors:
         return view.set_(copy.untyped_storage(), *place)  # type: ignore[call-overload]
 
     def _reserve(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
-        """A copy's place for every storage that has none yet: an optimizer's moments appear with
-        its first step."""
+        """Reserve host memory for every storage that has none yet: an optimizer's moments may be
+        created later."""
         sizes = {
             identity: storage.nbytes()
             for identity, storage in storages.items()
@@ -91,11 +89,11 @@ class OffloadedTensors:
 
 
 def host_block(size: int, *, page_locked: bool, runtime: Any = None) -> torch.Tensor:
-    """``size`` bytes of host memory, uint8, of which a GPU may read and write without a detour
-    where it is ``page_locked``. RuntimeError where CUDA refuses.
+    """``size`` bytes of host memory, uint8; a GPU copies from and to ``page_locked`` memory
+    directly. RuntimeError if CUDA refuses to lock it.
 
-    PyTorch's own allocator of such memory rounds every tensor up to a power of two. This one takes
-    whole pages from the system, so that nothing else lies in them, and has the CUDA ``runtime``
+    PyTorch's own allocator of page-locked memory rounds every tensor up to a power of two. This
+    function takes whole pages from the system and has the CUDA ``runtime``
     (``torch.cuda.cudart()``) lock them.
     """
     if not page_locked:
@@ -107,7 +105,7 @@ def host_block(size: int, *, page_locked: bool, runtime: Any = None) -> torch.Te
             f"CUDA cannot lock {size} bytes of host memory (cudaHostRegister: error {code}); raise "
             "the limit of locked memory (ulimit -l), or offload less"
         )
-    # Its views are gone before the storage is, and with the storage goes the memory.
+    # All views are freed before the storage, and the memory is freed with it.
     weakref.finalize(block.untyped_storage(), runtime.cudaHostUnregister, block.data_ptr())
     return block
 
@@ -117,7 +115,7 @@ def _aligned(size: int) -> int:
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages below the tensors, each once, by what tells them apart; empty ones left out."""
+    """The non-empty storages of the tensors by their identity, each once."""
     found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -1,9 +1,9 @@
-"""Where the tokens of a packed micro-batch lie, and which of them each of them sees. Pure.
+"""The order of the tokens in a packed micro-batch, and which tokens each of them sees. Pure.
 
-Rows with the same prompt are one group and share it: [prompt | r1 | r2 | ... | rn]. Positions of
-every response go on after the prompt; a response sees the prompt and, causally, itself, never
-another response. So the prompt is computed once, forwards and backwards, and the gradients of the
-responses add up in it (arXiv 2506.05433). A group of one row is an ordinary causal sequence.
+Rows with the same prompt are one group and share it: [prompt | r1 | r2 | ... | rn]. The positions
+of every response continue those of the prompt; a response sees the prompt and, causally, itself,
+never another response. So the prompt is computed once, forward and backward, and the gradients of
+the responses add up in it (arXiv 2506.05433). A group of one row is an ordinary causal sequence.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class Segment:
 
     @property
     def prefix(self) -> slice:
-        """The tokens that all of the segment see; empty for a sequence of its own."""
+        """The tokens that the whole segment sees; empty for an ordinary sequence."""
         return slice(self.prefix_start, self.prefix_end)
 
     @property
     def queries(self) -> int:
-        """Tokens."""
+        """The number of tokens."""
         return self.end - self.start
 
     @property
     def keys(self) -> int:
-        """Tokens that the last of them sees."""
+        """The number of tokens that the last token sees."""
         return self.prefix_end - self.prefix_start + self.queries
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Where a row of the batch lies: its response follows token ``prompt_end - 1``, which the
-    responses of a group have in common."""
+    """The place of a row of the batch. Its response follows token ``prompt_end - 1``, which all
+    responses of a group share."""
 
     prompt_end: int
     start: int
@@ -64,7 +64,7 @@ class PackedLayout:
 
     segments: tuple[Segment, ...]
     rows: tuple[RowPlace, ...]
-    """Of all groups' rows in their order."""
+    """The rows of all groups, in their order."""
 
     @property
     def tokens(self) -> int:
@@ -73,7 +73,7 @@ class PackedLayout:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a token and one that it sees, itself included."""
+        """Number of pairs of a token and a token that it sees, itself included."""
         return sum(
             s.queries * (s.keys - s.queries) + s.queries * (s.queries + 1) // 2
             for s in self.segments
@@ -85,13 +85,13 @@ class PackedLayout:
         return any(s.prefix_end > s.prefix_start for s in self.segments)
 
     def families(self) -> Iterator[tuple[slice, list[Segment]]]:
-        """Every prefix with the segments that see it, which are neighbours; those without one come
-        with an empty prefix."""
+        """Every prefix with the segments that see it, which are neighbours; an ordinary sequence
+        has an empty prefix."""
         for prefix, members in groupby(self.segments, key=attrgetter("prefix_start", "prefix_end")):
             yield slice(*prefix), list(members)
 
     def positions(self) -> torch.Tensor:
-        """(T,) int64: the place of every token in its row."""
+        """(T,) int64: the position of every token in its row."""
         return _joined(torch.arange(s.keys - s.queries, s.keys) for s in self.segments)
 
     def key_index(self) -> torch.Tensor:
@@ -111,7 +111,7 @@ def _joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
 def lay_out(groups: Sequence[tuple[int, Sequence[int]]], *, filler: int = 0) -> PackedLayout:
     """The layout of groups given as (tokens of the prompt, tokens of each response).
 
-    ``filler`` tokens, a sequence of their own, come last.
+    ``filler`` tokens, an additional sequence, come last.
     """
     segments, rows, here = list[Segment](), list[RowPlace](), 0
     for prompt, responses in groups:
@@ -133,10 +133,10 @@ def lay_out(groups: Sequence[tuple[int, Sequence[int]]], *, filler: int = 0) -> 
 
 @dataclass
 class PackedLayoutParams(PackedSeqParams):
-    """A layout on its way through Megatron, on the device.
+    """A layout as it is passed through Megatron, on the device.
 
-    Megatron itself reads ``cu_seqlens_q`` and ``cu_seqlens_kv``, for the rotary embedding alone:
-    there all tokens are one sequence, because the table has a row for every token
+    Megatron itself reads ``cu_seqlens_q`` and ``cu_seqlens_kv`` only for the rotary embedding,
+    where all tokens are one sequence because the table has a row for every token
     (``models.layer_spec.PackedRotaryEmbedding``).
     """
 
@@ -144,13 +144,13 @@ class PackedLayoutParams(PackedSeqParams):
     positions: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """(T,) int64."""
     attention: PackedSeqParams = field(default_factory=lambda: PackedSeqParams())
-    """What the variable-length kernels take: the segments' bounds among queries and keys."""
+    """The segments' bounds among queries and keys, for variable-length kernels."""
     key_index: torch.Tensor | None = None
-    """``PackedLayout.key_index``; None where every segment sees itself only."""
+    """``PackedLayout.key_index``; None if every segment sees only itself."""
 
 
 def layout_params(layout: PackedLayout, device: torch.device) -> PackedLayoutParams:
-    """The layout as Megatron's layers take it."""
+    """The layout as an argument of Megatron's layers."""
 
     def bounds(sizes: Iterable[int]) -> torch.Tensor:
         return torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32, device=device)

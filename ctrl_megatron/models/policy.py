@@ -20,9 +20,9 @@ from ctrl_megatron.parallel.vocab import linear_log_probs
 
 
 class LossFn(Protocol):
-    """What ``Policy.step`` minimises; called once per micro-batch on the last pipeline stage.
+    """The loss of ``Policy.step``, called once per micro-batch on the last pipeline stage.
 
-    ``log_probs`` and ``entropy`` are (b, R) float32 with gradients; ``rows`` holds the other fields
+    ``log_probs`` and ``entropy`` are (b, R) float32 with gradients; ``rows`` has the other fields
     of the same b rows. Returns this piece's share of the loss (already divided by the global
     ``counts``) and of named scalars; shares are added over micro-batches and data-parallel ranks.
     """
@@ -62,8 +62,8 @@ class Policy(ParallelModel):
     def step_with_log_probs(
         self, rows: Fields, loss: LossFn, temperature: float = 1.0
     ) -> tuple[dict[str, float], torch.Tensor, torch.Tensor]:
-        """``step``, and what ``log_probs`` would have given before it: the step's own forward pass
-        has computed them.
+        """(result of ``step``, log-probs, entropies): the latter as ``log_probs`` before the step,
+        from the step's own forward pass.
         """
         head, results = partial(self._head, temperature=temperature), self.new_results(rows, 2)
         scalars = self.train_step(rows, head, loss, results)
@@ -74,8 +74,8 @@ class Policy(ParallelModel):
         self, module: GPTModel, micro: MicroBatch, output: torch.Tensor, *, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A ``models.forward_step.Head``: (log-probs of the response tokens, entropies)."""
-        # (1, T, H) -> (T, 1, H), of which a rank holds T / tensor size under sequence parallelism.
-        # Backwards both regions sum what the tensor ranks' vocabularies give.
+        # (1, T, H) -> (T, 1, H); under sequence parallelism a rank has T / tensor size of them.
+        # In the backward pass both regions sum the gradients of the tensor ranks' vocabularies.
         hidden = output.transpose(0, 1)
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)

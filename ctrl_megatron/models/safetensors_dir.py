@@ -15,9 +15,9 @@ from ctrl_megatron.models.hf_config import ModelShape
 
 
 class SafetensorsDirectory:
-    """Opens each file once. Files are memory-mapped: only the bytes of what is asked for are
-    touched, but they count as this process's memory as long as it is open. Without ``mapped`` whole
-    tensors are read into memory of their own, also where a part of one is asked for.
+    """Opens each file once. Files are memory-mapped: only the requested bytes are read, but they
+    count as this process's memory as long as the file is open. Without ``mapped`` whole tensors are
+    read into separate memory, also if only a part of one is requested.
     """
 
     def __init__(self, directory: str | Path, *, mapped: bool = True) -> None:
@@ -52,7 +52,7 @@ class SafetensorsDirectory:
     def _opened(self, path: Path) -> Any:
         if path.name not in self._open:
             with users_input(), path.open("rb"):
-                pass  # safetensors calls every failure to open a missing file
+                pass  # safetensors reports every failure to open a file as a missing file
             try:
                 handle = safe_open(path, framework="pt", backend=self._backend).__enter__()
             except (SafetensorError, OSError) as error:
@@ -72,7 +72,7 @@ class SafetensorsDirectory:
         return self._open[file]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor; only the files' headers are read."""
+        """Name -> shape of every tensor; reads only the files' headers."""
         return {name: self._shape(name) for name in self._file_of}
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -83,9 +83,9 @@ class SafetensorsDirectory:
             raise UserError(f"lacks {name}, which the index says it holds", file=path) from error
 
     def check(self, shape: ModelShape) -> None:
-        """ValueError naming tensors that are missing, unexpected or of another shape, and for an
-        output head that differs from the embedding to which config.json ties it. Only headers are
-        read where there is no such head.
+        """ValueError that names tensors that are missing, unexpected or of another shape; also for
+        an output head that differs from the embedding to which config.json ties it. Without such a
+        head only headers are read.
         """
         wanted = {name: hf_shape(name, shape) for name in hf_names(shape)}
         missing = [name for name in wanted if name not in self._file_of]
@@ -118,9 +118,8 @@ class SafetensorsDirectory:
             )
 
     def fingerprint(self) -> str:
-        """Changes where weights do, and is the same wherever the same weights are written: 16 hex
-        digits of the tensors' names, shapes, dtypes and first rows, so that large models are
-        stamped without being read."""
+        """16 hex digits from the tensors' names, shapes, dtypes and first rows. They change with
+        the weights, do not depend on the files, and large models need not be read completely."""
         found = hashlib.sha256()
         for name in sorted(self._file_of):
             shape = self._shape(name)

@@ -1,4 +1,4 @@
-"""The value model of PPO: a scalar per response token in the place of the vocabulary head."""
+"""The value model of PPO: a scalar per response token in place of the vocabulary head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ctrl_megatron.models.parallel_model import ParallelModel
 
 
 class ValueLossFn(Protocol):
-    """What ``ValueModel.step`` minimises; called once per micro-batch on the last pipeline stage.
+    """The loss of ``ValueModel.step``, called once per micro-batch on the last pipeline stage.
 
     ``values`` is (b, R) float32 with gradients; the rest is as for ``models.policy.LossFn``.
     """
@@ -26,7 +26,7 @@ class ValueLossFn(Protocol):
 class ValueModel(ParallelModel):
     """V(state before each response token) of a ``hf_config.value_shape``; arXiv 1506.02438.
 
-    Its output layer is ``models.layer_spec.ValueOutputLayer``; a model that starts from a language
+    Its output layer is ``models.layer_spec.ValueOutputLayer``; a model initialised from a language
     model predicts 0 everywhere at first.
     """
 
@@ -46,6 +46,6 @@ class ValueModel(ParallelModel):
         values = output.transpose(0, 1)
         if self.config.sequence_parallel:
             # Every tensor rank computes the same loss from the gathered values, so its gradient
-            # comes back cut, not summed.
+            # is split, not summed.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return (values.flatten()[micro.predictors],)

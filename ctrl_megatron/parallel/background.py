@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for work that must go on while the main thread computes."""
+"""An event loop in a thread of its own, for work that runs while the main thread computes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """Starts with the trainer, so that a coroutine handed to it runs at once.
+    """Runs from the start of the trainer, so that a submitted coroutine begins at once.
 
-    A task on a loop that nobody runs does not start: that is how the sandbox time of the published
-    CTRL trainer ended up after the log-probs instead of beside them.
+    A task on a loop that is not running does not start. In the published CTRL trainer the sandbox
+    therefore ran after the log-probs instead of at the same time.
     """
 
     def __init__(self, name: str = "background") -> None:
@@ -26,7 +26,7 @@ class BackgroundLoop:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start ``work`` now; the future may be waited for from any thread."""
+        """Start ``work`` now; any thread may wait for the future."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -34,12 +34,12 @@ class BackgroundLoop:
         return self.submit(work).result()
 
     def stack(self) -> list[str]:
-        """Where its thread is now, as lines of a traceback."""
+        """The current stack of the loop's thread, as lines of a traceback."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return traceback.format_stack(frame) if frame is not None else []
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread."""
+        """Cancel the running coroutines and end the thread."""
         if self.loop.is_closed():
             return
         self.run(_cancel_all())

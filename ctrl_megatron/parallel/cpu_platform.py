@@ -1,10 +1,9 @@
 """Lets stock Megatron-Core run on a machine without CUDA.
 
-Megatron-Core asks for CUDA in three ways: it allocates on ``device="cuda"``, it compares
+Megatron-Core uses CUDA in three ways: it allocates on ``device="cuda"``, it compares
 ``Tensor.type()`` with the ``torch.cuda.*`` names, and it calls streams, events and RNG functions of
-``torch.cuda``. ``install()`` answers all three on the CPU. It is called once, by
-``parallel.groups.initialize``, only where no CUDA device exists; nothing else in the package asks
-whether it runs on a CPU.
+``torch.cuda``. ``install()`` provides all three on the CPU. ``parallel.groups.initialize`` calls it
+once, only on a machine without a CUDA device; no other code of the package depends on the platform.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _TYPE_NAMES = {
     "torch.DoubleTensor": "torch.cuda.DoubleTensor",
 }
 _ASKING = {torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to}
-"""Methods that may ask for a device by themselves; every operation is compared with them."""
+"""Methods whose arguments may name a device; every operation is compared with them."""
 _installed: _CudaOnCpu | None = None
 
 
@@ -56,7 +55,7 @@ class _CudaOnCpu(TorchFunctionMode):
 
 
 class _Event:
-    """Everything on a CPU is already in order, so events and streams have nothing to do."""
+    """An event or stream that does nothing: operations on a CPU run in order anyway."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -81,7 +80,7 @@ class _Stream(_Event):
 
 
 def _nothing() -> Callable[..., None]:
-    """A new do-nothing function: torch's tracer refuses one object under two names."""
+    """A new function that does nothing: torch's tracer refuses one object under two names."""
     return lambda *args, **kwargs: None
 
 
@@ -99,9 +98,9 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Make ``torch.cuda`` answer from the CPU for the rest of this process and thread.
+    """Make ``torch.cuda`` use the CPU for the rest of this process and thread.
 
-    Raises RuntimeError where a CUDA device exists, since real devices must never be shadowed.
+    Raises RuntimeError if a CUDA device exists, which must never be hidden.
     """
     global _installed
     if _installed is not None:

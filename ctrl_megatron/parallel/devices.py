@@ -1,4 +1,4 @@
-"""Which device a rank computes on: its CUDA device, or the CPU where the machine has no GPU."""
+"""The device of a rank: its CUDA device, or the CPU on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _DEVICES = Path("/dev")
 def local_device(local_rank: int) -> torch.device:
     """The device of the rank with that number on its machine.
 
-    Raises ValueError where the machine has NVIDIA GPUs that torch does not reach, and where ranks
-    outnumber GPUs: a run must not go on unnoticed on the CPU. ``CUDA_VISIBLE_DEVICES=`` (empty)
-    asks for the CPU.
+    Raises ValueError if torch cannot use the machine's NVIDIA GPUs or if there are fewer GPUs than
+    ranks: a run must not continue unnoticed on the CPU. ``CUDA_VISIBLE_DEVICES=`` (empty) selects
+    the CPU.
     """
     if cpu_platform.installed():
         return torch.device("cpu")
@@ -36,9 +36,10 @@ def local_device(local_rank: int) -> torch.device:
 
 
 def unreached_gpus() -> str | None:
-    """What keeps torch from this machine's NVIDIA GPUs, with the remedy; None where nothing does.
+    """Why torch cannot use this machine's NVIDIA GPUs, with the remedy; None if it can or there are
+    none.
 
-    A GPU is a file ``/dev/nvidiaN`` of the kernel's driver.
+    GPUs are counted by the driver's files ``/dev/nvidiaN``.
     """
     gpus = gpus_here()
     if not gpus or torch.cuda.is_available() or gpus_are_hidden():

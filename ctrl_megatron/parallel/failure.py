@@ -1,9 +1,9 @@
-"""When one process of a run dies, all stop within seconds, and the first cause is what is printed.
+"""When one process of a run dies, all stop within seconds and print the first cause.
 
 Every rank watches the ranks of its own host by process id, its neighbour's heartbeat (which covers
 other hosts), the services it started, and a key in the rendezvous store under which the first
-failure is written. A collective that hangs because a peer is gone cannot keep a rank alive: the
-watch is a thread and ends the process itself.
+failure is written. The watch is a thread that ends the process itself, so a collective that hangs
+because a peer is gone cannot keep a rank alive.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _POLL_SECONDS = 0.5
 _BEAT_SECONDS = 2.0
 _ROOT_CAUSE_SECONDS = 3.0
 FAILED, WRONG_INPUT, STOPPED = 13, 2, 130
-"""Exit codes: a fault of ours or of a process; the user's (a full disk too); a second signal."""
+"""Exit codes: a bug or a dead process; an error of the user (a full disk too); a second signal."""
 
 
 class FailureWatch:
-    """Starts with the process groups, ends with ``close``."""
+    """Watches a rank's peers and services from its construction until ``close``."""
 
     def __init__(
         self, groups: ProcessGroups, *, timeout: float, clean_up: Callable[[], None]
@@ -39,7 +39,7 @@ class FailureWatch:
         self._groups, self._timeout, self._clean_up = groups, timeout, clean_up
         self._services: list[Callable[[], str | None]] = []
         self._ended, self._announced = threading.Event(), False
-        # A store of its own connection: the main thread may sit in a blocking call of the other.
+        # With a connection of its own: the main thread may block the other store.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = dist.distributed_c10d.PrefixStore("failure", store.clone())
         self._near = groups.from_here(os.getpid())
@@ -47,13 +47,13 @@ class FailureWatch:
         self._thread.start()
 
     def guard(self, died: Callable[[], str | None]) -> None:
-        """Ask from now on what happened to a child process, None while it lives; its death is this
-        rank's failure.
+        """Call the function regularly from now on. It returns None while its child process is alive
+        and what happened to it otherwise, which is then this rank's failure.
         """
         self._services.append(died)
 
     def quiet(self) -> None:
-        """Stop watching services and peers: from now on they end one by one. Collective."""
+        """Stop watching services and peers, which end one by one from now on. Collective."""
         self._groups.barrier()
         self._ended.set()
         self._thread.join()
@@ -72,9 +72,9 @@ class FailureWatch:
         """Publish this rank's failure and print the run's first cause; call from the main thread.
         Returns the exit code of all ranks.
 
-        What the user gave, and a second signal, is one line without a traceback. A broken
-        collective is usually the echo of another rank's failure, so that one gets a few seconds to
-        be seen first. Without the launcher's store there is nobody to tell.
+        An error of the user, and a second signal, is one line without a traceback. A broken
+        collective usually follows another rank's failure, which therefore gets a few seconds to
+        be published first. Without the launcher's store nothing can be published.
         """
         rank, fault = self._groups.rank, user_fault(error)
         if fault is not None:
@@ -138,7 +138,7 @@ class FailureWatch:
         self._store.compare_set("cause", "", record)
 
     def _announce(self) -> int:
-        """Say why the run ends, once on this rank; its exit code."""
+        """Print why the run ends, once on this rank; returns its exit code."""
         record = json.loads(self._store.get("cause"))
         me, rank, cause, code = self._groups.rank, record["rank"], record["cause"], record["code"]
         if self._announced:

@@ -1,13 +1,13 @@
-"""What torch's gloo spends where nothing is sent, and what it copies to send it.
+"""Two costs of torch's gloo that this file avoids: idle threads and copies.
 
-Every process group has a thread that looks for messages a hundred times a second, and Megatron
-makes some forty groups on each rank: thousands of times a second an engine on the same cores is
-interrupted, and draws 7 % fewer tokens (``docs/experiments/engines.md``). ``one_loop`` lets the
-groups of a rank share the first one's.
+Every process group has a thread that polls for messages a hundred times a second, and Megatron
+creates some forty groups on each rank. An engine on the same cores is interrupted thousands of
+times a second and draws 7 % fewer tokens (``docs/experiments/engines.md``). ``one_loop`` lets the
+groups of a rank share the thread of the first one.
 
-And gloo has no reduce-scatter and no gather into one tensor of its own: it copies the whole buffer,
-gradients of all weights in float32, sums the copy and copies back what was asked for.
-``sum_in_place`` makes Megatron sum the buffer itself, of which its shard is a view already.
+Gloo has no reduce-scatter and no gather into one tensor. Torch copies the whole buffer (gradients
+of all weights in float32), sums the copy and copies the requested part back. ``sum_in_place`` makes
+Megatron sum the buffer itself, of which its shard is a view already.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.distributed import distributed_c10d
 
 @contextmanager
 def one_loop() -> Iterator[None]:
-    """Gloo groups that are made meanwhile use the connections of the default group's thread.
+    """Gloo groups that are created within the context use the thread of the default group.
 
-    The default group exists; nothing happens where it has no gloo.
+    The default group must exist; nothing happens if it has no gloo.
     """
     own: Any = distributed_c10d.ProcessGroupGloo
     try:
@@ -36,7 +36,7 @@ def one_loop() -> Iterator[None]:
         return
 
     class OnTheSameLoop(own):  # type: ignore[misc,valid-type]
-        """As torch makes it from a time-out."""
+        """The options of a group, as torch makes them from a time-out."""
 
         def __init__(self, store: Any, rank: int, size: int, *, timeout: timedelta) -> None:
             options = own._Options()
@@ -51,7 +51,7 @@ def one_loop() -> Iterator[None]:
 
 
 def sum_in_place() -> None:
-    """Let Megatron's distributed optimizer sum gradients and gather weights so, from now on."""
+    """Make Megatron's distributed optimizer sum gradients and gather weights in place."""
     from megatron.core.distributed import param_and_grad_buffer
 
     for name, function in (
@@ -65,7 +65,7 @@ def sum_in_place() -> None:
 
 
 class _Works(list[Any]):
-    """What runs; ``wait`` returns when all of it is done."""
+    """Running operations; ``wait`` returns when all of them are done."""
 
     def wait(self) -> None:
         for work in self:
@@ -73,12 +73,12 @@ class _Works(list[Any]):
 
 
 _started = _Works()
-"""Of the ``_together`` that is open."""
+"""The operations of the open ``_together``."""
 
 
 @contextmanager
 def _together(group: Any, async_ops: bool = False) -> Iterator[_Works]:
-    """Torch's coalescing manager, which has its part in what else is sent meanwhile."""
+    """Torch's coalescing manager, extended by our operations in place."""
     global _started
     _started = works = _Works()
     with distributed_c10d._coalescing_manager(group, async_ops=async_ops) as others:
@@ -89,7 +89,7 @@ def _together(group: Any, async_ops: bool = False) -> Iterator[_Works]:
 
 
 def _sum(shard: torch.Tensor, buffer: torch.Tensor, op: Any, group: Any, async_op: bool) -> None:
-    """``shard``, a part of ``buffer``, becomes the ranks' sum; so does the rest."""
+    """Replace ``buffer``, of which ``shard`` is a part, by the sum over the ranks."""
     options = distributed_c10d.AllreduceOptions()
     options.reduceOp = op
     # ``dist.all_reduce`` would leave it to the manager, which copies.
@@ -97,7 +97,7 @@ def _sum(shard: torch.Tensor, buffer: torch.Tensor, op: Any, group: Any, async_o
 
 
 def _gather(buffer: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool) -> None:
-    """Every rank's ``shard``, its part of ``buffer``, reaches the others."""
+    """Send every rank's ``shard``, its part of ``buffer``, to the others."""
     ranks = dist.get_process_group_ranks(group)
     for rank, part in zip(ranks, buffer.chunk(len(ranks)), strict=True):
         _started.append(dist.broadcast(part, src=rank, group=group, async_op=True))

@@ -1,4 +1,4 @@
-"""Process groups: the one place that creates them."""
+"""Process groups; this file alone creates them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_WRITE = timedelta(hours=2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroups:
-    """This rank's place and the groups it talks in."""
+    """This rank's place in the layout and its process groups."""
 
     layout: Layout
     rank: int
@@ -34,13 +34,13 @@ class ProcessGroups:
     writers: Any
     """All ranks over gloo, for the threads that write checkpoints beside the training."""
     host_model: Any
-    """The ranks that hold one copy of the model together (tensor x pipeline) over gloo."""
+    """The ranks of this model copy (tensor x pipeline), over gloo."""
     host_data: Any
-    """The ranks with this rank's tensor and pipeline place over gloo."""
+    """The ranks with this rank's tensor and pipeline coordinates, over gloo."""
 
     @property
     def is_leader(self) -> bool:
-        """True on the rank that speaks to engines and sandboxes for its copy of the model."""
+        """True on the first rank of a model copy, which calls engines and sandboxes for it."""
         return self.place.tp == 0 and self.place.pp == 0
 
     @property
@@ -60,11 +60,11 @@ class ProcessGroups:
 
     @property
     def is_last_stage(self) -> bool:
-        """True on ranks that hold the model's output layer."""
+        """True on the ranks with the model's output layer."""
         return self.place.pp == self.layout.pipeline - 1
 
     def from_leader(self, value: T | None) -> T:
-        """The leader's ``value`` on every rank of this copy of the model (pickled, over gloo)."""
+        """The leader's ``value`` on every rank of this model copy (pickled, over gloo)."""
         if self.layout.model_size == 1:
             return value  # type: ignore[return-value]
         box = [value]
@@ -92,7 +92,7 @@ class ProcessGroups:
         return {rank: given for rank, given in values if self.hosts.of_rank[rank] == self.here}
 
     def from_first_here(self, value: T) -> T:
-        """What the first rank of this rank's host gave. Collective over all ranks."""
+        """The ``value`` of the first rank of this rank's host. Collective over all ranks."""
         return next(iter(self.from_here(value).values()))
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ class ProcessGroups:
         return total
 
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The last pipeline stage's ``tensor`` on all stages; all give one of the same shape."""
+        """The last pipeline stage's ``tensor`` on all stages; each passes one of that shape."""
         if self.layout.pipeline > 1:
             source = self.layout.rank(
                 tp=self.place.tp, pp=self.layout.pipeline - 1, dp=self.place.dp
@@ -111,7 +111,7 @@ class ProcessGroups:
         return tensor
 
     def on_any(self, *flags: bool) -> tuple[bool, ...]:
-        """Which of the flags are on on any rank. Collective over all ranks."""
+        """For each flag whether it is set on any rank. Collective over all ranks."""
         raised = torch.tensor([int(flag) for flag in flags])
         dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self.host)
         return tuple(map(bool, raised.tolist()))
@@ -130,11 +130,12 @@ def _gather(value: T, count: int, group: Any) -> list[T]:
 def initialize(
     layout: Layout, *, seed: int, timeout_seconds: float, launch: Launch | None = None
 ) -> ProcessGroups:
-    """Start torch.distributed as the launcher says and build Megatron's groups.
+    """Start torch.distributed with the launcher's settings and build Megatron's groups.
 
-    CUDA devices talk over NCCL; without one, the CPU platform is installed and everything talks
-    over gloo. Raises ValueError if the launched world does not fit the layout, if a group of
-    tensor-parallel ranks stands on several hosts, or if torch does not reach a GPU that is there.
+    CUDA devices communicate over NCCL; without one, the CPU platform is installed and everything
+    uses gloo. Raises ValueError if the number of launched ranks does not fit the layout, if the
+    tensor-parallel ranks of one group are on several hosts, or if torch cannot use the machine's
+    GPUs.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -173,9 +174,9 @@ def initialize(
 
 
 def rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
-    """Where the ranks meet, as arguments of ``init_process_group``.
+    """The rendezvous of the ranks, as arguments of ``init_process_group``.
 
-    torchrun serves a store of its own; everywhere else rank 0 serves one.
+    torchrun serves its own store; with every other launcher rank 0 serves one.
     """
     if launch.launcher == "torchrun":
         return {}
@@ -208,7 +209,7 @@ def _collect(
             group = dist.new_group(ranks, backend="gloo", timeout=timeout)
             host_data = group if rank in ranks else host_data
     host = dist.new_group(list(every), backend="gloo", timeout=timeout)
-    # Whoever has written its share waits for the others; a dead one closes its connections.
+    # A rank that has written its share waits for the others; a dead rank closes its connections.
     writers = dist.new_group(list(every), backend="gloo", timeout=_LONGEST_WRITE)
     identities = _gather(host_identity(), layout.world_size, host)
     hosts = number_hosts(identities)

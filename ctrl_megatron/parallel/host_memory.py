@@ -1,10 +1,10 @@
-"""Host memory that a rank has freed stays with it, for its next tensors.
+"""Keeps host memory that a rank has freed in its process, for its next tensors.
 
-glibc gives every freed block of some size back to the kernel, and each time a page of the next one
-is touched the kernel stops the process, finds a page and clears it. A pass that computes on the CPU
-makes thousands of such tensors, and a third of its time went there. ``keep`` tells glibc to hold on
-to what is freed (``mallopt``, mallopt(3)) and the kernel to give pages of 2 MiB where it can
-(``madvise``); ``make_room`` returns what is free at that moment where the machine needs it.
+glibc returns every large freed block to the kernel. When a page of the next block is first touched,
+the kernel stops the process, finds a page and clears it. A pass on the CPU allocates thousands of
+such tensors, and a third of its time was spent there. ``keep`` makes glibc keep what is freed
+(``mallopt``, mallopt(3)) and asks the kernel for pages of 2 MiB (``madvise``). ``make_room``
+returns free memory when the machine is short of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _CGROUP = Path("/sys/fs/cgroup")
 _STEP = 512 << 20
 _SCARCE = 0.25
-"""Share of the memory below which others may soon find none."""
+"""Share of available memory below which other processes may soon run out of it."""
 _kept = False
 
 
@@ -41,41 +41,42 @@ def keep() -> bool:
 
 
 def make_room() -> None:
-    """``give_back`` where less than a quarter of the machine's memory is left.
+    """Call ``give_back`` if less than a quarter of the machine's memory is available.
 
-    Elsewhere what is given back helps nobody, and costs a rank a fifth of its next update: it gets
-    the same pages again, one fault at a time.
+    With more available memory, returning it would only slow the next update down by a fifth: the
+    rank gets the same pages again, with a page fault for each.
     """
     if available() < _SCARCE:
         give_back()
 
 
 def available() -> float:
-    """Share of the memory that processes could still get: of the machine's, and of what a
-    container's cgroup (version 2) allows where that is less."""
+    """The share of memory that is available: of the machine's, or of the limit of a container's
+    cgroup (version 2) where that share is smaller."""
     machine = psutil.virtual_memory()
     limit = _CGROUP / "memory.max"
     if not limit.is_file() or (most := limit.read_text().strip()) == "max":
         return machine.available / machine.total
     used = int((_CGROUP / "memory.current").read_text())
-    # Pages of files that are written and not in use go when memory is asked for.
+    # Clean pages of files are reclaimed when a process needs memory.
     lines = (_CGROUP / "memory.stat").read_text().splitlines()
     cached = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
     return min(machine.available / machine.total, 1 - (used - cached) / int(most))
 
 
 def give_back() -> None:
-    """Return to the kernel what is free now; nothing happens before ``keep``."""
+    """Return all free memory to the kernel; does nothing before ``keep``."""
     if _kept:
         ctypes.CDLL(None).malloc_trim(0)
         _use_large_pages()
 
 
 def _use_large_pages() -> None:
-    """Ask for pages of 2 MiB where the next tensors will lie.
+    """Ask for pages of 2 MiB for the next tensors.
 
-    The heap grows by half of what the machine has, none of which is used by that; where the kernel
-    does not allow so much, it is less. It must not shrink afterwards: advice goes with the range.
+    The heap's address range grows by half of the machine's memory, or by less if the kernel does
+    not allow it; this uses no memory. The range must not shrink afterwards, because the advice
+    belongs to it.
     """
     if _OVERCOMMIT.read_text().strip() == "2":
         return  # the kernel would count the heap's room as used

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and with it memory, and how hosts reach each other."""
+"""The hosts of a run: which ranks share one, and its memory, and the hosts' addresses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Two IP addresses between which the system would send."""
+    """The IP addresses of both ends of a connection, as the system would choose them."""
 
     own: str
     peer: str
@@ -31,21 +31,21 @@ class Hosts:
     of_rank: tuple[int, ...]
     """Every rank's host."""
     addresses: tuple[str, ...] = ()
-    """IP address of each host by which the others reach it; loopback where there is only one."""
+    """The IP address at which the others reach each host; loopback for a single host."""
 
     def first_rank(self, host: int) -> int:
-        """The host's lowest rank, which acts for it."""
+        """The host's lowest rank, which acts for the host."""
         return self.of_rank.index(host)
 
     def ranks_on(self, host: int) -> int:
-        """How many ranks the host has."""
+        """The number of ranks on the host."""
         return self.of_rank.count(host)
 
     def reached(self, ways: Sequence[Way]) -> Hosts:
-        """With ``addresses``, from every rank's way to rank 0's host.
+        """The same hosts with ``addresses``, from every rank's way to rank 0's host.
 
-        A name often leads to loopback on the machine that bears it, so rank 0's host is known by
-        what the others reach it by.
+        A machine often resolves its own name to loopback, so the address of rank 0's host is the
+        one that the other hosts use.
         """
         first = [self.first_rank(host) for host in range(len(self.names))]
         if len(first) == 1:
@@ -54,7 +54,7 @@ class Hosts:
         return replace(self, addresses=(ways[first[1]].peer, *others))
 
     def require_whole_tensor_groups(self, layout: Layout) -> None:
-        """ValueError if tensor-parallel ranks of one group stand on several hosts."""
+        """ValueError if the tensor-parallel ranks of one group are on several hosts."""
         for pp, dp in product(range(layout.pipeline), range(layout.data)):
             ranks = [layout.rank(tp=tp, pp=pp, dp=dp) for tp in range(layout.tensor)]
             hosts = sorted({self.of_rank[rank] for rank in ranks})
@@ -68,7 +68,7 @@ class Hosts:
 
 
 def number_hosts(identities: Sequence[tuple[str, Hashable]]) -> Hosts:
-    """Hosts from one (name, what tells hosts of that name apart) per rank."""
+    """Hosts from one (name, what distinguishes hosts of that name) per rank."""
     numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
     return Hosts(
         names=tuple(name for name, _ in numbers),
@@ -77,13 +77,13 @@ def number_hosts(identities: Sequence[tuple[str, Hashable]]) -> Hosts:
 
 
 def host_identity() -> tuple[str, int]:
-    """This process's host, for ``number_hosts``. Containers with a shared memory of their own are
-    hosts of their own."""
+    """The identity of this process's host, for ``number_hosts``. A container with its own shared
+    memory is a host of its own."""
     return socket.gethostname(), os.stat(SHARED_MEMORY).st_dev
 
 
 def way_to(host: str) -> Way:
-    """This process's way to ``host``, a name or an address; nothing is sent."""
+    """This process's way to ``host``, a name or an address; sends nothing."""
     family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as way:
         way.connect(place)

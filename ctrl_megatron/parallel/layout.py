@@ -1,4 +1,4 @@
-"""Arithmetic of parallel layouts: pure, and the only place that computes with global ranks."""
+"""Arithmetic of parallel layouts; no other file computes with global ranks. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ctrl_megatron.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """Where one rank stands."""
+    """The coordinates of one rank."""
 
     tp: int
     pp: int
@@ -18,7 +18,8 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of the parallel dimensions; ranks go tensor, data, pipeline (Megatron's default)."""
+    """Sizes of the parallel dimensions; ranks count tensor, data, pipeline, the first fastest
+    (Megatron's default)."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -33,11 +34,11 @@ class Layout:
 
     @property
     def model_size(self) -> int:
-        """Ranks that together hold one copy of the model."""
+        """Number of ranks in one model copy."""
         return self.tensor * self.pipeline
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where global ``rank`` stands."""
+        """The coordinates of global ``rank``."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a layout of {self.world_size} ranks")
         return Coordinates(
@@ -47,7 +48,7 @@ class Layout:
         )
 
     def rank(self, *, tp: int, pp: int, dp: int) -> int:
-        """The global rank that stands at the coordinates; the inverse of ``coordinates``."""
+        """The global rank at the coordinates; the inverse of ``coordinates``."""
         return tp + self.tensor * (dp + self.data * pp)
 
     def check_layers(self, num_layers: int) -> None:
@@ -63,7 +64,7 @@ class Layout:
     def layers(self, num_layers: int, *, pp: int, chunk: int) -> range:
         """Global indices of the layers in virtual stage ``chunk`` of pipeline stage ``pp``.
 
-        Virtual stages are interleaved: stage 0 holds chunk 0 of the first, then of the second pass.
+        Virtual stages are interleaved: every stage has chunk 0 before any stage has chunk 1.
         """
         self.check_layers(num_layers)
         per_chunk = num_layers // (self.pipeline * self.virtual_pipeline)
@@ -71,15 +72,15 @@ class Layout:
         return range(first, first + per_chunk)
 
     def stages(self) -> list[tuple[int, int]]:
-        """Every (pipeline stage, virtual stage) in the order in which a token passes through."""
+        """Every (pipeline stage, virtual stage) in the order of the layers."""
         return [(pp, c) for c in range(self.virtual_pipeline) for pp in range(self.pipeline)]
 
     def is_first(self, *, pp: int, chunk: int) -> bool:
-        """True for the virtual stage that holds the embedding."""
+        """True for the virtual stage with the embedding."""
         return pp == 0 and chunk == 0
 
     def is_last(self, *, pp: int, chunk: int) -> bool:
-        """True for the virtual stage that holds the output layer."""
+        """True for the virtual stage with the output layer."""
         return pp == self.pipeline - 1 and chunk == self.virtual_pipeline - 1
 
 
@@ -91,7 +92,7 @@ def layout_for(
     virtual_pipeline: int | None,
     sequence_parallel: bool,
 ) -> Layout:
-    """The layout of ``world_size`` ranks; what tensor and pipeline leave over is data parallel."""
+    """The layout of ``world_size`` ranks; tensor and pipeline leave the data-parallel size."""
     model_size = tensor * pipeline
     if world_size % model_size:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Sees to it that an engine's process group ends with its parent or with its main process."""
+"""Ends an engine's process group when its parent or its main process ends."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _TRACKER = "multiprocessing.resource_tracker"
 def end_with_parent() -> None:
     """Fork a guard that kills this process group when the parent or this process is gone.
 
-    Standard input must be a pipe whose other end the parent holds. Call this in the leader of a
-    process group of its own, before any thread exists and before heavy imports (the guard keeps
-    this process's memory image). It works whatever the processes are busy with, also when this
-    process is killed by SIGKILL while its own children go on.
+    Standard input must be a pipe whose other end the parent keeps open. Call this in the leader of
+    a process group of its own, before any thread exists and before heavy imports (the guard keeps
+    this process's memory image). It works whatever the processes do, also when SIGKILL ends this
+    process while its children continue.
     """
     leader, parent = os.getpid(), os.getppid()
     if os.getpgrp() != leader:
@@ -33,7 +33,7 @@ def _guard(leader: int, parent: int) -> None:
         signal.signal(sign, signal.SIG_IGN)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     pipe_closed = False
-    # The pipe alone is not enough: children that the parent forked may hold its other end.
+    # The pipe alone is not enough: children that the parent forked may keep its other end open.
     while not pipe_closed and os.getppid() == leader and _stat(leader)[1:2] == [str(parent)]:
         if select.select([0], [], [], _POLL_SECONDS)[0]:
             pipe_closed = not os.read(0, 4096)
@@ -42,7 +42,7 @@ def _guard(leader: int, parent: int) -> None:
 
 
 def _proc_file(pid: int, name: str) -> str:
-    """/proc/PID/NAME; empty if there is no such process."""
+    """The content of /proc/PID/NAME; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/{name}", encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -56,13 +56,13 @@ def _stat(pid: int) -> list[str]:
 
 
 def process_gone(pid: int) -> bool:
-    """True if no such process runs; one that only waits to be reaped counts as gone."""
+    """True if no such process runs; a zombie counts as gone."""
     fields = _stat(pid)
     return not fields or fields[0] in "ZX"
 
 
 def group_members(group: int) -> list[int]:
-    """Process ids of the group's members, without those that only wait to be reaped."""
+    """Process ids of the group's members, without zombies."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     stats = ((pid, _stat(pid)) for pid in pids)
     return [pid for pid, s in stats if s and int(s[2]) == group and s[0] not in "ZX"]
@@ -71,15 +71,15 @@ def group_members(group: int) -> list[int]:
 def end_group(group: int) -> list[int]:
     """Kill a process group, the caller excepted; returns what is left of it, normally nothing.
 
-    Python's resource trackers are spared at first: they end by themselves when the others are
-    gone, and remove the shared memory that those have left.
+    Python's resource trackers are spared at first: they end when the others are gone, and remove
+    the shared memory that those have left.
     """
     deadline = time.monotonic() + _TRACKER_SECONDS
     while members := [pid for pid in group_members(group) if pid != os.getpid()]:
         late = time.monotonic() > deadline
         for pid in members:
             if late or _TRACKER not in _proc_file(pid, "cmdline"):
-                # It may have gone between listing and killing.
+                # It may have ended between listing and killing.
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline + _TRACKER_SECONDS:

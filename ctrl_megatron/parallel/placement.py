@@ -1,4 +1,4 @@
-"""Which engine runs where, with which devices. Pure."""
+"""The placement of engines: their hosts and devices. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Literal
 from ctrl_megatron.errors import UserError
 
 EnginePlacement = Literal["colocated", "dedicated"]
-"""``colocated`` engines share the trainer's devices, ``dedicated`` ones have their own beside."""
+"""``colocated`` engines share the trainer's devices; ``dedicated`` ones have other devices of the
+same hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +18,10 @@ class EnginePlace:
     """One engine's host and devices."""
 
     number: int
-    """Counts the engines of the run, host by host."""
+    """The engine's number in the run, counted host by host."""
     host: int
     devices: tuple[int, ...]
-    """Among those that the host's processes see; on a CPU they stand for no device."""
+    """Numbers among the devices that the host's processes see; on a CPU they mean nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +48,13 @@ def engine_devices(
     tensor: int,
     visible: int | None,
 ) -> range:
-    """The devices of a host with ``ranks`` trainer ranks that belong to engines.
+    """The devices that belong to engines on a host with ``ranks`` trainer ranks.
 
     Rank i of a host computes on device i of the ``visible`` GPUs that its processes see.
-    ``engine_gpus`` is how many of them dedicated engines have; colocated ones have the trainer's.
-    Where there is no GPU (``visible`` is None) it is how many there would be, and without it a host
-    has one engine of ``tensor`` processes. ValueError for a count that leaves a rank's GPU without
-    an engine, or engines without a GPU.
+    ``engine_gpus`` is the number of GPUs for dedicated engines; colocated ones use the trainer's.
+    On a machine without GPUs (``visible`` is None) it is the number of engine processes, and
+    without it a host has one engine of ``tensor`` processes. ValueError for a count that leaves a
+    rank's GPU without an engine, or engines without a GPU.
     """
     key = "actor_rollout_ref.rollout.n_gpus_per_node"
     if visible is None:
@@ -79,7 +80,7 @@ def engine_devices(
 def place_engines(devices: Sequence[range], *, tensor: int) -> Placement:
     """Engines of ``tensor`` neighbouring devices each; ``devices`` are those of every host.
 
-    ValueError where a host's devices do not form whole engines: an engine lives on one host.
+    ValueError if ``tensor`` does not divide a host's devices: an engine uses one host.
     """
     engines: list[EnginePlace] = []
     for host, there in enumerate(devices):
@@ -96,6 +97,6 @@ def place_engines(devices: Sequence[range], *, tensor: int) -> Placement:
 
 
 def sandbox_workers(cores: int, ranks: int) -> int:
-    """Programs that a host judges at the same time: one per core that the process may use, less one
-    for each of the host's ranks, which compute meanwhile; at least one."""
+    """Number of programs that a host judges at the same time: one per core that the process may
+    use, minus one for each of the host's ranks, which compute meanwhile; at least one."""
     return max(1, cores - ranks)

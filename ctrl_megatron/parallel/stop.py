@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask for a stop, on which all ranks agree."""
+"""A stop requested by Ctrl-C or SIGTERM, on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StopRequested(Exception):
 
 
 class StopFlag:
-    """Remembers that a stop was asked for; a second request, seconds later, interrupts at once.
+    """Remembers that a stop was requested; a second request, seconds later, interrupts at once.
 
     The launcher repeats the terminal's Ctrl-C to every rank, so requests close together are one.
     """
@@ -33,7 +33,7 @@ class StopFlag:
         return self
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the signals' former handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -46,9 +46,9 @@ class StopFlag:
 
     @property
     def is_set(self) -> bool:
-        """True once this rank was asked to stop."""
+        """True once a stop was requested on this rank."""
         return self._first is not None
 
     def agreed(self, groups: ProcessGroups) -> bool:
-        """True on all ranks if any rank was asked to stop. Collective."""
+        """True on all ranks if a stop was requested on any rank. Collective."""
         return groups.on_any(self.is_set)[0]

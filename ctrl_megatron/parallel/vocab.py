@@ -1,9 +1,10 @@
 """Log-probability and entropy from hidden states under a vocabulary split over tensor ranks.
 
-The output layer and the softmax are computed together, a tile of logits at a time, and once more
-in the backward pass unless they are few enough to be kept: at (tokens x vocabulary) = (16384 x
-152064) the fp32 logits of a whole micro-batch would take 10 GB. The softmax's normaliser is known
-when the last columns of a tile's tokens have been seen (Milakov and Gimelshein, arXiv 1805.02867).
+The output layer and the softmax are computed together, one tile of logits after the other, and
+again in the backward pass unless the logits are few enough to be kept: at (tokens x vocabulary) =
+(16384 x 152064) the fp32 logits of a whole micro-batch would take 10 GB. The softmax is normalised
+online, while the columns of a tile's tokens are computed (Milakov and Gimelshein, arXiv
+1805.02867).
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ def _all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
 
 
 _LOGITS, _COLUMNS = 1 << 21, 1024
-"""Logits of a tile on a CPU, and the fewest of its columns: the gradient of its hidden states is
-read and written once a tile for its columns, that of the weight for its tokens. A tile of a core's
-own cache is a fifth slower in the backward pass (``docs/experiments/update.md``)."""
+"""Number of logits of a tile on a CPU, and the fewest columns of one. Every tile reads and writes
+the gradients of its tokens' hidden states and of its columns' weights once, so small tiles cost
+more: one that fits a core's own cache is a fifth slower in the backward pass
+(``docs/experiments/update.md``)."""
 _BITS = math.log2(math.e)
-"""Powers of two stand for exponentials: torch's exp is three times slower where MKL computes it on
-an AMD."""
+"""Powers of two replace exponentials: torch's exp is three times slower where MKL computes it on an
+AMD processor."""
 
 
 def _on_cpu(device: torch.device) -> bool:
@@ -47,10 +49,10 @@ def _on_cpu(device: torch.device) -> bool:
 
 
 def _tiles(tokens: int, columns: int, chunk: int, device: torch.device) -> tuple[int, int]:
-    """(tokens, columns) of a tile, which holds at most ``chunk`` tokens' worth of logits.
+    """(tokens, columns) of a tile, which has at most as many logits as ``chunk`` whole rows.
 
-    A GPU takes whole rows of ``chunk`` tokens, a CPU some 2,000 tokens and as many columns as that
-    leaves.
+    On a GPU it is ``chunk`` whole rows; on a CPU some 2,000 tokens and as many columns as that
+    allows.
     """
     columns = max(columns, 1)
     if not _on_cpu(device):
@@ -58,27 +60,27 @@ def _tiles(tokens: int, columns: int, chunk: int, device: torch.device) -> tuple
     most = min(chunk * columns, max(_LOGITS, chunk))
     rows = max(1, min(tokens, most // min(columns, _COLUMNS)))
     few = most // rows
-    # Matrix products want multiples of the registers.
+    # Matrix products are fastest at multiples of the register width.
     return rows, min(columns, few - few % 64 if few > 64 else few)
 
 
 class _Tile:
-    """Buffers for the logits of one tile after the other, in float32 and in the type of the hidden
-    states; in the latter, those of all tiles may be kept."""
+    """Buffers for the logits of one tile after the other, in float32 and in the dtype of the hidden
+    states; those of all tiles may be kept in that dtype."""
 
     def __init__(self, rows: int, columns: int, kept: torch.Tensor) -> None:
         self._low = kept.new_empty(rows * columns)
-        # Where the types are the same, products are computed in place.
+        # With equal dtypes products are computed in place.
         same = kept.dtype == torch.float32
         self._wide = self._low if same else kept.new_empty(rows * columns, dtype=torch.float32)
         self._kept, self._end = kept, 0
 
     def low(self, rows: int, columns: int) -> torch.Tensor:
-        """(rows, columns) of the hidden states' type; shares memory with ``wide`` in float32."""
+        """(rows, columns) in the hidden states' dtype; shares memory with ``wide`` in float32."""
         return self._low[: rows * columns].view(rows, columns)
 
     def logits(self, rows: int, columns: int) -> torch.Tensor:
-        """Where the next tile's logits lie: among all that are kept, or in ``low``."""
+        """The memory of the next tile's logits: a part of those that are kept, or ``low``."""
         if not len(self._kept):
             return self.low(rows, columns)
         start, self._end = self._end, self._end + rows * columns
@@ -90,7 +92,7 @@ class _Tile:
         return wide_TV if wide_TV.data_ptr() == logits_TV.data_ptr() else wide_TV.copy_(logits_TV)
 
     def powers(self, bits_TV: torch.Tensor) -> torch.Tensor:
-        """2^bits, in memory that every tile uses: the allocator would find another for each."""
+        """2^bits, in memory that all tiles reuse: the allocator would provide new memory."""
         powers_TV = self._powers[: bits_TV.numel()].view_as(bits_TV)
         return torch.exp2(bits_TV, out=powers_TV)
 
@@ -105,14 +107,14 @@ def _ranges(total: int, size: int) -> Iterator[slice]:
 
 
 def _inside(targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """(is the target in these columns, (T, 1) how far from their start, clamped into range)."""
+    """(T,) whether the target is in these columns; (T, 1) its column there, clamped."""
     mine = (targets >= columns.start) & (targets < columns.stop)
     column = (targets - columns.start).clamp(0, columns.stop - columns.start - 1)
     return mine, column.unsqueeze(-1)
 
 
 class _Softmax:
-    """Statistics of the softmax of some tokens, as far as their columns have been seen."""
+    """Statistics of the softmax of some tokens over the columns seen so far."""
 
     def __init__(self, like: torch.Tensor, tokens: int, temperature: float) -> None:
         self._scale = _BITS / temperature
@@ -124,7 +126,7 @@ class _Softmax:
         """Sum of 2^b b."""
 
     def raise_to(self, peak_T: torch.Tensor) -> None:
-        """Count from another peak, none of which is smaller than the own."""
+        """Rescale the sums to another peak, which must not be smaller anywhere."""
         down_T = torch.where(self.sum_T > 0, (self.peak_T - peak_T) * self._scale, 0.0)
         factor_T = down_T.exp2()
         self.weighted_T = (self.weighted_T + down_T * self.sum_T) * factor_T
@@ -132,7 +134,7 @@ class _Softmax:
         self.peak_T = peak_T
 
     def add(self, logits_TV: torch.Tensor, tile: _Tile) -> None:
-        """Further columns; the logits are overwritten."""
+        """Add further columns; overwrites the logits."""
         self.raise_to(torch.maximum(self.peak_T, logits_TV.amax(dim=-1)))
         bits_TV = logits_TV.sub_(self.peak_T.unsqueeze(-1)).mul_(self._scale)
         powers_TV = tile.powers(bits_TV)
@@ -140,7 +142,7 @@ class _Softmax:
         self.weighted_T += powers_TV.mul_(bits_TV).sum(dim=-1)
 
     def over_ranks(self, group: Any) -> None:
-        """Join the tensor ranks' columns."""
+        """Combine the columns of all tensor ranks."""
         self.raise_to(_all_reduce(self.peak_T.clone(), dist.ReduceOp.MAX, group))
         sums = torch.stack([self.sum_T, self.weighted_T])
         self.sum_T, self.weighted_T = _all_reduce(sums, dist.ReduceOp.SUM, group)
@@ -180,7 +182,7 @@ class _LinearLogProb(torch.autograd.Function):
             log_sum_T = stats.sum_T.log()
             entropy[part] = log_sum_T - stats.weighted_T / stats.sum_T / _BITS
             peak[part], total[part] = stats.peak_T, stats.sum_T
-            # One of the ranks has the target's logit.
+            # Exactly one rank has the target's logit.
             own_T = (targets[part] >= 0) & (targets[part] < real)
             picked_T = torch.where(own_T, (picked_T - stats.peak_T) / temperature, 0.0)
             log_probs[part] = _all_reduce(picked_T, dist.ReduceOp.SUM, group) - log_sum_T
@@ -229,7 +231,7 @@ class _LinearLogProb(torch.autograd.Function):
                 grad_TH += low_TV @ weight[block]
                 grad_weight.add(block, low_TV.t() @ hidden[part])
             grad_hidden[part] = grad_TH
-        # Each tensor rank holds the part of grad_hidden that its columns give; the caller's
+        # Each tensor rank has the part of grad_hidden that its columns contribute; the caller's
         # region function sums the parts.
         given = grad_weight.result(is_embedding=is_embedding)
         return grad_hidden, given, None, None, None, None, None, None, None, None
@@ -238,8 +240,8 @@ class _LinearLogProb(torch.autograd.Function):
 class _WeightGradient:
     """Collects the gradient of the output weight.
 
-    Where Megatron has a float32 buffer for it (``main_grad``) on a CPU, it is added there and
-    autograd gets nothing of it.
+    On a CPU it is added to Megatron's float32 buffer (``main_grad``) if the weight has one, and
+    autograd gets none.
     """
 
     def __init__(self, weight: torch.Tensor, *, in_one_piece: bool) -> None:
@@ -249,16 +251,17 @@ class _WeightGradient:
         self._sum = torch.zeros_like(weight, dtype=dtype) if buffer is None else buffer
 
     def add(self, rows: slice, grad: torch.Tensor) -> None:
-        """The gradient of some rows by some tokens."""
+        """Add the contribution of some tokens to the gradient of some rows."""
         self._sum[rows] += grad
 
     def result(self, *, is_embedding: bool) -> torch.Tensor | None:
-        """For autograd. Of a weight that is the embedding's too, that one's gradient is to come."""
+        """The gradient for autograd. If the weight is also the embedding's, the embedding's part is
+        still to come."""
         if self._returned:
             return self._sum.to(self._weight.dtype)
         if is_embedding:
             return None
-        # Megatron's hook wants a gradient to be there, which it does not look at then.
+        # Megatron's hook requires a gradient, whose values it ignores then.
         self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.empty_like(self._weight)
 
@@ -280,8 +283,8 @@ def linear_log_probs(
 
     hidden (T, H) in the compute dtype, equal on all tensor ranks; weight (V / tensor size, H), this
     rank's rows; targets (T,) int64 token ids. Returns two (T,) float32 tensors, equal on all ranks.
-    The gradient of ``hidden`` is this rank's share of the sum over tensor ranks. ``is_embedding``:
-    the weight is also the embedding's, in the same pass.
+    The gradient of ``hidden`` is this rank's share of the sum over tensor ranks. ``is_embedding``
+    says that the weight is also the embedding's in the same pass.
     """
     first, real, share = vocab_range(vocab_size, tensor_rank, tensor_size)
     if weight.shape[0] != share:
@@ -296,8 +299,8 @@ def linear_log_probs(
         raise ValueError(f"chunk must be at least 1 token, got {chunk}")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive to compute log-probs, got {temperature}")
-    # A chunk of logits may exist in float32. Where all of them fit in its place, they stay for the
-    # backward pass; a GPU's tiles take that place themselves.
+    # The budget is one chunk of logits in float32. If all logits fit into it, they are kept for the
+    # backward pass; on a GPU one tile already fills the budget.
     fit = len(targets) * hidden.element_size() <= chunk * torch.float32.itemsize
     keep = torch.is_grad_enabled() and fit and _on_cpu(hidden.device)
     arguments = (targets, first, real, temperature, chunk, group, is_embedding, keep)

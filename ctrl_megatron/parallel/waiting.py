@@ -1,4 +1,4 @@
-"""Waiting for what takes minutes, as a generation does, without sitting in one collective."""
+"""Waiting for work that takes minutes, as a generation does, without one long collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 
 T = TypeVar("T")
 _ROUND_SECONDS = 1.0
-"""Far below any time limit of a collective."""
+"""Seconds of one round; far below any time limit of a collective."""
 
 
 def wait_together(
@@ -20,9 +20,9 @@ def wait_together(
 ) -> bool:
     """Return when no rank's ``future`` is running any more; collective over all ranks.
 
-    Ranks without one wait for the others. In every round those that still work say so, so no
-    collective lasts longer than a round however long the work does. Who no longer works, or died,
-    is the business of whoever watches it: a future that never ends is waited for without end.
+    Ranks without one wait for the others. In every round the ranks that still work report it, so
+    no collective lasts longer than a round, however long the work takes. There is no time limit:
+    ``FailureWatch`` notices work whose process has died or hangs.
 
     Returns True, on all ranks and within a round, once ``stop()`` holds on any rank; the futures
     may still be running then. Raises at once, on its own rank, what a future raises.
@@ -40,6 +40,6 @@ def wait_together(
 
 
 def result_of(work: Future[T] | None, groups: ProcessGroups) -> T | None:
-    """The result of this rank's ``work``, if it has any, once all ranks' is done. Collective."""
+    """The result of this rank's ``work`` (None without any) when all ranks are done. Collective."""
     wait_together(work, groups)
     return None if work is None else work.result()

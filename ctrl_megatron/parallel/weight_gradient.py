@@ -1,10 +1,10 @@
-"""Adds the gradient of a linear layer's weight to ``main_grad`` on a CPU, in the place that
-Megatron has for Apex's extension ``fused_weight_gradient_mlp_cuda``, under its function's name.
+"""Adds the gradient of a linear layer's weight to ``main_grad`` on a CPU, in place of Apex's
+extension ``fused_weight_gradient_mlp_cuda``, whose function name Megatron calls.
 
-In float32 the product adds by itself. In bfloat16 it is the product that takes time on processors
-with AMX: oneDNN transposes its left operand, the longer the slower, and what takes 5.8 ms in a
-forward pass takes 18 here. A transposed copy of the smaller operand costs one. On others a product
-takes the same time either way.
+In float32 one matrix product also adds. In bfloat16 the product itself is slow on processors with
+AMX: oneDNN transposes its left operand, which takes the longer the larger it is, and a product of
+5.8 ms in a forward pass takes 18 ms here. A transposed copy of the smaller operand takes 1 ms. On
+other processors a product takes the same time either way.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _HAS_AMX = torch.cpu._is_amx_tile_supported()
 def wgrad_gemm_accum_fp32(
     hidden: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
-    """hidden (T, K), grad_output (T, N), main_grad (N, K) float32, which is added to."""
+    """Add grad_output.T @ hidden, of (T, N) and (T, K), to main_grad (N, K) float32."""
     if hidden.dtype == main_grad.dtype:
         main_grad.addmm_(grad_output.t(), hidden)
         return
     rows, columns = main_grad.shape
-    # Copies of operands of about one size take as long as they save.
+    # With operands of about the same size a copy costs as much as it saves.
     if not _HAS_AMX:
         grad = grad_output.t() @ hidden
     elif rows >= 2 * columns:
@@ -37,7 +37,7 @@ def wgrad_gemm_accum_fp32(
 
 
 def install() -> None:
-    """Let Megatron's linear layers use it, from now on."""
+    """Make Megatron's linear layers use this function from now on."""
     from megatron.core.tensor_parallel import layers
 
     if not hasattr(layers, "_grad_accum_fusion_available"):
