@@ -547,7 +547,6 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
             stop=StopFlag().install(),
             codec=unused,
             engine=engine,
-            weights=unused,
             device=unused,
             max_model_len=64,
             rewards=None,

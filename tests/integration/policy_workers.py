@@ -99,7 +99,6 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
         engine=None,
         rewards=RewardSum({"critic": reward}, judge=judge),
         reward_weights={"critic": 1.0},
-        weights=unused,
         device=unused,
         max_model_len=4096,
         policy=policy,
