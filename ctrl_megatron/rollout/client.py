@@ -1,4 +1,4 @@
-"""``Engine`` over HTTP: how other processes talk to one, also on other hosts."""
+"""``Engine`` over HTTP: the client of an engine in another process, also on another host."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def log_tail(path: str) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """``Popen.returncode`` in words."""
+    """A sentence's end for ``Popen.returncode``: was killed by SIGKILL, exited with code 1."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
@@ -60,7 +60,7 @@ class RemoteEngine:
     """``Engine`` at an address. It belongs to the event loop of its first call, in any thread.
 
     Connection errors become EngineDied with the engine's name, process id, exit and last log lines.
-    ``exit_code`` tells how the process ended, where that is known: in the process that launched it.
+    ``exit_code`` returns the exit code of the engine's process where it is known: in its launcher.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RemoteEngine:
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
-        """An error of ``chunks`` fails the update and is raised here."""
+        """An error raised by ``chunks`` fails the update and is raised here."""
         try:
             async with self._open().ws_connect(
                 self.address.endpoint + "/update", max_msg_size=0
@@ -94,7 +94,7 @@ class RemoteEngine:
                 await socket.send_json(
                     {"specs": [asdict(spec) for spec in specs], "version": version}
                 )
-                # The server asks for each chunk when the engine has read the one before.
+                # The server requests each chunk when the engine has read the one before.
                 while (answer := await _receive(socket)) == {"next": True}:
                     try:
                         chunk = await anext(chunks, None)
@@ -127,7 +127,7 @@ class RemoteEngine:
         await self._post("/health", {})
 
     async def close(self) -> None:
-        """Close the connections; the engine goes on (``EngineProcess.stop`` ends it)."""
+        """Close the connections; the engine continues (``EngineProcess.stop`` ends it)."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -173,7 +173,7 @@ class RemoteEngine:
             raise await self._died(error) from error
 
     async def _died(self, error: BaseException) -> EngineDied:
-        """The error to raise when the connection failed, with all that can be known."""
+        """The error for a failed connection, with everything that is known about the process."""
         address, deadline = self.address, time.monotonic() + _EXIT_GRACE
         what = f"{type(error).__name__}: {error}"
         if address.home != host_identity():

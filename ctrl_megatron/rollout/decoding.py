@@ -1,6 +1,6 @@
 """Batched decoding with a transformers model: left padding, KV cache, rows end one by one.
 
-It runs in a thread; ``PauseControl`` holds it, or ends it, between two steps.
+It runs in a thread; ``PauseControl`` pauses or ends it between two steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ctrl_megatron.types import Completion, FinishReason, SamplingParams, Versio
 
 @dataclass(slots=True)
 class DecodingRow:
-    """One completion in the making."""
+    """One unfinished completion."""
 
     prompt: Sequence[int]
     stream: torch.Generator
@@ -31,7 +31,7 @@ class DecodingRow:
     finish_reason: FinishReason | None = None
 
     def take(self, token: int, log_prob: float, version: str, params: SamplingParams) -> None:
-        """Append a drawn token and see whether it ends the completion."""
+        """Append a drawn token, and set the finish reason if it ends the completion."""
         self.tokens.append(token)
         if params.log_probs:
             self.log_probs.append(log_prob)
@@ -44,7 +44,7 @@ class DecodingRow:
             self.finish_reason = "length"
 
     def completion(self) -> Completion:
-        """The finished record."""
+        """The completion as a record; the row must be finished."""
         assert self.finish_reason is not None
         return Completion(
             token_ids=tuple(self.tokens),
@@ -55,7 +55,7 @@ class DecodingRow:
 
 
 def spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
-    """Runs of equal versions."""
+    """Spans of neighbouring tokens with equal versions, from one version per token."""
     starts = [i for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
     borders = [*starts, len(versions)]
     return tuple(VersionSpan(versions[s], s, e) for s, e in pairwise(borders))
@@ -73,7 +73,7 @@ class DecodingBatch:
         self._version = ""
 
     def step(self, version: str) -> None:
-        """Give every living row one token."""
+        """Draw one token for every unfinished row."""
         stale = self._cache is None or version != self._version
         logits = self._prefill() if stale else self._decode()
         self._version = version
@@ -95,7 +95,7 @@ class DecodingBatch:
         return self._forward(torch.tensor(padded, device=device))
 
     def _decode(self) -> torch.Tensor:
-        """Run the last token of each row behind the cache; (B, V) logits of the next one."""
+        """Run the last token of each row with the cache; (B, V) logits of the next one."""
         if len(self.alive) < len(self._cached):
             places = {id(row): place for place, row in enumerate(self._cached)}
             keep = torch.tensor([places[id(row)] for row in self.alive], device=self._mask.device)
@@ -120,14 +120,15 @@ class DecodingBatch:
 
 
 class CancelToken:
-    """Stands for the work of one call of ``generate``."""
+    """Identifies the work of one call of ``generate``."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
 
 
 class PauseControl:
-    """Pauses and resumes decoding: called by the event loop, asked by the thread at each step."""
+    """Pauses and resumes decoding: the event loop sets the state, the thread reads it every
+    step."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -136,7 +137,7 @@ class PauseControl:
         self._epoch = 0
 
     def begin_work(self) -> CancelToken:
-        """For work that begins now."""
+        """A token for work that begins now."""
         with self._changed:
             return CancelToken(self._epoch)
 
@@ -147,7 +148,8 @@ class PauseControl:
             self._changed.notify_all()
 
     def begin_step(self, token: CancelToken) -> bool:
-        """Wait out a pause. False if the token's work must end, else ``end_step`` must follow."""
+        """Wait until a pause ends. Returns False if the token's work must end; else call
+        ``end_step``."""
         with self._changed:
             self._changed.wait_for(lambda: not self._paused or token.epoch < self._epoch)
             if token.epoch < self._epoch:
@@ -156,13 +158,13 @@ class PauseControl:
             return True
 
     def end_step(self) -> None:
-        """The step is over."""
+        """Mark the end of a step."""
         with self._changed:
             self._stepping = False
             self._changed.notify_all()
 
     def pause(self, *, abort: bool) -> None:
-        """Return once no step runs and none can begin; with ``abort`` end all work begun so far."""
+        """Return when no step runs and none can begin; with ``abort`` end all work begun so far."""
         with self._changed:
             self._paused = True
             self._epoch += abort
@@ -170,7 +172,7 @@ class PauseControl:
             self._changed.wait_for(lambda: not self._stepping)
 
     def resume(self) -> None:
-        """Let steps begin."""
+        """Allow steps to begin."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
@@ -192,7 +194,8 @@ def decode_all(
     token: CancelToken,
     version: Callable[[], str],
 ) -> None:
-    """Finish every row, ``max_rows`` at a time; as ``abort`` once the token is cancelled."""
+    """Finish every row, in batches of ``max_rows``; with reason ``abort`` once the token is
+    cancelled."""
     for first in range(0, len(rows), max_rows):
         batch = DecodingBatch(model, rows[first : first + max_rows], params)
         while batch.alive:

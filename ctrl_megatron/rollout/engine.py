@@ -1,4 +1,4 @@
-"""What every rollout engine offers, and what passes between engine and trainer."""
+"""The protocol of every rollout engine, and the records that engine and trainer exchange."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
 if TYPE_CHECKING:
-    # The server's process imports torch only after its parent is watched.
+    # The server's process imports torch only after it has begun to watch its parent.
     from ctrl_megatron.rollout.weight_chunks import WeightChunk
 
 PauseMode = Literal["abort", "keep"]
-"""``abort`` ends running completions with finish reason ``abort``; ``keep`` freezes them: they go
-on after ``resume``, with the weights in force then."""
+"""``abort`` ends running completions with finish reason ``abort``; ``keep`` freezes them: they
+continue after ``resume``, with the weights of that time."""
 
 EngineMemory = Literal["weights", "kv_cache"]
-"""What an engine sleeps without and wakes to, one after the other."""
+"""Device memory that an engine frees for its sleep and takes back, one after the other."""
 ENGINE_MEMORY: tuple[EngineMemory, ...] = ("weights", "kv_cache")
 SleepLevel = Literal[1, 2]
-"""1 keeps a copy of the weights in host memory; 2 forgets them: an update must follow."""
+"""1 keeps a copy of the weights in host memory; 2 drops them, so that an update must follow."""
 
 TokenListener = Callable[[int, Sequence[int]], None]
-"""Hears the tokens of a call's completions as they are drawn: which completion, counted over all
-prompts, and its next tokens."""
+"""Called with the tokens of a call's completions as they are drawn: (the completion's number over
+all prompts, its next tokens)."""
 
 
 class EngineError(RuntimeError):
-    """The engine failed, or is not in a state to do what it was asked for."""
+    """The engine failed, or its state does not allow the call."""
 
 
 class EngineDied(EngineError):
-    """The engine's process is gone or no longer answers; it has to be launched again."""
+    """The engine's process has ended or no longer answers; launch it again."""
 
 
 class EngineBroken(EngineError):
-    """A weight update failed half-way; the engine holds a mixture and refuses to generate."""
+    """A weight update failed half-way; the engine's weights are a mixture, and it refuses to
+    generate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +50,17 @@ class EngineSpec:
     name: str
     """A name of ``ENGINES``."""
     python: str | None = None
-    """Interpreter of the engine's process, of another environment than ours; None for our own."""
+    """Interpreter of the engine's process, of another environment; None for this process's."""
     title: str = ""
-    """What errors call the engine; empty for ``name``."""
+    """The engine's name in errors; empty for ``name``."""
     host: str = "127.0.0.1"
     """Address of this machine at which the engine is reached."""
     devices: tuple[int, ...] = ()
-    """Those GPUs of the launching process's that the engine may use; empty for all."""
+    """The GPUs of the launching process that the engine may use; empty for all."""
     model_path: str
     """HF directory with ``config.json`` and safetensors."""
     dtype: str = "bfloat16"
-    """``bfloat16`` or ``float32``: what the engine computes in and holds."""
+    """``bfloat16`` or ``float32``: the dtype of the engine's weights and computations."""
     max_model_len: int = 2048
     """Longest prompt plus completion, in tokens."""
     max_num_seqs: int = 64
@@ -68,21 +69,21 @@ class EngineSpec:
     gpu_memory_utilization: float = 0.9
     """Share of each GPU for weights and KV cache."""
     kv_cache_gib: float | None = None
-    """Size of the KV cache on a CPU, in GiB; None is 2."""
+    """Size of the KV cache on a CPU, in GiB; None means 2."""
     enforce_eager: bool = False
-    """No CUDA graphs; a CPU has none to capture."""
+    """Capture no CUDA graphs; has no effect on a CPU."""
     may_sleep: bool = False
-    """Whether ``sleep`` will be asked for, which some engines must know when they start."""
+    """Whether ``sleep`` will be called; some engines need this when they start."""
     seed: int = 0
-    """Seed of draws that have no ``SamplingParams.seed``."""
+    """Seed of draws without a ``SamplingParams.seed``."""
     threads: int | None = None
-    """CPU threads the engine computes with; None leaves the choice to the engine."""
+    """Number of CPU threads; None lets the engine choose."""
     startup_timeout: float = 600.0
-    """Seconds until a start counts as failed."""
+    """Seconds after which a start has failed."""
     log_path: str | None = None
-    """Where the process writes; None makes a file in the temporary directory."""
+    """File for the process's output; None makes one in the temporary directory."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the engine's own constructor (vLLM: ``AsyncEngineArgs``; SGLang:
+    """Further arguments of the engine's own constructor (vLLM: ``AsyncEngineArgs``; SGLang:
     ``ServerArgs``)."""
 
     def require_sleep(self) -> None:
@@ -93,13 +94,13 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAddress:
-    """How other processes reach an engine. Plain data: send it to other ranks."""
+    """The address of an engine. Plain data, which other ranks can receive."""
 
     name: str
     endpoint: str
-    """``http://HOST:PORT``; on loopback only the engine's own machine gets there."""
+    """``http://HOST:PORT``; an address on loopback is reachable from the engine's machine only."""
     home: Hashable
-    """The engine's ``host_identity``: only there do process id and log say anything."""
+    """The engine's ``host_identity``: process id and log are valid only on that host."""
     token: str = field(repr=False)
     pid: int
     log_path: str
@@ -114,9 +115,9 @@ class Engine(Protocol):
         """Draw ``params.n`` completions per prompt, in the order of the prompts.
 
         Only ``params.stop_token_ids`` and ``params.max_tokens`` end a completion. With
-        ``params.seed`` set, sample j of row i (counted from ``params.first_row``) draws from a
-        stream of its own, derived from (seed, i, j). Raises ValueError for prompts that do not fit,
-        EngineError while anything sleeps or the weights are forgotten, EngineBroken, EngineDied.
+        ``params.seed`` set, sample j of row i (counted from ``params.first_row``) draws from its
+        own stream, derived from (seed, i, j). Raises ValueError for prompts that do not fit,
+        EngineError while anything sleeps or the weights were dropped, EngineBroken, EngineDied.
         """
         ...
 
@@ -125,16 +126,16 @@ class Engine(Protocol):
     ) -> None:
         """Replace all weights; completions drawn afterwards carry ``version``.
 
-        ``specs`` must be the tensors of the engine's checkpoint, a tied head left out, in any dtype
-        that weights travel in: ValueError names every difference and leaves the engine untouched.
-        The next chunk is pulled only when the previous one has been read, so its memory may be
-        used again then. Running completions freeze meanwhile and go on with the new weights; all
-        caches are dropped. EngineError on a failure after the first chunk: the engine is broken.
+        ``specs`` must be the tensors of the engine's checkpoint without a tied head, in any dtype
+        of ``DTYPE_BYTES``: ValueError names every difference and leaves the engine unchanged. The
+        engine requests the next chunk only when it has read the previous one, whose memory may be
+        reused then. Running completions freeze meanwhile and continue with the new weights; all
+        caches are dropped. EngineBroken on a failure after the first chunk.
         """
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop drawing. Requests that arrive while paused wait for ``resume``."""
+        """Stop drawing. Requests that arrive during a pause wait for ``resume``."""
         ...
 
     async def resume(self) -> None:
@@ -142,14 +143,14 @@ class Engine(Protocol):
         ...
 
     async def sleep(self, level: SleepLevel) -> None:
-        """Free all device memory, weights and caches. Nobody may be generating.
+        """Free all device memory, weights and caches. No completion may be running.
 
         ValueError without ``EngineSpec.may_sleep``.
         """
         ...
 
     async def wake(self, tags: Sequence[EngineMemory]) -> None:
-        """Take memory back: the weights' before an update, the cache's before a completion."""
+        """Take memory back: ``weights`` before an update, ``kv_cache`` before a completion."""
         ...
 
     async def checksums(self) -> dict[str, str]:
@@ -157,16 +158,17 @@ class Engine(Protocol):
         ...
 
     async def health(self) -> None:
-        """Return if the engine works; raise what is wrong with it otherwise."""
+        """Return if the engine works; raise what is wrong otherwise."""
         ...
 
     async def close(self) -> None:
-        """Let go of the engine (an embedded one frees its model, a remote one its connections)."""
+        """Free what this object has: the model of an embedded engine, the connections of a
+        client."""
         ...
 
 
 class StreamingEngine(Engine, Protocol):
-    """An engine whose completions can be heard while they are drawn."""
+    """An engine that reports the tokens of its completions while it draws them."""
 
     async def generate(
         self,
@@ -174,12 +176,13 @@ class StreamingEngine(Engine, Protocol):
         params: SamplingParams,
         listener: TokenListener | None = None,
     ) -> list[list[Completion]]:
-        """As ``Engine.generate``; ``listener`` has heard all tokens when it returns."""
+        """As ``Engine.generate``; ``listener`` has been called with all tokens when it returns."""
         ...
 
 
 def next_tokens(listener: TokenListener, place: int) -> Callable[[Sequence[int]], None]:
-    """For engines that show all tokens of a completion so far: passes on those that are new."""
+    """A function for engines that report all tokens of a completion so far: it passes on the new
+    ones."""
     heard = 0
 
     def show(tokens: Sequence[int]) -> None:
@@ -197,19 +200,19 @@ def available_engines() -> tuple[str, ...]:
 
 
 def default_engine() -> str:
-    """``vllm`` where it is installed, else ``hf``."""
+    """``vllm`` if it is installed, else ``hf``."""
     return "vllm" if "vllm" in available_engines() else "hf"
 
 
 def require_engine(name: str, python: str | None = None) -> None:
-    """UserError if the engine ``name`` cannot be started here, with the remedy; with ``python``, in
-    that interpreter's environment.
+    """UserError with the remedy if the engine ``name`` is not installed here, or in the environment
+    of the interpreter ``python``.
     """
     if name not in ENGINES:
         raise UserError(f"unknown engine {name!r}; use one of {sorted(ENGINES)}")
     library = ENGINES[name].library
     if python is not None:
-        # An engine's own process imports this file, and has no configuration.
+        # An engine's process imports this file, and its environment may lack what config imports.
         from ctrl_megatron.rollout.interpreter import require_modules
 
         require_modules(python, library)

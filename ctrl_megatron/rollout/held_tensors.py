@@ -1,7 +1,7 @@
 """Reads back the weights that an engine's layers compute with, under their Hugging Face names.
 
-vLLM and SGLang name their layers alike and give them the same attributes, so this file imports
-neither. Collective over tensor ranks.
+vLLM and SGLang use the same names and attributes for their layers, so this file imports neither.
+Collective over tensor ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ctrl_megatron.rollout.weight_update import checksums
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
-"""Tensors of all tensor ranks, put together along a dimension."""
+"""Concatenates the tensors of all tensor ranks along a dimension."""
 
 
 def held_tensors(
@@ -25,11 +25,11 @@ def held_tensors(
     fused: Mapping[str, Sequence[str]],
     computed_weight: Callable[[Any, int], torch.Tensor] = lambda module, width: module.weight,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, whole tensor) of everything the model computes with, also of a head that is tied to
-    the embedding.
+    """Yield (HF name, whole tensor) of everything that the model computes with, including a head
+    that is tied to the embedding.
 
-    ``fused`` says which layers a fused one stands for. ``computed_weight(module, input width)`` is
-    the (out, in) weight of a linear layer or an output head, where that is not simply its own.
+    ``fused`` maps a fused layer to the HF layers in it. ``computed_weight(module, input width)``
+    returns the (out, in) weight of a linear layer or an output head, by default its attribute.
     """
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
@@ -56,10 +56,10 @@ def held_tensors(
 def held_checksums(
     model: Any, dtype: torch.dtype, *, is_first: bool, tied: bool, **how: Any
 ) -> dict[str, str]:
-    """Checksums of ``held_tensors(model, dtype, **how)`` by HF name, of a ``tied`` pair once; empty
-    but on the first tensor rank, which the others give their parts.
+    """HF name -> checksum of ``held_tensors(model, dtype, **how)``, with a ``tied`` pair once.
+    Empty on every tensor rank but the first, which gathers the parts of the others.
 
-    RuntimeError if a tied head computes with something else than the embedding.
+    RuntimeError if a tied head computes with other weights than the embedding.
     """
     with torch.inference_mode():
         held = held_tensors(model, dtype, **how)
@@ -76,8 +76,8 @@ def _kinds(module: Any) -> set[str]:
 
 
 def _hf_tensors(module: Any, local: torch.Tensor, gather: Gather) -> list[torch.Tensor]:
-    """This rank's weight or bias of a linear layer -> its HF tensors in the order of their fusion,
-    gathered from all tensor ranks."""
+    """The HF tensors of a linear layer's weight or bias, in the order of their fusion, gathered
+    from all tensor ranks; ``local`` is this rank's part."""
     kinds = _kinds(module)
     if "RowParallelLinear" in kinds:
         return [gather(local, 1) if local.dim() == 2 else local]

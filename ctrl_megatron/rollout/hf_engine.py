@@ -1,4 +1,4 @@
-"""The embedded default engine: a transformers model that decodes in a thread."""
+"""The engine ``hf``: a transformers model that decodes in a thread."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class HfEngine:
         self._model: Any = model.eval().to(_DEVICE)
         if spec.may_sleep:
             for weight in self._model.parameters():
-                # What is mapped from a file cannot be given back.
+                # The memory of a mapped file cannot be freed.
                 weight.data = weight.data.clone()
         self._weights = dict(self._model.named_parameters())
         renamed = [s.name for s in self._state.manifest if s.name not in self._weights]
@@ -84,7 +84,7 @@ class HfEngine:
         if listener is not None:
             loop = asyncio.get_running_loop()
             for place, row in enumerate(rows):
-                # Rows are decoded in a thread, listeners belong to the loop.
+                # Rows are decoded in a thread; listeners run on the event loop.
                 row.show = lambda drawn, place=place: loop.call_soon_threadsafe(
                     listener, place, (drawn,)
                 )
@@ -113,7 +113,7 @@ class HfEngine:
         try:
             await asyncio.shield(thread)
         except asyncio.CancelledError:
-            # The caller is gone. A thread cannot be cancelled: it is asked to end, and waited for.
+            # The caller is gone. A thread cannot be cancelled, so it gets a signal to end.
             self._control.cancel(token)
             await thread
             raise
@@ -162,7 +162,7 @@ class HfEngine:
         self._control.resume()
 
     async def sleep(self, level: SleepLevel) -> None:
-        """The KV cache lives only while a batch is decoded."""
+        """Needs no care for the KV cache, which exists only while a batch is decoded."""
         self._spec.require_sleep()
         # A call that was cancelled may still be in its last step.
         async with self._one_call:
@@ -187,7 +187,7 @@ class HfEngine:
         self._state.require_whole()
 
     async def close(self) -> None:
-        """End what runs and free the model."""
+        """End all completions and free the model."""
         await self.pause("abort")
         self._weights = {}
         self._model = None

@@ -1,8 +1,8 @@
-"""The Python that an engine's process runs in: ours, or one of another environment.
+"""The Python interpreter of an engine's process: the trainer's, or one of another environment.
 
-An engine whose library wants another torch than the trainer has an environment of its own
-(``actor_rollout_ref.rollout.python``). The two processes exchange JSON and bytes, so that nothing
-but this package has to be the same in both.
+An engine whose library requires another torch than the trainer has its own environment
+(``actor_rollout_ref.rollout.python``). The two processes exchange JSON and bytes, so that only this
+package has to be the same in both.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ctrl_megatron.errors import UserError
 
 _KEY = "actor_rollout_ref.rollout.python"
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
-"""A checkout, or the folder of an environment's packages."""
+"""The folder with this package: a checkout, or site-packages."""
 _SERVER_MODULES = ("ctrl_megatron", "aiohttp", "blake3", "numpy", "safetensors", "torch")
-"""What the process imports beside the engine's own library."""
+"""Modules that the process imports besides the engine's own library."""
 _ASK = """
 import importlib.util, sys
 print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
@@ -28,10 +28,10 @@ _ASK_SECONDS = 60.0
 
 
 def import_path(python: str | None, given: str | None) -> str:
-    """``PYTHONPATH`` of an engine's process: the place of this package, then ``given``.
+    """``PYTHONPATH`` of an engine's process: the folder of this package, then ``given``.
 
-    An interpreter of another environment is not shown the packages of ours: there this package has
-    to be installed, unless ours comes from a checkout.
+    An interpreter of another environment must not see the packages of this one, so this package has
+    to be installed there, unless it is a checkout here.
     """
     among_packages = _PACKAGE_PARENT.name in ("site-packages", "dist-packages")
     ours = "" if python is not None and among_packages else str(_PACKAGE_PARENT)

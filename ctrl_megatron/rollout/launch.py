@@ -1,4 +1,4 @@
-"""Starts engines in processes of their own and ends them."""
+"""Starts engines in separate processes and ends them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARA
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXACT = "pinned_max_round_threshold_mb"
 """The setting of PyTorch's allocator above which page-locked memory is not rounded up to a power of
-two. vLLM keeps weights of an engine that sleeps there, tensor by tensor."""
+two. vLLM keeps the weights of a sleeping engine in such memory, tensor by tensor."""
 _LOGGED_ERROR = re.compile(r"^(?:.*\] |\(.*\) )?((?:\w+\.)*\w+(?:Error|Exception): .+)$", re.M)
-"""The last line of a traceback, behind what loggers put in front of it."""
+"""The last line of a traceback, after a logger's prefix."""
 _ELSEWHERE = "root cause"
-"""In errors that point to another one, which was logged before."""
+"""Occurs in errors that refer to another one, which was logged before."""
 _SPINS = "8000"
-"""How often an OpenMP thread looks for the next work before it sleeps. The default, 300,000, is
-many times what passes between two layers: where other work takes a core, threads use their time up
-waiting for each other, and 16 texts are drawn 12 times as slowly (docs/experiments/engines.md)."""
+"""Number of times that an OpenMP thread polls for work before it sleeps. The default, 300,000,
+takes many times longer than the pause between two layers: if other work needs a core, threads spend
+their time waiting for each other, and 16 texts are drawn 12 times as slowly
+(docs/experiments/engines.md)."""
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
-    """The environment of the engine's process: ours, without what makes it a trainer rank."""
+    """The environment of the engine's process: this one without the variables of a trainer rank."""
     kept = child_environment(devices=spec.devices)
-    # torchrun sets this to 1 for each of its ranks.
+    # torchrun sets it to 1 for each of its ranks.
     kept.pop("OMP_NUM_THREADS", None)
     path = import_path(spec.python, kept.get("PYTHONPATH"))
     chosen = {**_OFFLINE, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
@@ -57,14 +58,14 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def _exact_memory(kept: Mapping[str, str]) -> dict[str, str]:
-    """The allocator's settings, the user's kept, with ``_EXACT`` from one MiB on."""
+    """The allocator's settings: the user's, and ``_EXACT`` from one MiB on."""
     name = next((n for n in _ALLOCATOR if n in kept), _ALLOCATOR[0])
     given = kept.get(name, "")
     return {} if _EXACT in given else {name: ",".join(filter(None, (given, f"{_EXACT}:1")))}
 
 
 class EngineProcess:
-    """A launched engine. The process that launched it owns it: when that ends, the engine ends."""
+    """A launched engine, which ends when the process that launched it ends."""
 
     def __init__(self, spec: EngineSpec) -> None:
         require_engine(spec.name, spec.python)
@@ -95,7 +96,7 @@ class EngineProcess:
             )
         os.close(ready_child)
         assert self._popen.stdin is not None
-        # The pipe stays open: the engine lives as long as it does.
+        # The engine ends when this pipe is closed.
         start = json.dumps({"spec": asdict(spec), "token": token})
         self._popen.stdin.write(start.encode() + b"\n")
         self._popen.stdin.flush()
@@ -109,10 +110,10 @@ class EngineProcess:
             pid=self.pid,
             log_path=log_path,
         )
-        """What another rank needs to connect; the endpoint is known after ``wait_ready``."""
+        """The address for other ranks; its endpoint is known after ``wait_ready``."""
 
     def connect(self) -> RemoteEngine:
-        """A client that also knows how the process ended."""
+        """A client that also reports how the process ended."""
         return RemoteEngine(self.address, self._popen.poll)
 
     def alive(self) -> bool:
@@ -120,15 +121,15 @@ class EngineProcess:
         return self._popen.poll() is None
 
     def wait_ready(self) -> None:
-        """Return when the engine can generate. UserError with the cause where it refuses the model
-        or its keys, EngineDied with the log's end if it dies.
+        """Return when the engine can generate. UserError with the cause if it refuses the model or
+        its keys; EngineDied with the end of the log if it dies.
         """
         while self.alive() and not select.select([self._ready], [], [], 0.2)[0]:
             if time.monotonic() > self._started + self._timeout:
                 self._fail(f"was not ready within {self._timeout:g} s")
         text = os.read(self._ready.fileno(), 4096) if self.alive() else b""
         if not text:
-            # Nothing can come any more: the server has ended, or is about to.
+            # The server has ended or is about to, so nothing else will arrive.
             self._fail(describe_exit(self._popen.wait(_KILL_SECONDS)) + " while starting")
         answer = json.loads(text)
         if "error" in answer:
@@ -137,7 +138,8 @@ class EngineProcess:
         self.address = replace(self.address, endpoint=endpoint)
 
     def _refused(self, cause: str, *, of_ours: bool) -> None:
-        """The process waits to be stopped: a death would be told by whoever watches it."""
+        """Raise the cause. The process still waits: ``FailureWatch`` would report its death
+        first."""
         address = self.address
         if of_ours:
             raise engine_died(address, f"could not start ({cause})")
@@ -152,7 +154,7 @@ class EngineProcess:
         raise engine_died(self.address, what)
 
     def stop(self) -> None:
-        """End the engine and everything it started; returns when all of it is gone."""
+        """End the engine and all its processes; returns when none is left."""
         if left := end_group(self.pid):
             raise RuntimeError(f"processes {left} of engine {self.address.name} cannot be killed")
         self._popen.wait()
@@ -168,8 +170,8 @@ class EngineProcess:
 
 
 def root_cause(cause: str, log_path: str) -> str:
-    """``cause``, or the error in the log that it points to: an engine with processes of its own
-    only says that one of them has failed.
+    """``cause``, or the logged error to which it refers: an engine with several processes only
+    reports that one of them has failed.
     """
     if _ELSEWHERE not in cause or not Path(log_path).is_file():
         return cause
@@ -180,9 +182,9 @@ def root_cause(cause: str, log_path: str) -> str:
 def launch_engine(spec: EngineSpec) -> EngineProcess:
     """Start an engine and wait until it can generate.
 
-    ValueError if the engine is not installed, ``model_path`` is no model directory or the engine
-    refuses what it is given, with its cause; EngineDied,
-    with the end of the log, if the process dies or is not ready within ``startup_timeout``.
+    ValueError with the cause if the engine is not installed, ``model_path`` is no model directory
+    or the engine refuses its arguments; EngineDied with the end of the log if the process dies or
+    is not ready within ``startup_timeout``.
     """
     process = EngineProcess(spec)
     try:

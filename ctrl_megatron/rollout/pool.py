@@ -1,4 +1,4 @@
-"""Several engines behind the ``Engine`` protocol."""
+"""Several engines as one ``Engine``."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Member:
-    """An engine and what this pool has asked of it."""
+    """An engine and this pool's requests to it."""
 
     name: str
     engine: Engine
     sequences: int = 0
-    """Completions that are being drawn."""
+    """Number of completions that it is drawing."""
     tokens: int = 0
-    """Prompt tokens, and the most that may be drawn, of everything that is under way."""
+    """Tokens of its running requests: of the prompts, and the most that may be drawn."""
     drawn: int = 0
-    """Tokens since the last ``take_drawn``."""
+    """Tokens drawn since the last ``take_drawn``."""
 
 
 class EnginePool:
-    """Deals prompts over all engines and answers as one.
+    """Distributes prompts over all engines.
 
     Each prompt goes to the engine with the fewest outstanding tokens; all its completions come from
-    there, so the prompt is computed once. Where all engines have ``at_once`` completions of this
-    pool under way, further prompts wait until somebody has room: long answers hold up their own
-    engine only. Draws do not depend on who draws them (``SamplingParams.first_row``). The first
-    failure of an engine ends the call at once.
+    that engine, so the prompt is computed once. If every engine is drawing ``at_once`` completions
+    of this pool, further prompts wait, so long answers delay one engine only. Draws do not depend
+    on the engine (``SamplingParams.first_row``). The first failure of an engine ends the call at
+    once.
 
     ``joins_calls`` says that the engines draw for several calls together; engines that serve one
-    call after the other get their share in few large calls. ``first`` is who gets the first prompt:
-    several pools over the same engines should begin with different ones. It belongs to the event
-    loop of its first call.
+    call after another get their share in few large calls. ``first`` is the number of the engine
+    that gets the first prompt: several pools over the same engines should begin with different
+    ones. A pool belongs to the event loop of its first call.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EnginePool:
                     member.tokens += tokens
                     numbered = replace(params, first_row=params.first_row + start)
                     task = group.create_task(member.engine.generate(part, numbered))
-                    # Also one that is cancelled before it has begun.
+                    # A task that is cancelled before it begins releases them too.
                     task.add_done_callback(partial(self._release, member, sequences, tokens))
                     tasks.append(task)
         except BaseExceptionGroup as failures:
@@ -84,7 +84,7 @@ class EnginePool:
         return [answer for task in tasks for answer in task.result()]
 
     def _calls(self, prompts: int, n: int) -> int:
-        """In how many about equal parts the prompts are dealt."""
+        """The number of about equal parts into which the prompts are divided."""
         if self._joins_calls:
             return prompts
         in_a_round = len(self._members) * max(1, self._at_once // n)
@@ -116,7 +116,7 @@ class EnginePool:
         self._freed.set()
 
     def take_drawn(self) -> list[int]:
-        """Tokens that each engine has drawn for this pool since the last call."""
+        """The tokens that each engine has drawn for this pool since the last call."""
         drawn = [member.drawn for member in self._members]
         for member in self._members:
             member.drawn = 0
@@ -125,9 +125,9 @@ class EnginePool:
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
-        """All engines read each chunk; they must stand on the host that holds its memory.
+        """Let all engines read each chunk; they must be on the host to which it was sent.
 
-        The next chunk is pulled when the last of them has read the one before.
+        The next chunk is requested when all of them have read the one before.
         """
         shared = _SharedChunks(chunks, len(self._members))
         await self._all(lambda engine: engine.update(specs, shared.read(), version))
@@ -145,13 +145,13 @@ class EnginePool:
         await self._all(lambda engine: engine.wake(tags))
 
     async def checksums(self) -> dict[str, str]:
-        """Those of every engine; RuntimeError names two engines that hold different weights."""
+        """The checksums of all engines; RuntimeError names two engines with different weights."""
         first, *others = await self._all(lambda engine: engine.checksums())
         for member, held in zip(self._members[1:], others, strict=True):
             differing = sorted(name for name in first | held if first.get(name) != held.get(name))
             if differing:
                 raise RuntimeError(
-                    f"engine {member.name} holds other weights than engine "
+                    f"engine {member.name} has other weights than engine "
                     f"{self._members[0].name}: {len(differing)} tensors differ: {differing[:5]}"
                 )
         return first
@@ -163,7 +163,7 @@ class EnginePool:
         await self._all(lambda engine: engine.close())
 
     async def _all(self, ask: Callable[[Engine], Awaitable[T]]) -> list[T]:
-        """Every engine's answer, all asked at the same time; the first failure ends the others."""
+        """Call every engine at the same time; the first failure cancels the other calls."""
 
         async def one(engine: Engine) -> T:
             return await ask(engine)
@@ -177,16 +177,16 @@ class EnginePool:
 
 
 class _SharedChunks:
-    """A stream of chunks that several engines read at the same pace."""
+    """A stream of chunks that several engines read in step."""
 
     def __init__(self, chunks: AsyncIterator[WeightChunk], readers: int) -> None:
         self._chunks, self._all_asked = chunks, asyncio.Barrier(readers)
         self._chunk: WeightChunk | None = None
 
     async def read(self) -> AsyncIterator[WeightChunk]:
-        """Every chunk, for one of the readers."""
+        """Yield every chunk to one of the engines."""
         while True:
-            # Somebody who asks has read the chunk before.
+            # An engine that requests a chunk has read the one before.
             if await self._all_asked.wait() == 0:
                 self._chunk = await anext(self._chunks, None)
             await self._all_asked.wait()

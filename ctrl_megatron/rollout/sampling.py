@@ -1,4 +1,4 @@
-"""Checks of a request, and drawing tokens: one random stream per completion. Pure."""
+"""Checks of a request, and the drawing of tokens: one random stream per completion. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ctrl_megatron.types import SamplingParams
 
 _BLOCK = 256
 DRAWN_ROWS = 64
-"""That an engine on a GPU picks at a time: their weights are memory that it did not measure."""
+"""Rows the sampler handles in one chunk. Bounded, because the engine does not count this memory
+when it starts."""
 # The increment and the two multipliers of SplitMix64, as signed numbers.
 _GOLDEN, _MIX_1, _MIX_2 = (
     number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -26,9 +27,9 @@ def stream_seed(seed: int, row: int, sample: int) -> int:
 
 
 def uniform(generator: torch.Generator) -> float:
-    """A number in [0, 1) from the generator's stream, without a kernel where that is a GPU's.
+    """The next number in [0, 1) of the generator's stream, without a kernel for a GPU's generator.
 
-    A GPU's generator is moved on by the four steps of its counter that a kernel's draw takes.
+    A GPU's generator advances by four steps of its counter, as for a draw by a kernel.
     """
     if generator.device.type == "cpu":
         return torch.rand(1, generator=generator, dtype=torch.float64).item()
@@ -40,8 +41,8 @@ def uniform(generator: torch.Generator) -> float:
 def numbers_at(seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """(B,) float64 in [0, 1): the number at ``places`` (B,) of the streams ``seeds`` (B,), int64.
 
-    A stream of SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"),
-    of which any number can be had without those before it, on any device alike.
+    A stream is SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"),
+    whose numbers can be computed in any order and are equal on all devices.
     """
     mixed = seeds + (places + 1) * _GOLDEN
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
@@ -50,7 +51,7 @@ def numbers_at(seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, zeros coming in: torch's own shift keeps the sign."""
+    """A logical shift to the right; torch's own keeps the sign."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -61,7 +62,7 @@ def check_request(
     max_model_len: int,
     vocab_size: int,
 ) -> None:
-    """ValueError naming the field or the row that no engine could serve, with the remedy."""
+    """ValueError that names the field or the row that no engine can serve, with the remedy."""
     if params.max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
     if params.n < 1:
@@ -106,8 +107,8 @@ def truncate_rows(
     """(B, V) probabilities -> the same, not renormalised, zero outside each row's ``top_k`` (B,)
     likeliest and then outside its ``top_p`` (B,).
 
-    Top-p keeps the fewest likeliest tokens that hold at least ``top_p`` of what top-k left
-    (Holtzman et al. 2020, section 3.1).
+    Top-p keeps the fewest likeliest tokens with at least ``top_p`` of the probability that top-k
+    left (Holtzman et al. 2020, section 3.1).
     """
     ordered, tokens = probabilities.sort(dim=-1, descending=True)
     ranks = torch.arange(ordered.shape[-1], device=ordered.device)
@@ -120,7 +121,7 @@ def truncate_rows(
 def draw(
     log_probs: torch.Tensor, params: SamplingParams, streams: Sequence[torch.Generator]
 ) -> torch.Tensor:
-    """(B,) int64 tokens; row b takes one number from ``streams[b]`` and nothing from elsewhere."""
+    """(B,) int64 tokens; row b uses one number of ``streams[b]`` and no other randomness."""
     if params.temperature == 0:
         return log_probs.argmax(-1)
     numbers = [torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams]
@@ -128,9 +129,11 @@ def draw(
 
 
 def pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """(B,) int64 tokens: where ``numbers`` (B,) float64 in [0, 1) fall among the (B, V) weights,
-    which need not add up to 1. A few kernels, however many rows there are: first the block of
-    tokens, by the blocks' sums, then the token in it.
+    """(B,) int64 tokens by inversion: the token at whose cumulated (B, V) weight ``numbers`` (B,)
+    float64 in [0, 1) lie; the weights need not add up to 1.
+
+    It uses a few kernels for any number of rows: first it finds the block of tokens by the blocks'
+    sums, then the token in it.
     """
     blocks = F.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
     mass = blocks.sum(-1).double().cumsum(-1)
@@ -143,8 +146,8 @@ def pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _place(mass: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """(B, 1) int64: the first of the growing sums (B, N) above ``target`` (B, 1)."""
-    # ``right`` never lands on what has no mass; the minimum covers a target that rounding has
-    # brought to the total or beyond.
+    """(B, 1) int64: the index of the first cumulated sum (B, N) above ``target`` (B, 1)."""
+    # ``right`` never selects an entry without mass; the minimum covers a target that rounding has
+    # raised to the total or above.
     places = torch.searchsorted(mass, target, right=True)
     return torch.minimum(places, (mass < mass[:, -1:]).sum(-1, keepdim=True))

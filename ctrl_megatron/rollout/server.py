@@ -1,8 +1,8 @@
-"""The process an engine lives in: builds it and serves it at one address.
+"""The process of an engine: builds it and serves it at one address.
 
 Started by ``launch.py`` as ``python -m ctrl_megatron.rollout.server --engine NAME --ready-fd N``,
-in a process group of its own. Standard input carries one JSON line (token and spec) and stays open:
-its end means that the parent is gone. Engines, and with them torch, are imported after the guard of
+in a process group of its own. Standard input has one JSON line (token and spec) and stays open: it
+ends when the parent is gone. Engines, and with them torch, are imported after the guard of
 ``parent_watch`` has been forked.
 """
 
@@ -45,7 +45,8 @@ EXIT_ENGINE_DIED = 70
 _HEALTH_SECONDS = 1.0
 _MAX_REQUEST_BYTES = 2**30
 _OF_OURS = (AttributeError, TypeError, LookupError, NameError)
-"""Errors that say that somebody called an engine wrongly, not that it refuses what it is given."""
+"""Errors of wrong calls in this package; every other error means that the engine refuses its model
+or arguments."""
 _LONGEST_CAUSE = 400
 _PROBE = SamplingParams(max_tokens=1, temperature=0.0, log_probs=False)
 
@@ -95,7 +96,7 @@ def application(engine: StreamingEngine, token: str) -> web.Application:
 async def generate(
     engine: StreamingEngine, listener: TokenListener | None, body: wire.Json
 ) -> list[list[Any]]:
-    """The completions that ``body`` asks for, as JSON."""
+    """The completions of the request ``body``, as JSON."""
     done = await engine.generate(body["prompts"], wire.params_from_json(body["params"]), listener)
     return [[wire.completion_to_json(c) for c in group] for group in done]
 
@@ -121,8 +122,8 @@ async def answer(call: Callable[[wire.Json], Awaitable[Any]], request: web.Reque
 
 
 async def stream(engine: StreamingEngine, request: web.Request) -> web.StreamResponse:
-    """Lines of JSON: ``{"tokens": [completion, its next tokens]}`` as they are drawn, at last the
-    outcome of ``/generate``.
+    """Lines of JSON: ``{"tokens": [completion, its next tokens]}`` as they are drawn, and at the
+    end the outcome of ``/generate``.
     """
 
     async def draw(tell: Callable[[wire.Json], None]) -> None:
@@ -140,10 +141,10 @@ async def stream(engine: StreamingEngine, request: web.Request) -> web.StreamRes
 async def update(engine: Engine, request: web.Request) -> web.WebSocketResponse:
     """One weight update over a websocket.
 
-    The client sends the specs; then each ``{"next": true}`` of ours, which says that the previous
-    chunk has been read, is answered by ``{"chunk": ...}``, where null means that there are no more,
-    or ``{"failed": text}``. Ours ends with ``{"done": true}`` or ``{"error": ...}``. A connection
-    lost in between fails the update.
+    The client sends the specs. Then the server sends ``{"next": true}`` whenever the previous chunk
+    has been read, and the client answers ``{"chunk": ...}``, with null after the last one, or
+    ``{"failed": text}``. The server ends with ``{"done": true}`` or ``{"error": ...}``. A lost
+    connection fails the update.
     """
     socket = web.WebSocketResponse(max_msg_size=_MAX_REQUEST_BYTES)
     await socket.prepare(request)
@@ -180,7 +181,7 @@ async def _receive(socket: web.WebSocketResponse) -> wire.Json:
 
 
 async def end_with_engine(engine: Engine) -> None:
-    """End the process when its engine has died, also while nobody asks it anything."""
+    """End the process when its engine has died, also without requests."""
     while True:
         await asyncio.sleep(_HEALTH_SECONDS)
         try:
@@ -188,7 +189,7 @@ async def end_with_engine(engine: Engine) -> None:
         except EngineDied as error:
             die(str(error))
         except EngineBroken:
-            # Alive; whoever generates is told.
+            # The process is alive; the next ``generate`` raises it.
             continue
 
 
@@ -196,13 +197,13 @@ async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
     """Build the engine, write ``{"port": N}`` to ``ready_fd`` and serve until killed.
 
     If it cannot be built or draw a token, ``{"error": ..., "of_ours": ...}`` is written instead,
-    and the launcher ends the process: one that ended by itself would be a death that its watch
-    tells first. There is no gentle end: the guard of ``parent_watch`` ends the engine's own
+    and the launcher ends the process: if it exited, the launcher's watch would report its death
+    before the cause. There is no gentle end: the guard of ``parent_watch`` ends the engine's own
     processes with this one.
     """
     try:
         engine = await build_engine(spec)
-        # Some refuse a model only when they first compute with it.
+        # Some engines refuse a model only in their first computation.
         await engine.generate([[0]], _PROBE)
     except Exception as error:
         traceback.print_exc()
@@ -215,7 +216,7 @@ async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
         os.write(ready_fd, json.dumps(told).encode())
         await asyncio.Event().wait()
         raise
-    # A client that goes away cancels its request, so that the engine stops drawing for nobody.
+    # A client that disconnects cancels its request, so that the engine stops drawing.
     runner = web.AppRunner(application(engine, token), handler_cancellation=True, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, spec.host, 0).start()
@@ -225,7 +226,7 @@ async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
 
 
 def main() -> None:
-    """Entry point; see the module's text."""
+    """Entry point; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="ctrl_megatron.rollout.server")
     parser.add_argument("--engine", required=True, help="shown in process lists")
     parser.add_argument("--ready-fd", required=True, type=int)

@@ -70,12 +70,12 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         "random_seed": spec.seed,
         "disable_cuda_graph": spec.enforce_eager or not on_gpu,
         "sampling_backend": SAMPLER,
-        # Texts never pass here, and the directory's generation_config.json must not change draws.
+        # The engine never sees texts, and generation_config.json must not change draws.
         "skip_tokenizer_init": True,
         "sampling_defaults": "openai",
         "weight_version": "initial",
         "log_level": "warning",
-        # Else its scheduler polls for requests with a whole core while the trainer computes.
+        # Otherwise its scheduler polls with a whole core while the trainer computes.
         "sleep_on_idle": True,
     }
     if on_gpu:
@@ -89,14 +89,14 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
             "device": "cpu",
             "attention_backend": "torch_native",
             "max_total_tokens": cache_tokens(spec),
-            # What would overlap has only the same cores.
+            # Overlapping work would compete for the same cores.
             "disable_overlap_schedule": True,
         }
     return {**chosen, **spec.extra}
 
 
 def cache_tokens(spec: EngineSpec) -> int:
-    """Tokens of which ``spec.kv_cache_gib`` holds the keys and values; at least one sequence."""
+    """Tokens whose keys and values fit into ``spec.kv_cache_gib``; at least one sequence."""
     config = read_model_config(spec.model_path)
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
@@ -119,7 +119,7 @@ def sglang_params(params: SamplingParams, seed: int) -> dict[str, Any]:
 
 
 class _Engine(BaseEngine):
-    """SGLang's processes: our scheduler, and no detokenizer where there is no text."""
+    """SGLang's processes with our scheduler and without a detokenizer."""
 
     run_scheduler_process_func = staticmethod(run_scheduler)
 
@@ -131,7 +131,7 @@ class _Engine(BaseEngine):
 
 
 def completion_of(answer: dict[str, Any], *, log_probs: bool) -> Completion:
-    """SGLang's answer to one request."""
+    """The completion in SGLang's answer to one request."""
     info = answer["meta_info"]
     tokens = tuple(answer["output_ids"])
     steps: Any = info["output_token_logprobs"] if log_probs else ()
@@ -148,14 +148,14 @@ def completion_of(answer: dict[str, Any], *, log_probs: bool) -> Completion:
 
 
 def _require(answer: tuple[Any, ...], what: str) -> Any:
-    """SGLang reports failures as (False, message)."""
+    """``answer``; RuntimeError for a failure, which SGLang reports as (False, message)."""
     if not answer[0]:
         raise RuntimeError(f"SGLang did not {what}: {answer[1]}")
     return answer
 
 
 class SglangEngine:
-    """``Engine`` on SGLang's; belongs into a running event loop of the main thread."""
+    """``Engine`` on SGLang's own; requires a running event loop of the main thread."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -167,7 +167,7 @@ class SglangEngine:
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
         self._engine = _Engine(**server_args(spec))
         self._control: Any = self._engine.tokenizer_manager
-        # We notice a dead child ourselves, and say so.
+        # ``health`` reports a dead child.
         self._control._subprocess_watchdog.stop()
         self._control.auto_create_handle_loop()
         self._one_rpc = asyncio.Lock()
@@ -243,13 +243,13 @@ class SglangEngine:
             await self.resume()
 
     async def abandon_update(self) -> None:
-        # Frozen requests end once they are let go; what they draw from the mixture is shown to
-        # nobody.
+        # Frozen requests end after they resume; the tokens that they draw from the mixture are
+        # dropped.
         await self._go_on()
         await self.pause("abort")
 
     async def pause(self, mode: PauseMode) -> None:
-        """Frozen completions lose their place in the cache; ``resume`` computes it again."""
+        """Frozen completions lose their part of the cache; ``resume`` recomputes it."""
         self._paused = True
         own = "retract" if mode == "keep" else "abort"
         await self._control.pause_generation(PauseGenerationReqInput(mode=own))
@@ -265,7 +265,7 @@ class SglangEngine:
         )
 
     async def sleep(self, level: SleepLevel) -> None:
-        """On a CPU the cache's memory is given back, and at level 2 the weights'."""
+        """On a CPU this frees the cache's memory, and at level 2 the weights'."""
         self._spec.require_sleep()
         self._state.fall_asleep(level)
         await self.pause("keep")
@@ -275,7 +275,7 @@ class SglangEngine:
             await self._rpc("ctrl_leave", forget_weights=level == 2)
 
     async def wake(self, tags: Sequence[EngineMemory]) -> None:
-        """SGLang schedules again once nothing sleeps any more."""
+        """SGLang schedules again when everything is awake."""
         all_awake = self._state.wake(tags)
         if not torch.cuda.is_available():
             for tag in tags:
@@ -289,7 +289,7 @@ class SglangEngine:
     async def checksums(self) -> dict[str, str]:
         """Checksums of the weights read back from SGLang's layers, un-fused and gathered.
 
-        RuntimeError if the layers do not give back exactly the manifest's tensors.
+        RuntimeError if the layers do not have exactly the manifest's tensors.
         """
         self._state.require_held()
         answer = await self._control.check_weights(CheckWeightsReqInput(action="checksum"))
@@ -315,5 +315,5 @@ class SglangEngine:
             try:
                 await asyncio.to_thread(self._engine.collective_rpc, method, **scalars)
             except AssertionError as error:
-                # So SGLang reports failures of remote calls.
+                # SGLang reports failures of remote calls this way.
                 raise RuntimeError(f"SGLang's {method}: {error}") from error

@@ -1,13 +1,11 @@
-"""Lets SGLang start on a CPU without the GPU libraries that it imports at once and never calls
-there.
+"""Lets SGLang start on a CPU without the GPU libraries that it imports but never calls there.
 
 SGLang's package on PyPI is built for CUDA: its modules import Triton (1 GB), its compiled kernels
-(which have no build for CPUs there), torchvision and IPython when they are loaded. On a CPU it
-computes a dense model in plain torch. ``install_stand_ins`` puts empty modules in the place of
-those that are not installed. Their decorators return the function as it is; what is called of the
-kernels raises, and what is called of the others is no number, so that nothing is computed with it.
-Without compiled kernels SGLang also leaves the AMX units alone (``cpu_has_amx_support``): it takes
-the same path on every CPU.
+(without a build for CPUs), torchvision and IPython. On a CPU it computes a dense model in plain
+torch. ``install_stand_ins`` replaces those that are not installed by empty modules. Their
+decorators return the function unchanged, calls of kernels raise, and other calls return an object
+that cannot be used as a number. Without compiled kernels SGLang does not use AMX
+(``cpu_has_amx_support``) and computes the same on every CPU.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ LIBRARIES = ("triton", "sgl_kernel", "torchvision", "IPython")
 
 
 class StandInUsed(RuntimeError):
-    """Something asked a stand-in to compute."""
+    """A stand-in was called to compute something."""
 
 
 class _Attribute:
-    """What a stand-in has under any name: a decorator, an annotation, a namespace."""
+    """Any attribute of a stand-in: a decorator, an annotation, a namespace."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -40,7 +38,7 @@ class _Attribute:
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         if self._name.startswith("sgl_kernel.") or not (given or named):
-            raise StandInUsed(f"{self._name} is not installed; SGLang needs it for what was asked")
+            raise StandInUsed(f"{self._name} is not installed; SGLang needs it for this call")
         if len(given) == 1 and callable(given[0]) and not named:
             return given[0]
         return self
@@ -61,7 +59,7 @@ class _StandIn(ModuleType):
         if name.startswith("__"):
             raise AttributeError(f"stand-in {self.__name__} has no {name}")
         full = f"{self.__name__}.{name}"
-        # Classes are inherited from and asked for with isinstance.
+        # SGLang inherits from classes and uses them with isinstance.
         is_class = name[0].isupper() and not name.isupper()
         made = type(name, (), {"__init__": _take_anything}) if is_class else _Attribute(full)
         setattr(self, name, made)
@@ -69,11 +67,11 @@ class _StandIn(ModuleType):
 
 
 def _take_anything(self: object, *given: Any, **named: Any) -> None:
-    """A constructor of what is never used."""
+    """A constructor that accepts any arguments; its objects are never used."""
 
 
 class _Finder:
-    """Finds every module of the libraries given."""
+    """Finds every module of the given libraries."""
 
     def __init__(self, libraries: Sequence[str]) -> None:
         self._libraries = libraries
@@ -87,14 +85,14 @@ class _Finder:
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing in it."""
+        """Do nothing: the module is empty."""
 
 
 def install_stand_ins() -> None:
-    """Before SGLang is imported: stand in for those of ``LIBRARIES`` that are not installed.
+    """Replace those of ``LIBRARIES`` that are not installed; call it before SGLang is imported.
 
-    On a machine without CUDA it also chooses SGLang's CPU platform, for this process and those that
-    it starts.
+    On a machine without CUDA it also selects SGLang's CPU platform, for this process and its
+    children.
     """
     import torch
     from torch.utils._triton import has_triton_package
@@ -102,12 +100,12 @@ def install_stand_ins() -> None:
 
     if not torch.cuda.is_available():
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        # Small functions would be compiled on first use, which needs a C++ compiler.
+        # Otherwise small functions are compiled on first use, which needs a C++ compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     absent = [name for name in LIBRARIES if find_spec(name) is None]
-    # These two ask once and remember; later they would take a stand-in for the library.
+    # These two cache their answer; later they would mistake a stand-in for the library.
     has_triton_package()
     is_torchvision_available()
     if absent:

@@ -1,8 +1,7 @@
-"""What runs inside SGLang's scheduler processes: reading chunks, reading weights back, drawing.
+"""Our code in SGLang's scheduler processes: reads chunks, reads weights back, draws tokens.
 
-SGLang calls ``run_scheduler`` in each of them (one per tensor rank), through the attribute that its
-``Engine`` has for that. Where its public interface has no place for something, a method is put in
-the place of another: all of that is in ``prepare``.
+SGLang calls ``run_scheduler`` in each of them (one per tensor rank), through an attribute of its
+``Engine``. Where its public interface has no hook, ``prepare`` replaces a method.
 """
 
 # ruff: noqa: E402
@@ -36,7 +35,7 @@ from ctrl_megatron.rollout.sampling import DRAWN_ROWS, numbers_at, pick, truncat
 from ctrl_megatron.rollout.transports import read_chunk
 
 SAMPLER = "pytorch"
-"""The name our sampler takes: the only one that SGLang admits on a CPU."""
+"""The name of our sampler: the only one that SGLang accepts on a CPU."""
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -44,13 +43,13 @@ _FUSED = {
 
 
 def run_scheduler(*given: Any, **named: Any) -> None:
-    """``run_scheduler_process`` with what ``prepare`` changes."""
+    """``run_scheduler_process`` with the changes of ``prepare``."""
     prepare()
     run_scheduler_process(*given, **named)
 
 
 def prepare() -> None:
-    """Once, before a scheduler is made."""
+    """Replace SGLang's methods; called once, before a scheduler is made."""
     register_sampler_backend(SAMPLER, SglangSampler)
     changes: Any = (
         (SamplingBatchInfo, "adjusted_from_schedule_batch", take_seeds),
@@ -69,25 +68,25 @@ def prepare() -> None:
 
 
 def take_seeds(self: Any, batch: Any, vocab_size: int) -> None:
-    """Seeds of the requests, which SGLang heeds only where all kernels are deterministic."""
+    """Set the requests' seeds, which SGLang uses only if all kernels are deterministic."""
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     self.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(self.device, non_blocking=True)
 
 
 def no_stop_tokens(self: Any) -> set[int]:
-    """Only a request says what ends it, not the model's files."""
+    """No tokens: only a request defines what ends it, not the model's files."""
     return set()
 
 
 def wait_while_paused(self: Any) -> None:
-    """Until something comes in: SGLang sleeps where there is nothing to do, but not in a pause."""
+    """Sleep until a request arrives: SGLang does so when it is idle, but not during a pause."""
     self.maybe_sleep_on_idle()
 
 
 class SglangSampler(Sampler):
-    """Draws each row with one number, which depends on its seed and place only.
+    """Draws each row with one random number, which depends only on its seed and position.
 
-    SGLang's own seeded draw takes a number for every token of the vocabulary.
+    SGLang's own seeded draw uses a number for every token of the vocabulary.
     """
 
     def _sample_from_probs(
@@ -97,7 +96,8 @@ class SglangSampler(Sampler):
         positions: torch.Tensor,
         simple_sampling_case: bool,
     ) -> tuple[torch.Tensor, None]:
-        """(B,) int32 tokens; ``probs`` (B, V) fp32 stay as they are: log-probs come from them."""
+        """(B,) int32 tokens; ``probs`` (B, V) fp32 must not change: log-probs are read from
+        them."""
         assert sampling_info.sampling_seed is not None
         numbers = numbers_at(sampling_info.sampling_seed, positions.to(torch.int64))
         rows = (probs, numbers, sampling_info.top_ps, sampling_info.top_ks)
@@ -109,18 +109,18 @@ class SglangSampler(Sampler):
 
 
 def spare_garbage(self: Any) -> None:
-    """RPC: leave what is there now out of garbage collections.
+    """RPC: exclude all present objects from garbage collections.
 
-    On a CPU SGLang collects garbage wherever it flushes its cache, after every update: half a
-    second that finds nothing among the modules it has loaded.
+    On a CPU SGLang collects garbage whenever it flushes its cache, after every update: that takes
+    half a second and finds nothing in the loaded modules.
     """
     gc.freeze()
 
 
 def load_chunk(self: Any, chunk: str) -> None:
-    """RPC: load a ``WeightChunk`` given as JSON; the model's own loaders take this rank's share.
+    """RPC: load a ``WeightChunk`` given as JSON; the model's own loaders cut this rank's share.
 
-    RuntimeError on every rank if one fails: SGLang answers for the first alone.
+    RuntimeError on every rank if one fails: SGLang reports only the first rank's result.
     """
     failure = ""
     try:
@@ -136,7 +136,7 @@ def load_chunk(self: Any, chunk: str) -> None:
 def hf_checksums(
     self: Any, skip_tensor_list: Sequence[str] | None = None, *, role: str
 ) -> dict[str, Any]:
-    """In the place of SGLang's checksums of its fused layers; the first tensor rank gives them."""
+    """Checksums by HF name, on the first tensor rank; replaces SGLang's of its fused layers."""
     model = self._get_model()
     found = held_checksums(
         model,
@@ -154,9 +154,9 @@ def hf_checksums(
 
 
 def leave(self: Any, forget_weights: bool) -> None:
-    """RPC, on a CPU: give back the cache's memory, and the weights' if they may be forgotten.
+    """RPC, on a CPU: free the cache's memory, and with ``forget_weights`` the weights'.
 
-    On GPUs torch_memory_saver does that below SGLang.
+    On GPUs torch_memory_saver does so inside SGLang.
     """
     runner = self.tp_worker.model_runner
     pool = runner.token_to_kv_pool
@@ -169,7 +169,7 @@ def leave(self: Any, forget_weights: bool) -> None:
 
 
 def come_back(self: Any, tag: str) -> None:
-    """RPC: undo ``leave`` for the cache or the weights; they are zeros."""
+    """RPC: undo ``leave`` for the cache or the weights, which become zeros."""
     if away := self.ctrl_away.pop(tag, None):
         away.come_back()
 

@@ -1,4 +1,4 @@
-"""From callbacks to a stream: what a coroutine tells while it works."""
+"""From a callback to a stream of its arguments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 async def told_by(
     work: Callable[[Callable[[Any], None]], Awaitable[None]],
 ) -> AsyncGenerator[Any, None]:
-    """Everything that ``work`` tells the function it is given, at once and in order; then its
-    error, if it has one. Closing the iterator (``contextlib.aclosing``) cancels the work.
+    """Yield every argument with which ``work`` calls the function passed to it, at once and in
+    order; then raise its error, if any. Closing the iterator (``contextlib.aclosing``) cancels the
+    work.
     """
     told: asyncio.Queue[Any] = asyncio.Queue()
     over = object()

@@ -1,5 +1,5 @@
-"""What vLLM leaves to plain torch on a CPU although it brings a kernel for it, or computes although
-nobody asks: a quarter of a decoding step of a small model (``docs/experiments/engines.md``)."""
+"""Shortcuts for vLLM on a CPU: kernels that it has but does not use, and results that nothing reads.
+They save a quarter of a decoding step of a small model (``docs/experiments/engines.md``)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from vllm.v1.outputs import LogprobsTensors
 
 
 def spare(model: torch.nn.Module, sampler: Any) -> None:
-    """Let ``model`` compute its norms in one kernel each and call its attention without a detour,
-    and ``sampler`` rank no tokens."""
+    """Make ``model`` compute each norm in one kernel and call its attention directly, and keep
+    ``sampler`` from ranking tokens."""
     for layer in model.modules():
         if isinstance(layer, RMSNorm) and layer.has_weight and layer.variance_size_override is None:
-            # What a CustomOp calls; vLLM chooses kernels of its own here on GPUs only.
+            # The method that a CustomOp calls; vLLM selects its own kernels only on GPUs.
             layer._forward_method = partial(_norm, layer)
         if isinstance(layer, Attention):
-            # Otherwise by way of torch's dispatcher, for a compiler that does not run here.
+            # Otherwise through torch's dispatcher, for a compiler that does not run here.
             layer.use_direct_call = True
     sampler.gather_logprobs = partial(_gather_log_probs, sampler.gather_logprobs)
 
 
 def _norm(norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-    """As ``RMSNorm.forward``: the norm of x, or of x + residual with that sum; in place there."""
+    """As ``RMSNorm.forward``: the norm of x; with ``residual`` the norm of x + residual and that
+    sum, both in place."""
     weight, eps = norm.weight.data, norm.variance_epsilon
     if residual is None:
         out = torch.empty_like(x)
@@ -39,8 +40,8 @@ def _norm(norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) 
 def _gather_log_probs(
     ranked: Any, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
 ) -> LogprobsTensors:
-    """As ``Sampler.gather_logprobs``, which is ``ranked``: where no other token is asked for, that
-    of the drawn one alone, and rank 0, which means nothing, instead of a pass over all logits."""
+    """As ``Sampler.gather_logprobs``, which is ``ranked``; if no other tokens are requested, only
+    the drawn token's log-prob with a meaningless rank 0, without a pass over all logits."""
     if num_logprobs:
         return ranked(logprobs, num_logprobs, token_ids)
     own = token_ids.unsqueeze(-1)

@@ -49,11 +49,11 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "tensor_parallel_size": spec.tensor_parallel_size,
         "gpu_memory_utilization": spec.gpu_memory_utilization,
         "kv_cache_memory_bytes": int(gib * 2**30) if current_platform.is_cpu() else None,
-        # On a CPU vLLM would compile instead, which takes minutes and a C++ compiler.
+        # Otherwise vLLM compiles on a CPU, which takes minutes and a C++ compiler.
         "enforce_eager": spec.enforce_eager or current_platform.is_cpu(),
         "enable_sleep_mode": spec.may_sleep and current_platform.is_sleep_mode_available(),
         "seed": spec.seed,
-        # Texts never pass here, and the directory's generation_config.json must not change draws.
+        # The engine never sees texts, and generation_config.json must not change draws.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
@@ -62,11 +62,11 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "disable_log_stats": True,
     }
     if current_platform.is_cpu():
-        # A prompt that is cut in two makes vLLM rewind the request's generator, which CPU
-        # generators cannot do: whole prompts only.
+        # For a prompt in several parts vLLM rewinds the request's generator, which CPU generators
+        # cannot do: prompts stay whole.
         chosen |= {
-            # The smallest its attention takes: whole blocks of a prompt are computed once for all
-            # completions, and by itself vLLM has blocks of 128 tokens here.
+            # The smallest block that its attention allows; the default is 128 tokens here. Whole
+            # blocks of a prompt are computed once for all completions.
             "block_size": 32,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.max_model_len, 4096),
@@ -77,7 +77,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
 
 
 def _in_core(spec: EngineSpec) -> bool:
-    """Whether the model runs in the process that schedules it."""
+    """Whether the model runs in the scheduler's process."""
     return current_platform.is_cpu() and spec.tensor_parallel_size == 1
 
 
@@ -117,19 +117,19 @@ class VllmEngine:
     async def build(cls, spec: EngineSpec) -> VllmEngine:
         """Start vLLM's processes and load the model; returns when it can generate."""
         if _in_core(spec):
-            # Otherwise vLLM puts a CPU worker into a process of its own, and core and worker poll
-            # shared memory for each other: that takes one of two cores away from the model.
+            # Otherwise vLLM starts a separate process for a CPU worker, and core and worker poll
+            # shared memory, which costs the model one of two cores.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if current_platform.is_cpu():
-            # The sampler compiles small kernels on first use, which needs a C++ compiler.
+            # Otherwise the sampler compiles small kernels on first use, with a C++ compiler.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
-            # Weights and what layers return lie in large pages that stay.
+            # Weights and activations use large pages that stay with the process.
             host_memory.keep()
         config = engine_args(spec).create_engine_config(UsageContext.ENGINE_CONTEXT)
         if current_platform.is_cpu():
-            # The platform has just asked for spawned processes, each of which would import vLLM
-            # anew: ten seconds of a core. This process has computed nothing, so nothing speaks
-            # against forking them, as vLLM does elsewhere.
+            # The platform has just selected spawned processes, each of which would import vLLM
+            # again, for ten seconds of a core. This process has computed nothing yet, so forking is
+            # safe, as vLLM does elsewhere.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         engine = cls(spec, AsyncLLM.from_vllm_config(config, disable_log_stats=True))
         await engine._llm.collective_rpc("ctrl_prepare")
@@ -209,8 +209,8 @@ class VllmEngine:
 
     async def begin_update(self) -> None:
         self._resume_after = not await self._llm.is_paused()
-        # vLLM must not step while its weights are half loaded: that kills its engine core.
-        # ``pause_generation`` would do the same and sleep 20 ms for the looks of it.
+        # A step with half-loaded weights kills vLLM's engine core. ``pause_generation`` does the
+        # same as this call and sleeps 20 ms.
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         await self._llm.start_weight_update()
 
@@ -242,14 +242,14 @@ class VllmEngine:
         await self._llm.sleep(level=level, mode="keep")
 
     async def wake(self, tags: Sequence[EngineMemory]) -> None:
-        """vLLM schedules again once nothing sleeps any more."""
+        """vLLM schedules again when everything is awake."""
         self._state.wake(tags)
         await self._llm.wake_up(list(tags))
 
     async def checksums(self) -> dict[str, str]:
         """Checksums of the weights read back from vLLM's layers, un-fused and gathered.
 
-        RuntimeError if the layers do not give back exactly the manifest's tensors.
+        RuntimeError if the layers do not have exactly the manifest's tensors.
         """
         self._state.require_held()
         parts: list[dict[str, str]] = await self._llm.collective_rpc("ctrl_checksums")

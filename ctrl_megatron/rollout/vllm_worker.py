@@ -1,8 +1,7 @@
-"""What runs inside vLLM's worker processes: reading chunks, reading weights back, log-probs.
+"""Our code in vLLM's worker processes: reads chunks, reads weights back, draws tokens.
 
 vLLM imports this module in each worker because ``worker_extension_cls`` names it; the import
-registers the weight transfer. Only vLLM 0.32's own interfaces are used, apart from
-``SeededSampler`` (see there).
+registers the weight transfer. It uses only interfaces of vLLM 0.32, apart from ``SeededSampler``.
 """
 
 from __future__ import annotations
@@ -66,11 +65,11 @@ class ChunkTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
-        """Bring the model back to the form in which checkpoints are loaded."""
+        """Convert the model to the form in which checkpoints are loaded."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ChunkInfo) -> None:
-        """Load a chunk; nothing refers to its memory afterwards."""
+        """Load a chunk; no tensor refers to its memory afterwards."""
         dtype, model = self.model_config.dtype, self.model
         lent: set[int] = set()
 
@@ -93,11 +92,11 @@ class ChunkTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
                         call.arguments[name] = value.clone()
 
     def finish_weight_update(self) -> None:
-        """Bring the model back to the form in which it computes."""
+        """Convert the model to the form in which it computes."""
         finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
-            # A tied head shares the embedding's weight but packs a copy of its own on a CPU,
-            # which the reload does not renew.
+            # A tied head shares the embedding's weight but packs its own copy on a CPU, which the
+            # reload does not renew.
             if isinstance(module, VocabParallelEmbedding) and _is_packed(module):
                 module.quant_method.process_weights_after_loading(module)
 
@@ -106,7 +105,7 @@ class ChunkTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
-    """Where the memory begins that the tensor lies in; 0 for one that lies nowhere."""
+    """The address of the tensor's storage; 0 for a meta tensor."""
     return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
@@ -115,15 +114,14 @@ if VLLM_BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class SeededSampler(torch.nn.Module):
-    """Draws as vLLM does, but for two things.
+    """Draws as vLLM does, with two differences.
 
-    Log-probs are those from before top-k and top-p; vLLM's "processed" ones come from after. And
-    rows with a seed are drawn all together, with one number each: on a GPU vLLM launches a kernel
-    for each of them, for every token, and on a CPU its kernel makes a number for every token of the
-    vocabulary.
+    Log-probs are those before top-k and top-p; vLLM's "processed" ones are those after. And rows
+    with a seed are drawn together, with one random number each: on a GPU vLLM launches a kernel per
+    row and token, and on a CPU its kernel makes a number for every token of the vocabulary.
 
-    Stands in for ``Sampler.topk_topp_sampler`` of vLLM's first model runner (launch selects that
-    runner).
+    It replaces ``Sampler.topk_topp_sampler`` of vLLM's first model runner, which ``ENGINES``
+    selects.
     """
 
     def __init__(self, inner: torch.nn.Module) -> None:
@@ -153,7 +151,7 @@ class SeededSampler(torch.nn.Module):
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with one number per row, which the row's generator gives where it has one."""
+        """The same with one random number per row, from the row's generator if it has one."""
         log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
         if k is None and p is None:
             kept, weights = log_probs, torch.exp
@@ -177,9 +175,9 @@ def _is_packed(module: torch.nn.Module) -> bool:
 def _computed_weight(module: Any, width: int, dtype: torch.dtype) -> torch.Tensor:
     """(out, in) weight that the layer multiplies with.
 
-    On a CPU vLLM keeps weights only in a packed form. Then the layer is applied to the rows of the
-    identity matrix, which returns the columns of its weight exactly (one product per output, the
-    rest zeros).
+    On a CPU vLLM keeps only packed weights. The layer is then applied to the rows of the identity
+    matrix, which returns the columns of its weight exactly (one product per output, the rest
+    zeros).
     """
     if not _is_packed(module):
         return module.weight
@@ -188,12 +186,12 @@ def _computed_weight(module: Any, width: int, dtype: torch.dtype) -> torch.Tenso
         rows = torch.zeros(min(_PROBE_ROWS, width - first), width, dtype=dtype)
         rows.diagonal(first).fill_(1)
         columns.append(module.quant_method.apply(module, rows))
-    # As a whole; transposing the parts of a fused layer takes twice as long.
+    # Transposing the parts of a fused layer one by one takes twice as long.
     return (columns[0] if len(columns) == 1 else torch.cat(columns)).t().contiguous()
 
 
 def _gathered(local: torch.Tensor, dim: int) -> torch.Tensor:
-    """The parts of all tensor ranks, joined along ``dim``."""
+    """The parts of all tensor ranks, concatenated along ``dim``."""
     if get_tensor_model_parallel_world_size() == 1:
         return local
     return tensor_model_parallel_all_gather(local.contiguous(), dim)
@@ -203,20 +201,20 @@ class VllmWorkerExtension:
     """Methods added to vLLM's worker, reached through ``AsyncLLM.collective_rpc``."""
 
     def ctrl_prepare(self: Any) -> None:
-        """Once, after start."""
+        """Install our sampler and, on a CPU, ``vllm_cpu``; called once, after the start."""
         sampler = self.model_runner.sampler
         sampler.topk_topp_sampler = SeededSampler(sampler.topk_topp_sampler)
         if self.device.type == "cpu":
             vllm_cpu.spare(self.model_runner.get_model(), sampler)
 
     def ctrl_checksums(self: Any) -> dict[str, str]:
-        """Checksums of this pipeline stage's tensors; only the first tensor rank gives them."""
+        """Checksums of this pipeline stage's tensors, on the first tensor rank only."""
         model, dtype = self.model_runner.get_model(), self.model_config.dtype
         return held_checksums(
             model,
             dtype,
             is_first=get_tensor_model_parallel_rank() == 0,
-            # Of a directory with a head that equals the embedding vLLM calls the two untied.
+            # If a directory has a head that equals the embedding, vLLM reports them as untied.
             tied=read_model_config(self.model_config.model).get("tie_word_embeddings", False),
             gather=_gathered,
             fused=getattr(model, "packed_modules_mapping", {}),

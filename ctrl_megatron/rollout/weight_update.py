@@ -1,6 +1,6 @@
-"""An engine's weights: what they must be, the course of an update, and their checksums.
+"""An engine's weights: their manifest, the steps of an update, and checksums.
 
-The course is the same for every engine: check, read chunk by chunk, commit.
+The steps are the same for every engine: check, read chunk by chunk, commit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk, specs_
 from ctrl_megatron.types import TensorSpec
 
 _SHOWN = 5
-# Small enough to stay in a core's cache between the two passes over it.
+# Elements; small enough to stay in a core's cache between the two passes.
 _PIECE = 2**16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHECKSUM_THREADS = 4
@@ -55,7 +55,7 @@ def read_manifest(model_path: str | Path, dtype: str) -> tuple[TensorSpec, ...]:
 
 
 def check_specs(manifest: Sequence[TensorSpec], specs: Sequence[TensorSpec]) -> None:
-    """ValueError naming every kind of disagreement between an update and the manifest."""
+    """ValueError that names every difference between the tensors of an update and the manifest."""
     wanted = {spec.name: spec for spec in manifest}
     given = {spec.name: spec for spec in specs}
     both = [(wanted[name], given[name]) for name in given if name in wanted]
@@ -65,7 +65,7 @@ def check_specs(manifest: Sequence[TensorSpec], specs: Sequence[TensorSpec]) -> 
         "mis-shaped": [
             f"{w.name} {g.shape} instead of {w.shape}" for w, g in both if w.shape != g.shape
         ],
-        "of a dtype that is no weight's": [
+        "of an unsupported dtype": [
             f"{g.name} {g.dtype}" for _, g in both if g.dtype not in DTYPE_BYTES
         ],
         "repeated": [] if len(given) == len(specs) else sorted({s.name for s in specs})[:_SHOWN],
@@ -83,10 +83,10 @@ def check_specs(manifest: Sequence[TensorSpec], specs: Sequence[TensorSpec]) -> 
 
 
 class WeightLoader(Protocol):
-    """What an engine does in the course of an update."""
+    """The steps of an update that differ between engines."""
 
     async def begin_update(self) -> None:
-        """Freeze running completions; called when the first chunk is there."""
+        """Freeze running completions; called when the first chunk has arrived."""
         ...
 
     async def load_chunk(self, chunk: WeightChunk) -> None:
@@ -94,7 +94,7 @@ class WeightLoader(Protocol):
         ...
 
     async def commit_update(self, version: str) -> None:
-        """Let completions go on, with the new weights under the name ``version``."""
+        """Let completions continue with the new weights, under the name ``version``."""
         ...
 
     async def abandon_update(self) -> None:
@@ -103,9 +103,10 @@ class WeightLoader(Protocol):
 
 
 class WeightState:
-    """What an engine knows about its weights: manifest, version, and whether they are whole.
+    """The state of an engine's weights: manifest, version, and whether an update broke them.
 
-    Also what of the engine sleeps: to what is not there nobody may write, nor generate from it.
+    It also records which memory of the engine sleeps, and refuses updates and completions that need
+    it.
     """
 
     def __init__(self, manifest: Sequence[TensorSpec]) -> None:
@@ -121,15 +122,15 @@ class WeightState:
             raise EngineBroken(self._broken)
 
     def require_held(self) -> None:
-        """EngineBroken, or EngineError where the weights sleep or were forgotten in sleep."""
+        """EngineBroken; or EngineError if the weights sleep or were dropped for a sleep."""
         self.require_whole()
         self._require_awake({"weights"})
         if self._forgotten:
             raise EngineError("the engine forgot its weights in its sleep; update them first")
 
     def require_names(self, held: Mapping[str, str], engine: str) -> dict[str, str]:
-        """The checksums ``held`` that the engine's layers gave by HF name; RuntimeError if they are
-        not exactly those of the manifest's tensors."""
+        """``held``, the checksums of the engine's layers by HF name; RuntimeError if the names are
+        not exactly those of the manifest."""
         wanted = {spec.name for spec in self.manifest}
         if held.keys() != wanted:
             raise RuntimeError(
@@ -139,7 +140,7 @@ class WeightState:
         return dict(held)
 
     def require_ready(self) -> None:
-        """Raises what keeps the engine from generating."""
+        """Raise what keeps the engine from generating."""
         self.require_held()
         self._require_awake(self._asleep)
 
@@ -148,13 +149,14 @@ class WeightState:
             raise EngineError(f"the engine sleeps ({', '.join(sorted(self._asleep))}); wake it")
 
     def fall_asleep(self, level: SleepLevel) -> None:
-        """EngineError if anything sleeps already: engines fall asleep as a whole."""
+        """Mark everything as asleep; EngineError if anything sleeps already."""
         self.require_whole()
         self._require_awake(self._asleep)
         self._asleep, self._forgotten = set(ENGINE_MEMORY), self._forgotten or level == 2
 
     def wake(self, tags: Sequence[EngineMemory]) -> bool:
-        """Whether nothing sleeps any more; EngineError for what is awake."""
+        """Mark ``tags`` as awake; returns whether everything is. EngineError for a tag that is
+        awake already."""
         if not self._asleep.issuperset(tags):
             raise EngineError(f"cannot wake {list(tags)}; asleep is {sorted(self._asleep)}")
         self._asleep.difference_update(tags)
@@ -169,8 +171,8 @@ class WeightState:
     ) -> None:
         """Run one update; raises as ``Engine.update``.
 
-        The next chunk is pulled when the one before is loaded. A sender that fails before the first
-        chunk leaves the engine whole.
+        It requests the next chunk when the one before is loaded. A sender that fails before the
+        first chunk leaves the engine unchanged.
         """
         async with self._one_update:
             self.require_whole()
@@ -210,13 +212,13 @@ class WeightState:
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """Hex BLAKE3 (its first 128 bits) of the tensor's bytes, contiguous, in its own dtype.
 
-    A negative zero counts as zero: some engines hold weights in a packed form from which its sign
-    cannot be read back, and it never changes what a model computes. BLAKE3 because it is as hard to
-    forge as SHA-256 and several times as fast: 4 GB/s on a core with AVX-512.
+    A negative zero counts as zero: some engines pack weights so that its sign cannot be read back,
+    and it never changes what a model computes. BLAKE3 is as hard to forge as SHA-256 and several
+    times as fast: 4 GB/s on a core with AVX-512.
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    # Integers, in numpy: torch would start threads of its own for every piece. By dlpack, because
-    # Tensor.numpy() would forbid for ever to empty the tensor's storage, as sleep does.
+    # As integers in numpy: torch would start its own threads for every piece. By dlpack, because
+    # after Tensor.numpy() the tensor's storage could never be emptied, as a sleep does.
     numbers: Any = np.from_dlpack(flat.view(_BITS[flat.element_size()]))
     negative_zero = np.iinfo(numbers.dtype).min
     checksum = blake3()
@@ -229,10 +231,10 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
 
 
 class Checksums:
-    """Checksums of named tensors, computed by threads while the caller goes on.
+    """Checksums of named tensors, computed by threads while the caller continues.
 
-    A tensor in host memory must stay as it is until ``wait`` or ``result``. Few are held at a time,
-    for they may be made only to be looked at: ``add`` waits for its turn.
+    A tensor in host memory must not change until ``wait`` or ``result``. ``add`` blocks while
+    several tensors are waiting, so that temporary ones do not fill the memory.
     """
 
     def __init__(self) -> None:
@@ -242,23 +244,23 @@ class Checksums:
         self._found: dict[str, Future[str]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Look at the tensor some time."""
+        """Compute the tensor's checksum later."""
         self._room.acquire()
         self._found[name] = self._pool.submit(tensor_checksum, tensor.cpu())
         self._found[name].add_done_callback(lambda _: self._room.release())
 
     def wait(self) -> None:
-        """Until no tensor is needed any more."""
+        """Return when no added tensor is needed any more."""
         wait(self._found.values())
 
     def result(self) -> dict[str, str]:
-        """Name -> checksum of all; ends the threads."""
+        """Name -> checksum of all tensors; ends the threads."""
         self._pool.shutdown()
         return {name: found.result() for name, found in self._found.items()}
 
 
 def checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Checksum of each named tensor; few are held at a time."""
+    """Name -> checksum; only a few tensors are alive at the same time."""
     found = Checksums()
     for name, tensor in tensors:
         found.add(name, tensor)

@@ -1,6 +1,6 @@
 """Requests, completions, specs and errors as JSON, between client and server. Pure.
 
-Chunks of weights are plain data already (``weight_chunks.WeightChunk``).
+Chunks of weights are plain data without conversion (``weight_chunks.WeightChunk``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Json = dict[str, Any]
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ValueError, EngineBroken, EngineError)
 }
-"""Errors that keep their type on the way; every other one arrives as EngineError."""
+"""Errors that keep their type; every other one arrives as EngineError."""
 
 
 def error_to_json(error: BaseException) -> Json:
-    """An error as the other side will raise it."""
+    """An error as JSON, for ``error_from_json``."""
     kind = type(error).__name__
     if kind in ERRORS:
         return {"kind": kind, "message": str(error)}
@@ -38,7 +38,7 @@ def params_from_json(data: Json) -> SamplingParams:
 
 
 def completion_to_json(completion: Completion) -> list[Any]:
-    """A completion's fields without their names: there are many."""
+    """A completion's fields without their names, to save space."""
     spans = [astuple(span) for span in completion.spans]
     return [completion.token_ids, completion.log_probs, completion.finish_reason, spans]
 
@@ -55,5 +55,5 @@ def completion_from_json(data: list[Any]) -> Completion:
 
 
 def specs_from_json(data: list[Json]) -> tuple[TensorSpec, ...]:
-    """Tensor specs of which each went through ``dataclasses.asdict``."""
+    """Tensor specs from the results of ``dataclasses.asdict``."""
     return tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data)

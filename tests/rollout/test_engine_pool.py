@@ -232,7 +232,7 @@ def test_one_stream_of_weights_reaches_every_engine_and_each_is_checked(
             await pool.update(new.specs()[1:], new.chunks(), "less")
         assert await pool.checksums() == held
         await alone.update(other.specs(), other.chunks(), "other")
-        with pytest.raises(RuntimeError, match="engine hf 1 on here holds other weights than eng"):
+        with pytest.raises(RuntimeError, match="engine hf 1 on here has other weights than eng"):
             await pool.checksums()
         await pool.update(new.specs(), new.chunks(), "again")
         assert await pool.checksums() == held
