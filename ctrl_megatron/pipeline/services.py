@@ -1,4 +1,4 @@
-"""The engines and sandboxes of a run: where they stand, their start, their watching, their end."""
+"""The engines and sandboxes of a run: their placement, start, supervision and end."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _ASK_SECONDS, _TURN_SECONDS = 2.0, 0.5
 
 
 class Services:
-    """The engines that the placement gives every host, and a sandbox there where the run judges
-    programs and none is running elsewhere.
+    """The engines of every host, and a sandbox there if the run judges programs and the
+    configuration names no running one.
 
-    The first rank of a host starts what stands there; it comes up while models are loaded. Leaders
-    talk to all engines and all sandboxes of the run. With one host everything is on loopback.
+    The first rank of a host starts the host's processes, which come up while models are loaded.
+    Leaders call all engines and all sandboxes of the run. With one host everything is on loopback.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Services:
         self._addresses: dict[int, EngineAddress] = {}
         self._clients: dict[int, RemoteEngine] = {}
         self.sandbox_endpoint = config.sandbox.endpoint or ""
-        """Where sandboxes answer, this host's first; known after ``wait``."""
+        """Addresses of the sandboxes, this host's first; known after ``wait``."""
         self.sandbox_token: str | None = None
-        """What our own sandboxes want to see, where there are several hosts."""
+        """The token that the run's own sandboxes require if there are several hosts."""
 
     def start(self) -> None:
         """Start this host's processes, on its first rank. Collective."""
@@ -93,7 +93,7 @@ class Services:
             name, log = engine.address.name, partial(log_tail, engine.address.log_path)
             self._watch.guard(partial(child_died, f"engine {name}", engine.pid, engine.alive, log))
         if own_sandbox:
-            # It ties its life to the thread that starts it, so that is the main thread.
+            # The sandbox ends with the thread that starts it, so the main thread starts it.
             self._sandbox = box = self._start_sandbox()
             self._watch.guard(partial(child_died, "sandbox service", box.pid, box.alive, box.log))
 
@@ -112,15 +112,15 @@ class Services:
             )
 
     def wait(self) -> None:
-        """Until everything answers on all hosts. Collective. Raises StopRequested where a stop is
-        asked for meanwhile.
+        """Return when everything answers on all hosts. Collective. Raises StopRequested if a stop
+        is requested meanwhile.
         """
         groups, box, engines = self._groups, self._sandbox, self._engines.values()
 
         async def ready() -> None:
             await asyncio.gather(*(asyncio.to_thread(engine.wait_ready) for engine in engines))
 
-        # They have minutes to start in, of which nobody spends one in a collective.
+        # A start may take minutes, for which no rank must wait in one collective.
         starting = self._background.submit(ready()) if engines else None
         if wait_together(starting, groups, lambda: self._stop.is_set):
             raise StopRequested
@@ -155,7 +155,7 @@ class Services:
         rollout, layout = self._config.actor_rollout_ref.rollout, self._groups.layout
         return EnginePool(
             clients,
-            # So much that an engine never waits for us, of which every leader has its share.
+            # Enough for an engine never to wait for requests, divided between the leaders.
             at_once=max(1, 2 * rollout.max_num_seqs // layout.data),
             joins_calls=ENGINES[rollout.name].joins_calls,
             first=self._groups.place.dp * len(clients) // layout.data,
@@ -171,7 +171,7 @@ class Services:
 def child_died(
     name: str, pid: int, alive: Callable[[], bool], last_words: Callable[[], str]
 ) -> str | None:
-    """What happened to a child process, with the end of what it wrote; None while it lives."""
+    """What happened to a child process, with the end of its output; None while it is alive."""
     if alive():
         return None
     words = last_words().strip() or "(none)"
@@ -179,9 +179,10 @@ def child_died(
 
 
 class EngineSilence:
-    """Notices an engine whose process lives and does not answer any more.
+    """Notices an engine whose process is alive but does not answer any more.
 
-    It is asked every few seconds; generations, updates and sleep do not keep it from answering.
+    It requests a sign of life every few seconds; an engine answers during generations, updates and
+    sleep too.
     """
 
     def __init__(self, engine: RemoteEngine, background: BackgroundLoop, limit: float) -> None:
@@ -191,7 +192,7 @@ class EngineSilence:
         self._turning = background.submit(self._turn())
 
     async def _turn(self) -> None:
-        """Notes that the event loop goes round, which it does not while somebody holds it."""
+        """Record that the event loop runs, which a blocking coroutine prevents."""
         while True:
             self._turned = time.monotonic()
             await asyncio.sleep(_TURN_SECONDS)
@@ -209,25 +210,25 @@ class EngineSilence:
         try:
             await self._engine.health()
         except EngineDied:
-            # Its process is watched as well, which knows more to say.
+            # The watch of its process reports more about it.
             return False
         except EngineError:
-            # An answer too; whoever uses the engine is told.
+            # An answer too; the caller of the engine gets the error.
             return True
         return True
 
     def __call__(self) -> str | None:
         """What is wrong, for ``FailureWatch.guard``."""
         if self._asking.done() and not self._asking.cancelled():
-            return f"nobody asks the rollout engine any more: {self._asking.exception()!r}"
+            return f"the rollout engine is no longer watched: {self._asking.exception()!r}"
         now = time.monotonic()
         silent, held = now - self._heard, now - self._turned
         if silent < self._limit:
             return None
         if held > self._limit / 2:
             return (
-                f"a coroutine of the run has held the event loop for {held:.0f} s, on which the "
-                "engine is asked; let it await what takes time (asyncio.to_thread); it is here:\n"
+                f"a coroutine of the run has blocked the event loop for {held:.0f} s, on which the "
+                "engine is watched; let it await long work (asyncio.to_thread); it is here:\n"
                 + "".join(self._background.stack())
             )
         address = self._engine.address
@@ -238,7 +239,7 @@ class EngineSilence:
 
 
 def placement_of(config: Config, groups: ProcessGroups) -> Placement:
-    """Where the configured engines stand among the ranks that were started."""
+    """The placement of the configured engines on the hosts of the ranks."""
     rollout, hosts = config.actor_rollout_ref.rollout, groups.hosts
     tensor = rollout.tensor_model_parallel_size
     devices = [
@@ -261,12 +262,12 @@ def engine_spec(
     place: EnginePlace,
     max_model_len: int,
 ) -> EngineSpec:
-    """The configured engine at one of its places, holding the actor's initial weights."""
+    """The configured engine at one of its places, with the actor's initial weights."""
     family, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     hosts, number, together = groups.hosts, place.number, len(placement.on(place.host))
     on_gpus, alone = groups.device.type == "cuda", len(placement.engines) == 1
     log = f"engine.{number}.log" if number else "engine.log"
-    # Left to themselves the engines of a host would each compute with all its cores.
+    # Otherwise each engine of a host would compute with all its cores.
     share = None if on_gpus or together == 1 else max(1, usable_cores() // together)
     return EngineSpec(
         name=rollout.name,
@@ -283,7 +284,7 @@ def engine_spec(
         max_num_seqs=rollout.max_num_seqs,
         enforce_eager=rollout.enforce_eager,
         may_sleep=rollout.engine_sleeps,
-        # Draws without a seed of their own differ between engines.
+        # Draws without a request's seed differ between engines.
         seed=rollout.seed + number,
         threads=rollout.threads or share,
         startup_timeout=config.trainer.distributed_timeout,

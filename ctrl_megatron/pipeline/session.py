@@ -1,7 +1,7 @@
-"""Where a run begins and ends, whatever it does: training, fine-tuning, evaluating.
+"""The frame of every run: training, fine-tuning and evaluation begin and end here.
 
-Ranks meet; a failure on one ends all; Ctrl-C and SIGTERM ask for a stop; engines and a sandbox
-start on every host; and whatever happens nothing of it stays.
+Ranks meet; a failure on one ends all; Ctrl-C and SIGTERM request a stop; engines and a sandbox
+start on every host, and none of them outlives the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """What every run has on a rank before there is a model."""
+    """The parts of a run on a rank that exist before its models."""
 
     config: Config
     groups: ProcessGroups
@@ -35,10 +35,10 @@ class Session:
     stop: StopFlag
     watch: FailureWatch
     at_end: list[Callable[[], None]]
-    """Called last to first whatever happens."""
+    """Functions to call at the end of the run, last to first, also after a failure."""
 
     def check_stop(self) -> None:
-        """Raises StopRequested on all ranks if any was asked to stop. Collective."""
+        """Raise StopRequested on all ranks if a stop was requested on any. Collective."""
         if self.stop.agreed(self.groups):
             raise StopRequested
 
@@ -65,9 +65,10 @@ class Session:
 
 @contextmanager
 def session(config: Config) -> Iterator[Session]:
-    """A run's body on this rank: a failure on any rank ends all ranks, printing the first cause.
+    """The context of a run on this rank: a failure on any rank ends all ranks and prints the first
+    cause.
 
-    A stop that is asked for before training begins ends the block and is no failure.
+    A stop that is requested before training begins ends the context and is no failure.
     """
     stop = StopFlag().install()
     groups = join(config)
@@ -76,8 +77,8 @@ def session(config: Config) -> Iterator[Session]:
     one_at_a_time = threading.Lock()
 
     def clean_up() -> None:
-        # The watch and the main thread may both get here; whoever is second waits for the first,
-        # since it ends the process afterwards.
+        # The watch and the main thread may both call this. The second one waits for the first,
+        # because it ends the process afterwards.
         with one_at_a_time:
             while at_end:
                 at_end.pop()()
@@ -119,7 +120,7 @@ def session(config: Config) -> Iterator[Session]:
 
 
 def join(config: Config) -> ProcessGroups:
-    """Meet the other ranks that the launcher started, in the configured layout. Collective."""
+    """Join the other ranks that the launcher started, in the configured layout. Collective."""
     launch, megatron = read_launch(), config.actor_rollout_ref.actor.megatron
     layout = layout_for(
         launch.world_size,

@@ -1,4 +1,4 @@
-"""Shortcuts for vLLM on a CPU: kernels that it has but does not use, and results that nothing reads.
+"""Shortcuts for vLLM on a CPU: kernels that it has but does not use, and results without a reader.
 They save a quarter of a decoding step of a small model (``docs/experiments/engines.md``)."""
 
 from __future__ import annotations
