@@ -43,10 +43,10 @@ class Session:
             raise StopRequested
 
     def start_services(self, *, max_model_len: int, judges: bool = True) -> Services:
-        """This host's engines for sequences of ``max_model_len`` tokens and, where the run
-        ``judges`` programs, its sandbox, starting.
+        """Start this host's engines for sequences of ``max_model_len`` tokens and, if the run
+        ``judges`` programs, its sandbox.
 
-        A death of one is this rank's failure. Collective.
+        If one of them dies, that is this rank's failure. Collective.
         """
         self.check_stop()
         services = Services(

@@ -60,6 +60,6 @@ def test_a_coroutine_that_holds_the_loop_is_named_instead(background: Background
     silence = watched(background, at_once)
     held = background.submit(holds_the_loop(2 * LIMIT))
     said = wait_for_words(silence)
-    assert "has held the event loop for" in said
+    assert "has blocked the event loop for" in said
     assert "in holds_the_loop" in said and __file__ in said
     held.result()
