@@ -26,8 +26,8 @@ from ctrl_megatron.generation.search_nodes import total, vote
 from ctrl_megatron.prompts import critique_messages, extract_code, revision_messages
 from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import Judge, check_tests, grade, grading_job, told_of_tests
+from ctrl_megatron.rollout.callback_stream import stream_of
 from ctrl_megatron.rollout.engine import EngineError
-from ctrl_megatron.rollout.told import told_by
 from ctrl_megatron.sandbox.access import is_allowed
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams
@@ -296,7 +296,7 @@ async def _events(
             await response.prepare(request)
         await response.write(f"data: {text}\n\n".encode())
 
-    async with aclosing(told_by(work)) as events:
+    async with aclosing(stream_of(work)) as events:
         try:
             async for event in events:
                 await send(json.dumps(event))

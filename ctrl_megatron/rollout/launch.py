@@ -133,15 +133,15 @@ class EngineProcess:
             self._fail(describe_exit(self._popen.wait(_KILL_SECONDS)) + " while starting")
         answer = json.loads(text)
         if "error" in answer:
-            self._refused(answer["error"], of_ours=answer["of_ours"])
+            self._refused(answer["error"], is_bug=answer["is_bug"])
         endpoint = f"http://{self._host}:{answer['port']}"
         self.address = replace(self.address, endpoint=endpoint)
 
-    def _refused(self, cause: str, *, of_ours: bool) -> None:
+    def _refused(self, cause: str, *, is_bug: bool) -> None:
         """Raise the cause. The process still waits: ``FailureWatch`` would report its death
         first."""
         address = self.address
-        if of_ours:
+        if is_bug:
             raise engine_died(address, f"could not start ({cause})")
         raise UserError(
             f"engine {address.name} refuses the model {self._model_path}: "

@@ -26,6 +26,7 @@ from aiohttp import WSMsgType, web
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.parallel.parent_watch import end_with_parent
 from ctrl_megatron.rollout import wire
+from ctrl_megatron.rollout.callback_stream import stream_of
 from ctrl_megatron.rollout.engine import (
     Engine,
     EngineBroken,
@@ -35,7 +36,6 @@ from ctrl_megatron.rollout.engine import (
     TokenListener,
 )
 from ctrl_megatron.rollout.imports import without_collections
-from ctrl_megatron.rollout.told import told_by
 from ctrl_megatron.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 EXIT_ENGINE_DIED = 70
 _HEALTH_SECONDS = 1.0
 _MAX_REQUEST_BYTES = 2**30
-_OF_OURS = (AttributeError, TypeError, LookupError, NameError)
+_BUGS = (AttributeError, TypeError, LookupError, NameError)
 """Errors of wrong calls in this package; every other error means that the engine refuses its model
 or arguments."""
 _LONGEST_CAUSE = 400
@@ -126,13 +126,13 @@ async def stream(engine: StreamingEngine, request: web.Request) -> web.StreamRes
     end the outcome of ``/generate``.
     """
 
-    async def draw(tell: Callable[[wire.Json], None]) -> None:
-        call = partial(generate, engine, lambda place, new: tell({"tokens": [place, list(new)]}))
-        tell(await outcome(call, request))
+    async def draw(send: Callable[[wire.Json], None]) -> None:
+        call = partial(generate, engine, lambda place, new: send({"tokens": [place, list(new)]}))
+        send(await outcome(call, request))
 
     response = web.StreamResponse()
     await response.prepare(request)
-    async with aclosing(told_by(draw)) as lines:
+    async with aclosing(stream_of(draw)) as lines:
         async for line in lines:
             await response.write(json.dumps(line).encode() + b"\n")
     return response
@@ -196,7 +196,7 @@ async def end_with_engine(engine: Engine) -> None:
 async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
     """Build the engine, write ``{"port": N}`` to ``ready_fd`` and serve until killed.
 
-    If it cannot be built or draw a token, ``{"error": ..., "of_ours": ...}`` is written instead,
+    If it cannot be built or draw a token, ``{"error": ..., "is_bug": ...}`` is written instead,
     and the launcher ends the process: if it exited, the launcher's watch would report its death
     before the cause. There is no gentle end: the guard of ``parent_watch`` ends the engine's own
     processes with this one.
@@ -209,11 +209,11 @@ async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         text = " ".join(str(error).split()) or "no message"
-        told = {
+        refusal = {
             "error": f"{type(error).__name__}: {text[:_LONGEST_CAUSE]}",
-            "of_ours": isinstance(error, _OF_OURS),
+            "is_bug": isinstance(error, _BUGS),
         }
-        os.write(ready_fd, json.dumps(told).encode())
+        os.write(ready_fd, json.dumps(refusal).encode())
         await asyncio.Event().wait()
         raise
     # A client that disconnects cancels its request, so that the engine stops drawing.

@@ -7,20 +7,20 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 
-async def told_by(
+async def stream_of(
     work: Callable[[Callable[[Any], None]], Awaitable[None]],
 ) -> AsyncGenerator[Any, None]:
     """Yield every argument with which ``work`` calls the function passed to it, at once and in
     order; then raise its error, if any. Closing the iterator (``contextlib.aclosing``) cancels the
     work.
     """
-    told: asyncio.Queue[Any] = asyncio.Queue()
-    over = object()
-    task = asyncio.ensure_future(work(told.put_nowait))
-    task.add_done_callback(lambda _: told.put_nowait(over))
+    arguments: asyncio.Queue[Any] = asyncio.Queue()
+    end = object()
+    task = asyncio.ensure_future(work(arguments.put_nowait))
+    task.add_done_callback(lambda _: arguments.put_nowait(end))
     try:
-        while (what := await told.get()) is not over:
-            yield what
+        while (argument := await arguments.get()) is not end:
+            yield argument
         await task
     finally:
         task.cancel()

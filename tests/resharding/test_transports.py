@@ -1,0 +1,134 @@
+"""Media for weights: how they are chosen, and that both halves of the built-in ones fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import pytest
+import torch
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.resharding import transports as sending
+from ctrl_megatron.resharding.plan import place_in_buckets
+from ctrl_megatron.resharding.transports import sender_class
+from ctrl_megatron.rollout import transports as receiving
+from ctrl_megatron.rollout.transports import read_chunk
+from ctrl_megatron.types import TensorSpec
+
+BUILT_IN = [module.name for module in iter_modules(sending.__path__)]
+SPECS = [TensorSpec(name=f"t{i}", dtype="float32", shape=(i + 1, 5)) for i in range(9)]
+
+
+class OneRank:
+    """``ProcessGroups`` of a single process, without torch.distributed."""
+
+    is_first_here = True
+
+    def barrier(self) -> None:
+        """There is nobody to wait for."""
+
+    def from_first_here(self, value: Any) -> Any:
+        return value
+
+    def from_here(self, value: Any) -> dict[int, Any]:
+        return {0: value}
+
+
+class Numbers:
+    """A ``WeightSource`` whose tensors have one value each."""
+
+    places = place_in_buckets(SPECS, bucket_bytes=300)
+    model = None
+
+    def fill(self, bucket: int, memory: torch.Tensor) -> None:
+        memory.fill_(0xFF)
+        for number, place in enumerate(self.places):
+            if place.bucket == bucket:
+                size = 4 * place.spec.shape[0] * place.spec.shape[1]
+                part = memory[place.offset : place.offset + size]
+                part.view(torch.float32).fill_(float(number))
+
+
+def own_names() -> list[str]:
+    """This process's names in /dev/shm."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"ctrl-{os.getpid()}-")]
+
+
+def test_both_halves_of_every_medium_are_there() -> None:
+    assert "shared_memory" in BUILT_IN
+    assert [module.name for module in iter_modules(receiving.__path__)] == BUILT_IN
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_is_sent_is_read(name: str) -> None:
+    groups: Any = OneRank()
+    sender, source = sender_class(name)(groups), Numbers()
+    for _ in range(2):
+        waited, found = [], dict[str, torch.Tensor]()
+        with sender.send(source, waited.append) as buckets:  # type: ignore[arg-type]
+            for bucket in buckets:
+                # As it arrives in the engine's process.
+                chunk = json.loads(json.dumps(bucket.chunk))
+                read = {key: tensor.clone() for key, tensor in read_chunk(chunk)}
+                assert read.keys() == dict(bucket.tensors).keys()
+                assert all(torch.equal(read[key], sent) for key, sent in bucket.tensors)
+                found |= read
+        assert list(found) == [spec.name for spec in SPECS]
+        for number, spec in enumerate(SPECS):
+            assert torch.equal(found[spec.name], torch.full(spec.shape, float(number)))
+        # Two buckets' memory is used in turn: each is read before it is filled again.
+        assert waited == list(range(source.places[-1].bucket - 1))
+        assert own_names() == []
+
+
+def test_a_push_that_fails_leaves_no_name_behind() -> None:
+    groups: Any = OneRank()
+    sender = sender_class("shared_memory")(groups)
+    with (
+        pytest.raises(RuntimeError, match="half-way"),
+        sender.send(Numbers(), lambda bucket: None) as buckets,  # type: ignore[arg-type]
+    ):
+        next(buckets)
+        assert len(own_names()) == 2
+        raise RuntimeError("half-way")
+    assert own_names() == []
+
+
+def test_close_removes_names_that_a_push_has_left() -> None:
+    groups: Any = OneRank()
+    sender = sender_class("shared_memory")(groups)
+    context = sender.send(Numbers(), lambda bucket: None)  # type: ignore[arg-type]
+    next(context.__enter__())
+    assert len(own_names()) == 2
+    # As another thread does when the run ends in the middle of a push.
+    sender.close()
+    assert own_names() == []
+
+
+def test_a_medium_of_ones_own_is_named_by_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "medium_of_mine.py").write_text("class Pigeons:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert sender_class("medium_of_mine:Pigeons").__name__ == "Pigeons"
+    finally:
+        del sys.modules["medium_of_mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("carrier_pigeon", "is none of shared_memory; name one of them, or module:Class"),
+        ("no_such_module_anywhere:Sender", "cannot import 'no_such_module_anywhere:Sender'"),
+        ("ctrl_megatron.types:Sender", "cannot import 'ctrl_megatron.types:Sender'"),
+    ],
+)
+def test_an_unknown_medium_is_refused_by_its_key(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=rf"actor_rollout_ref\.rollout\.weight_transport.*{words}"):
+        sender_class(name)
