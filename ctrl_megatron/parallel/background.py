@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for work that runs while the main thread computes."""
+"""An event loop in its own thread, for work that runs while the main thread computes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class FailureWatch:
         self._groups, self._timeout, self._clean_up = groups, timeout, clean_up
         self._services: list[Callable[[], str | None]] = []
         self._ended, self._announced = threading.Event(), False
-        # With a connection of its own: the main thread may block the other store.
+        # A separate connection: the main thread may block the other store.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = dist.distributed_c10d.PrefixStore("failure", store.clone())
         self._near = groups.from_here(os.getpid())

@@ -78,7 +78,7 @@ def number_hosts(identities: Sequence[tuple[str, Hashable]]) -> Hosts:
 
 def host_identity() -> tuple[str, int]:
     """The identity of this process's host, for ``number_hosts``. A container with its own shared
-    memory is a host of its own."""
+    memory counts as another host."""
     return socket.gethostname(), os.stat(SHARED_MEMORY).st_dev
 
 

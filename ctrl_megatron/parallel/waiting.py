@@ -24,7 +24,7 @@ def wait_together(
     no collective lasts longer than a round, however long the work takes. There is no time limit:
     ``FailureWatch`` notices work whose process has died or hangs.
 
-    Returns True, on all ranks and within a round, once ``stop()`` holds on any rank; the futures
+    Returns True, on all ranks and within a round, once ``stop()`` is true on any rank; the futures
     may still be running then. Raises at once, on its own rank, what a future raises.
     """
     while True:

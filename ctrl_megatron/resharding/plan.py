@@ -18,7 +18,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
-    """How and where the engines want the weights. They slice whole HF tensors themselves."""
+    """The form and the hosts in which engines get whole HF tensors, which they slice themselves."""
 
     dtype: str
     bucket_bytes: int

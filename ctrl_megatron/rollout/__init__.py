@@ -1,1 +1,1 @@
-"""Engines that generate text from live weights, each in a process of its own."""
+"""Engines that generate text from live weights, each in a separate process."""
