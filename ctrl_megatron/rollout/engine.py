@@ -115,9 +115,9 @@ class Engine(Protocol):
         """Draw ``params.n`` completions per prompt, in the order of the prompts.
 
         Only ``params.stop_token_ids`` and ``params.max_tokens`` end a completion. With
-        ``params.seed`` set, sample j of row i (counted from ``params.first_row``) draws from its
-        own stream, derived from (seed, i, j). Raises ValueError for prompts that do not fit,
-        EngineError while anything sleeps or the weights were dropped, EngineBroken, EngineDied.
+        ``params.seed`` set, sample j of row i (counted from ``params.first_row``) draws from a
+        stream of its own, derived from (seed, i, j). Raises ValueError for prompts that do not fit,
+        EngineError while anything sleeps or the weights are forgotten, EngineBroken, EngineDied.
         """
         ...
 

@@ -40,10 +40,10 @@ class EnginePool:
     """Distributes prompts over all engines.
 
     Each prompt goes to the engine with the fewest outstanding tokens; all its completions come from
-    that engine, so the prompt is computed once. If every engine is drawing ``at_once`` completions
-    of this pool, further prompts wait, so long answers delay one engine only. Draws do not depend
-    on the engine (``SamplingParams.first_row``). The first failure of an engine ends the call at
-    once.
+    there, so the prompt is computed once. Where all engines have ``at_once`` completions of this
+    pool under way, further prompts wait until somebody has room: long answers hold up their own
+    engine only. Draws do not depend on who draws them (``SamplingParams.first_row``). The first
+    failure of an engine ends the call at once.
 
     ``joins_calls`` says that the engines draw for several calls together; engines that serve one
     call after another get their share in few large calls. ``first`` is the number of the engine
@@ -76,7 +76,7 @@ class EnginePool:
                     member.tokens += tokens
                     numbered = replace(params, first_row=params.first_row + start)
                     task = group.create_task(member.engine.generate(part, numbered))
-                    # A task that is cancelled before it begins releases them too.
+                    # Also one that is cancelled before it has begun.
                     task.add_done_callback(partial(self._release, member, sequences, tokens))
                     tasks.append(task)
         except BaseExceptionGroup as failures:
