@@ -1,32 +1,32 @@
-# make demo   a small model learns to criticise code, on a CPU, with a report at the end;
+# make demo   train a small model to criticise code on a CPU, and write a report;
 #             ENGINE=sglang or ENGINE=hf generates with another engine than vLLM
-# make study  what a small model learns, with controls and three seeds: hours on a CPU, in pieces that
-#             are not repeated (docs/study.md)
+# make study  compare critics with controls and three seeds: hours on a CPU; finished pieces are not
+#             repeated (docs/study.md)
 # make test   style, types and all tests
-# make env    only the environment (.venv) with this package in it, editable; reused while
+# make env    only the environment (.venv) with this package, editable; reused while
 #             requirements/cpu.txt and pyproject.toml are unchanged
 # make env-cuda    the same for NVIDIA GPUs, from requirements/cuda.txt; needs nvcc
-# make env-sglang-cuda VENV=DIR  an environment for SGLang's engines alone, which want another torch:
+# make env-sglang-cuda VENV=DIR  an environment only for SGLang's engines, which need another torch:
 #                  actor_rollout_ref.rollout.python=DIR/bin/python
-# make test-env-cuda  makes that environment in build/env-cuda and checks that all of it loads: half an
-#                  hour on two cores, with nvcc and without a GPU
-# make test-slurm  the scripts of slurm/ in a SLURM of their own (root; apt install slurmctld slurmd
+# make test-env-cuda  create that environment in build/env-cuda and check that all libraries load: half
+#                  an hour on two cores, with nvcc, without a GPU
+# make test-slurm  test the scripts of slurm/ in a local SLURM (root; apt install slurmctld slurmd
 #                  slurm-client munge)
-# make test-page   the critic's web page in Chromium (apt install chromium); screenshots in build/page
+# make test-page   test the critic's web page in Chromium (apt install chromium); screenshots in build/page
 # make test-long  checks that take minutes: whole data sets and a thousand clients
-# make clean  remove what the tools and tests left; keeps .venv and runs
+# make clean  remove files left by tools and tests; keeps .venv and runs
 
 PYTHON ?= python3.11
 VENV ?= .venv
 # Extra flags for pip install, e.g. where to find PyTorch's CPU wheels.
 PIP_FLAGS ?=
-# Test files that run at the same time; the tests' own processes need two cores for two.
+# Test files that run at the same time; two need two cores because tests start processes.
 TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
 LOCK_env := cpu
 LOCK_env-cuda := cuda
 LOCK_env-sglang-cuda := sglang-cuda
-# Drives the browser; stands beside the environment, because only the tests of one page need it.
+# Drives the browser. Installed outside the environment, because only one page's tests need it.
 PLAYWRIGHT := 1.65.2
 
 .DEFAULT_GOAL := help

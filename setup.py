@@ -1,4 +1,4 @@
-"""Metadata and dependencies stand in pyproject.toml."""
+"""Metadata and dependencies are in pyproject.toml."""
 
 from setuptools import setup
 

@@ -1,10 +1,10 @@
-"""A pipeline and a reward function of one's own, in a file of a screen: GRPO on completions.
+"""A pipeline and a reward function of your own in one short file: GRPO on completions.
 
     ctrl-train-rl --nproc-per-node 2 --config FILE \
         dag.custom_pipeline_fn=examples.own_pipeline:build
 
-It is ``grpo_pipeline`` written out, with a reward that no registered function gives. Run it from
-the folder above this one, or put the file on the Python path and name it as it lies there.
+It is ``grpo_pipeline`` written out, with a reward of its own. Run the command from the folder above
+this one, or put this file on the Python path and name its module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ctrl_megatron.pipeline import (
 
 
 def build(config: Config) -> TaskGraph:
-    """Draw, reward, and the second half of every built-in pipeline."""
+    """The graph: draw, reward, and the second half of every built-in pipeline."""
     pipeline = Pipeline("own_pipeline", report=StepReport(metrics=metrics, examples=examples))
     pipeline.add_node("draw", draw, node_type=NodeType.MODEL_INFERENCE)
     pipeline.add_node("reward", reward, ["draw"], node_type=NodeType.ENV_INTERACT)
@@ -51,7 +51,7 @@ def draw(worker: Any, batch: TensorDict) -> NodeOutput:
 
 
 async def reward(worker: Any, batch: TensorDict) -> NodeOutput:
-    """``score`` (B,) float32: a share of letters that are vowels. Runs beside the log-probs."""
+    """``score`` (B,) float32: the share of vowels. Runs at the same time as the log-probs."""
     shares = [
         sum(c in "aeiou" for c in text.lower()) / max(1, len(text))
         for text in texts(batch["completion"])
@@ -61,10 +61,10 @@ async def reward(worker: Any, batch: TensorDict) -> NodeOutput:
 
 
 def metrics(worker: Any, batch: TensorDict) -> dict[str, float]:
-    """Speed, and what was rewarded."""
+    """Speed and mean reward of the step."""
     return {**step_performance(worker, batch), **worker.means({"reward/vowels": batch["score"]})}
 
 
 def examples(worker: Any, batch: TensorDict) -> list[dict[str, Any]]:
-    """One completion a step, as the report shows it."""
+    """One completion per step, for the report."""
     return [{"completion": texts(batch["completion"])[0], "score": float(batch["score"][0])}]

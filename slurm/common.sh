@@ -1,33 +1,33 @@
 # shellcheck shell=bash
-# What the training scripts of this folder share; they source it and call run_training.
+# Functions of the training scripts in this folder, which source it and call run_training.
 #
 # Environment:
 #   CTRL_VENV    virtual environment with CUDA builds of torch, megatron-core and vllm (required;
 #                requirements/cuda.txt)
-#   CONTAINER    words in front of every command, e.g. "apptainer exec --nv --bind /shared ctrl.sif";
+#   CONTAINER    prefix of every command, e.g. "apptainer exec --nv --bind /shared ctrl.sif";
 #                CTRL_VENV is then the environment inside the image (/opt/venv)
-#   CONFIG       YAML file of the run, in place of the script's own
+#   CONFIG       YAML file of the run; defaults to the script's file
 #   GPU_MEMORY   GiB of one GPU, for the memory plan; 80 by default
-#   MAX_CRASHES  crashes in a row, without a checkpoint in between, after which the job is given up;
+#   MAX_CRASHES  most consecutive crashes without a new checkpoint before the job gives up;
 #                3 by default
 # Arguments of a script override keys of the file, e.g. trainer.total_epochs=1.
 #
-# A job goes through: the memory plan (on the first machine), a health check (on every machine), the
-# run (torchrun on every machine), and, where the run is not at its end, back into the queue.
+# A job runs the memory plan (on the first machine), a health check (on every machine) and the run
+# (torchrun on every machine). If the run is not finished, the job is requeued.
 #
 # Time limit: --signal=B:USR1@N lets SLURM signal this script alone, N seconds before the end
 # (signalled as a whole, the run would lose its engines and sandboxes). torchrun on the first machine
-# is asked to stop; the ranks agree among themselves. A step in which no weight has changed yet is
-# dropped at once, one that is updating is finished; then a checkpoint is saved, the job is requeued
-# and goes on from there (trainer.resume_mode=auto). So N must exceed the seconds of the updates and of
-# two saves, of which one may be under way: time/actor_update, time/critic_update and twice
-# checkpoint/seconds of metrics.jsonl.
+# gets the signal to stop, and the ranks agree on it. A step that has not changed weights is dropped, an
+# update in progress is finished; then a checkpoint is saved, and the requeued job continues from it
+# (trainer.resume_mode=auto). So N must exceed the seconds of an update and of two saves, because one
+# may be in progress: time/actor_update, time/critic_update and twice checkpoint/seconds in
+# metrics.jsonl.
 # By hand: `scancel --batch --signal=USR1 JOB` saves and requeues, with --signal=TERM it saves and
 # ends, and plain `scancel JOB` ends without saving.
 #
-# A crash puts the job back too, at most MAX_CRASHES times in a row; the count is in a file beside the
-# job's output and begins anew after a checkpoint and after a stop at the time limit. SLURM itself requeues after the loss of
-# a machine (--requeue). Wrong input (exit code 2 of the check) ends the job.
+# A crash also requeues the job, at most MAX_CRASHES times in a row. The count is in a file beside the
+# job's output, and restarts after a checkpoint and after a stop at the time limit. SLURM itself
+# requeues after the loss of a machine (--requeue). Wrong input (exit code 2 of the check) ends the job.
 
 fail() {
   echo "$name: $*" >&2

@@ -18,9 +18,9 @@
 #   TOKEN_FILE  file with the bearer token; by default a new one, ./sandbox-<job id>.token
 # Arguments go to the service, e.g. --isolation standard.
 #
-# A trainer gets all of them, and spreads its requests over them, with
+# A trainer spreads its requests over all services with
 #   sandbox.endpoint="$(paste -sd, sandbox-<job id>/*)"
-# A service that ends takes its file away; scancel lets running requests finish.
+# A service removes its file when it ends; scancel lets running requests finish.
 
 set -euo pipefail
 

@@ -15,11 +15,20 @@ import asyncio
 import os
 import random
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import psutil
-from bench_setup import (
+
+from ctrl_megatron.rollout.engine import Engine, available_engines, default_engine
+from ctrl_megatron.rollout.launch import launch_engine
+from ctrl_megatron.rollout.pool import EnginePool
+from ctrl_megatron.types import Completion, SamplingParams, VersionSpan
+from tools.bench_setup import (
     add_drawing_flags,
     bench_parser,
     client_of,
@@ -28,11 +37,6 @@ from bench_setup import (
     random_prompts,
     serve,
 )
-
-from ctrl_megatron.rollout.engine import Engine, available_engines, default_engine
-from ctrl_megatron.rollout.launch import launch_engine
-from ctrl_megatron.rollout.pool import EnginePool
-from ctrl_megatron.types import Completion, SamplingParams, VersionSpan
 
 
 class PacedEngine:

@@ -12,12 +12,20 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench_setup import (
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ctrl_megatron.rollout import wire
+from ctrl_megatron.rollout.client import RemoteEngine
+from ctrl_megatron.rollout.engine import EngineSpec, available_engines
+from ctrl_megatron.rollout.server import build_engine
+from ctrl_megatron.types import SamplingParams
+from tools.bench_setup import (
     HostedEngine,
     add_drawing_flags,
     ask,
@@ -28,12 +36,6 @@ from bench_setup import (
     host,
     random_prompts,
 )
-
-from ctrl_megatron.rollout import wire
-from ctrl_megatron.rollout.client import RemoteEngine
-from ctrl_megatron.rollout.engine import EngineSpec, available_engines
-from ctrl_megatron.rollout.server import build_engine
-from ctrl_megatron.types import SamplingParams
 
 WARM_UP = 8
 """Completions of the warm-up round, which is not counted."""

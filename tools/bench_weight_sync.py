@@ -18,12 +18,14 @@ import argparse
 import asyncio
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any, cast
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
-from bench_setup import HostedEngine, ask, bench_parser, given_spec, host
 
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.models.build import BuildOptions
@@ -45,6 +47,7 @@ from ctrl_megatron.resharding.transports.shared_memory import (
 )
 from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.types import SamplingParams
+from tools.bench_setup import HostedEngine, ask, bench_parser, given_spec, host
 
 
 def own_reload(worker: Any, model: str) -> float:

@@ -1,9 +1,9 @@
-"""A small model learns to criticise code, on one machine without a GPU: data, SFT, RL, comparison.
+"""Train a small model to criticise code on one machine without a GPU: data, SFT, RL, comparison.
 
-Right programs are changed by one edit; a proxy is tuned to do what critiques say; the critic learns
-to name faults, and then from what its critiques lead to.
+Right programs are changed by one edit. A proxy is fine-tuned to follow critiques. The critic is
+fine-tuned to name faults, and then trained by GRPO on the results of its critiques.
 
-Stages that are done already are not repeated; ``--fresh`` forgets earlier demo runs.
+Finished stages are not repeated; ``--fresh`` removes earlier demo runs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ PROXY, CRITIC = f"runs/{PROXY_RUN}/hf", f"runs/{SFT_RUN}/hf"
 WEIGHTS = "model.safetensors"
 PROXY_STEPS, STEPS, TESTED, SAMPLES = 8, 9, 60, 4
 LONGEST = 90
-"""Characters of a program to be reinforced on: longer ones the proxy seldom repairs."""
+"""Most characters of a program in RL: the proxy seldom repairs longer ones."""
 PYTHON, RANKS = sys.executable, "2"
 
 
 def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str]]:
-    """(title, command, the file whose presence means it is done, empty for never) of each."""
+    """(title, command, product) of each stage; an existing product skips the stage, "" never
+    does.
+    """
     run = run_of(seed)
     typed = f"actor_rollout_ref.model.dtype={dtype}"
     data = (f"data.train_files={DATA}/rl.parquet", f"data.val_files={DATA}/unseen_mutants.parquet")
@@ -62,7 +64,7 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
     return [
         ("prepare SmolLM2-135M", [PYTHON, "tools/prepare_smollm2.py", "--out", MODEL], ""),
         (
-            "right programs with one fault each: lessons, attempts, tests",
+            "make training and test files of programs with one fault",
             [
                 *(PYTHON, "tools/prepare_mutants.py", "--out", DATA),
                 *("--test-size", str(TESTED), "--longest-attempt", str(LONGEST)),
@@ -70,7 +72,7 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
             f"{DATA}/rl.parquet",
         ),
         (
-            "teach the proxy to do what a critique says (SFT)",
+            "teach the proxy to follow critiques (SFT)",
             tuned(PROXY_RUN, "proxy_sft.parquet", f"sft.total_training_steps={PROXY_STEPS}"),
             f"{PROXY}/{WEIGHTS}",
         ),
@@ -91,13 +93,13 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
             f"runs/{run}/hf_exports/global_step_{STEPS}/{WEIGHTS}",
         ),
         (
-            f"compare on {TESTED} faults that nobody trained on, {SAMPLES} critiques each",
+            f"compare on {TESTED} unseen programs, {SAMPLES} critiques each",
             [
                 *(PYTHON, "-m", "ctrl_megatron.commands.evaluate", "--config", CONFIG),
                 *("--out", f"runs/{run}_evaluation"),
                 *("--samples", str(SAMPLES), "--temperature", "1"),
                 *(f"after SFT={CRITIC}", f"after RL=runs/{run}/hf_exports/global_step_{STEPS}"),
-                f"told the fault={DATA}/oracle.jsonl",
+                f"oracle={DATA}/oracle.jsonl",
                 *("--set", *drawn),
             ],
             "",
@@ -106,12 +108,12 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
 
 
 def run_of(seed: int) -> str:
-    """The name of the RL run; the models that it starts from are shared."""
+    """The name of the RL run of a seed. All seeds start from the same models."""
     return RL_RUN if seed == 1 else f"{RL_RUN}_seed{seed}"
 
 
 def faster_dtype(console: Console) -> str:
-    """The type this CPU multiplies faster in; without bfloat16 instructions that is float32."""
+    """The dtype with faster matrix products; float32 on a CPU without bfloat16 instructions."""
     rates = {name: measure_peak_flops(name) for name in ("bfloat16", "float32")}
     chosen = max(rates, key=rates.__getitem__)
     measured = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {name}" for name, rate in rates.items())
@@ -121,11 +123,11 @@ def faster_dtype(console: Console) -> str:
 
 @command("demo", stopped="the same command goes on with this stage")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the stages in order; the exit code of the first that fails."""
+    """Run the stages in order; return the exit code of the first that fails."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--fresh", action="store_true", help="forget earlier demo runs")
+    parser.add_argument("--fresh", action="store_true", help="remove earlier demo runs")
     parser.add_argument("--engine", choices=available_engines(), default=default_engine())
-    parser.add_argument("--seed", type=int, default=1, help="of reinforcement learning")
+    parser.add_argument("--seed", type=int, default=1, help="seed of reinforcement learning")
     options = parser.parse_args(arguments)
     run = run_of(options.seed)
     if options.fresh:
@@ -163,7 +165,7 @@ def _summary(console: Console, run: str) -> None:
     for column in ("critiques", "after revision", "named right or wrong"):
         table.add_column(column, justify="left" if column == "critiques" else "right")
     first = results["after SFT"]
-    table.add_row("none: the first solutions", _told(first.curves[0]["pass_rate"]), "")
+    table.add_row("no critique (first solutions)", _told(first.curves[0]["pass_rate"]), "")
     for name, result in results.items():
         judged = result.last["judgment_accuracy"]
         table.add_row(name, _told(result.last["pass_rate"]), f"{judged.value:.1%}")

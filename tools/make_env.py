@@ -180,7 +180,7 @@ def works(venv: Path) -> bool:
 
 
 def install(venv: Path, lock: Path, pip_flags: Sequence[str]) -> None:
-    """Install what the lock file names, torch first, since pip may need to be told where to find
+    """Install the packages of the lock file, torch first, because pip may need an index for
     it.
     """
     pip, packages = [*pip_install(venv), *pip_flags], pinned(lock)
@@ -216,7 +216,7 @@ class CudaToolkit:
 def cuda_toolkit() -> CudaToolkit:
     """The toolkit of ``CUDA_HOME``, else of the ``nvcc`` on the path.
 
-    A link or a script may bear that name, so nvcc itself is asked where it lies. Raises
+    ``nvcc`` on the path may be a link or a script, so nvcc itself reports its folder. Raises
     ``ValueError`` where there is none, or one without headers.
     """
     given = os.environ.get("CUDA_HOME")

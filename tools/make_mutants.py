@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(
             f"--problems: all {len(mutants)} changed programs pass every test: {options.out} is "
             "not written",
-            remedy="give problems whose tests tell programs apart",
+            remedy="give problems with stricter tests",
         )
     write_whole(options.out, "".join(json.dumps(asdict(m)) + "\n" for m in found))
     part.unlink()

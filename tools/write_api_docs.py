@@ -20,7 +20,7 @@ _INTRODUCTION = """# Public names
 Written by `python tools/write_api_docs.py` from the docstrings; do not edit by hand.
 
 What a room lists in its `__all__` is meant to be imported by others; everything else may move. A
-line here is the first sentence; shapes, units and errors stand in the docstring (`help(NAME)`).
+line here is the first sentence; the docstring has shapes, units and errors (`help(NAME)`).
 """
 
 
@@ -33,7 +33,7 @@ def rooms() -> list[str]:
 
 
 def sentence(module: ModuleType, name: str) -> str:
-    """The first sentence of what is said about a public name; "" where nothing is."""
+    """The first sentence about a public name; "" if it has no docstring."""
     value: Any = getattr(module, name)
     own = inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)
     text = inspect.getdoc(value) if own else _said_below(module, name)
@@ -44,7 +44,7 @@ def sentence(module: ModuleType, name: str) -> str:
 
 
 def _said_below(module: ModuleType, name: str) -> str:
-    """The text that follows the assignment of a constant, where that stands."""
+    """The docstring after the assignment of a constant; "" if there is none."""
     tree = ast.parse(inspect.getsource(module))
     for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(node, ast.ImportFrom) and any(a.name == name for a in node.names):

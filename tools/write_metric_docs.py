@@ -20,8 +20,8 @@ A step logs the names below to every sink of `trainer.logger`: the terminal's ta
 `runs/NAME/metrics.jsonl`, TensorBoard, Weights & Biases, MLflow; `runs/NAME/report.html` draws
 them. Values are means over the whole global batch where nothing else is said. A name is absent
 where there is nothing to report (no KL, no value model, one engine): the unknown is not a 0. A
-capital NAME stands for what the run puts there. Pipelines, losses and reward functions of your own
-log what they like; the report draws it.
+capital NAME is a placeholder that the run fills in. Your own pipelines, losses and reward functions
+log further names, which the report draws too.
 
 Weights & Biases and MLflow are named in `trainer.logger` (`[console, jsonl, wandb]`) and installed
 by you: `pip install wandb`, `pip install mlflow`. Their own variables say where the numbers go,

@@ -329,7 +329,7 @@ def sandbox(config: Config | None) -> Iterator[Finding]:
         level = asyncio.run(reached(service.endpoint))
     remedy = "strict wants unprivileged user namespaces (docs/sandbox.md)"
     status: Status = "pass" if level == "strict" or wanted == "none" else "warn"
-    yield Finding(status, "sandbox", f"isolation {level}, {wanted} asked for", remedy)
+    yield Finding(status, "sandbox", f"isolation {level}, configured {wanted}", remedy)
 
 
 def meeting(launch: Launch) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""HF directory -> Megatron checkpoint.
+"""Convert an HF directory to a Megatron checkpoint.
 
 ``ctrl-convert-hf-to-megatron --hf DIR --out DIR``
 """
@@ -15,12 +15,12 @@ from ctrl_megatron.metrics import byte_bar
 
 @command("convert_hf_to_megatron")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the checkpoint, one tensor in memory at a time; 2 for wrong input."""
+    """Write the checkpoint with one tensor in memory. Exit codes: 0 done, 2 wrong input."""
     parser = CommandParser(__doc__)
     parser.add_argument("--hf", required=True, type=Path, help="directory of a Hugging Face model")
     parser.add_argument("--out", required=True, type=new_path, help="checkpoint directory to write")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace what this tool has written to --out"
+        "--overwrite", action="store_true", help="replace files that this command wrote to --out"
     )
     options = parser.parse_args(arguments)
     from ctrl_megatron.checkpoint.convert import hf_to_megatron

@@ -1,4 +1,4 @@
-"""Megatron checkpoint -> HF directory.
+"""Convert a Megatron checkpoint to an HF directory.
 
 ``ctrl-convert-megatron-to-hf --checkpoint DIR --out DIR [--model policy|value]``
 """
@@ -15,7 +15,7 @@ from ctrl_megatron.metrics import byte_bar
 
 @command("convert_megatron_to_hf")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export the weights, one file in memory at a time; 2 for wrong input."""
+    """Export the weights with one file in memory. Exit codes: 0 done, 2 wrong input."""
     parser = CommandParser(__doc__)
     parser.add_argument(
         "--checkpoint", required=True, type=Path, help="runs/NAME/checkpoints/global_step_N"
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=new_path, help="directory to write")
     parser.add_argument("--model", choices=("policy", "value"), default="policy")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace what this tool has written to --out"
+        "--overwrite", action="store_true", help="replace files that this command wrote to --out"
     )
     options = parser.parse_args(arguments)
     from ctrl_megatron.checkpoint.convert import megatron_to_hf

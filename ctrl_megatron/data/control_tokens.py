@@ -1,7 +1,8 @@
-"""The tokens that structure a conversation, written by a chat template and by nobody else.
+"""Keeps control tokens, which structure a conversation, out of texts: only the chat template writes
+them.
 
-A text may spell such a token letter by letter. It stays a text: every control token of the
-tokenizer in use here has another spelling, one that no text can know.
+A text may spell out a control token. It remains text, because the tokenizer used here knows every
+control token under another, random spelling.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ _SIGN = re.compile(r"[^\w\s▁]")
 
 
 class ControlTokens:
-    """Tokenizes what a template wrote around texts, given a fast ``tokenizer`` of transformers and
-    its ``template``.
+    """Tokenizes the output of a chat template, from a fast ``tokenizer`` of transformers and the
+    source of its ``template``.
 
-    Control tokens are those that the tokenizer calls special, those of the form ``<|...|>``, and
-    tags that are in the template's source, opening or closing, and more than letters (Qwen's
-    ``<think>``). The rest of what was added to a vocabulary, such as runs of spaces, is text.
+    Control tokens are the tokenizer's special tokens, added tokens of the form ``<|...|>``, and
+    added tokens with punctuation that occur in the template's source as an opening or closing tag
+    (Qwen's ``<think>``). Other added tokens, such as runs of spaces, are text.
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
@@ -44,7 +45,7 @@ class ControlTokens:
         spellings = [*special, *markers, *markup]
         unread = [spelling for spelling in markup if not _is_read(spelling, template)]
         drawn = secrets.token_hex(8)
-        # Hexadecimal digits survive what templates and normalizers do to text.
+        # Templates and normalizers do not change hexadecimal digits.
         self._inside = {s: f"{drawn}a{i:06}" for i, s in enumerate(spellings)}
         self._shelter = {s: f"{drawn}b{i:06}" for i, s in enumerate(spellings)}
         self._hidden = {
@@ -57,26 +58,27 @@ class ControlTokens:
         self._tokenizer = _respelled(inner, self._inside)
 
     def shelter(self, text: str, role: Role) -> str:
-        """``text`` for a template, without the control tokens that are spelled in it.
+        """``text`` as input of a template, with placeholders for the control tokens spelled in it.
 
-        In what the ``assistant`` said before, tags stay that the template itself looks for, as for
-        its reasoning. An ``answer`` that no template is filled with keeps all tags.
+        An earlier message of the ``assistant`` keeps the tags that the template searches for, such
+        as those of its reasoning. An ``answer``, which is not rendered by a template, keeps all
+        tags.
         """
         return self._hidden[role].sub(lambda match: self._shelter[match[0]], text)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Tokens of what a template made of sheltered texts."""
+        """Tokens of the text that a template rendered from sheltered texts."""
         text = self._hidden["user"].sub(lambda match: self._inside[match[0]], text)
         text = self._sheltered.sub(lambda match: self._outside[match[0]], text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokens of an answer by itself."""
+        """Tokens of an answer without a template."""
         return self.encode_rendered(self.shelter(text, "answer"))
 
 
 def _is_read(tag: str, template: str) -> bool:
-    """Whether ``template`` looks for a tag in a text, or for its opening or closing partner."""
+    """Whether ``template`` searches texts for ``tag`` or its opening or closing counterpart."""
     name = re.escape(tag).replace("</", "<").replace("<", "</?", 1)
     looks = r"(?:split|strip|startswith|endswith|find|partition|replace)\(\s*"
     return bool(
@@ -86,15 +88,15 @@ def _is_read(tag: str, template: str) -> bool:
 
 
 def _one_of(spellings: list[str]) -> re.Pattern[str]:
-    """Matches the longest of ``spellings`` at a place, as a tokenizer does."""
+    """A pattern for the longest of ``spellings`` at a position, as a tokenizer matches."""
     longest_first = sorted(spellings, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _respelled(inner: dict[str, Any], names: Mapping[str, str]) -> Any:
-    """The tokenizer of which ``inner`` is the JSON form, with ``names`` (from old to new) in place
-    of its tokens' spellings, in its model too: a Unigram model, a merge or a word that is looked
-    up as a whole would find the old ones in a text.
+    """The tokenizer with the JSON form ``inner`` and tokens renamed by ``names`` (old -> new), also
+    in its model: otherwise a Unigram model, a merge or a whole-word lookup would still find the
+    old spellings in a text.
     """
     from tokenizers import Tokenizer
 

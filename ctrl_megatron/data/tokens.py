@@ -19,14 +19,14 @@ from ctrl_megatron.types import Message
 
 _log = logging.getLogger(__name__)
 TEMPLATE_DATE = datetime(2024, 7, 26)
-"""Today's date for chat templates that ask for it: the one that Llama's take where there is none,
-so that a configuration gives the same tokens on every day.
+"""The date for chat templates that print today's date. Fixed, so that a configuration produces the
+same tokens every day; Llama's templates have it as their default.
 """
 _DRAWS = re.compile(r"\|\s*random\b|\bmap\(\s*['\"]random\b|\blipsum\s*\(")
 
 
 class TextCodec:
-    """A tokenizer with a chat template, loaded from a model directory when it is first needed."""
+    """A tokenizer with a chat template. Loaded from a model directory at the first use."""
 
     def __init__(self, tokenizer_path: str | PathLike[str]) -> None:
         """Raises ``ValueError`` unless ``tokenizer_path`` is a directory with a tokenizer."""
@@ -39,8 +39,8 @@ class TextCodec:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer itself. Raises ``ValueError`` if it cannot be loaded or has no chat
-        template.
+        """The tokenizer of transformers. Raises ``ValueError`` if it cannot be loaded or has no
+        chat template.
         """
         from transformers import AutoTokenizer
 
@@ -57,7 +57,7 @@ class TextCodec:
 
     @cached_property
     def _template(self) -> str:
-        """Source of the chat template. Raises ``ValueError`` for one that draws at random."""
+        """Source of the chat template. Raises ``ValueError`` if it contains random choices."""
         template = self.tokenizer.get_chat_template()
         if drawn := _DRAWS.search(template):
             raise UserError(
@@ -77,10 +77,10 @@ class TextCodec:
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> list[int]:
-        """Tokens of a conversation, by default up to where the assistant's answer starts.
+        """Tokens of a conversation, by default up to the start of the assistant's answer.
 
-        Only the template writes control tokens; a message that spells one is ordinary text. Raises
-        ``ValueError`` for an empty conversation or one that the template refuses.
+        Only the template writes control tokens; a control token spelled in a message is ordinary
+        text. Raises ``ValueError`` for an empty conversation or one that the template refuses.
         """
         from jinja2 import TemplateError
 
@@ -111,11 +111,11 @@ class TextCodec:
         return self._control.encode_rendered(text)
 
     def today(self, form: str) -> str:
-        """What templates take for the date: always the same, and said once."""
+        """``TEMPLATE_DATE`` in a template's format; the first call logs a warning."""
         if not self._said_date:
             self._said_date = True
             _log.warning(
-                "the chat template of %s asks for today's date; it is always given %s, so that "
+                "the chat template of %s prints today's date; it always gets %s, so that "
                 "equal conversations have equal tokens",
                 self.path,
                 f"{TEMPLATE_DATE:%d %B %Y}",
@@ -123,21 +123,18 @@ class TextCodec:
         return TEMPLATE_DATE.strftime(form)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of ``text`` alone: nothing is added in front or behind, and a special token that
-        is spelled in it stays text.
-        """
+        """Tokens of ``text`` without added tokens. A special token spelled in it is text."""
         return self._control.encode_text(text)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``, white space untouched."""
+        """Text of ``ids`` with unchanged white space."""
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
     def fingerprint(self) -> str:
-        """Changes where vocabulary, chat template or end-of-text tokens do, and is the same
-        wherever the same tokenizer is written: 16 hex digits. Raises ``ValueError`` where the
-        tokenizer cannot be used.
+        """A digest of vocabulary, chat template and end-of-text tokens (16 hex digits), independent
+        of the directory. Raises ``ValueError`` if the tokenizer cannot be used.
         """
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         known = (vocabulary, self.tokenizer.chat_template, self.eos_token_ids)
@@ -145,10 +142,9 @@ class TextCodec:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the tokenizer's first, then others that
-        ``generation_config.json`` names.
+        """Tokens that end an answer: the tokenizer's, then those of ``generation_config.json``.
 
-        Raises ``ValueError`` if neither names one.
+        Raises ``ValueError`` if there is none.
         """
         file = self.path / "generation_config.json"
         named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
@@ -160,21 +156,19 @@ class TextCodec:
 
     @property
     def pad_token_id(self) -> int:
-        """Fills unused positions, which are always masked: the first end-of-text token where none
-        is set.
-        """
+        """The token of padding, which is always masked; defaults to the first end-of-text token."""
         pad = self.tokenizer.pad_token_id
         return self.eos_token_ids[0] if pad is None else pad
 
 
 MEANING = ("vocabulary", "merges")
-"""Parts of a tokenizer that say what a token is: all that a model which only reads must share."""
+"""Parts of a tokenizer that define its tokens. Models that read the same ids must agree in them."""
 
 
 def tokenizer_parts(directory: str | PathLike[str]) -> dict[str, Any]:
-    """The parts of a directory's tokenizer by name, each equal for tokenizers that agree in it: a
-    chat template is not demanded. Empty for a directory without a tokenizer; ``ValueError`` for one
-    that cannot be loaded.
+    """The parts of a directory's tokenizer by name, for comparison with another tokenizer. A chat
+    template is not required. Empty for a directory without a tokenizer. Raises ``ValueError`` if
+    the tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -199,8 +193,8 @@ def tokenizer_parts(directory: str | PathLike[str]) -> dict[str, Any]:
 def different_part(
     one: Mapping[str, Any], other: Mapping[str, Any], parts: Iterable[str]
 ) -> str | None:
-    """The first of ``parts`` in which two results of ``tokenizer_parts`` differ, with an example of
-    a token; None where they agree.
+    """The first of ``parts`` in which two results of ``tokenizer_parts`` differ, with a token as an
+    example; None if they agree.
     """
     for part in parts:
         if one[part] == other[part]:

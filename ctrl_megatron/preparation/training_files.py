@@ -43,7 +43,7 @@ class Recipe:
 
     shares: Shares
     solutions: SamplingParams | None
-    """How first solutions are drawn; None where they are given."""
+    """Sampling of first solutions; None if they exist already."""
     critiques: SamplingParams
     revisions: SamplingParams
     balance: bool

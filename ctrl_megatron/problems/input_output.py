@@ -1,5 +1,5 @@
-"""Tests written as ``inputs`` and ``outputs``, as APPS, TACO, LiveCodeBench and verl's rows have
-them: programs with stdin and stdout, or a function ``fn_name`` with arguments and results.
+"""Tests given as ``inputs`` and ``outputs`` (APPS, TACO, LiveCodeBench, rows in verl's form): stdin
+and stdout of a program, or arguments and results of a function ``fn_name``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class FunctionCalls(NamedTuple):
 
     name: str
     pairs: list[tuple[list[Any], Any]]
-    """Arguments of each call and the result that is expected of it."""
+    """The arguments and the expected result of each call."""
 
 
 def read_pairs(record: Mapping[str, Any], where: str) -> FunctionCalls | list[tuple[str, str]]:
-    """The calls of function ``fn_name``, or without one (stdin, stdout) of every case.
+    """The calls of function ``fn_name``; without ``fn_name``, (stdin, stdout) of each case.
 
-    Inputs of a function are lists of arguments, or text with one JSON value per line. ``where``
+    The input of a call is a list of arguments, or text with one JSON value per line. ``where``
     names the record in messages. Raises ``ValueError``.
     """
     inputs = list_field(record.get("inputs"), f"{where}.inputs")
@@ -48,8 +48,8 @@ def read_pairs(record: Mapping[str, Any], where: str) -> FunctionCalls | list[tu
 
 
 def is_wrapped(record: Mapping[str, Any]) -> bool:
-    """Whether every output is a list of one item: some problems of APPS and TACO have it so and
-    accept that item alone as well.
+    """Whether every output is a list of one item. Such problems of APPS and TACO also accept the
+    item itself as the result.
     """
     outputs = record.get("outputs")
     return isinstance(outputs, list) and all(
@@ -60,8 +60,8 @@ def is_wrapped(record: Mapping[str, Any]) -> bool:
 def call_asserts(
     calls: FunctionCalls, *, or_first: bool, tolerance: tuple[float, float] = (0.0, 0.0)
 ) -> list[str]:
-    """One assert per call, which needs ``RESULT_CHECK`` as its setup. Tuples count as lists; floats
-    may be off by the larger of an absolute and a relative ``tolerance``.
+    """One assert per call; the asserts need ``RESULT_CHECK`` as setup. Tuples equal lists, and
+    floats may differ by the larger of ``tolerance`` (absolute, relative).
 
     With ``or_first`` the first item of an expected list is accepted as well. Raises ``ValueError``
     for a name that no function can have.
@@ -91,10 +91,10 @@ def problem_of_tests(
     seconds: float | None = None,
     **known: Any,
 ) -> Problem:
-    """The problem ``name`` that ``tests`` judges, an object with ``inputs``, ``outputs`` and, for
-    functions, ``fn_name``; by the rule ``comparison`` or that of APPS. ``starter`` is the code that
-    an answer begins with, ``seconds`` the time limit of a test, ``known`` further fields of
-    ``Problem``. Raises ``ValueError``.
+    """The problem ``name`` with ``tests``: an object with ``inputs``, ``outputs`` and, for
+    functions, ``fn_name``. ``comparison`` names the rule, which defaults to that of APPS.
+    ``starter`` is the code that an answer begins with, ``seconds`` the time limit of a test,
+    ``known`` further fields of ``Problem``. Raises ``ValueError``.
     """
     if seconds is not None:
         known["time_limit"] = seconds
@@ -130,8 +130,8 @@ def function_problem(
     reference: str = "",
     **known: Any,
 ) -> Problem:
-    """A function, or a method of ``Solution`` where ``starter`` or ``reference`` has that class,
-    judged by what :func:`call_asserts` wrote.
+    """A function judged by ``asserts`` from :func:`call_asserts`; a method of ``Solution`` if
+    ``starter`` or ``reference`` defines that class.
     """
     method = re.search(r"^class Solution\b", f"{starter}\n{reference}", re.MULTILINE)
     asked = f"{statement.strip()}\n\n{starter.strip()}" if starter.strip() else statement
@@ -148,7 +148,7 @@ def function_problem(
 
 
 def _arguments(given: Any, where: str) -> list[Any]:
-    """The arguments of one call, from a list or from text with one JSON value per line."""
+    """Arguments of one call: a list, or text with one JSON value per line."""
     if isinstance(given, str):
         lines = [line for line in given.split("\n") if line.strip()]
         values = [json_field(line, where) for line in lines]
@@ -174,7 +174,7 @@ def _result(wanted: Any, where: str, *, is_json: bool) -> Any:
 
 
 def _integer_keys(value: Any) -> Any:
-    """JSON has no integer keys: if all keys of an object are integers, they are converted."""
+    """JSON has no integer keys: an object whose keys all are integers is meant to have them."""
     if not isinstance(value, dict) or not value:
         return value
     try:
