@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,22 +13,20 @@ from random import Random
 from typing import Any
 
 import aiohttp
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_random_exponential,
-)
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import ChatAnswer, ChatError, TextListener
 from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.sandbox.access import split_credentials
+from ctrl_megatron.sandbox.client.attempts import (
+    CONNECTION_FAILURES,
+    described,
+    is_temporary,
+    retried,
+    retry_after,
+)
 from ctrl_megatron.types import FinishReason, Message, SamplingParams
 
-_TRY_AGAIN = (408, 409, 425, 429)
-_LONGEST_WAIT = 60.0
 _TOO_LONG = "context_length_exceeded"
 _SAID_TOO_LONG = ("context length", "maximum model length", "context size")
 """How servers without error codes word it (vLLM, SGLang, llama.cpp)."""
@@ -110,14 +107,15 @@ class TokenBudget:
 
 
 class OpenAIChat:
-    """``Chat`` over HTTP. ``base_url`` is what ``/chat/completions`` follows, usually ending in
-    ``/v1``; ``api_key`` is sent as bearer token.
+    """A ``Chat`` over HTTP. ``base_url`` is the address before ``/chat/completions`` and usually
+    ends in ``/v1``; ``api_key`` is sent as bearer token.
 
-    An answer is one request (``n`` is not understood everywhere, and usage is told per request).
-    ``timeout`` (seconds) covers one attempt; a failed one is repeated up to ``attempts`` in all
-    after a random pause of at most ``backoff`` seconds, doubled each time, or after the server's
-    ``Retry-After``. ``max_concurrency`` bounds requests on the wire; one that waits for its retry
-    holds no place. ``extra_body`` is added to every request. One event loop at a time.
+    Every answer is a request of its own, because some servers ignore ``n`` and report usage per
+    request. ``timeout`` (seconds) limits one attempt. A request is attempted up to ``attempts``
+    times, with a first pause of ``backoff`` seconds, doubled for each attempt, or after the
+    server's ``Retry-After``. ``max_concurrency`` limits the requests that run at the same time; a
+    request that waits for its next attempt does not count. ``extra_body`` is added to every
+    request. Use it on one event loop only.
     """
 
     def __init__(
@@ -237,27 +235,18 @@ class OpenAIChat:
             if tell is not None:
                 tell(text)
 
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(self._attempts),
-            wait=self._wait,
-            retry=retry_if_exception(lambda e: isinstance(e, _ServerFault) and not heard),
-            before_sleep=self._count_retry,
-            reraise=True,
-        )
+        def again(error: Exception) -> float | None:
+            if heard or not isinstance(error, _ServerFault):
+                return None
+            self.counters.retries += 1
+            return error.retry_after
+
+        attempt = partial(self._attempt, body, hear)
         try:
-            return await retrying(self._attempt, body, hear)
+            return await retried(attempt, again, attempts=self._attempts, backoff=self._backoff)
         except _ServerFault as fault:
             end = "in the middle of it" if heard else f"gave up after {self._attempts} attempts"
             raise ChatError(f"{fault} ({end})") from fault
-
-    def _wait(self, state: RetryCallState) -> float:
-        assert state.outcome is not None
-        fault = state.outcome.exception()
-        pause = wait_random_exponential(multiplier=self._backoff, max=_LONGEST_WAIT)(state)
-        return max(pause, fault.retry_after if isinstance(fault, _ServerFault) else 0.0)
-
-    def _count_retry(self, _: RetryCallState) -> None:
-        self.counters.retries += 1
 
     def _count(self, answer: ChatAnswer) -> int:
         prompt, completion = answer.prompt_tokens, answer.completion_tokens
@@ -279,16 +268,16 @@ class OpenAIChat:
             try:
                 async with self._open().post(self._url, json=body, headers=self._headers) as reply:
                     status = reply.status
-                    retry_after = _seconds(reply.headers.get("Retry-After", ""))
+                    least = retry_after(reply.headers.get("Retry-After", ""))
                     if status == 200 and reply.content_type == "text/event-stream":
                         return read_answer(await _joined_chunks(reply.content, hear))
                     text = await reply.text()
-            except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError) as error:
-                raise _ServerFault(f"{self._url} failed: {_described(error)}") from error
+            except (*CONNECTION_FAILURES, UnicodeDecodeError) as error:
+                raise _ServerFault(f"{self._url} failed: {described(error)}") from error
             except ValueError as error:
                 raise self._malformed(error) from error
         if status != 200:
-            raise self._refusal(status, text, retry_after)
+            raise self._refusal(status, text, least)
         try:
             answer = read_answer(json.loads(text))
         except ValueError as error:
@@ -299,13 +288,13 @@ class OpenAIChat:
     def _malformed(self, error: ValueError) -> _ServerFault:
         return _ServerFault(f"{self._url} sent a malformed answer: {error}")
 
-    def _refusal(self, status: int, text: str, retry_after: float) -> Exception:
+    def _refusal(self, status: int, text: str, least: float) -> Exception:
         code, detail = _error_of(text)
         said = f"{self._url} answered {status}: {detail}"
         if code == "insufficient_quota":
             return UserError(said, remedy="the account has no credit left")
-        if status in _TRY_AGAIN or status >= 500:
-            return _ServerFault(said, retry_after)
+        if is_temporary(status):
+            return _ServerFault(said, least)
         if status == 400 and (
             code == _TOO_LONG or any(w in detail.lower() for w in _SAID_TOO_LONG)
         ):
@@ -377,16 +366,3 @@ def _error_of(text: str) -> tuple[str, str]:
         return "", str(inner)[:500]
     message = inner.get("message") or inner.get("detail") or inner
     return str(inner.get("code") or ""), str(message)[:500]
-
-
-def _seconds(header: str) -> float:
-    """``Retry-After`` in seconds; 0.0 for its absence and for a date."""
-    try:
-        seconds = float(header)
-    except ValueError:
-        return 0.0
-    return min(max(seconds, 0.0), _LONGEST_WAIT) if math.isfinite(seconds) else 0.0
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

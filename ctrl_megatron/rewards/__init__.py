@@ -1,4 +1,4 @@
-"""Rewards: of critiques, from the execution of the revisions that they lead to, and of programs."""
+"""Rewards of critiques, by the execution of the revisions that follow them, and of programs."""
 
 from ctrl_megatron.prompts import desanitize, sanitize
 from ctrl_megatron.rewards.cache import CacheFileError, VerdictCache

@@ -1,7 +1,8 @@
-"""Verdicts, remembered in memory or in a file, and shared while they are under way.
+"""A cache of verdicts, in memory or in a file. Callers that request a verdict while its program is
+running share the run.
 
-The file is SQLite's; several processes and runs may share it. It belongs on a disk of the machine:
-SQLite's write-ahead log does not work over network file systems.
+The file is an SQLite database that several processes and runs may share. It must be on a local
+disk: SQLite's write-ahead log does not work on network file systems.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Verdict
 
 APPLICATION_ID = 0x43545243
-"""In the file's header: a cache of ours."""
+"""SQLite's application id of this cache, in the file's header."""
 LAYOUT_VERSION = 2
-"""In the file's header; raise it when the table or the text of a verdict changes."""
+"""Version in the file's header. Raise it when the table or the text of a verdict changes."""
 _TABLE = """CREATE TABLE results (
     number INTEGER PRIMARY KEY,
     key TEXT NOT NULL UNIQUE,
@@ -34,16 +35,16 @@ _TABLE = """CREATE TABLE results (
 
 _PAGE_BYTES = 4096
 _DROPPED_SHARE = 8
-"""One of so many verdicts goes when there are too many bytes of them."""
+"""One eighth of the verdicts, the oldest, is deleted when the file is too large."""
 
 
 def encode_verdict(verdict: Verdict) -> str:
-    """A verdict as text."""
+    """A verdict as JSON text."""
     return json.dumps([verdict.total, verdict.passed, verdict.detail, verdict.timed_out])
 
 
 def decode_verdict(text: str) -> Verdict:
-    """What ``encode_verdict`` wrote. Raises ``ValueError`` for anything else."""
+    """The verdict that ``encode_verdict`` wrote. Raises ``UserError`` for any other text."""
     try:
         total, passed, detail, timed_out = json.loads(text)
         sound = type(total) is int and 0 < len(passed) <= total
@@ -57,25 +58,25 @@ def decode_verdict(text: str) -> Verdict:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A key that two values share only if their JSON forms are equal."""
+    """SHA-256 of the JSON form of ``parts``: equal only for equal JSON forms."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True, allow_nan=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class CacheFileError(ValueError):
-    """The cache's file is not ours, damaged, or cannot be used. The text says what to do."""
+    """The cache's file belongs to another program, is damaged, or cannot be opened."""
 
 
 @dataclass(slots=True)
 class CacheCounters:
-    """What a cache did so far."""
+    """Counts of what a cache did."""
 
     hits: int = 0
-    """Answered from a remembered verdict."""
+    """Requests that a stored verdict answered."""
     joined: int = 0
-    """Answered by a run that another caller had already started."""
+    """Requests that a run of another caller answered."""
     runs: int = 0
-    """Runs started."""
+    """Runs that were started."""
 
 
 @dataclass(slots=True)
@@ -85,17 +86,16 @@ class _Flight:
 
 
 class VerdictCache:
-    """Runs every key once: later callers get the remembered verdict, simultaneous ones share the
-    run.
+    """Runs every key once: later callers get the stored verdict, and callers at the same time share
+    one run.
 
-    A run that raises is not remembered; its error reaches everybody who waits for it. A cancelled
-    caller leaves the run to the others, and the last one to leave cancels it. Time-outs are not
-    remembered either, for a busy machine can cause them. Verdicts stay in memory, or in the SQLite
-    file ``path``, which is made if it is not there: at most ``capacity`` of them and
-    ``capacity_bytes`` in all, the oldest go first.
-    Another process that writes to the file is waited for, ``busy_seconds`` at most. The cache may
-    move from one event loop to another, but only when nothing is under way in the former. Every
-    method raises ``CacheFileError``.
+    The error of a run reaches all callers that wait for it and is not stored. A cancelled caller
+    leaves the run to the others; the last one cancels it. Verdicts with a time-out are not stored,
+    because a busy machine can cause them. Verdicts are stored in memory or in the SQLite file
+    ``path``, which is created where it does not exist: at most ``capacity`` verdicts and
+    ``capacity_bytes`` bytes, the oldest are deleted first. A method waits up to ``busy_seconds``
+    for another process that writes to the file. The cache may change to another event loop while
+    nothing runs on the former one. Every method raises ``CacheFileError``.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class VerdictCache:
                 raise
 
     async def get(self, key: str, run: Callable[[], Awaitable[Verdict]]) -> tuple[Verdict, bool]:
-        """The verdict of ``key`` and whether it came without starting ``run``."""
+        """The verdict of ``key``, and True where ``run`` was not started for it."""
         self._enter_loop()
         remembered = self.recall(key)
         if remembered is not None:
@@ -151,14 +151,14 @@ class VerdictCache:
             return await asyncio.shield(flight.task), shared
         finally:
             flight.waiters -= 1
-            # Done, or given up by everybody: a new caller must not join it.
+            # The run is done or has no caller left: a new caller must not join it.
             if flight.task.done() or flight.waiters == 0:
                 flight.task.cancel()
                 if self._flights.get(key) is flight:
                     del self._flights[key]
 
     def recall(self, key: str) -> Verdict | None:
-        """The remembered verdict of ``key``."""
+        """The stored verdict of ``key``; None where there is none."""
         with self._refusing("be used"):
             row = self._connection.execute(
                 "SELECT value FROM results WHERE key = ?", (key,)
@@ -166,23 +166,23 @@ class VerdictCache:
         try:
             return None if row is None else decode_verdict(row[0])
         except ValueError as error:
-            raise self._unusable(f"holds a result that cannot be read: {error}") from error
+            raise self._unusable(f"contains a result that cannot be read: {error}") from error
 
     def remember(self, key: str, verdict: Verdict) -> None:
-        """Keep a verdict; a key that is there already keeps its own."""
+        """Store a verdict. A key that is stored already keeps its verdict."""
         with self._refusing("be used"), self._connection:
             self._connection.execute("BEGIN IMMEDIATE")
             self._connection.execute(
                 "INSERT INTO results (key, value) VALUES (?, ?) ON CONFLICT (key) DO NOTHING",
                 (key, encode_verdict(verdict)),
             )
-            # A new row's number is the largest plus one: this bounds the rows without counting.
+            # A new row has the largest number plus one, so no count of the rows is needed.
             self._connection.execute(
                 "DELETE FROM results WHERE number <= (SELECT MAX(number) FROM results) - ?",
                 (self._capacity,),
             )
             if self._used_pages() > self._pages:
-                # Many at once: it takes a look at the oldest, whatever their number.
+                # Many at once, because every deletion reads the oldest rows.
                 self._connection.execute(
                     "DELETE FROM results WHERE number <= (SELECT MIN(number) + "
                     "(MAX(number) - MIN(number)) / ? FROM results)",
@@ -201,13 +201,13 @@ class VerdictCache:
             return self._connection.execute("SELECT COUNT(*) FROM results").fetchone()[0]
 
     def close(self) -> None:
-        """Close the file; the cache is of no use afterwards."""
+        """Close the file. No other method may be called afterwards."""
         self._connection.close()
 
     async def _run(self, key: str, run: Callable[[], Awaitable[Verdict]]) -> Verdict:
         verdict = await run()
         if not verdict.timed_out:
-            # Here and not in a callback, so that a broken file's error reaches those who wait.
+            # Stored here and not in a callback, so that an error of the file reaches the callers.
             self.remember(key, verdict)
         return verdict
 
@@ -217,16 +217,16 @@ class VerdictCache:
             return
         if self._flights and self._loop is not None and self._loop.is_running():
             raise RuntimeError(
-                "the reward cache is in use by another event loop; use one loop at a time"
+                "the reward cache is in use by another event loop; use it on one event loop only"
             )
-        self._flights = {}  # runs of a loop that ended under them
+        self._flights = {}  # the loop of the old runs has ended
         self._loop = loop
 
     def _prepare(self) -> None:
         execute = self._connection.execute
         execute(f"PRAGMA page_size = {_PAGE_BYTES}")
         with self._connection:
-            execute("BEGIN IMMEDIATE")  # other processes may be making the file
+            execute("BEGIN IMMEDIATE")  # another process may create the file now
             if not self._is_ours():
                 execute(_TABLE)
                 execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -241,7 +241,7 @@ class VerdictCache:
             raise self._unusable(f"is damaged: {answer}")
 
     def _is_ours(self) -> bool:
-        """Whether it is a cache of ours; False for an empty file. Raises for somebody else's."""
+        """True for a cache, False for an empty file. Raises for a file of another program."""
         queries = (
             "PRAGMA application_id",
             "PRAGMA user_version",
@@ -263,13 +263,13 @@ class VerdictCache:
                 mode = self._connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
                 break
             except sqlite3.OperationalError as error:
-                # SQLite does not wait here when two processes switch at the same time.
+                # SQLite does not wait where two processes switch the mode at the same time.
                 if "locked" not in str(error) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
         if mode != "wal":
             raise self._unusable(
-                f"lies where SQLite's write-ahead log does not work (mode {mode!r})"
+                f"is on a file system without support for SQLite's write-ahead log (mode {mode!r})"
             )
 
     @contextmanager
@@ -281,5 +281,6 @@ class VerdictCache:
 
     def _unusable(self, why: str) -> CacheFileError:
         return CacheFileError(
-            f"cache file {self.path} {why}; name another file, or delete it if its verdicts may go"
+            f"cache file {self.path} {why}; name another file, or delete it "
+            "if its verdicts are not needed"
         )

@@ -1,4 +1,4 @@
-"""Rewards of an answer that hands in a program: ``code_format``, ``code``, ``binary_code`` and
+"""Rewards of an answer that contains a program: ``code_format``, ``code``, ``binary_code`` and
 ``ioi_code``.
 """
 
@@ -20,11 +20,11 @@ from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
+    BatchTests,
     CachedJudge,
     GradingJob,
     Judge,
-    cases_of,
-    grading_job,
+    program_of,
 )
 from ctrl_megatron.rewards.items import RewardItem, Rewards, rows_of
 from ctrl_megatron.sandbox.client import SandboxError
@@ -37,13 +37,13 @@ WELL_FORMED, UNPARSABLE, MALFORMED = 1.0, 0.5, 0.0
 
 
 def code_format_score(text: str, *, final_newline: bool = True) -> float:
-    """1.0 for one well-formed block, 0.5 if its code does not parse, 0.0 otherwise, also where no
-    statement of it does anything.
+    """1.0 for one well-formed block, 0.5 if its code does not parse, and else 0.0, also where no
+    statement of the code has an effect.
 
-    Well-formed: any text without a fence, an opening fence with the tag ``python`` at a line's end,
-    code, a closing fence on a line of its own, one line break, the end. With ``final_newline``
-    false the text may also end right behind the closing fence. Source: DiffuCoder
-    (arXiv 2506.20639), ``code_format_reward``, which asks no line of its own for the opening fence.
+    A well-formed answer consists of text without a fence, an opening fence with the tag ``python``
+    at the end of a line, code, a closing fence on a separate line, and one line break. Without
+    ``final_newline`` the line break may be missing. Source: DiffuCoder (arXiv 2506.20639),
+    ``code_format_reward``, where the opening fence need not begin a line either.
     """
     if text.count(_FENCE) != 2 or text.count("`" * 4):
         return MALFORMED
@@ -73,9 +73,9 @@ class CodeFormatReward:
 class CodeReward:
     """``code``: the share of a problem's tests that an answer's program passes.
 
-    ``provider`` judges: a ``ScriptProvider`` or a ``SandboxClient``. With ``require_format`` an
-    answer that is not well-formed (``code_format`` below 1) earns 0 and does not run, as in
-    DiffuCoder. Functions that share a ``cache`` run a program once between them.
+    ``provider`` runs the programs: a ``ScriptProvider`` or a ``SandboxClient``. With
+    ``require_format`` an answer that is not well-formed (``code_format`` below 1) earns 0 and does
+    not run, as in DiffuCoder. Reward functions that share a ``cache`` run an equal program once.
     """
 
     name = "code"
@@ -95,7 +95,7 @@ class CodeReward:
         self._run_timeout, self._max_requests = run_timeout, max_requests
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        """See ``RewardFunction``; a fault of the judge is logged and its reward None.
+        """See ``RewardFunction``. Where the judge fails, the reward is None and the log says why.
 
         Raises ``ValueError`` for a row that cannot be judged.
         """
@@ -105,8 +105,9 @@ class CodeReward:
             or code_format_score(item.text, final_newline=False) == WELL_FORMED
             for item in items
         ]
+        tests = BatchTests(run_all_cases=True, run_timeout=self._run_timeout)
         jobs = [
-            self._job(item.text, row) if run else None
+            self._job(item.text, row, tests) if run else None
             for item, row, run in zip(items, rows, runs, strict=True)
         ]
         semaphore, faults = asyncio.Semaphore(self._max_requests), []
@@ -129,15 +130,15 @@ class CodeReward:
             _log.warning("%s: %s answers were not judged: %s", self.name, counts, faults[-1])
         return rewards
 
-    def _job(self, text: str, row: Row) -> GradingJob:
-        return grading_job(text, row, run_all_cases=True, run_timeout=self._run_timeout)
+    def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:
+        return tests.of(row).job(program_of(text))
 
     def _score(self, verdict: Verdict, row: Row) -> float:
         return verdict.pass_rate
 
 
 class BinaryCodeReward(CodeReward):
-    """``binary_code``: 1 where ``code`` is above 0.99, else 0; None stays None."""
+    """``binary_code``: 1 where ``code`` is above 0.99, 0 where it is not, None where it is None."""
 
     name = "binary_code"
 
@@ -147,21 +148,22 @@ class BinaryCodeReward(CodeReward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoiSubtask:
-    """A group of tests that earns its points together."""
+    """A group of tests whose points are awarded together."""
 
     points: float
     """Points for a full score, positive."""
     tests: tuple[int, ...]
-    """Numbers of its tests, from 0; not empty."""
+    """Numbers of the subtask's tests, from 0; not empty."""
 
 
 class IoiCodeReward(CodeReward):
-    """``ioi_code``: the points of an olympiad problem, by subtasks, each worth its weakest test.
+    """``ioi_code``: the points of an olympiad problem. A subtask earns its points times the score
+    of its weakest test.
 
     The row has stdin/stdout cases in ``selected_uts`` and a column ``subtasks``, a list (or its
-    JSON) of ``{"points": 20, "tests": [0, 1, 2]}``, where ``tests`` counts the cases from 0; a test
-    may belong to several subtasks. ``language`` holds where the row has no column of that name.
-    With ``normalise`` the points are divided by the problem's full points.
+    JSON) of ``{"points": 20, "tests": [0, 1, 2]}``, where ``tests`` numbers the cases from 0; a
+    test may belong to several subtasks. ``language`` is the language of rows without a column of
+    that name. With ``normalise`` the points are divided by the problem's full points.
     """
 
     name = "ioi_code"
@@ -182,19 +184,15 @@ class IoiCodeReward(CodeReward):
         )
         self._language, self._normalise = language, normalise
 
-    def _job(self, text: str, row: Row) -> GradingJob:
-        subtasks_of(row, len(cases_of(row)))  # before anything runs
-        return grading_job(
-            text,
-            row,
-            run_all_cases=True,
-            run_timeout=self._run_timeout,
-            language=row.extra.get("language") or self._language,
-        )
+    def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:
+        language = row.extra.get("language") or self._language
+        of_row = tests.of(row, language=language)
+        subtasks_of(row, of_row.total)  # refuses a row before a program runs
+        return of_row.job(program_of(text, language))
 
     def _score(self, verdict: Verdict, row: Row) -> float:
         subtasks = subtasks_of(row, verdict.total)
-        # A verdict that never came is a failure.
+        # A test without a verdict counts as failed.
         missing = [0.0] * (verdict.total - len(verdict.passed))
         points = ioi_score(subtasks, [*map(float, verdict.passed), *missing])
         return points / sum(s.points for s in subtasks) if self._normalise else points
@@ -203,13 +201,13 @@ class IoiCodeReward(CodeReward):
 def ioi_score(subtasks: Sequence[IoiSubtask], test_scores: Sequence[float]) -> float:
     """The sum over subtasks of points times the smallest score of the subtask's tests.
 
-    ``test_scores`` lie in [0, 1], one per test of the problem.
+    ``test_scores`` are in [0, 1], one per test of the problem.
     """
     return sum(s.points * min(test_scores[test] for test in s.tests) for s in subtasks)
 
 
 def subtasks_of(row: Row, tests: int) -> list[IoiSubtask]:
-    """The row's subtasks over its ``tests`` tests. Raises ``ValueError`` naming the row."""
+    """The subtasks of ``row``, which has ``tests`` tests. Raises ``UserError`` naming the row."""
     place, given = f"{row.place}: {row.id!r}", row.extra.get("subtasks")
     try:
         entries = json.loads(given) if isinstance(given, str) else given

@@ -1,5 +1,5 @@
-"""How much of a revision is in the critique before it: a critic that writes the program itself is
-paid for the program, not for the critique.
+"""The share of a revision's program that its critique contains already: a critic that writes the
+program itself is rewarded for the program and not for the critique.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from ctrl_megatron.prompts import extract_code
 from ctrl_megatron.prompts.python_source import parsed
 
 COPYING_THRESHOLD = 0.5
-"""Share of a revision's program that a critique may hold, by default."""
+"""Default of the share of a revision's program that a critique may contain."""
 _WORD = re.compile(r"\w+|[^\w\s]")
 _NO_WORD = frozenset("()\"'`,;\\")
-"""Signs in which the same line is written in several ways."""
+"""Characters that do not count, because one line can be written with them or without them."""
 _HTML_TAG = re.compile(r"</?[A-Za-z][^<>\n]*>")
 _SHORTEST = 3
-"""Words and signs of a line that is in a text by more than chance."""
+"""Least number of words and signs of a line that a text contains by more than chance."""
 
 
-def copied_rate(critique: str, revision: str) -> float:
-    """Share of the lines of the revision's program that are in ``critique``, in [0, 1].
+def copied_rate(critique: str, program: str) -> float:
+    """Share of the lines of ``program`` that ``critique`` contains, in [0, 1]; 0 for a program
+    without lines.
 
     Comments, docstrings, layout, quotes and brackets do not count, nor do lines such as ``else:``
-    where there are longer ones. A line is found in a sentence, a list or a block of any kind, in
-    HTML, and among others on one line. 0 for a revision without a program.
+    where the program has longer ones. A line is found in a sentence, a list or a block of any kind,
+    in HTML, and between other lines in one line of text.
     """
-    lines = list(_lines(extract_code(revision)))
+    lines = list(_lines(program))
     counted = Counter(map(_joined, [line for line in lines if len(line) >= _SHORTEST] or lines))
     if not counted:
         return 0.0
     plain = html.unescape(critique)
-    said = [_joined(_words(text)) for text in (critique, plain, _HTML_TAG.sub(" ", plain))]
-    found = (n for line, n in counted.items() if any(line in text for text in said))
+    texts = [_joined(_words(text)) for text in (critique, plain, _HTML_TAG.sub(" ", plain))]
+    found = (n for line, n in counted.items() if any(line in text for text in texts))
     return sum(found) / counted.total()
 
 
@@ -52,7 +52,7 @@ def _words(text: str) -> list[str]:
 def _lines(code: str) -> Iterator[list[str]]:
     tree = parsed(code)
     if tree is not None:
-        # Of numbers too long to print and of absurd nesting the lines as they are written.
+        # Numbers too long to print and extreme nesting: the lines stay as they are written.
         with contextlib.suppress(ValueError, RecursionError, MemoryError):
             code = ast.unparse(_without_docstrings(tree))
     for line in code.splitlines():

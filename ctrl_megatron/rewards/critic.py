@@ -25,10 +25,13 @@ from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
+    BatchTests,
     CachedJudge,
     Judge,
+    RowTests,
     check_tests,
-    grading_job,
+    encodable,
+    program_of,
 )
 from ctrl_megatron.rewards.items import Copying, RewardItem, RewardOutcome, Rewards, rows_of
 from ctrl_megatron.sandbox.client import SandboxError
@@ -38,23 +41,23 @@ Value = TypeVar("Value")
 
 
 class RewardModelForCritic:
-    """Scores critiques by the revisions that follow them.
+    """Rewards critiques by the revisions that follow them.
 
-    ``file`` names the parquet file(s) of the rows, or holds the rows; ``tokenizer`` decodes
-    responses, ``num_examine`` of them are printed by every ``parse_response``. With
-    ``run_all_cases`` the reward is the pass rate, without it 1 only if every test passes (the
-    paper's). ``sandbox`` is needed to run anything: a client or a provider. ``cache`` replaces
-    the cache in memory. ``id_key`` is the batch field that holds the rows' ids. At most
-    ``max_requests`` of a batch are under way; a test takes ``run_timeout`` seconds at most where
-    its row does not say. One event loop at a time. Raises ``ValueError`` naming a row whose tests
+    ``file`` is the parquet file or files of the rows, or the rows themselves. ``tokenizer`` decodes
+    responses, of which every ``parse_response`` prints ``num_examine``. With ``run_all_cases`` the
+    reward is the pass rate; without it the reward is 1 where every test passes and else 0 (the
+    paper's). ``sandbox``, a client or a provider, is required to judge. ``cache`` replaces the
+    cache in memory. ``id_key`` is the batch field with the rows' ids. At most ``max_requests``
+    requests of a batch run at the same time. A test may take ``run_timeout`` seconds where its row
+    sets no limit. Use it on one event loop only. Raises ``ValueError`` that names a row whose tests
     cannot be judged.
 
-    A critique that holds more than the share ``copying_threshold`` of the revision's program
-    (``copied_rate``) earns 0 where ``copying`` is "penalise", and has no reward with "mask".
+    A critique that contains more than the share ``copying_threshold`` of the revision's program
+    (``copied_rate``) earns 0 with ``copying`` "penalise", and has no reward with "mask".
     """
 
     reads = ATTEMPT_COLUMNS
-    # Class attributes, so that text-only methods work on an instance that was never initialised.
+    # Class attributes, so that methods on texts work on an instance without ``__init__``.
     show_progress: bool = True
     id_key: str = "problem_id"
     max_requests: int = MAX_REQUESTS
@@ -93,10 +96,10 @@ class RewardModelForCritic:
         self._judge = None if sandbox is None else CachedJudge(sandbox, self._cache)
 
     def parse_response(self, data: Mapping[str, Any]) -> tuple[list[str], list[str], list[int]]:
-        """Row ids, texts without end-of-sequence tokens, and lengths in tokens of responses.
+        """(row ids, texts without end-of-sequence tokens, lengths in tokens) of the responses.
 
-        ``data`` holds ``responses`` (B, R), ``attention_mask`` (B, P+R) and the ids under
-        ``id_key`` (B,).
+        ``data`` has ``responses`` (B, R), ``attention_mask`` (B, P+R) and the row ids (B,) in the
+        field ``id_key``.
         """
         ids = [str(value) for value in _to_list(data[self.id_key])]
         responses = _to_list(data["responses"])
@@ -113,7 +116,8 @@ class RewardModelForCritic:
         return ids, texts, lengths
 
     def parse_query(self, ids: Iterable[str]) -> tuple[list[list[Message]], list[Row]]:
-        """For each id the dialogue before the critique (problem, raw answer) and the row.
+        """(the dialogues before the critiques, the rows) of ``ids``. A dialogue has the problem and
+        the first solution.
 
         Raises ``KeyError`` for an unknown id.
         """
@@ -128,7 +132,7 @@ class RewardModelForCritic:
         return dialogues, rows
 
     def build_revision_messages(self, init_messages: list[Message], critique: str) -> list[Message]:
-        """The dialogue that asks for a revision: ``init_messages`` and a turn with the critique.
+        """The dialogue that requests a revision: ``init_messages`` and a turn with the critique.
 
         As upstream, the last content of ``init_messages`` is reduced to its code in place.
         """
@@ -140,29 +144,30 @@ class RewardModelForCritic:
     async def reward_revision(
         self, critique: str, revision: str, sample: Row, semaphore: asyncio.Semaphore
     ) -> float:
-        """The reward of one critique, 0.0 without a judgment, NaN where ``copying`` masks it;
-        raises ``SandboxError``.
+        """The reward of one critique: 0.0 without a judgment, NaN where ``copying`` masks it.
+        Raises ``SandboxError``.
         """
         if parse_judgment(critique) is None:
             return 0.0
         reward = await self.get_sandbox_response(sanitized_answer(revision), sample, semaphore)
-        limited = self._limited(RewardOutcome(reward=reward), critique, revision).reward
+        outcome = RewardOutcome(reward=reward)
+        limited = self._limited(outcome, critique, program_of(revision)).reward
         return math.nan if limited is None else limited
 
     async def get_sandbox_response(
         self, revision: str, sample: Row, semaphore: asyncio.Semaphore
     ) -> float:
-        """The reward of the program in ``revision``; raises ``SandboxError``."""
-        verdict, _ = await self._grade(revision, sample, self.run_all_cases, semaphore)
+        """The reward of the program in ``revision``. Raises ``SandboxError``."""
+        verdict, _ = await self._grade(program_of(revision), self._tests().of(sample), semaphore)
         return self._score(verdict)
 
     async def get_reward_all(
         self, critiques: list[str], revisions: list[str], samples: list[Any]
     ) -> list[float]:
-        """All rewards in order, at most ``max_requests`` under way.
+        """All rewards in order; at most ``max_requests`` requests run at the same time.
 
-        The shortest list sets the length. The first fault cancels the rest and is raised; ``judge``
-        reports faults item by item.
+        The result is as long as the shortest list. The first failure of the sandbox cancels the
+        rest and is raised; ``judge`` reports failures item by item.
         """
         semaphore = asyncio.Semaphore(self.max_requests)
         triples = zip(critiques, revisions, samples, strict=False)
@@ -171,85 +176,82 @@ class RewardModelForCritic:
         )
 
     async def judge(self, items: Sequence[RewardItem]) -> list[RewardOutcome]:
-        """What each critique earned by its revision; a fault of the sandbox is an outcome.
+        """The outcome of every item: the reward that its critique earned by its revision. A failure
+        of the sandbox is an outcome without a verdict.
 
         Without a judgment the reward is 0 and nothing runs. Raises ``ValueError`` for an item
         without a row, and for a row that cannot be judged.
         """
-        semaphore = asyncio.Semaphore(self.max_requests)
-        rows = rows_of("critic", items)
-        return await self._gather(
-            [
-                partial(self._outcome, i.text, row, semaphore, i.judgment, critique=i.critique)
-                for i, row in zip(items, rows, strict=True)
-            ]
-        )
+        semaphore, tests = asyncio.Semaphore(self.max_requests), self._tests()
+
+        async def outcome(item: RewardItem, row: Row) -> RewardOutcome:
+            if item.judgment is None:
+                return RewardOutcome(reward=0.0)
+            program = program_of(item.text)
+            found = await self._outcome(program, tests.of(row), semaphore, item.judgment)
+            judged = found.verdict is not None and item.critique
+            return self._limited(found, item.critique, program) if judged else found
+
+        calls = zip(items, rows_of("critic", items), strict=True)
+        return await self._gather([partial(outcome, *call) for call in calls])
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        """The reward function ``critic``: None where the sandbox failed."""
+        """The rewards of ``judge``, as a reward function; None where the sandbox failed."""
         return [outcome.reward for outcome in await self.judge(items)]
 
     async def judge_solutions(
         self, texts: Sequence[str], rows: Sequence[Row]
     ) -> list[RewardOutcome]:
-        """What every answer earns by itself, judged on every test whatever the mode.
+        """The outcome of every answer, judged on every test, also without ``run_all_cases``.
 
-        A fault of the sandbox is an outcome without verdict. Raises ``ValueError`` for lists of
+        A failure of the sandbox is an outcome without a verdict. Raises ``ValueError`` for lists of
         unequal length and for a row that cannot be judged.
         """
-        semaphore = asyncio.Semaphore(self.max_requests)
-        return await self._gather(
-            [
-                partial(self._outcome, text, row, semaphore, None, solution=True)
-                for text, row in zip(texts, rows, strict=True)
-            ]
-        )
+        semaphore, tests = asyncio.Semaphore(self.max_requests), self._tests(run_all_cases=True)
+
+        async def outcome(text: str, row: Row) -> RewardOutcome:
+            return await self._outcome(program_of(text), tests.of(row), semaphore, None)
+
+        calls = zip(texts, rows, strict=True)
+        return await self._gather([partial(outcome, *call) for call in calls])
 
     async def _outcome(
-        self,
-        text: str,
-        row: Row,
-        semaphore: asyncio.Semaphore,
-        judgment: bool | None,
-        *,
-        critique: str = "",
-        solution: bool = False,
+        self, program: str, tests: RowTests, semaphore: asyncio.Semaphore, judgment: bool | None
     ) -> RewardOutcome:
-        if judgment is None and not solution:
-            return RewardOutcome(reward=0.0)
-        run_all_cases = solution or self.run_all_cases
         try:
-            verdict, cached = await self._grade(text, row, run_all_cases, semaphore)
+            verdict, cached = await self._grade(program, tests, semaphore)
         except SandboxError as error:
             fault = str(error) or type(error).__name__
             return RewardOutcome(reward=None, judgment=judgment, error=fault)
-        outcome = RewardOutcome(
+        return RewardOutcome(
             reward=self._score(verdict), judgment=judgment, verdict=verdict, cached=cached
         )
-        return self._limited(outcome, critique, text) if critique else outcome
 
-    def _limited(self, outcome: RewardOutcome, critique: str, revision: str) -> RewardOutcome:
-        copied = copied_rate(critique, revision)
+    def _limited(self, outcome: RewardOutcome, critique: str, program: str) -> RewardOutcome:
+        copied = copied_rate(encodable(critique), program)
         if self.copying == "measure" or copied <= self.copying_threshold:
             return replace(outcome, copied=copied)
         reward = 0.0 if self.copying == "penalise" else None
         return replace(outcome, reward=reward, copied=copied, copying=self.copying)
 
+    def _tests(self, *, run_all_cases: bool | None = None) -> BatchTests:
+        mode = self.run_all_cases if run_all_cases is None else run_all_cases
+        return BatchTests(run_all_cases=mode, run_timeout=self.run_timeout)
+
     async def _grade(
-        self, text: str, row: Row, run_all_cases: bool, semaphore: asyncio.Semaphore
+        self, program: str, tests: RowTests, semaphore: asyncio.Semaphore
     ) -> tuple[Verdict, bool]:
         if self._judge is None:
             raise ValueError(
                 "RewardModelForCritic has no sandbox; pass sandbox=SandboxClient(endpoint)"
             )
-        job = grading_job(text, row, run_all_cases=run_all_cases, run_timeout=self.run_timeout)
-        return await self._judge.grade(job, semaphore)
+        return await self._judge.grade(tests.job(program), semaphore)
 
     def _score(self, verdict: Verdict) -> float:
         return verdict.pass_rate if self.run_all_cases else float(verdict.accepted)
 
     async def _gather(self, calls: Sequence[Callable[[], Awaitable[Value]]]) -> list[Value]:
-        """All results in order, with a progress bar; the first exception cancels the rest."""
+        """``gathered`` with a progress bar."""
         if not self.show_progress:
             return await gathered(calls)
         from rich.console import Console

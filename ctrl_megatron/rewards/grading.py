@@ -1,9 +1,9 @@
-"""From an answer and a row to one request, from the judge's answer to one verdict."""
+"""From a program and a row's tests to a request, and from the judge's answer to a verdict."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -25,54 +25,67 @@ from ctrl_megatron.sandbox.wire import (
 from ctrl_megatron.types import Problem, Verdict
 
 RUN_TIMEOUT = int(DEFAULT_TIME_LIMIT)
-"""Seconds that one test may take where the row does not say."""
+"""Seconds that one test may take where its row sets no limit."""
 MAX_REQUESTS = 256
-"""Requests that one batch of rewards keeps under way, by default."""
+"""Default of the number of requests of one batch that run at the same time."""
 TIMED_OUT = "TimeLimitExceeded"
-"""``Verdict.detail`` of a test that ran out of time."""
+"""``Verdict.detail`` of a test that timed out."""
 
 
 class Judge(Protocol):
-    """What grading needs of a sandbox client or a provider."""
+    """The part of a sandbox client or a provider that grading uses."""
 
     async def submit(self, request: SubmitRequest, /) -> EvalResult:
-        """Judge a completion; raise ``SandboxError`` when the service fails."""
+        """Judge a completion. Raises ``SandboxError`` where the service fails."""
         ...
 
     async def identity(self) -> object:
-        """Whatever about the judge may change a verdict, as plain data."""
+        """The properties of the judge that may change a verdict, as plain data."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradingJob:
-    """A request and the number of tests it must be judged on."""
+    """A request to judge one program, and the number of tests that the answer must cover."""
 
     request: SubmitRequest
     total: int
-
-    @property
-    def key(self) -> str:
-        """Equal only for equal programs, tests, set-up, entry point, statement of a function
-        problem, time limit and mode.
-        """
-        with long_integers():
-            return fingerprint(GRADER_VERSION, self.request.model_dump(mode="json"))
+    key: str
+    """Equal only for equal programs, tests, set-up, entry point, statement of a function problem,
+    time limit, mode and grader version."""
 
 
-def grading_job(
-    text: str,
-    row: Row,
-    *,
-    run_all_cases: bool,
-    run_timeout: float = RUN_TIMEOUT,
-    language: str = "python",
-) -> GradingJob:
-    """How to judge the program in ``text`` on the tests of ``row``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTests:
+    """The tests of a row as the judge reads them; all programs of the row share them."""
 
-    A test may take ``run_timeout`` seconds where the row does not say. The program is extracted
-    here and sent fenced, so that the judge has nothing to guess. Raises ``ValueError`` for a
-    LiveCodeBench row without its columns.
+    dataset: str
+    config: TestConfig
+    total: int
+    """Number of tests."""
+    digest: str
+    """Fingerprint of the tests, the mode, the time limit and the grader version."""
+
+    def job(self, program: str) -> GradingJob:
+        """How to judge ``program`` (code without a fence) on these tests."""
+        # Sent in a fence, so that the judge extracts exactly this program.
+        completion = fenced(program, self.config.language or "python")
+        return GradingJob(
+            request=SubmitRequest(
+                dataset=self.dataset, id=0, completion=completion, config=self.config
+            ),
+            total=self.total,
+            key=fingerprint(self.digest, completion),
+        )
+
+
+def row_tests(
+    row: Row, *, run_all_cases: bool, run_timeout: float = RUN_TIMEOUT, language: str = "python"
+) -> RowTests:
+    """The tests of ``row``. A test may take ``run_timeout`` seconds where the row sets no limit.
+
+    Raises ``UserError`` for a LiveCodeBench row without its columns and for a stdin/stdout row
+    without cases.
     """
     kind, data, total = _tests_of(row)
     config = TestConfig(
@@ -82,17 +95,53 @@ def grading_job(
         provided_data=data,
         extra={"run_all_cases": run_all_cases},
     )
-    # Half a character (a lone surrogate) is no text on the wire.
-    text = text.encode(errors="replace").decode()
-    completion = fenced(extract_code(text, language.lower()), language)
-    request = SubmitRequest(
-        dataset=row["prompter_type"], id=0, completion=completion, config=config
-    )
-    return GradingJob(request=request, total=total)
+    with long_integers():
+        digest = fingerprint(GRADER_VERSION, row["prompter_type"], config.model_dump(mode="json"))
+    return RowTests(dataset=row["prompter_type"], config=config, total=total, digest=digest)
+
+
+class BatchTests:
+    """The tests of the rows of one batch, read once per row and not once per program.
+
+    ``options`` are those of ``row_tests``. Rows that differ only in their first solutions share
+    their tests.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._known: dict[Hashable, RowTests] = {}
+
+    def of(self, row: Row, **options: Any) -> RowTests:
+        """``row_tests`` of ``row`` with the further ``options`` of this row."""
+        key = (
+            *(row.id, row.prompter_type, row.selected_uts, row.test_setup, row.entry_point),
+            *(row.problem, row.comparison, row.time_limit, id(row.extra), *options.items()),
+        )
+        if key not in self._known:
+            self._known[key] = row_tests(row, **self._options, **options)
+        return self._known[key]
+
+
+def program_of(text: str, language: str = "python") -> str:
+    """The program in ``text`` as it is sent to a judge."""
+    return extract_code(encodable(text), language.lower())
+
+
+def encodable(text: str) -> str:
+    """``text`` with "?" for every lone surrogate, which UTF-8 cannot encode."""
+    return text.encode(errors="replace").decode()
+
+
+def grading_job(text: str, row: Row, **options: Any) -> GradingJob:
+    """How to judge the program in ``text`` on the tests of ``row``; ``options`` are those of
+    ``row_tests``.
+    """
+    program = program_of(text, options.get("language", "python"))
+    return row_tests(row, **options).job(program)
 
 
 def check_tests(rows: Iterable[Row]) -> None:
-    """Raise ``ValueError`` naming the row whose asserts no sandbox could judge."""
+    """Raise ``UserError`` that names the row whose asserts no sandbox could judge."""
     for row in rows:
         if row.prompter_type == "mbppplus":
             try:
@@ -120,7 +169,7 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
 
 
 def told_of_tests(problem: Problem) -> list[str]:
-    """Of a function problem, what to tell of the test behind each verdict."""
+    """The text that describes each test of a function problem, one per verdict."""
     tests = cast("tuple[str, ...]", problem.selected_uts)
     return told_tests(
         function_record(tests, problem.test_setup, problem.entry_point, problem.statement)
@@ -135,8 +184,10 @@ def cases_of(row: Row) -> list[dict[str, Any]]:
 
 
 async def grade(judge: Judge, job: GradingJob) -> Verdict:
-    """Have ``job`` judged; ``SandboxError`` if the service fails or answers for other tests: fewer
-    are an answer only where judging ends at the first failure.
+    """The verdict of ``judge`` on ``job``.
+
+    Raises ``SandboxError`` where the service fails or answers for another number of tests. Fewer
+    tests are an answer only where judging ends at the first failure.
     """
     result = await judge.submit(job.request)
     cases = result.tests
@@ -158,10 +209,10 @@ async def grade(judge: Judge, job: GradingJob) -> Verdict:
 
 
 class CachedJudge:
-    """``judge`` behind ``cache``: equal programs on equal tests are judged once.
+    """A judge with a cache: equal programs are judged once on equal tests.
 
-    The key is the job's (exact program, tests, checker, time limit, mode, grader version) and the
-    judge's ``identity``: whatever else may change a verdict, such as its limits and its isolation.
+    The cache's key combines the job's key with the judge's ``identity``, such as its limits and its
+    isolation.
     """
 
     def __init__(self, judge: Judge, cache: VerdictCache) -> None:
@@ -169,14 +220,14 @@ class CachedJudge:
         self._identity: object = None
 
     async def key(self, job: GradingJob) -> str:
-        """The cache's key of ``job``. Raises ``SandboxError`` where the judge cannot be asked."""
+        """The cache's key of ``job``. Raises ``SandboxError`` where the judge does not answer."""
         if self._identity is None:
             self._identity = await self._judge.identity()
         return fingerprint(job.key, self._identity)
 
     async def grade(self, job: GradingJob, semaphore: asyncio.Semaphore) -> tuple[Verdict, bool]:
-        """The verdict, and whether it came without a run; ``semaphore`` bounds runs. Raises
-        ``SandboxError``.
+        """The verdict on ``job``, and True where it came from the cache or from a run that another
+        caller started. ``semaphore`` bounds runs. Raises ``SandboxError``.
         """
 
         async def run() -> Verdict:

@@ -1,4 +1,4 @@
-"""A program's normal form: CTRL's, for names that nothing outside of their scope can know."""
+"""A program's normal form: CTRL's, restricted to names that only their own scope can know."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _READS_NAMES = """
     __main__ __code__ __globals__ __closure__ _getframe f_locals f_globals f_code tb_frame gi_frame
     cr_frame settrace setprofile inspect traceback doctest NameError UnboundLocalError *
 """
-"""With one of these a program can see what its variables are called."""
+"""A program that uses one of these can read the names of its variables."""
 _DATA_CALLS = """
     abs bool bytes chr complex dict divmod enumerate float frozenset input int len list map ord pow
     range repr round set sorted str sum tuple zip
@@ -35,15 +35,16 @@ _COMPREHENSIONS = frozenset({"listcomp", "setcomp", "dictcomp", "genexpr"})
 
 
 def normalize_code(code_str: str) -> str:
-    """Rename private variables to ``v_0, v_1, ...`` and lay the program out afresh.
+    """``code_str`` with private variables renamed to ``v_0, v_1, ...`` and a canonical layout.
 
-    Private are the variables of functions, and those of the module (or of a function's body, where
-    ``code_str`` is one) that hold data, so that no test can call them. Arguments, attributes,
-    functions, classes, imports, names of builtins, and names that occur in any other part or in a
-    text of the program are not; in a program that can read its own names none are. Names are
-    numbered in the order in which a visit of the syntax tree first meets them as the target of an
-    assignment. What does not parse is returned unchanged. Raises ``TypeError`` for anything but a
-    string. Source: CTRL, ``critic_rm.py``, which renames every assigned name.
+    Private variables are those of functions, and those of the module (or of a function's body,
+    where ``code_str`` is one) that contain data, so that no test can call them. Arguments,
+    attributes, functions, classes, imports, names of builtins, and names that occur elsewhere in
+    the program or in one of its strings are not private. A program that can read the names of its
+    variables has no private variables. Numbers follow the order in which a visit of the syntax tree
+    first meets a name as the target of an assignment. Code that does not parse is returned
+    unchanged. Raises ``TypeError`` for anything but a string. Source: CTRL, ``critic_rm.py``, which
+    renames every assigned name.
     """
     if not isinstance(code_str, str):
         raise TypeError(f"normalize_code needs a str, got {type(code_str).__name__}")
@@ -57,8 +58,8 @@ def normalize_code(code_str: str) -> str:
         names = dict(zip(_in_order(tree, private), numbered, strict=False))
         return ast.unparse(_Renamer(names).visit(tree))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        # SyntaxError: only a compiler sees it. ValueError: numbers too long to print. The last two:
-        # absurd nesting.
+        # SyntaxError: found by the compiler only. ValueError: numbers too long to print. Other
+        # errors: extreme nesting.
         return code_str
 
 
@@ -108,13 +109,13 @@ def _private_names(tree: ast.Module, code: str) -> set[str]:
     stored = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_local()}
     shadows = not stored.isdisjoint(_DATA_CALLS.split())
     if shadows or any(isinstance(node, ast.ClassDef) for node in ast.walk(tree)):
-        return private - stored  # Calls and operators may give anything.
+        return private - stored  # Calls and operators may return any object.
     return (private - stored) | _holding_data(tree, private & stored)
 
 
 def _spelled(tree: ast.Module) -> Iterator[str]:
-    """Every name but those of variables as they are read and assigned: of arguments, attributes,
-    functions, imports, in statements such as ``global``; and every word of a text.
+    """Every name that is not that of a variable where it is read or assigned: names of arguments,
+    attributes, functions and imports, in statements such as ``global``; and every word of a string.
     """
     for node in ast.walk(tree):
         for field, value in ast.iter_fields(node):
@@ -133,7 +134,7 @@ def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def _is_private(symbol: symtable.Symbol, table: symtable.SymbolTable) -> bool:
-    """Whether a symbol is a variable of this function or module, or of the function around it."""
+    """True for a variable of this function or module, or of the function around it."""
     if symbol.is_imported() or symbol.is_namespace() or symbol.is_parameter():
         return False
     if table.get_type() == "module":
@@ -146,7 +147,7 @@ def _is_private(symbol: symtable.Symbol, table: symtable.SymbolTable) -> bool:
 
 
 def _module_level(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs in the scope of the module itself."""
+    """The nodes whose code runs in the scope of the module."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, _SCOPES):
@@ -154,7 +155,7 @@ def _module_level(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _holding_data(tree: ast.Module, names: set[str]) -> set[str]:
-    """Those of the module's ``names`` that are never bound to anything that could be called."""
+    """The module's ``names`` that are never bound to a value that could be called."""
     bound = [binding for node in _module_level(tree) for binding in _bindings(node)]
     kept, before = names, None
     while kept != before:
@@ -164,7 +165,7 @@ def _holding_data(tree: ast.Module, names: set[str]) -> set[str]:
 
 
 def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
-    """Names with the values that ``node`` gives them; None for a value that is not known."""
+    """(name, value) of every name that ``node`` binds; None for an unknown value."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             yield from _unpacked(target, node.value)
@@ -193,7 +194,7 @@ def _unpacked(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, a
 
 
 def _element(value: ast.expr | None) -> ast.expr | None:
-    """A stand-in for every element of ``value``; None where they are not known to be data."""
+    """A node of data for every element of ``value``; None where an element may not be data."""
     data = ast.Constant(value=0)
     if isinstance(value, ast.Call):
         name = value.func.id if isinstance(value.func, ast.Name) else ""

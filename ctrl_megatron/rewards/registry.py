@@ -1,5 +1,5 @@
-"""Reward functions by name: those of the package, those a project registers, and any function by
-its import path.
+"""Reward functions by name: those of the package, those that a project registers, and any function
+by its import path.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _FACTORIES: dict[str, Callable[..., Any]] = {
 
 
 def register_reward(name: str) -> Callable[[Factory], Factory]:
-    """Decorator: make a factory of reward functions available as ``name``; ``ValueError`` if that
-    is taken.
+    """A decorator that registers a factory of reward functions as ``name``. Raises ``UserError``
+    for a name that is registered already.
     """
 
     def register(factory: Factory) -> Factory:
@@ -64,7 +64,7 @@ def register_reward(name: str) -> Callable[[Factory], Factory]:
 
 
 def get_reward(name: str) -> Callable[..., Any]:
-    """The factory registered as ``name``. Raises ``ValueError`` listing the known names."""
+    """The factory registered as ``name``. Raises ``UserError`` that lists the known names."""
     if name not in _FACTORIES:
         hint = did_you_mean(name, _FACTORIES) or ";"
         raise UserError(
@@ -75,13 +75,13 @@ def get_reward(name: str) -> Callable[..., Any]:
 
 
 def reward_parameters(name: str) -> frozenset[str]:
-    """Names of the options of a registered reward; none of a ``module:function``."""
+    """Names of the parameters of a registered factory; none for an import path."""
     return frozenset() if ":" in name else frozenset(inspect.signature(get_reward(name)).parameters)
 
 
 def columns_read_by(name: str) -> tuple[str, ...]:
-    """The columns of its row that a reward reads, as its attribute ``reads`` says; a function of
-    the user's may have one too. UserError if it is no tuple or list of names.
+    """The columns of a row that a reward function reads: the attribute ``reads`` of its factory or
+    of the function itself. Raises UserError where ``reads`` is no tuple or list of names.
     """
     reads = getattr(_imported(name) if ":" in name else get_reward(name), "reads", ())
     if not isinstance(reads, (tuple, list)) or not all(isinstance(r, str) for r in reads):
@@ -90,12 +90,12 @@ def columns_read_by(name: str) -> tuple[str, ...]:
 
 
 def make_reward(name: str, **options: Any) -> RewardFunction:
-    """The reward function called ``name``, made with ``options``.
+    """The reward function ``name`` with ``options``.
 
-    A name with a colon is an import path, ``module:function`` or ``FILE.py:function``: the function
-    is called with the items and ``options``, may be a coroutine, and gives one float or None per
-    item; or it is verl's ``compute_score`` (``score_function``). Raises ``ValueError`` for a name
-    that does not exist and for options that do not fit.
+    A name with a colon is an import path, ``module:function`` or ``FILE.py:function``. Its function
+    is called with the items and ``options``, may be a coroutine function, and returns one float or
+    None per item; or it has the form of verl's ``compute_score`` (``score_function``). Raises
+    ``UserError`` for an unknown name and for options that the factory does not accept.
     """
     if ":" in name:
         return UsersReward(name, _imported(name), options)
@@ -109,16 +109,16 @@ def make_reward(name: str, **options: Any) -> RewardFunction:
     with users_code(f"reward {name!r} cannot be made by {place_of(factory)}"):
         function = factory(**options)
     if not callable(function):
-        raise UserError(f"reward {name!r}: {place_of(factory)} gave {function!r}, no function")
+        raise UserError(f"reward {name!r}: {place_of(factory)} returned {function!r}, no function")
     return function if isinstance(function, RewardModelForCritic) else UsersReward(name, function)
 
 
 class UsersReward:
-    """A function of the user's: its faults are told with its name and its place.
+    """A reward function that the user wrote. Its exceptions name the function and its place.
 
-    One that is a coroutine function and stands at an import path runs on an event loop that all
-    such functions share, so that one which blocks keeps nobody from engine and sandbox. Raises
-    ``UserError`` for a function that cannot be called with the items and ``options``.
+    A coroutine function at an import path runs on an event loop that all such functions share, so
+    that one that blocks does not stop the requests to engine and sandbox. Raises ``UserError`` for
+    a function that cannot be called with the items and ``options``.
     """
 
     def __init__(
@@ -127,12 +127,12 @@ class UsersReward:
         self.name, self._function, self._options = name, function, dict(options or {})
         self.place = place_of(function)
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004  what it is, not whether it is there
+            getattr(function, "__call__", None)  # noqa: B004  its kind is needed
         )
         try:
             inspect.signature(function).bind([], **self._options)
         except ValueError:
-            return  # written in C: it says nothing about its arguments
+            return  # a function in C may have no signature
         except TypeError as error:
             given = "".join(f", {option}=..." for option in self._options)
             raise UserError(
@@ -142,8 +142,8 @@ class UsersReward:
             ) from error
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        """See ``RewardFunction``. Raises ``UserError`` for what the function raises, and for an
-        answer that is not one reward per item.
+        """See ``RewardFunction``. Raises ``UserError`` for an exception of the function, and for a
+        result that is not one reward per item.
         """
         if self._is_async and ":" in self.name:
             call = asyncio.run_coroutine_threadsafe(self._call(items), _users_loop())
@@ -153,12 +153,12 @@ class UsersReward:
     async def _call(self, items: Sequence[RewardItem]) -> Rewards:
         with users_code(f"reward {self.name!r} ({self.place}) failed"):
             if self._is_async:
-                given = await self._function(items, **self._options)
+                returned = await self._function(items, **self._options)
             else:
-                # Engine and sandbox are spoken to on this loop meanwhile.
-                given = await asyncio.to_thread(self._function, items, **self._options)
-                given = await given if inspect.isawaitable(given) else given
-            return checked_rewards(f"{self.name!r} ({self.place})", given, len(items))
+                # This loop serves engine and sandbox in the meantime.
+                returned = await asyncio.to_thread(self._function, items, **self._options)
+                returned = await returned if inspect.isawaitable(returned) else returned
+            return checked_rewards(f"{self.name!r} ({self.place})", returned, len(items))
 
 
 @cache
@@ -168,13 +168,13 @@ def _users_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-# A forked process has no thread that runs it.
+# A forked process does not have the thread that runs the loop.
 os.register_at_fork(after_in_child=_users_loop.cache_clear)
 
 
 def _imported(path: str) -> Callable[..., Any]:
-    """The function at ``module:function`` or ``FILE.py:function``; verl's ``compute_score`` becomes
-    a function of all items.
+    """The function at ``module:function`` or ``FILE.py:function``; a function in verl's form
+    becomes a function of a list of items.
     """
     with users_code(f"cannot import the reward {path!r}"):
         found = imported(path, "reward")

@@ -1,5 +1,5 @@
-"""verl's form of a reward: ``compute_score(data_source, solution_str, ground_truth, extra_info)``,
-called once per text with the columns of a row in verl's form.
+"""verl's form of a reward function: ``compute_score(data_source, solution_str, ground_truth,
+extra_info)``, called once per text with the columns of a row in verl's form.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ _COLUMNS = ("data_source", "reward_model")
 
 
 def is_score_function(function: Callable[..., Any]) -> bool:
-    """Whether the function has verl's form, which the names of its parameters say."""
+    """True where the names of the function's parameters are those of verl's form."""
     try:
         return {"solution_str", "ground_truth"} <= inspect.signature(function).parameters.keys()
-    except (TypeError, ValueError):  # written in C: it says nothing about its arguments
+    except (TypeError, ValueError):  # a function in C may have no signature
         return False
 
 
 def per_item(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which has verl's form, as one of all items and of its further parameters.
+    """A reward function of a list of items that calls ``function``, in verl's form, for each item.
+    Further parameters of ``function`` are keyword parameters of the result.
 
-    Where it is a coroutine function, so is what is made, and all calls run at once. ``path`` names
-    it in the UserErrors for what it raises and for a result without a score.
+    For a coroutine function the result is a coroutine function too, and all calls run together.
+    ``path`` names the function in a UserError for an exception that it raises and for a result
+    without a score.
     """
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -58,7 +60,7 @@ def per_item(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 scores.append(_score(path, function(**values, **options), item))
         return scores
 
-    called = getattr(function, "__call__", None)  # noqa: B004  of an object that is called
+    called = getattr(function, "__call__", None)  # noqa: B004  for callable objects
     score: Any = in_turn
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
         score = at_once
@@ -90,14 +92,14 @@ def _arguments(path: str, item: RewardItem, row: Any) -> dict[str, Any]:
 
 
 def _score(path: str, answer: Any, item: RewardItem) -> Any:
-    """The number in an answer; what is no number is left to who checks all rewards."""
+    """The score in a result; ``checked_rewards`` refuses a score that is no number."""
     score = answer.get("score") if isinstance(answer, Mapping) else answer
     if score is not None:
         return score
     what = f"a dict with the keys {', '.join(map(str, answer))}" if answer else repr(answer)
     raise UserError(
-        f"reward {path!r} gave {what} for {_name(item)}",
-        remedy="give a number, or a dict with the key 'score'",
+        f"reward {path!r} returned {what} for {_name(item)}",
+        remedy="return a number, or a dict with the key 'score'",
     )
 
 

@@ -1,9 +1,9 @@
-"""Rewards that look at more than the program: its length, the judgment, what a revision changed.
+"""Rewards that depend on more than the program: ``overlong`` on the length of the response,
+``judgment`` on the critique's judgment, ``transition`` on what the revision changed.
 
-``overlong`` (DAPO's punishment), ``judgment`` and ``transition``; the latter two are for critics
-and beyond the paper: CTRL (arXiv 2502.03492) looks at the revision only, so whether the critique's
-"Correct" or "Incorrect" was true is never checked, and a solution that was right before counts like
-one that was repaired.
+``judgment`` and ``transition`` are for critics and not in the paper. CTRL (arXiv 2502.03492)
+rewards the revision only: it never checks that "Correct" or "Incorrect" is true, and it does not
+distinguish a repaired solution from one that was right before.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.items import RewardItem, Rewards, rows_of
 
 OVERLONG = ("overlong", "soft_overlong_punishment")
-"""Names of DAPO's punishment: as ``reward.overlong_buffer`` turns it on, and in
-``reward.reward_funcs``."""
+"""Names of DAPO's punishment of long responses: the first is turned on by
+``reward.overlong_buffer``, the second is a name for ``reward.reward_funcs``."""
 
 
 def soft_overlong_punishment(length: int, *, max_length: int, cache_length: int) -> float:
-    """0 up to ``max_length - cache_length`` tokens, linear to -1 at ``max_length``, -1 beyond.
+    """0 up to ``max_length - cache_length`` tokens, then linear to -1 at ``max_length``, then -1.
 
     Source: DAPO (arXiv 2503.14476), section 3.4.
     """
@@ -34,8 +34,8 @@ def soft_overlong_punishment(length: int, *, max_length: int, cache_length: int)
 class SoftOverlongPunishment:
     """``soft_overlong_punishment`` of every item's ``length``.
 
-    ``cache_length`` is the width of the slope in tokens. Raises ``ValueError`` for lengths that do
-    not fit, and for an item whose length is unknown.
+    ``cache_length`` is the width of the slope in tokens. Raises ``ValueError`` where
+    ``cache_length`` is not in (0, ``max_length``], and for an item without a length.
     """
 
     def __init__(self, *, max_length: int, cache_length: int) -> None:
@@ -60,8 +60,8 @@ class SoftOverlongPunishment:
 
 
 class JudgmentReward:
-    """``judgment``: 1 where the critique's judgment of the first solution is true, else 0, also
-    without a judgment. Raises ``ValueError`` for a row without ``pass_rate``.
+    """``judgment``: 1 where the critique's judgment of the first solution is true, and else 0, also
+    for a critique without a judgment. Raises ``UserError`` for a row without ``pass_rate``.
     """
 
     reads = ("pass_rate",)
@@ -74,13 +74,13 @@ class JudgmentReward:
 
 
 class TransitionReward:
-    """``transition``: the value of what happened from the first solution to the revision.
+    """``transition``: a value for each change from the first solution to the revision. A solution
+    is right where it passes every test; the values (1, 1, 0, 0) are the paper's reward.
 
-    A critique without a judgment has no revision and earns 0; None where the revision's verdict is
-    unknown. A critique that was penalised for copying earns no more than 0, a masked one None.
-    Reads ``RewardItem.outcome``, so ``critic`` must be among the functions. Right is a
-    solution that passes every test; (1, 1, 0, 0) is the paper's own reward. Raises ``ValueError``
-    for a row without ``pass_rate``.
+    A critique without a judgment has no revision and earns 0. The reward is None where the
+    revision's verdict is unknown or ``copying`` masked the critique; a critique that was penalised
+    for copying earns at most 0. Reads ``RewardItem.outcome``, so the run must have the function
+    ``critic``. Raises ``UserError`` for a row without ``pass_rate``.
     """
 
     reads = ("pass_rate",)

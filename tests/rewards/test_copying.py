@@ -12,7 +12,8 @@ from reward_samples import ScriptedSandbox, function_row
 
 from ctrl_megatron.config import load_config
 from ctrl_megatron.rewards import RewardItem, RewardModelForCritic, RewardSum, Scores, make_reward
-from ctrl_megatron.rewards.copying import copied_rate
+from ctrl_megatron.rewards.copying import copied_rate as share_of_lines
+from ctrl_megatron.rewards.grading import program_of
 
 CODE = "def add(a, b):\n    total = a + b\n    return total * 1\n"
 REVISION = f"```python\n{CODE}```"
@@ -28,6 +29,10 @@ WHOLE = {
     "a quote": "> def add(a, b):\n>     total = a + b\n>     return total * 1",
     "other layout": "def add( a , b ) :\n  total=a+b # sum\n  return total*1",
 }
+
+
+def copied_rate(critique: str, revision: str) -> float:
+    return share_of_lines(critique, program_of(revision))
 
 
 @pytest.mark.parametrize("critique", WHOLE.values(), ids=WHOLE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from ctrl_megatron.rewards import (
     RewardItem,
     RewardModelForCritic,
     RewardOutcome,
+    grading,
     normalize_code,
 )
 from ctrl_megatron.sandbox.client import SandboxError
@@ -400,3 +402,35 @@ def test_a_row_whose_tests_use_what_nothing_defines_is_named() -> None:
     row = function_row(selected_uts=["assert close(add(1, 2), 3)"], entry_point="add")
     with pytest.raises(ValueError, match="the tests use close, which nothing defines"):
         RewardModelForCritic([row], None)
+
+
+def test_a_batch_reads_the_tests_of_a_row_and_a_program_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+    model, sandbox = make()
+    for name in ("_tests_of", "extract_code"):
+        monkeypatch.setattr(grading, name, counted(name, getattr(grading, name), calls))
+    rows = [function_row(), function_row("add/1"), function_row("sub/0", time_limit=1.0)]
+    texts = [block(f"# +++\n{n}") for n in range(12)]
+    outcomes = asyncio.run(judge(model, [CORRECT] * 12, texts, rows * 4))
+    assert [outcome.reward for outcome in outcomes] == [1.0] * 12
+    assert calls == {"_tests_of": 3, "extract_code": 12}
+    assert [r.config.run_timeout for r in sandbox.requests] == [2.0, 2.0, 1.0] * 4
+
+    # A row of its own with the same id is not taken for the other.
+    changed = replace(rows[0], selected_uts=("assert add(9, 9) == 18",), solution="new")
+    asyncio.run(judge(model, [CORRECT] * 2, [block("# +++"), block("# +")], [rows[0], changed]))
+    data: list[Any] = [request.config.provided_data for request in sandbox.requests[-2:]]
+    assert [one["test_list"] for one in data] == [
+        list(rows[0].selected_uts),
+        ["assert add(9, 9) == 18"],
+    ]
+
+
+def counted(name: str, function: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls[name] += 1
+        return function(*arguments, **options)
+
+    return call

@@ -1,4 +1,6 @@
-"""Where programs run against tests: our sandbox, or somebody else's, behind one interface."""
+"""Providers, which run programs against tests: the own sandbox and other services, behind one
+interface.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _BACKENDS: dict[str, Callable[..., Any]] = {
 }
 _PROVIDER_OPTIONS = ("attempts", "backoff", "max_concurrency")
 PROVIDERS = ("local", *_BACKENDS)
-"""Names that ``make_provider`` takes."""
+"""Names that ``make_provider`` accepts."""
 
 __all__ = [
     "PROVIDERS",
@@ -38,13 +40,13 @@ __all__ = [
 
 
 def make_provider(name: str, **options: Any) -> ScriptProvider | SandboxClient:
-    """The provider called ``name``.
+    """The provider ``name``.
 
-    ``attempts``, ``backoff`` (seconds) and ``max_concurrency`` work for all; the other options are
-    those of ``SandboxClient`` (for ``local``, our own service, whose judge runs outside the reach
-    of the program), ``SandboxFusionBackend``, ``E2BBackend``, ``MorphBackend``, ``PistonBackend``.
-    Keys are options too: environment variables are read elsewhere. Raises ``ProviderSetupError``
-    for an unknown name or option, a missing key or package.
+    All providers accept ``attempts``, ``backoff`` (seconds) and ``max_concurrency``. The other
+    options are those of ``SandboxClient`` (for ``local``, the own service, whose judge no program
+    can reach), ``SandboxFusionBackend``, ``E2BBackend``, ``MorphBackend`` and ``PistonBackend``.
+    API keys are options too: no environment variable is read here. Raises ``ProviderSetupError``
+    for an unknown name or option and for a missing key or package.
     """
     if name == "local":
         return _made(name, SandboxClient, options)
@@ -53,7 +55,7 @@ def make_provider(name: str, **options: Any) -> ScriptProvider | SandboxClient:
         raise ProviderSetupError(f"unknown provider {name!r}{hint} known: {', '.join(PROVIDERS)}")
     shared = {key: options.pop(key) for key in _PROVIDER_OPTIONS if key in options}
     if name == "sandbox_fusion":
-        # Its client retries each request by itself and has its own limit of requests on the wire.
+        # Its client repeats failed requests and limits the requests at the same time.
         options |= {key: shared[key] for key in ("attempts", "backoff") if key in shared}
         shared = {"attempts": 1, "max_concurrency": shared.get("max_concurrency", 256)}
     return ScriptProvider(_made(name, _BACKENDS[name], options), **shared)

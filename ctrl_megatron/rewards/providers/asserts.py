@@ -2,9 +2,9 @@
 in its output.
 
 A test ``assert LEFT == LITERAL`` is split: the remote process evaluates LEFT and sends the value,
-the comparison happens here. It cannot be forged, because the expected value never leaves us. Any
-other test runs in the process of the program, which passes it by sending back a nonce; a program
-that looks for that nonce in its own memory finds it.
+and the comparison happens here. A program cannot forge this verdict, because the expected value is
+never sent. Any other test runs in the process of the program and passes where that process sends a
+nonce back; a program that searches its own memory for the nonce can forge this verdict.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from ctrl_megatron.sandbox.jail import codec
 from ctrl_megatron.sandbox.wire import EvalTestCase
 
 MAX_TIMEOUTS = 2
-"""Tests of one program that may time out before the rest counts as failed unseen."""
+"""Tests of one program that may time out before the remaining tests count as failed."""
 JOB_SECONDS = 160.0
-"""Wall clock of all tests of one program together, never less than one test's."""
+"""Limit of the wall clock of all tests of one program, in seconds; at least that of one test."""
 OVERHEAD_SECONDS = 1.0
-"""What the harness itself may need per test, for five tests at most."""
+"""Seconds that the harness may need per test, for up to five tests."""
 _SMALLEST_LIMIT = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTest:
-    """One test, as the remote process gets it and as it is judged here."""
+    """One test: its part for the remote process and its part for the comparison here."""
 
     source: str
-    """An expression where ``compared``, else the whole test."""
+    """Code for the remote process: an expression where ``compared``, else the whole test."""
     compared: bool
-    """The expected value stays here."""
+    """True where the value of ``source`` is compared here with ``expected``, which is not sent."""
     expected: Any = None
     identical: bool = False
-    """Compared by ``is`` (None, True, False)."""
+    """True where the comparison is ``is`` (None, True, False)."""
 
 
 def split_test(test: str) -> SplitTest:
-    """Take the expected value out of ``test`` where it is a literal. Raises ``ValueError`` for a
-    test that is not Python.
+    """Split the expected value off ``test`` where it is a literal. Raises ``ValueError`` for a test
+    that is not Python.
     """
     try:
         body = ast.parse(test).body
@@ -75,34 +75,35 @@ def split_test(test: str) -> SplitTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssertsJob:
-    """Some tests of one program for one run of the harness."""
+    """Tests of one program for one run of the harness."""
 
     code: str
     names: tuple[str, ...] = ()
-    """What the program has to define."""
+    """Names that the program must define."""
     setup: str
     tests: tuple[SplitTest, ...]
     seconds: float
-    """Wall clock per test."""
+    """Limit of the wall clock per test."""
     run_all: bool
+    """True to run the tests after the first failure too."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
-    """32 hexadecimal digits of this run."""
+    """32 hexadecimal digits that only this run knows."""
 
     @property
     def job_seconds(self) -> float:
-        """Wall clock of all tests, start-up of their processes included."""
+        """Limit of the wall clock of all tests, including the start of their processes."""
         one = self.seconds + harness_driver.STARTUP_SECONDS
         return min(len(self.tests) * one, max(JOB_SECONDS, one))
 
     def script(self) -> Script:
-        """The harness and its input."""
+        """The script of the harness with its input."""
         source = Path(harness_driver.__file__).read_text(encoding="utf-8")
-        # The harness ends by itself before the provider's time is over.
+        # The harness ends before the provider's time limit.
         seconds = self.job_seconds + OVERHEAD_SECONDS * min(len(self.tests), 5)
         return Script(source=source, stdin=self.stdin(), seconds=seconds)
 
     def stdin(self) -> str:
-        """What the harness reads. No expected value of a compared test is in it."""
+        """The harness's input, without the expected values of compared tests."""
         child = Path(harness_child.__file__).read_text(encoding="utf-8")
         library = Path(codec.__file__).read_text(encoding="utf-8")
         # Both files start with a docstring and one __future__ import, which must come first.
@@ -129,11 +130,10 @@ class AssertsJob:
         )
 
     def verdicts(self, result: ScriptResult) -> list[EvalTestCase]:
-        """The verdicts in the harness's output; the first failure is the last one unless
-        ``run_all``.
+        """The verdicts in the harness's output; without ``run_all`` they end at the first failure.
 
-        A verdict that never came is a failure: the program stopped the harness, or the provider
-        did, for its time. Raises ``ProviderError`` when the harness did not even start.
+        A missing verdict is a failure: the program stopped the harness, or the provider stopped it
+        at the time limit. Raises ``ProviderError`` where the harness did not start.
         """
         if result.cut_at is not None:  # the harness bounds what it writes
             raise ProviderError(
@@ -148,8 +148,8 @@ class AssertsJob:
             )
         if len(messages) > 1 and "fault" in messages[1]:
             raise ProviderError(
-                f"the machine does not let a script start processes ({messages[1]['fault']}); our "
-                "own sandbox service is such a machine, use the provider local for it"
+                f"the machine does not let a script start processes ({messages[1]['fault']}); use "
+                "the provider local for this project's sandbox service, which is such a machine"
             )
         by_index = {m["index"]: m for m in messages if type(m.get("index")) is int}
         verdicts: list[EvalTestCase] = []
@@ -167,7 +167,7 @@ class AssertsJob:
             try:
                 message = json.loads(text)
             except (ValueError, RecursionError):
-                continue  # cut off: the verdict it was counts as missing
+                continue  # a line that was cut off: its verdict counts as missing
             if isinstance(message, dict):
                 yield message
 
@@ -196,6 +196,6 @@ def _verdict(test: SplitTest, message: dict[str, Any] | None, stopped: bool) -> 
         passed = value is test.expected if test.identical else bool(value == test.expected)
         shown = repr(value)
     except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as problem:
-        # The program's value: malformed, or of a type that cannot be compared outside of it.
+        # The program's value is malformed, or has a type that cannot be compared here.
         return judged(False, f"{type(problem).__name__}: {problem}"[:400])
     return judged(passed, "" if passed else f"got {shown[:150]}, expected {test.expected!r:.150}")

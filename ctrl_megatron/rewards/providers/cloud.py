@@ -1,5 +1,5 @@
-"""The providers ``e2b`` and ``morph``: one machine of a cloud per request, through the cloud's own
-client library. A script runs there as shell commands.
+"""The providers ``e2b`` and ``morph``: one machine in a cloud per request, through the cloud's
+client library. A script runs there by shell commands.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _log = logging.getLogger(__name__)
 
 _DIRECTORY = "/tmp/job"
 _OUTPUT_BYTES = 1 << 20
-"""Kept of a program's output; it is cut off on the machine, so a flood never travels."""
+"""Limit of a program's output. The machine cuts the rest off before the output is sent."""
 _STDERR_BYTES = 4096
 _NEEDED = "bash python3 timeout head tail base64"
-"""Programs that the machine must have."""
-_KILLED = 137  # what coreutils' timeout says after its SIGKILL
+"""Programs that the machine must provide."""
+_KILLED = 137  # exit status of coreutils' timeout after its SIGKILL
 _CHUNK = 1 << 16
-"""Bytes of base64 in one command: the kernel takes 128 KiB per argument."""
+"""Bytes of base64 in one command: the kernel accepts 128 KiB per argument."""
 _SLACK_SECONDS = 15.0
-"""After a script's time; a command that has not ended by then counts as lost."""
+"""Seconds after a script's time limit until its command counts as lost."""
 
 
 class _CloudBackend:
-    """A machine per request, taken away at the end."""
+    """A machine for each request, which is removed at the end."""
 
     name: str
     package: str
-    """What pip installs."""
+    """Name of the package that pip installs."""
     languages: tuple[str, ...] = ("python",)
     tests_per_run: int | None = None
     identity: Mapping[str, Any]
@@ -62,15 +62,15 @@ class _CloudBackend:
             yield machine
         finally:
             try:
-                # Shielded: a cancelled caller must not leave a paid machine running.
+                # Shielded, because a cancelled caller must not leave a paid machine running.
                 await asyncio.shield(machine.end())
             except Exception as error:
                 counters.left_open += 1
                 what = f"a machine of {self.name}"
-                _log.warning("%s could not be ended and lives on for a while: %s", what, error)
+                _log.warning("%s was not removed and runs until its time to live: %s", what, error)
 
     async def close(self) -> None:
-        """Nothing: the library keeps its own connections."""
+        """Does nothing: the library manages its connections."""
 
     async def _start(self) -> _Machine:
         raise NotImplementedError
@@ -94,12 +94,12 @@ class _CloudBackend:
 
 
 class E2BBackend(_CloudBackend):
-    """Scripts in E2B sandboxes without internet access.
+    """Runs scripts in E2B sandboxes without internet access.
 
-    ``template`` names the machine image (E2B's code interpreter by default), ``lifetime`` is its
-    time to live in seconds, should we not be there to end it. ``create`` replaces the library's
-    ``AsyncSandbox.create``. Further ``connection`` options go to the library (``domain``,
-    ``api_url``, ``proxy``...).
+    ``template`` is the machine image (E2B's code interpreter by default). ``lifetime`` is a
+    machine's time to live in seconds, for machines that are not removed. ``create`` replaces the
+    library's ``AsyncSandbox.create``. The library receives further ``connection`` options
+    (``domain``, ``api_url``, ``proxy``...).
     """
 
     name, package = "e2b", "e2b-code-interpreter"
@@ -131,11 +131,11 @@ class E2BBackend(_CloudBackend):
 
 
 class MorphBackend(_CloudBackend):
-    """Scripts in instances started from ``snapshot_id``, which must have Python 3 and coreutils.
+    """Runs scripts in instances of ``snapshot_id``, which must provide Python 3 and coreutils.
 
-    ``lifetime`` is an instance's time to live in seconds, should we not be there to stop it;
-    ``start_seconds`` the longest wait for one. ``base_url`` replaces Morph's; ``connect`` replaces
-    the library's ``MorphCloudClient``.
+    ``lifetime`` is an instance's time to live in seconds, for instances that are not removed;
+    ``start_seconds`` is the longest wait for its start. ``base_url`` replaces Morph's address;
+    ``connect`` replaces the library's ``MorphCloudClient``.
     """
 
     name, package = "morph", "morphcloud"
@@ -170,12 +170,12 @@ class MorphBackend(_CloudBackend):
 
 @dataclass
 class _Machine:
-    """One machine, behind the library's object for it."""
+    """One machine; ``handle`` is the library's object for it."""
 
     handle: Any
 
     async def probe(self) -> None:
-        """Raises ``ProviderSetupError`` naming the programs that the machine lacks."""
+        """Raise ``ProviderSetupError`` that names the programs that the machine lacks."""
         look = f'for n in {_NEEDED}; do command -v "$n" >/dev/null || echo "$n"; done'
         stdout, _, _ = await self.command(look, 30.0)
         if missing := stdout.split():
@@ -208,7 +208,7 @@ class _Machine:
         raise NotImplementedError
 
     async def end(self) -> None:
-        """Take the machine away."""
+        """Remove the machine."""
         raise NotImplementedError
 
 
@@ -220,7 +220,7 @@ class _E2BMachine(_Machine):
         try:
             done = await self.handle.commands.run(text, timeout=math.ceil(seconds))
         except Exception as error:
-            # The library raises for a non-zero exit status, which is a result.
+            # The library raises for an exit status other than 0, which is a result.
             if type(error).__name__ != "CommandExitException":
                 raise _e2b_error(error) from error
             done = error
@@ -246,7 +246,7 @@ class _MorphMachine(_Machine):
 
 
 def _uploads(name: str, text: str) -> Iterator[str]:
-    """Commands that write a file. Each may be repeated: a client may retry what did arrive."""
+    """Commands that write a file. Each may run twice, because a client may repeat a request."""
     data = base64.b64encode(text.encode(errors="surrogatepass")).decode()
     parts = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)] or [""]
     for number, part in enumerate(parts):
@@ -256,7 +256,9 @@ def _uploads(name: str, text: str) -> Iterator[str]:
 
 
 def _run_command(seconds: float) -> str:
-    """Runs ``main.py`` with ``stdin.txt``, which is gone before the program starts."""
+    """The command that runs ``main.py`` with ``stdin.txt``, which is deleted before the program
+    starts.
+    """
     inner = (
         f"cd {_DIRECTORY} && exec 0<stdin.txt && rm -f stdin.txt stdin.txt.* && "
         f"timeout -s KILL {seconds:.3f} python3 main.py 2>stderr.txt | "
@@ -274,7 +276,9 @@ async def _guarded(call: Awaitable[Value], translated: Callable[[Exception], Exc
 
 
 def _e2b_error(error: Exception) -> Exception:
-    """The library's exceptions by name, so that the library need not be imported to read them."""
+    """The error for an exception of the library, which is recognised by its name without an
+    import.
+    """
     kinds = {kind.__name__ for kind in type(error).__mro__}
     text = f"{type(error).__name__}: {error}"[:500]
     if "AuthenticationException" in kinds:

@@ -1,4 +1,4 @@
-"""What a machine for scripts must offer a provider, and the errors it may end in."""
+"""The interface of a machine that runs scripts for a provider, and the errors of providers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ctrl_megatron.sandbox.wire import (
 
 
 class ProviderError(SandboxError):
-    """The provider failed, after every retry: nothing is known about the program.
+    """The provider failed in every attempt, so that there is no verdict on the program.
 
-    Whoever judges with a provider masks the sample; it is never scored 0. As a kind of
-    ``SandboxError`` it needs no handling of its own where a sandbox client is expected.
+    Callers mask the sample out and never score it 0. It is a ``SandboxError``, so code that handles
+    failures of a sandbox client handles it too.
     """
 
 
 class ProviderSetupError(UserError):
-    """The provider cannot work as it is set up: a missing package or key, a refused key, a request
-    beyond the provider's limits. Retrying would not help, so it should end the run."""
+    """The provider's set-up is wrong: a missing package or key, a refused key, or a request beyond
+    the provider's limits. Another attempt would fail too, so it ends the run."""
 
 
 @dataclass(slots=True)
 class ProviderCounters:
-    """What a provider did so far."""
+    """Counts of what a provider did."""
 
     requests: int = 0
     """Calls of ``submit``."""
@@ -42,11 +42,11 @@ class ProviderCounters:
     failures: int = 0
     """Calls that ended in ``ProviderError``."""
     compared_outside: int = 0
-    """Tests whose expected value stayed with us: the program cannot pass them by forging."""
+    """Tests whose expected value was not sent: no program can forge their verdicts."""
     asserted_inside: int = 0
-    """Tests that ran in the program's own process, guarded by a nonce only."""
+    """Tests that ran in the program's own process, whose verdicts only a nonce protects."""
     left_open: int = 0
-    """Remote machines whose removal failed; they end by their own time to live."""
+    """Remote machines whose removal failed; they end at their time to live."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,13 @@ class Script:
     source: str
     stdin: str
     seconds: float
-    """Wall clock."""
+    """Limit of the wall clock."""
     language: str = "python"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptResult:
-    """What a program did. A fault of the provider is ``ProviderError``, never a result."""
+    """The result of a program. A failure of the provider is a ``ProviderError``, never a result."""
 
     stdout: str
     stderr: str = ""
@@ -70,17 +70,18 @@ class ScriptResult:
     """None after a time-out or a signal whose number is unknown."""
     timed_out: bool = False
     cut_at: int | None = None
-    """The program wrote more than this many characters; some or all of its output is missing."""
+    """Limit in characters that the output exceeded, so that a part of it is missing; None where it
+    is complete."""
 
     @property
     def failure(self) -> str:
-        """The exit status and the last line of the errors."""
+        """The exit status and the last line of stderr."""
         last_line = self.stderr.strip().rpartition("\n")[2]
         return f"exit status {self.exit_code}: {last_line}"[:400]
 
 
 class ScriptSession(Protocol):
-    """One machine, for the scripts of one request."""
+    """One machine for the scripts of one request."""
 
     async def run(self, script: Script) -> ScriptResult:
         """Run a script to its end. Raises ``ProviderError`` and ``ProviderSetupError``."""
@@ -88,21 +89,21 @@ class ScriptSession(Protocol):
 
 
 class ScriptBackend(Protocol):
-    """Where scripts run."""
+    """A service that runs scripts."""
 
     name: str
     languages: tuple[str, ...]
     tests_per_run: int | None
-    """Tests of a function problem that one run may take; None for all of them."""
+    """Greatest number of tests of a function problem in one run; None for no limit."""
     identity: Mapping[str, Any]
-    """Plain values that may change verdicts."""
+    """Properties of the service that may change verdicts, as plain values."""
 
     def session(self, counters: ProviderCounters) -> AbstractAsyncContextManager[ScriptSession]:
-        """A machine of its own for one request, taken away at the end."""
+        """A machine for one request, which is removed at the end."""
         ...
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Runs one test of a program, in a process of its own, on a provider's machine.
 
-Sent as text behind the text of ``ctrl_megatron/sandbox/jail/codec.py``, whose ``encode`` it uses.
-Standard library only. The report goes to a pipe of its own and carries the nonce it was given: what
-the program prints, and how it exits, counts for nothing.
+This file is sent as text after the text of ``ctrl_megatron/sandbox/jail/codec.py``, whose
+``encode`` it uses. It imports the standard library only. The report goes to a separate pipe and
+contains the nonce of the job: the program's output and its exit status do not count.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 def run(job: dict[str, Any], encode: Any) -> dict[str, Any]:
     """The report on one test: ``passed``, ``value`` or ``error``, with the nonce.
 
-    Bound before the program runs: it may replace whatever a module offers.
+    Functions are bound to local names before the program runs, which may replace a module's.
     """
     dumps, nonce = json.dumps, job["nonce"]
     namespace: dict[str, Any] = {"__name__": "__main__", "__file__": "solution.py"}
     try:
-        # Not with this file's own __future__ imports.
+        # Without the __future__ imports of this file.
         exec(compile(job["setup"], "setup.py", "exec", dont_inherit=True), namespace)
         exec(compile(job["code"], "solution.py", "exec", dont_inherit=True), namespace)
-        # A test that expects an exception must not take this one for the function's.
+        # A test that expects an exception must not mistake this one for the function's.
         missing = [name for name in job["names"] if name not in namespace]
         if missing:
             raise NameError(f"name {missing[0]!r} is not defined")
@@ -34,13 +34,13 @@ def run(job: dict[str, Any], encode: Any) -> dict[str, Any]:
             value = eval(test, namespace)
             return {"nonce": nonce, "value": dumps(encode(value))}
         exec(test, namespace)
-    except BaseException as error:  # SystemExit too: leaving early is a failure
+    except BaseException as error:  # SystemExit too: a program that exits early has failed
         return {"nonce": nonce, "passed": False, "error": describe(error)}
     return {"nonce": nonce, "passed": True}
 
 
 def describe(error: BaseException) -> str:
-    """``Type: text`` of an exception whose methods may be hostile."""
+    """``Type: message`` of an exception whose methods may be hostile."""
     try:
         return f"{type(error).__name__}: {error}"[:400]
     except BaseException:
@@ -53,7 +53,7 @@ def main() -> None:
     pipe = job["pipe"]
     while report:
         report = report[os.write(pipe, report) :]
-    # Not through exit handlers, which may be the program's.
+    # Skip exit handlers, which the program may have registered.
     os._exit(0)
 
 

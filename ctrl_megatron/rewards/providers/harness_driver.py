@@ -1,8 +1,8 @@
 """Runs the tests of a program one by one, each in a fresh process, on a provider's machine.
 
-Sent as text; standard library only. Input: one JSON job on stdin. Output: lines ``NONCE JSON``, the
-first ``{"ready": number of tests}``, then one per test, or ``{"fault": text}`` where the machine
-allows no processes.
+This file is sent as text and imports the standard library only. Its input is one JSON job on stdin.
+Its output is lines ``NONCE JSON``: first ``{"ready": number of tests}``, then one line per test, or
+``{"fault": text}`` where the machine does not allow processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
             try:
                 report = run_test(job, test, seconds)
             except OSError as error:
-                # Before anything of the program ran, this is a fault of the machine.
+                # No code of the program has run yet, so the machine is at fault.
                 if index == 0:
                     write(job, {"fault": f"{type(error).__name__}: {error}"})
                     return
@@ -50,7 +50,7 @@ def write(job: dict[str, Any], message: dict[str, Any]) -> None:
 
 
 def run_test(job: dict[str, Any], test: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The child's report without its nonce; a failure where none came."""
+    """The child's report without its nonce; a failure where there is none."""
     nonce = os.urandom(16).hex()
     reader, writer = os.pipe()
     keys = ("setup", "code", "names")
@@ -68,7 +68,7 @@ def run_test(job: dict[str, Any], test: dict[str, Any], seconds: float) -> dict[
         os.close(writer)
         try:
             assert child.stdin is not None
-            # A child that is gone already shows in its report.
+            # The missing report shows that the child has ended.
             with contextlib.suppress(OSError):
                 child.stdin.write(json.dumps(order).encode())
                 child.stdin.close()
@@ -88,7 +88,7 @@ def run_test(job: dict[str, Any], test: dict[str, Any], seconds: float) -> dict[
 def read_report(
     reader: int, child: subprocess.Popen[bytes], seconds: float, limit: int
 ) -> tuple[bytes, bool]:
-    """What came through the pipe until it closed or the child ended; whether that was in time."""
+    """(bytes from the pipe until it closed or the child ended, True where that was in time)."""
     data, deadline = b"", time.monotonic() + seconds
     while len(data) <= limit:
         left = deadline - time.monotonic()

@@ -1,7 +1,7 @@
-"""The provider ``piston``: a Piston service (``/api/v2/execute``), spoken to by plain HTTP.
+"""The provider ``piston``: a Piston service (``/api/v2/execute``) over HTTP.
 
-Piston's own limits are low by default: 3 s per run and 1024 characters of output. So one test goes
-into a run, and a limit that is too low is named.
+Piston's default limits are low: 3 s per run and 1024 characters of output. So every test is a run
+of its own, and an error message names a limit that is too low.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from ctrl_megatron.rewards.providers.contract import (
     ScriptResult,
 )
 from ctrl_megatron.sandbox.access import split_credentials
+from ctrl_megatron.sandbox.client.attempts import CONNECTION_FAILURES, described, is_temporary
 
 _LANGUAGES = {"python": "python", "cpp": "c++", "bash": "bash"}
 _FILES = {"python": "main.py", "cpp": "main.cpp", "bash": "main.sh"}
 _FLOODED = ("OL", "EL")
-"""``status`` of a stage that was stopped for its output, or for its errors."""
+"""``status`` of a stage that Piston stopped because of its output or its errors."""
 _READ = 1 << 16
-"""Bytes of output that Piston takes or drops at once."""
+"""Bytes of output that Piston keeps or drops as one piece."""
 _COMPILE_ERROR = "error: "
 _HTTP_SLACK = 60.0
-"""Seconds that a request may wait in Piston's queue and be compiled."""
+"""Seconds that a request may spend in Piston's queue and compiler."""
 
 
 class PistonBackend:
-    """Scripts by ``POST {endpoint}/execute``; ``endpoint`` ends in ``/api/v2``.
+    """Runs scripts by ``POST {endpoint}/execute``; ``endpoint`` ends in ``/api/v2``.
 
-    ``api_key`` is sent as ``Authorization`` where a service wants one. ``version`` is a runtime's
-    (``*``: the newest installed), ``memory_mb`` each program's limit, ``output_limit`` the
+    ``api_key`` is sent as ``Authorization``. ``version`` is the version of the runtime (``*`` is
+    the newest installed), ``memory_mb`` the limit of each program's memory, ``output_limit`` the
     service's ``PISTON_OUTPUT_MAX_SIZE``.
     """
 
@@ -72,7 +73,7 @@ class PistonBackend:
 
     @asynccontextmanager
     async def session(self, counters: ProviderCounters) -> AsyncIterator[PistonBackend]:
-        """Every run is a machine of its own already."""
+        """The service: it runs every script separately."""
         yield self
 
     async def run(self, script: Script) -> ScriptResult:
@@ -95,8 +96,8 @@ class PistonBackend:
                 url, json=body, headers=self._headers, timeout=timeout
             ) as response:
                 status, text = response.status, await response.text()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ProviderError(f"{url} failed: {type(error).__name__}: {error}") from error
+        except CONNECTION_FAILURES as error:
+            raise ProviderError(f"{url} failed: {described(error)}") from error
         if status != 200:
             raise _refusal(status, text)
         return _result(text, self._output_limit)
@@ -121,7 +122,7 @@ def _refusal(status: int, text: str) -> Exception:
         reason = text[:500]
     if status in (401, 403):
         return ProviderSetupError(f"Piston refused the key (PISTON_API_KEY): {reason}")
-    if 400 <= status < 500 and status not in (408, 429):
+    if 400 <= status < 500 and not is_temporary(status):
         return ProviderSetupError(
             f"Piston refused the request: {reason}; install the runtime it names with Piston's "
             "package manager, or raise its PISTON_RUN_TIMEOUT, PISTON_RUN_CPU_TIME or "
@@ -141,7 +142,7 @@ def _result(text: str, output_limit: int) -> ScriptResult:
     if isinstance(compiled, dict):
         result = _ended({"stdout": "", **compiled}, text, output_limit)
         if result.exit_code != 0:
-            # A compiler that was stopped for what it wrote may have written warnings only.
+            # A compiler that was stopped because of its output may have written warnings only.
             known = result.cut_at is None or _COMPILE_ERROR in result.stderr
             return replace(result, stdout="", cut_at=None if known else result.cut_at)
     if not isinstance(run, dict):
@@ -150,7 +151,7 @@ def _result(text: str, output_limit: int) -> ScriptResult:
 
 
 def _ended(stage: dict[str, Any], text: str, output_limit: int) -> ScriptResult:
-    """How a compiler or program ended. Raises ``ProviderError`` where the answer does not say."""
+    """The result of a compiler or program. Raises ``ProviderError`` where the answer has none."""
     status, code, stdout = stage.get("status"), stage.get("code"), stage.get("stdout")
     if status == "XX":
         raise ProviderError(f"internal error of Piston: {stage.get('message')}")
@@ -158,11 +159,12 @@ def _ended(stage: dict[str, Any], text: str, output_limit: int) -> ScriptResult:
     if not isinstance(stdout, str) or not (type(code) is int or stopped):
         raise _malformed(text)
     stderr = str(stage.get("stderr") or "")
-    # Releases without `status` kill for output, time and memory alike. The last two are taken for a
-    # time-out, which is never remembered as a verdict.
+    # Releases without `status` kill because of output, time or memory. The last two count as a
+    # time-out, which is never stored as a verdict.
     killed = stage.get("signal") == "SIGKILL" and status is None
     if status == "OL":
-        # It drops what would go beyond the limit, and keeps what is short enough after that.
+        # It drops a piece that would exceed the limit, and keeps later pieces that are short
+        # enough.
         stdout = stdout[: max(0, output_limit - _READ)]
     flooded = status in _FLOODED or (killed and max(len(stdout), len(stderr)) >= output_limit)
     return ScriptResult(

@@ -1,7 +1,7 @@
-"""The provider ``sandbox_fusion``: any service with SandboxFusion's ``/run_code``.
+"""The provider ``sandbox_fusion``: a service with SandboxFusion's ``/run_code``.
 
-Upstream's ``/submit`` trusts exit codes (``exit(0)`` passes every assert), so only ``/run_code`` is
-used: asserts go through the harness, output is compared here.
+Only ``/run_code`` is used, because upstream's ``/submit`` trusts exit codes (``exit(0)`` passes
+every assert): asserts run in the harness, and output is compared here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from ctrl_megatron.sandbox.wire import CommandRunStatus, RunCodeRequest, RunCode
 
 
 class SandboxFusionBackend:
-    """Scripts by ``/run_code``. The client retries; ``memory_mb`` is each program's limit."""
+    """Runs scripts by ``/run_code``. The client repeats failed requests; ``memory_mb`` limits
+    each program's memory.
+    """
 
     name = "sandbox_fusion"
     languages = ("python", "cpp", "nodejs", "go", "java", "bash")
@@ -46,7 +48,7 @@ class SandboxFusionBackend:
 
     @asynccontextmanager
     async def session(self, counters: ProviderCounters) -> AsyncIterator[SandboxFusionBackend]:
-        """Every run is a machine of its own already."""
+        """The service: it runs every script separately."""
         yield self
 
     async def run(self, script: Script) -> ScriptResult:
@@ -70,7 +72,9 @@ class SandboxFusionBackend:
 
 
 def _result(response: RunCodeResponse) -> ScriptResult:
-    """Raises ``ProviderError`` for an answer that does not say how the program ended."""
+    """The result in an answer. Raises ``ProviderError`` where it does not say how the program
+    ended.
+    """
     compiled, run = response.compile_result, response.run_result
     stages = [stage for stage in (compiled, run) if stage is not None]
     for stage in stages:
@@ -80,7 +84,7 @@ def _result(response: RunCodeResponse) -> ScriptResult:
                 f"the service could not run a command: status {stage.status}, return code "
                 f"{stage.return_code}: {(stage.stderr or response.message)[:300]}"
             )
-    # A program that does not compile is never run.
+    # A program that does not compile does not run.
     failed = next((stage for stage in stages if stage.return_code != 0), run)
     if failed is None:
         raise ProviderError(f"the answer has no result of a run: {response.message[:300]}")

@@ -1,4 +1,4 @@
-"""A provider out of anything that can run one script with an input and return its output."""
+"""A provider on top of any service that runs a script with an input and returns its output."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_attempt,
-    wait_exponential,
-    wait_random,
-)
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.comparison import (
@@ -38,6 +30,7 @@ from ctrl_megatron.rewards.providers.contract import (
     ScriptResult,
     judged,
 )
+from ctrl_megatron.sandbox.client.attempts import retried
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.wire import EvalResult, EvalTestCase, SubmitRequest
 
@@ -48,11 +41,11 @@ _IMPORTS_PYTEST = re.compile(r"^\s*(?:import|from) pytest\b", re.MULTILINE)
 
 @dataclass
 class ScriptProvider:
-    """Judges function problems by the harness and stdin/stdout problems by comparing output here.
+    """Judges function problems by the harness, and stdin/stdout problems by comparing output here.
 
-    It has the face of a sandbox client, so every place that takes a judge takes a provider. A
-    request that fails is tried ``attempts`` times, with a first pause of ``backoff`` seconds,
-    doubled each time; ``max_concurrency`` requests are under way at most.
+    It is a ``Judge``, as a sandbox client is. A request is attempted up to ``attempts`` times, with
+    a first pause of ``backoff`` seconds, doubled for each attempt. At most ``max_concurrency``
+    requests run at the same time.
     """
 
     backend: ScriptBackend
@@ -68,28 +61,23 @@ class ScriptProvider:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def identity(self) -> Mapping[str, Any]:
-        """The back end's, and its name: tells apart providers whose verdicts may differ."""
+        """The name and the identity of the back end: different where verdicts may differ."""
         return {"provider": self.backend.name, **self.backend.identity}
 
     async def submit(self, request: SubmitRequest) -> EvalResult:
         """One verdict per test of ``request``.
 
         Without ``extra.run_all_cases`` the list ends at the first failure. Raises ``ProviderError``
-        when the provider fails, ``ProviderSetupError`` or ``ValueError`` for what it can never do;
-        LiveCodeBench problems need the local sandbox.
+        where the provider fails, and ``ProviderSetupError`` or ``ValueError`` for a request that it
+        cannot judge, such as a LiveCodeBench problem, which requires the local sandbox.
         """
         jobs = _jobs(request, self.backend)
         self.counters.requests += 1
-        wait = wait_exponential(multiplier=self.backoff, max=60.0) + wait_random(0.0, self.backoff)
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(self.attempts),
-            wait=wait,
-            retry=retry_if_exception_type(ProviderError),
-            before_sleep=self._count_retry,
-            reraise=True,
-        )
+        attempt = partial(self._attempt, request)
         try:
-            tests = await retrying(self._attempt, request)
+            tests = await retried(
+                attempt, self._again, attempts=self.attempts, backoff=self.backoff
+            )
         except ProviderError as error:
             self.counters.failures += 1
             raise ProviderError(
@@ -110,8 +98,11 @@ class ScriptProvider:
         """Close the back end's connections."""
         await self.backend.close()
 
-    def _count_retry(self, _: RetryCallState) -> None:
+    def _again(self, error: Exception) -> float | None:
+        if not isinstance(error, ProviderError):
+            return None
         self.counters.retries += 1
+        return 0.0
 
     def _slot(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
@@ -122,7 +113,7 @@ class ScriptProvider:
     async def _attempt(self, request: SubmitRequest) -> list[EvalTestCase]:
         tests: list[EvalTestCase] = []
         async with self._slot(), self.backend.session(self.counters) as session:
-            for job in _jobs(request, self.backend):  # made anew: with nonces of this attempt
+            for job in _jobs(request, self.backend):  # new jobs, with nonces of this attempt
                 tests += job.verdicts(await session.run(job.script()))
                 if not tests[-1].passed and not _runs_all(request):
                     break
@@ -131,28 +122,30 @@ class ScriptProvider:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StdioJob:
-    """One case of a stdin/stdout problem for one run of the program."""
+    """One case of a stdin/stdout problem, for one run of the program."""
 
     code: str
     language: str
     seconds: float
-    """Wall clock."""
+    """Limit of the wall clock."""
     stdin: str
     expected: str
     rule: Rule = STRICT
 
     def script(self) -> Script:
-        """The program itself."""
+        """The program with the case's input."""
         return Script(
             source=self.code, stdin=self.stdin, seconds=self.seconds, language=self.language
         )
 
     def verdicts(self, result: ScriptResult) -> list[EvalTestCase]:
-        """The one verdict. Raises ``ProviderError`` where the provider cut off what counts."""
+        """One verdict. Raises ``ProviderError`` where a part of the output is missing that may
+        matter.
+        """
         if result.timed_out:
             return [judged(False, "time limit exceeded", timed_out=True)]
         if result.cut_at is not None:
-            # How long a right output is, nobody knows: numbers may have more digits.
+            # The length of a right output is unknown: numbers may have more digits.
             reason = beginning_difference(result.stdout, self.expected, self.rule)
             if reason is None:
                 raise ProviderError(
@@ -171,12 +164,14 @@ def _runs_all(request: SubmitRequest) -> bool:
 
 
 def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob | StdioJob]:
-    """The scripts that judge a request, in order. Raises ``ValueError``, ``ProviderSetupError``."""
+    """The scripts that judge a request, in order. Raises ``ValueError`` or
+    ``ProviderSetupError``.
+    """
     config = request.config
     kind, language = config.dataset_type or request.dataset, config.language or "python"
     data, seconds = config.provided_data, config.run_timeout or DEFAULT_SECONDS
     if not isinstance(data, dict):
-        raise UserError("provided_data must be an object: providers keep no data sets")
+        raise UserError("provided_data must be an object: providers store no data sets")
     function = kind in _FUNCTION_KINDS
     if not function and kind != "CommonOJDataset":
         raise ProviderSetupError(
@@ -185,13 +180,13 @@ def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob
     if language not in (("python",) if function else backend.languages):
         raise ProviderSetupError(
             f"provider {backend.name} cannot judge {kind} in {language}; "
-            f"it knows {', '.join(backend.languages)}"
+            f"it supports {', '.join(backend.languages)}"
         )
     rule = rule_field(data, STRICT)
     if rule is LIVE_CODE_BENCH and language == "python":
         raise ProviderSetupError(
-            f"provider {backend.name} has not LiveCodeBench's preamble, which comparison "
-            f"{rule.name!r} asks for; use the provider local for it"
+            f"provider {backend.name} lacks LiveCodeBench's preamble, which comparison "
+            f"{rule.name!r} requires; use the provider local for it"
         )
     code = extract_code(request.completion, language)
     if not function:

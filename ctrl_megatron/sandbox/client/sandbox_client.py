@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,18 @@ from pydantic import BaseModel, ValidationError
 
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.access import split_credentials
+from ctrl_megatron.sandbox.client.attempts import (
+    CONNECTION_FAILURES,
+    described,
+    is_temporary,
+    pause,
+    retried,
+    retry_after,
+)
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 _JSON = {"Content-Type": "application/json"}
-_TRY_AGAIN = (408, 429)
 _UNAVAILABLE = (502, 503, 504)
 _CHECK_SECONDS = 30.0
 _CHECK_PAUSE_SECONDS = 1.0
@@ -163,18 +169,22 @@ class SandboxClient:
         return [json.loads(text) for text in sorted({json.dumps(item) for item in said})]
 
     async def _identity_of(self, service: _Endpoint) -> Any:
-        for failed in range(self._attempts):
-            try:
-                async with self._open_session().get(
-                    service.url + "/", headers=service.headers
-                ) as response:
-                    return (await response.json())["identity"]
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError) as error:
-                if failed + 1 == self._attempts:
-                    text = f"sandbox {service.url} does not report its identity: {_text(error)}"
-                    raise SandboxError(text) from error
-            await asyncio.sleep(self._pause(failed))
-        raise AssertionError("unreachable")
+        async def ask() -> Any:
+            answer = self._open_session().get(service.url + "/", headers=service.headers)
+            async with answer as response:
+                return (await response.json())["identity"]
+
+        failures = (*CONNECTION_FAILURES, ValueError, LookupError)
+        try:
+            return await retried(
+                ask,
+                lambda error: 0.0 if isinstance(error, failures) else None,
+                attempts=self._attempts,
+                backoff=self._backoff,
+            )
+        except failures as error:
+            text = f"sandbox {service.url} does not report its identity: {described(error)}"
+            raise SandboxError(text) from error
 
     async def close(self) -> None:
         """Close the connections; a later call opens new ones."""
@@ -220,11 +230,8 @@ class SandboxClient:
                     continue
                 # Every service was tried: start again after a pause.
                 tried.clear()
-                await asyncio.sleep(max(self._pause(max(failed - 1, 0)), fault.retry_after))
-
-    def _pause(self, failed: int) -> float:
-        """Seconds before the next attempt, after ``failed`` failed ones."""
-        return min(self._backoff * 2**failed, 60.0) + random.uniform(0.0, self._backoff)
+                again = pause(max(failed - 1, 0), self._backoff)
+                await asyncio.sleep(max(again, fault.retry_after))
 
     async def _attempt(
         self, path: str, body: bytes, number: str, answer: type[AnswerT], tried: set[str]
@@ -239,9 +246,9 @@ class SandboxClient:
             endpoint.in_flight += 1
             try:
                 status, text, headers = await self._exchange(endpoint, path, body, number)
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            except CONNECTION_FAILURES as error:
                 self._distrust(endpoint)
-                raise _Fault(f"sandbox {url} failed: {_text(error)}") from error
+                raise _Fault(f"sandbox {url} failed: {described(error)}") from error
             except asyncio.CancelledError:
                 self._withdraw(endpoint, number)
                 raise
@@ -249,12 +256,12 @@ class SandboxClient:
                 endpoint.in_flight -= 1
         if status in _UNAVAILABLE:
             self._distrust(endpoint)
-        if 400 <= status < 500 and status not in _TRY_AGAIN:
+        if 400 <= status < 500 and not is_temporary(status):
             raise ValueError(f"sandbox {url} refused the request ({status}): {_detail(text)}")
         if status != 200:
             kind = _Busy if wire.BUSY_HEADER in headers else _Fault
-            retry_after = _seconds(headers.get("Retry-After", ""))
-            raise kind(f"sandbox {url} answered {status}: {_detail(text)}", retry_after)
+            least = retry_after(headers.get("Retry-After", ""))
+            raise kind(f"sandbox {url} answered {status}: {_detail(text)}", least)
         return _parse(url, text, answer)
 
     async def _exchange(
@@ -282,7 +289,7 @@ class SandboxClient:
             limit = aiohttp.ClientTimeout(total=_WITHDRAWAL_SECONDS)
             url = f"{endpoint.url}/jobs/{number}"
             # A service that does not receive this gives the work up after a while.
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            with contextlib.suppress(*CONNECTION_FAILURES):
                 async with self._open_session().delete(
                     url, timeout=limit, headers=endpoint.headers
                 ):
@@ -312,8 +319,8 @@ class SandboxClient:
                 service.url + "/v1/ping", timeout=limit, headers=service.headers
             ) as response:
                 status, level = response.status, response.headers.get(wire.LEVEL_HEADER, "")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return f"does not answer: {_text(error)}", ""
+        except CONNECTION_FAILURES as error:
+            return f"does not answer: {described(error)}", ""
         return ("" if status == 200 else f"answers /v1/ping with {status}"), level
 
 
@@ -333,18 +340,9 @@ def _parse(url: str, text: str, answer: type[AnswerT]) -> AnswerT:
     return parsed
 
 
-def _seconds(header: str) -> float:
-    """``Retry-After`` in seconds; 0.0 if it is absent or a date."""
-    return min(float(header), 60.0) if header.isdigit() else 0.0
-
-
 def _detail(text: str) -> str:
     try:
         parsed = json.loads(text)
     except ValueError:
         return text[:500]
     return str(parsed.get("detail", parsed) if isinstance(parsed, dict) else parsed)[:2000]
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
