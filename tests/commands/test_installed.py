@@ -41,6 +41,13 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return venv / "bin/python"
 
 
+def files_of(package: Path) -> set[Path]:
+    """Modules, pages and templates."""
+    found = {p.relative_to(package) for p in package.rglob("*") if p.is_file()}
+    assert Path("eval/templates/evaluation.html.jinja") in found
+    return {path for path in found if "__pycache__" not in path.parts}
+
+
 def run(command: list[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
@@ -52,9 +59,7 @@ def test_the_package_is_imported_from_another_folder(python: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(python.parents[2])
     installed = Path(done.stdout.strip()).parent
-    files = {p.relative_to(installed) for p in installed.rglob("*.py")}
-    here = ROOT / "ctrl_megatron"
-    assert files == {p.relative_to(here) for p in here.rglob("*.py")}
+    assert files_of(installed) == files_of(ROOT / "ctrl_megatron")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -16,8 +16,9 @@ from evaluated import TWO_TURNS, chain, pair
 
 from ctrl_megatron.commands.report import main as report
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.report import tables, write_evaluation_report
+from ctrl_megatron.eval.report import write_evaluation_report
 from ctrl_megatron.eval.results import RATES
+from ctrl_megatron.eval.tables import tables
 from ctrl_megatron.eval.transcripts import (
     ProgramResult,
     begin_evaluation,

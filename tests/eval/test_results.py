@@ -9,9 +9,9 @@ import pytest
 from evaluated import TWO_TURNS, chain, pair, program
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.report import tables
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import PAIR_RATES, RATES, CriticResult, evaluate_turns
+from ctrl_megatron.eval.tables import tables
 from ctrl_megatron.eval.transcripts import Turn
 from ctrl_megatron.eval.validation_rates import summarise
 
@@ -186,7 +186,7 @@ def test_pass_at_k_is_there_where_every_problem_has_k_chains(samples: tuple[int,
     assert title == "Solved after revision" and [f"pass@{k}" in head for k in (2, 3)] == [
         k in shown for k in (2, 3)
     ]
-    assert ("pass@3 is not given, for" in note) == (3 not in shown)
+    assert ("pass@3 is missing, because" in note) == (3 not in shown)
 
 
 def test_chains_that_could_not_be_judged_are_left_out_and_counted() -> None:

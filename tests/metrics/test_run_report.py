@@ -259,8 +259,8 @@ def test_runs_side_by_side_say_what_is_not_compared(tmp_path: Path) -> None:
     write_metrics(runs[1], (1, {"reward/mean": 0.5, "own/one": 1.0, "own/two": 2.0}))
     write_comparison(runs, tmp_path / "both.html")
     text = Page((tmp_path / "both.html").read_text()).text
-    assert "what b alone recorded (own/one, own/two)" in text
-    assert "what a alone recorded (style/kept_rate" in text
+    assert "metrics that only b recorded (own/one, own/two)" in text
+    assert "metrics that only a recorded (style/kept_rate" in text
     assert "which each run's own report has" in text
 
 

@@ -1,4 +1,6 @@
-"""One HTML page about a run or several, made from the files the run wrote; opens offline."""
+"""One HTML page about a run or several, made from the files of the run; it opens without
+network.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ def write_report(run_dir: Path) -> Path:
     """Write ``run_dir/report.html`` from the run's files and return its path.
 
     Reads metrics.jsonl, timeline.jsonl, examples.jsonl, summary.json, warnings.jsonl and
-    config.yaml; where one is missing the page says "not recorded". Raises ValueError where
-    ``run_dir`` holds none of them or a file is malformed. A reader of an older report never sees
-    half of the new one.
+    config.yaml; the page says which of them are missing. Raises ValueError where ``run_dir`` has
+    none of them or a file is malformed. A reader of an older report never sees a part of the new
+    one.
     """
     from ctrl_megatron.metrics.report.page import render  # imports matplotlib
 
@@ -26,14 +28,14 @@ def write_report(run_dir: Path) -> Path:
 
 
 def write_comparison(run_dirs: Sequence[Path], target: Path) -> None:
-    """Write a page on which two to four runs stand side by side.
+    """Write a page that compares two to four runs.
 
     Raises ``UserError`` for another number of runs, and as ``write_report`` does.
     """
     from ctrl_megatron.metrics.report.page import render_comparison  # imports matplotlib
 
     if not 2 <= len(run_dirs) <= 4:
-        raise UserError(f"{len(run_dirs)} runs: two to four can stand side by side")
+        raise UserError(f"{len(run_dirs)} runs: a page compares two to four runs")
     runs = [read_run_files(directory) for directory in run_dirs]
     if len({run.name for run in runs}) < len(runs):
         raise UserError("two of the runs have one name: name each directory once")

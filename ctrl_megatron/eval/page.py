@@ -1,0 +1,184 @@
+"""The HTML page about one or several evaluations: the values that its template shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ctrl_megatron.eval.resampling import Estimate
+from ctrl_megatron.eval.results import RATES, CriticResult
+from ctrl_megatron.eval.tables import MAIN_RATES, NUMBERS, Table, meanings, number, signed, words
+from ctrl_megatron.eval.transcripts import Turn
+from ctrl_megatron.metrics.display import format_number
+from ctrl_megatron.metrics.report.document import (
+    Drawing,
+    Example,
+    Part,
+    changes,
+    outcome,
+    rendered,
+)
+from ctrl_megatron.metrics.report.figures import curve_svg, interval_svg
+from ctrl_megatron.prompts import extract_code
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_CURVES = (*MAIN_RATES, "judgment_accuracy", "f1_macro", "critique_tokens")
+_EXAMPLES_OF_A_KIND = 2
+_LONGEST_EXAMPLE, _TILES = 2000, 6
+
+
+def render_evaluations(
+    title: str,
+    results: Sequence[CriticResult],
+    turns: Sequence[Turn],
+    *,
+    facts: Sequence[Mapping[str, str]],
+    left_out: Sequence[str],
+    note: str,
+    tables: Sequence[Table],
+    settings: Mapping[str, Any],
+) -> str:
+    """The page. ``facts`` are those of each evaluation; the drawings follow the first table."""
+    return rendered(
+        "evaluation.html.jinja",
+        _TEMPLATES,
+        title=title,
+        facts=facts,
+        left_out=left_out,
+        tiles=_tiles(results),
+        note=note,
+        tables=tables,
+        drawings=list(_drawings(results)),
+        examples=list(_examples(results, turns)),
+        meanings=meanings(results),
+        settings=json.dumps(settings, indent=1),
+    )
+
+
+def _tiles(results: Sequence[CriticResult]) -> list[tuple[str, str, str]]:
+    """(label, value, note) of every tile: pass@1 before, and after each critic's last turn."""
+    before = results[0].curves[0]["pass@1"]
+    shown = [("First solutions", number(before.value, "pass@1"), "pass@1, by problem")]
+    for result in results[:_TILES]:
+        after, gain = result.last["pass@1"], result.gains.get("pass@1")
+        than = f"{signed(gain, 'pass@1')} than {results[0].critic}" if gain else "pass@1"
+        shown.append((result.critic, number(after.value, "pass@1"), than))
+    return shown
+
+
+def _drawings(results: Sequence[CriticResult]) -> Iterator[Drawing]:
+    solved = {
+        r.critic: {
+            "before": _point(r.curves[0]["pass@1"]),
+            "after": _point(r.last["pass@1"]),
+        }
+        for r in results
+    }
+    yield _drawing("Solved", "pass@1 of first solutions and after revision", interval_svg(solved))
+    turned = {
+        r.critic: {
+            "up": _point(r.last["delta_up"]),
+            "down": _point(r.last["delta_down"]),
+        }
+        for r in results
+    }
+    yield _drawing("Turned", "wrong to right, right to wrong", interval_svg(turned))
+    f1 = {
+        r.critic: {
+            name.removeprefix("f1_"): _point(r.last[name])
+            for name in ("f1_correct", "f1_incorrect", "f1_macro")
+            if name in r.last
+        }
+        for r in results
+    }
+    if any(f1.values()):
+        yield _drawing("F1 of judgments", "right programs, wrong ones, mean", interval_svg(f1))
+    levels = sorted({level for r in results for level in r.by_difficulty})
+    if len(levels) > 1:
+        by_level = {
+            f"level {level}": {
+                r.critic: _point(after)
+                for r in results
+                if level in r.by_difficulty and (after := r.by_difficulty[level].after) is not None
+            }
+            for level in levels
+        }
+        yield _drawing("By difficulty", "pass@1 after revision", interval_svg(by_level))
+    if max(len(r.curves) for r in results) > 2:
+        for name in _CURVES:
+            points = {
+                r.critic: [(t, rates[name]) for t, rates in enumerate(r.curves) if name in rates]
+                for r in results
+            }
+            known = {critic: found for critic, found in points.items() if len(found) > 1}
+            # A flat line at one height says no more than the table.
+            if len({rate.value for found in known.values() for _, rate in found}) > 1:
+                svg = curve_svg(
+                    {c: [(t, rate.value) for t, rate in found] for c, found in known.items()},
+                    bands={c: [_band(rate) for _, rate in found] for c, found in known.items()},
+                    percent=name not in NUMBERS,
+                    x_label="turn",
+                )
+                yield _drawing(f"{words(name)} by turn", RATES[name], svg)
+
+
+def _point(rate: Estimate) -> tuple[float, tuple[float, float] | None]:
+    return rate.value, _band(rate)
+
+
+def _band(rate: Estimate) -> tuple[float, float] | None:
+    return None if rate.low is None or rate.high is None else (rate.low, rate.high)
+
+
+def _drawing(title: str, note: str, svg: str) -> Drawing:
+    return Drawing(title=title, note=note, svg=svg, alt=title)
+
+
+def _examples(results: Sequence[CriticResult], turns: Iterable[Turn]) -> Iterator[Example]:
+    """First critiques of the last critic whose revisions turned right, turned wrong or stayed
+    wrong.
+    """
+    mine = [turn for turn in turns if turn.critic == results[-1].critic and turn.turn == 1]
+    kinds = {
+        "turned right": (False, True),
+        "turned wrong": (True, False),
+        "stayed wrong": (False, False),
+    }
+    for kind, wanted in kinds.items():
+        found = [
+            turn
+            for turn in mine
+            if turn.before and turn.after and (turn.before.accepted, turn.after.accepted) == wanted
+        ]
+        for turn in found[:_EXAMPLES_OF_A_KIND]:
+            yield _example(kind, turn)
+
+
+def _example(kind: str, turn: Turn) -> Example:
+    assert turn.before is not None and turn.after is not None
+    judgment = {True: "correct", False: "incorrect", None: "nothing"}[turn.judgment]
+    before, after = (format_number(p.pass_rate, percent=True) for p in (turn.before, turn.after))
+    parts: list[Part] = [
+        ("first solution", _cut(turn.solution)),
+        ("critique", _cut(turn.critique or "")),
+        # Of the programs only, not of the texts around them.
+        changes(extract_code(turn.solution), extract_code(turn.revision)),
+        ("revision", _cut(turn.revision)),
+    ]
+    return Example(
+        place=f"{turn.critic}, {turn.attempt}",
+        colour=outcome(turn.after.pass_rate),
+        chips=[
+            (kind, outcome(float(turn.after.accepted))),
+            (f"judged {judgment}", outcome(float(turn.judgment is turn.before.accepted))),
+            (f"tests {before} to {after}", ""),
+        ],
+        parts=parts,
+    )
+
+
+def _cut(text: str) -> str:
+    rest = len(text) - _LONGEST_EXAMPLE
+    return text if rest <= 0 else f"{text[:_LONGEST_EXAMPLE]}\n... {rest} more characters"

@@ -1,0 +1,186 @@
+"""The tables of an evaluation's report, which its Markdown and its HTML page share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ctrl_megatron.eval.resampling import Estimate
+from ctrl_megatron.eval.results import JUDGED, PAIR_RATES, RATES, CriticResult
+from ctrl_megatron.metrics.display import format_number
+
+NUMBERS = ("critique_tokens", "revision_tokens")
+"""Rates that are numbers of tokens and not shares."""
+MAIN_RATES = (
+    *("pass@1", "delta_up", "delta_down", "pass_rate", "stopped_pass@1", "time_limit_rate"),
+    "similarity",
+)
+"""Rates of the main table."""
+_JUDGMENT_RATES = ("valid_critique_rate", "judgment_accuracy", "judged_correct_rate", *JUDGED)
+
+
+class Table(NamedTuple):
+    """A table of texts."""
+
+    title: str
+    note: str
+    """What the table shows; may be empty."""
+    head: list[str]
+    rows: list[list[str]]
+
+
+def tables(results: Sequence[CriticResult]) -> list[Table]:
+    """All tables of the report. A column without values is left out."""
+    found = [
+        _rates_table(
+            "Solved after revision",
+            " ".join(
+                ["After the last turn; up and down count from the first solutions.", *_few(results)]
+            ),
+            results,
+            [*MAIN_RATES[:1], *_more_ks(results), *MAIN_RATES[1:]],
+        ),
+    ]
+    if any(name in result.last for result in results for name in _JUDGMENT_RATES):
+        note = "Critiques of the first turn, in which all critics criticise the same programs."
+        found.append(
+            _rates_table("Judgments", f"{note}{_one_class(results)}", results, _JUDGMENT_RATES)
+        )
+    if len(results) > 1:
+        found.append(_gains_table(results))
+    levels = sorted({level for result in results for level in result.by_difficulty})
+    if len(levels) > 1:
+        rows = [
+            [
+                str(level),
+                result.critic,
+                str(at.problems),
+                *(_cell(one, "pass@1") for one in (at.before, at.after)),
+            ]
+            for level in levels
+            for result in results
+            if (at := result.by_difficulty.get(level)) is not None
+        ]
+        head = ["difficulty", "critic", "problems", "pass@1 before", "pass@1 after"]
+        found.append(Table("By difficulty", "", head, rows))
+    if any(result.pairs for result in results):
+        rows = [
+            [r.critic, source, *(_cell(rates.get(name), name) for name in PAIR_RATES)]
+            for r in results
+            for source, rates in r.pairs.items()
+        ]
+        note = "; ".join(f"{words(name)}: {text}" for name, text in PAIR_RATES.items()) + "."
+        found.append(Table("Pairs", note, ["critic", "source", *map(words, PAIR_RATES)], rows))
+    rows = [
+        [
+            r.critic,
+            *(str(n) for n in (r.problems, r.attempts, len(r.seeds), r.chains, len(r.curves) - 1)),
+            *(str(n) for n in (r.unjudged, r.overlong)),
+        ]
+        for r in results
+    ]
+    head = ["critic", "problems", "first solutions", "seeds", "chains", "turns"]
+    head += ["chains left out (sandbox failed)", "turns left out (prompt too long)"]
+    found.append(Table("What was counted", "", head, rows))
+    return found
+
+
+def _few(results: Sequence[CriticResult]) -> Iterable[str]:
+    """A sentence for every pass@K that leaves problems out or is missing because of that."""
+    for result in results:
+        for name, (count, places) in result.too_few.items():
+            least, of = name.partition("@")[2], f"{count} of {places} problems (times seeds)"
+            if name in result.last:
+                what = f"leaves out {of} with fewer than {least} judged chains"
+            else:
+                what = f"is missing, because {of} have fewer than {least} chains"
+            yield f"{result.critic}: {name} {what}."
+
+
+def _one_class(results: Sequence[CriticResult]) -> str:
+    """The reason for a missing F1; empty where it exists."""
+    if any("f1_macro" in result.last for result in results):
+        return ""
+    return " There is no F1: all of the programs are right, or all are wrong."
+
+
+def _gains_table(results: Sequence[CriticResult]) -> Table:
+    """A row for every critic but the first, also without a common program to compare."""
+    first, *others = results
+    names = [name for name in RATES if any(name in result.gains for result in others)]
+    rows = [
+        [
+            result.critic,
+            "not the same" if result.compared is None else "{} of {}".format(*result.compared),
+            *(signed(result.gains.get(name), name) for name in names),
+        ]
+        for result in others
+    ]
+    note = (
+        f"Differences to {first.critic} in percentage points, paired by problem, over the first "
+        "solutions (times seeds) that both were judged on; pass@1 of these before: "
+        f"{_cell(first.curves[0].get('pass@1'), 'pass@1')}."
+    )
+    return Table("Gains", note, ["critic", "first solutions", *map(words, names)], rows)
+
+
+def _rates_table(
+    title: str,
+    note: str,
+    results: Sequence[CriticResult],
+    names: Sequence[str],
+) -> Table:
+    known = [name for name in names if any(name in result.last for result in results)]
+    head = ["critic", "pass@1 before", *map(words, known)]
+    rows = [
+        [
+            result.critic,
+            _cell(result.curves[0].get("pass@1"), "pass@1"),
+            *(_cell(result.last.get(name), name) for name in known),
+        ]
+        for result in results
+    ]
+    return Table(title, note, head, rows)
+
+
+def _more_ks(results: Sequence[CriticResult]) -> list[str]:
+    names = {n for r in results for n in r.last if n.startswith("pass@") and n != "pass@1"}
+    return sorted(names, key=lambda name: int(name.partition("@")[2]))
+
+
+def _cell(rate: Estimate | None, name: str) -> str:
+    if rate is None:
+        return "-"
+    return number(rate.value, name) + _interval(rate, name)
+
+
+def signed(rate: Estimate | None, name: str) -> str:
+    """A difference with its sign and interval; "-" for None."""
+    if rate is None:
+        return "-"
+    sign = "+" if rate.value >= 0 else ""
+    return sign + number(rate.value, name) + _interval(rate, name)
+
+
+def _interval(rate: Estimate, name: str) -> str:
+    if rate.low is None or rate.high is None:
+        return ""
+    return f" [{number(rate.low, name)}, {number(rate.high, name)}]"
+
+
+def number(value: float, name: str) -> str:
+    """The value of the rate ``name`` as text: a share in percent, or a number of tokens."""
+    return f"{value:.1f}" if name in NUMBERS else format_number(value, percent=True)
+
+
+def words(name: str) -> str:
+    """The name of a rate in words."""
+    return name.replace("_", " ")
+
+
+def meanings(results: Sequence[CriticResult]) -> list[tuple[str, str]]:
+    """(rate in words, its meaning) for every rate of ``results``."""
+    shown = {name for result in results for name in result.last}
+    if any(name.startswith("pass@") and name != "pass@1" for name in shown):
+        shown.add("pass@K")
+    return [(words(name), text) for name, text in RATES.items() if name in shown]
