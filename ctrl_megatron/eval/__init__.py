@@ -1,7 +1,8 @@
-"""What critiques are worth on held-out problems."""
+"""How much critiques improve solutions of held-out problems."""
 
 from ctrl_megatron.eval.measures import pass_at_k
 from ctrl_megatron.eval.results import evaluate_turns
-from ctrl_megatron.eval.transcripts import ProgramResult, Turn
+from ctrl_megatron.eval.transcripts import Turn
+from ctrl_megatron.types import Verdict
 
-__all__ = ["ProgramResult", "Turn", "evaluate_turns", "pass_at_k"]
+__all__ = ["Turn", "Verdict", "evaluate_turns", "pass_at_k"]

@@ -1,4 +1,4 @@
-"""What one problem, one program or one judgment counts: formulas without any model or file."""
+"""Formulas of an evaluation: pass@k, similarity, intervals, counts of judgments, F1."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that among ``k`` of ``n`` samples, drawn without replacement, one is right when
-    ``c`` are: the unbiased estimator (HumanEval, arXiv 2107.03374, section 2.1).
+    """Probability that at least one of ``k`` samples is right, drawn without replacement from ``n``
+    samples of which ``c`` are right: the unbiased estimator (HumanEval, arXiv 2107.03374, section
+    2.1).
 
     Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
     if not (1 <= k <= n and 0 <= c <= n):
         raise ValueError(f"pass@{k} of {c} right among {n} samples does not exist")
-    # Whole numbers: exact however many samples there are.
+    # Integers, so that the quotient is exact for any number of samples.
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def similarity(draft: str, revision: str) -> float:
-    """How much of two answers' programs is the same, in [0, 1]; 1 for equal ones.
+    """Similarity of the programs in two answers, in [0, 1]; 1 for equal programs.
 
-    Twice the matching words and signs over all of both (Ratcliff and Obershelp); white space does
-    not count.
+    It is twice the number of matching words and signs over the number of all words and signs of
+    both programs (Ratcliff and Obershelp); white space does not count.
     """
     both = [_WORD.findall(extract_code(text)) for text in (draft, revision)]
     return SequenceMatcher(None, *both, autojunk=False).ratio()
 
 
 def wilson_interval(right: int, n: int, level: float = 0.9) -> tuple[float, float]:
-    """Interval of a share of ``right`` among ``n`` independent draws (E. B. Wilson, 1927).
+    """Confidence interval of the share ``right`` / ``n`` of independent draws (E. B. Wilson, 1927).
 
-    Raises ValueError for no draw.
+    Raises ValueError where ``n`` is 0.
     """
     if n < 1:
         raise ValueError("a share of nothing has no interval")
@@ -50,19 +51,19 @@ def wilson_interval(right: int, n: int, level: float = 0.9) -> tuple[float, floa
     middle = share + z2 / (2 * n)
     half = math.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n)))
     low, high = ((middle + sign * half) / (1 + z2 / n) for sign in (-1, 1))
-    # What rounding leaves of an exact end.
+    # Exact ends, which rounding would change.
     return (0.0 if right == 0 else low, 1.0 if right == n else high)
 
 
 def judgment_counts(judged: Iterable[tuple[bool | None, bool]]) -> NDArray[np.float64]:
-    """(6,) how often a critic said what, from (what it says of a program, whether that passes).
+    """Counts (6,) of (judgment of a program, True where the program is right).
 
-    Three columns of right programs, then three of wrong ones: called correct, called incorrect,
-    no judgment. Sums over programs add up.
+    The first three columns count right programs, the other three wrong programs: judged correct,
+    judged incorrect, no judgment. Counts of several programs may be added.
     """
     counts = np.zeros(6)
-    for said, right in judged:
-        counts[(0 if right else 3) + (2 if said is None else int(not said))] += 1
+    for judgment, right in judged:
+        counts[(0 if right else 3) + (2 if judgment is None else int(not judgment))] += 1
     return counts
 
 
@@ -70,10 +71,11 @@ def discrimination(counts: NDArray[np.float64]) -> dict[str, NDArray[np.float64]
     """Precision, recall and F1 of "the program is right" (``correct``) and of "it is wrong"
     (``incorrect``), and their mean F1 (``f1_macro``), as CTRL's table of discrimination has them.
 
-    ``counts`` are (..., 6) ``judgment_counts``; every rate is (...). A missing judgment finds
-    neither class: it lowers the recall of the program's own. What has no value is nan: a precision
-    where the class is never named, a recall where no program belongs to it, and every F1 where all
-    programs are right or all are wrong: to name one class always would be perfect there.
+    ``counts`` are (..., 6) ``judgment_counts``; every rate is (...). A missing judgment counts for
+    neither class and lowers the recall of the program's class. A rate without a value is nan: a
+    precision where the class is never named, a recall where no program belongs to the class, and
+    every F1 where all programs are right or all are wrong, because a critic that always names one
+    class would be perfect there.
     """
     found = {}
     both = (counts[..., :3].sum(axis=-1) > 0) & (counts[..., 3:].sum(axis=-1) > 0)
@@ -91,5 +93,5 @@ def discrimination(counts: NDArray[np.float64]) -> dict[str, NDArray[np.float64]
 
 
 def share_of(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Element by element; nan where ``whole`` is 0."""
+    """``part`` / ``whole``, element by element; nan where ``whole`` is 0."""
     return np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=whole > 0)

@@ -1,10 +1,10 @@
 """Which of two responses a critic prefers: pairs in JudgeBench's format (arXiv 2410.12784).
 
-A pair is judged in two ways. *Choice*: the critic is shown both responses and names the better one,
-twice, with the responses in either order; two answers for the same response decide, so does one
-beside a missing one, and contradicting answers are a tie, which counts as wrong (JudgeBench's own
-rule). *Critiques*: each response is criticised by itself, and the one that is more often judged
-correct wins (CTRL's way; a tie counts as wrong).
+A pair is judged in two ways. *Choice*: the critic sees both responses and names the better one,
+once in each order. Two answers for one response decide, and so does one answer beside a missing
+one; contradicting answers are a tie, which counts as wrong (JudgeBench's rule). *Critiques*: each
+response is criticised separately, and the response that is judged correct more often wins (CTRL's
+rule; a tie counts as wrong).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ResponsePair:
 
     pair_id: str
     source: str
-    """The data set that the question is from; empty where the file does not say."""
+    """Data set of the question; empty where the file has none."""
     question: str
     response_a: str
     response_b: str
@@ -37,7 +37,7 @@ class ResponsePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedPair:
-    """What a critic said of a pair."""
+    """The answers of a critic about a pair."""
 
     critic: str
     seed: int
@@ -45,18 +45,20 @@ class JudgedPair:
     source: str
     label: Label
     choices: tuple[str | None, str | None]
-    """``first`` or ``second``, as asked with A before B and with B before A; None: no answer."""
+    """``first`` or ``second``, with A before B and with B before A; None for no answer."""
     answers: tuple[str, str]
-    """The texts that the choices were read from."""
+    """The texts that contain the choices."""
     judgments_a: tuple[bool | None, ...]
-    """What critiques of response A say of it."""
+    """Judgments in the critiques of response A."""
     judgments_b: tuple[bool | None, ...]
     critiques_a: tuple[str, ...]
     critiques_b: tuple[str, ...]
 
     @staticmethod
     def read(record: Mapping[str, Any], place: str) -> JudgedPair:
-        """A line of a file of judged pairs. UserError naming ``place`` for another."""
+        """The pair in a line of a file. Raises UserError that names ``place`` for a malformed
+        line.
+        """
         names = {f.name for f in fields(JudgedPair)}
         if record.keys() != names:
             wrong = ", ".join(sorted(names ^ record.keys()))
@@ -73,7 +75,7 @@ class JudgedPair:
 
     @property
     def consistent(self) -> bool:
-        """Both orders name the same response."""
+        """True where both orders name the same response."""
         return {*self.choices} == {"first", "second"}
 
     @property
@@ -84,7 +86,9 @@ class JudgedPair:
 
 
 def read_pairs(path: Path) -> list[ResponsePair]:
-    """The pairs of a file of JSON lines with JudgeBench's keys. UserError naming file and line."""
+    """The pairs of a file of JSON lines with JudgeBench's keys. Raises UserError that names file
+    and line of a mistake.
+    """
     pairs: dict[str, ResponsePair] = {}
     for number, record in enumerate(read_json_lines(path), start=1):
         place = f"{path} line {number}"
@@ -105,12 +109,12 @@ def read_pairs(path: Path) -> list[ResponsePair]:
             label=label,
         )
     if not pairs:
-        raise UserError(f"{path} holds no pair")
+        raise UserError(f"{path} contains no pair")
     return list(pairs.values())
 
 
 def pair_columns(pair: JudgedPair) -> Mapping[str, tuple[float, float]]:
-    """What a pair adds to both sides of the ratio that each rate is."""
+    """Name of a rate -> what the pair adds to its numerator and its denominator."""
     answered = len(pair.choices) - pair.choices.count(None)
     return {
         "choice_accuracy": (pair.decision == pair.label, 1),

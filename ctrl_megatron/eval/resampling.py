@@ -1,9 +1,8 @@
 """Bootstrap intervals over problems, and over seeds where there are several.
 
-Problems are what varies between test sets, and everything that is known of one problem (its first
-solutions, its samples) stays together; seeds are what varies between runs. Both are drawn anew with
-replacement, independently of each other (the crossed bootstrap; A. B. Owen, 2007, The pigeonhole
-bootstrap), and an interval holds the middle ``level`` of the statistic's values.
+Problems and seeds are drawn with replacement, independently of each other (the crossed bootstrap;
+A. B. Owen, 2007, The pigeonhole bootstrap). All first solutions and samples of a problem stay
+together. An interval contains the middle share ``level`` of the statistic's values.
 """
 
 from __future__ import annotations
@@ -17,24 +16,25 @@ from numpy.typing import NDArray
 from ctrl_megatron.eval.measures import share_of
 
 Cells = NDArray[np.float64]
-"""(seeds, problems, columns): what a statistic is made of, added up within a problem."""
+"""(seeds, problems, columns): the sums that a statistic is computed from, one for each problem."""
 Statistic = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""From sums (..., columns) to values (...); nan where there is none."""
+"""Function from sums (..., columns) to values (...); nan where there is no value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A number, and the interval that resampling gives it."""
+    """A number and its bootstrap interval."""
 
     value: float
     low: float | None
-    """None where a single problem leaves nothing to resample."""
+    """Lower end of the interval; None where there is only one problem."""
     high: float | None
+    """Upper end of the interval."""
 
 
 class Resampling:
-    """``draws`` resamples of ``problems`` and ``seeds`` (counts), the same for every statistic, so
-    that differences are paired. Raises ValueError for no problem or no seed.
+    """``draws`` resamples of ``problems`` problems and ``seeds`` seeds. Every statistic uses the
+    same resamples, so that differences are paired. Raises ValueError without a problem or a seed.
     """
 
     def __init__(
@@ -45,28 +45,30 @@ class Resampling:
         generator = np.random.default_rng(seed)
         self.level = level
         self.problem_counts = _counts(generator, problems, draws)
-        """(draws, problems): how often each draw has each problem."""
+        """(draws, problems): how often each resample contains each problem."""
         self.seed_counts = _counts(generator, seeds, draws)
-        """(draws, seeds)."""
+        """(draws, seeds): how often each resample contains each seed."""
 
     def estimate(self, cells: Cells, statistic: Statistic) -> Estimate | None:
-        """The statistic of all cells with its interval; None where it has no value."""
+        """The statistic of all cells and its interval; None where the statistic has no value."""
         value = float(statistic(cells.sum(axis=(0, 1))))
         return self._around(value, statistic(self.sums(cells)))
 
     def difference(self, cells: Cells, base: Cells, statistic: Statistic) -> Estimate | None:
-        """How much more the statistic of ``cells`` is than that of ``base``, paired by problem."""
+        """The statistic of ``cells`` minus that of ``base``, paired by problem, and its
+        interval.
+        """
         values = [float(statistic(part.sum(axis=(0, 1)))) for part in (cells, base)]
         drawn = [statistic(self.sums(part)) for part in (cells, base)]
         return self._around(values[0] - values[1], drawn[0] - drawn[1])
 
     def sums(self, cells: Cells) -> NDArray[np.float64]:
-        """(draws, columns): the cells added up over every draw."""
+        """(draws, columns): the sum of the cells of every resample."""
         seeds, problems, _ = cells.shape
         expected = (self.seed_counts.shape[1], self.problem_counts.shape[1])
         if (seeds, problems) != expected:
             raise ValueError(f"cells of {seeds} seeds and {problems} problems, not of {expected}")
-        # One seed after the other: (draws, seeds, problems) would not fit for large sets.
+        # One seed after the other, because (draws, seeds, problems) is too large for large sets.
         parts = (
             self.seed_counts[:, s, None] * (self.problem_counts @ cells[s]) for s in range(seeds)
         )
@@ -84,12 +86,14 @@ class Resampling:
 
 
 def ratio(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """First column over the second; nan where that is 0."""
+    """The first column over the second; nan where the second is 0."""
     return share_of(sums[..., 0], sums[..., 1])
 
 
 def cells_of(parts: Sequence[tuple[int, int, Sequence[float]]], seeds: int, problems: int) -> Cells:
-    """Cells from (seed, problem, columns), by number; parts of one cell add up, others are 0."""
+    """Cells from (number of the seed, number of the problem, columns). Parts of one cell are added;
+    cells without a part are 0.
+    """
     width = len(parts[0][2]) if parts else 0
     cells = np.zeros((seeds, problems, width))
     for seed, problem, columns in parts:

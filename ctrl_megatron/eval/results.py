@@ -1,8 +1,9 @@
-"""The numbers of an evaluation, from its transcripts alone: rates with intervals per critic, curves
-over turns, by difficulty, gains over the first critic, and one record per problem.
+"""The results of an evaluation, computed from its transcripts: rates of every critic with
+intervals, curves over turns, rates by difficulty, gains over the first critic, and a record of
+each problem.
 
-A rate is averaged over the chains of a problem first and over problems then, so that every problem
-counts the same; counts of judgments add up over all chains.
+A rate is the mean over problems of the mean over a problem's chains, so that every problem counts
+the same. Counts of judgments are sums over all chains.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ctrl_megatron.eval.measures import (
 )
 from ctrl_megatron.eval.pairwise import JudgedPair, pair_columns
 from ctrl_megatron.eval.resampling import Cells, Estimate, Resampling, Statistic, cells_of, ratio
-from ctrl_megatron.eval.transcripts import ProgramResult, Turn
+from ctrl_megatron.eval.transcripts import Turn
+from ctrl_megatron.types import Verdict
 
 RATES = {
     "pass@1": "solved: every test passes",
@@ -49,43 +51,44 @@ RATES = {
     "critique_tokens": "tokens of a critique",
     "revision_tokens": "tokens of a revision",
 }
-"""What every number says; K stands for a number."""
+"""Name of every rate -> its meaning, for reports; K is a number."""
 PAIR_RATES = {
     "choice_accuracy": "better response named, asked in both orders; a tie is wrong",
     "choice_consistency": "the same response named in both orders",
     "choice_answered_rate": "questions in either order that are answered",
-    "choice_first_rate": "share of answers that name what stands first; 0.5 is no bias",
+    "choice_first_rate": "share of answers that name the first response; 0.5 is no bias",
     "critique_accuracy": "better response judged correct more often; a tie is wrong",
 }
 JUDGED = tuple(name for name in RATES if name.startswith(("precision", "recall", "f1")))
 _COMPARED = ("pass@1", "pass_rate", "delta_up", "delta_down", "f1_macro", "judgment_accuracy")
 _TURN_OF_JUDGMENTS = 1
-"""There all critics judge the same programs."""
+"""The turn in which all critics judge the same programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemResult:
-    """One problem under one critic, after the last turn."""
+    """The result of one critic on one problem after the last turn."""
 
     critic: str
     problem_id: str
     difficulty: int
     chains: int
-    """First solutions, times samples, times seeds."""
+    """Number of chains: first solutions times samples times seeds."""
     solved_before: int
-    """Of ``chains``."""
+    """Number of chains whose first solution is right."""
     solved: int
+    """Number of chains whose last revision is right."""
     interval: tuple[float, float]
-    """Of the share solved, as if chains were independent."""
+    """Interval of the share of chains that are solved, for independent chains."""
     pass_rate_before: float
     pass_rate: float
     judgment_accuracy: float
-    """Of the first turn's critiques."""
+    """Share of the first turn's judgments that are true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelResult:
-    """The problems of one difficulty."""
+    """The results on problems of one difficulty."""
 
     problems: int
     before: Estimate | None
@@ -96,7 +99,7 @@ class LevelResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticResult:
-    """What one critic's transcripts say."""
+    """The results of one critic."""
 
     critic: str
     problems: int
@@ -104,27 +107,30 @@ class CriticResult:
     chains: int
     seeds: tuple[int, ...]
     unjudged: int
-    """Chains that are left out because the judge failed on one of their programs."""
+    """Chains that are left out because the sandbox failed on one of their programs."""
     overlong: int
-    """Turns without a critique, because the request would have been too long."""
+    """Turns without a critique because the request was too long."""
     curves: tuple[dict[str, Estimate], ...]
-    """By turn, 0 being the first solutions; a rate without a value is left out."""
+    """Rates by turn; turn 0 is the first solutions. A rate without a value is left out."""
     by_difficulty: dict[int, LevelResult]
     gains: dict[str, Estimate]
-    """Over the first critic, paired by problem, over what both were judged on."""
+    """Differences to the first critic, paired by problem, over the first solutions that were judged
+    for both."""
     compared: tuple[int, int] | None
-    """First solutions, times seeds, that both critics were judged on, and that both were given;
-    None for the first critic, and where the two were not given the same: no gains then."""
+    """(first solutions times seeds that were judged for both critics, those that both criticised).
+    None for the first critic, and where the two did not criticise the same ones: then there are no
+    gains."""
     too_few: dict[str, tuple[int, int]]
-    """For pass@K the problems, times seeds, that have fewer than K judged chains, and all of them;
-    without what has no such problem. Where a problem was given fewer, there is no pass@K at all."""
+    """pass@K -> (problems times seeds with fewer than K judged chains, all problems times seeds); K
+    without such a problem is left out. Where a problem has fewer than K chains, judged or not,
+    there is no pass@K."""
     pairs: dict[str, dict[str, Estimate]]
-    """Rates of ``PAIR_RATES`` by source of the questions, ``all`` first; empty without pairs."""
+    """Rates of ``PAIR_RATES`` by source of the questions, first ``all``; empty without pairs."""
     per_problem: tuple[ProblemResult, ...]
 
     @property
     def last(self) -> dict[str, Estimate]:
-        """The rates after the last turn; those of ``JUDGED`` are of the first turn's critiques."""
+        """The rates after the last turn; rates of judgments are those of the first turn."""
         judged = ("judgment_accuracy", "valid_critique_rate", "judged_correct_rate", *JUDGED)
         first = self.curves[_TURN_OF_JUDGMENTS]
         rest = {name: value for name, value in self.curves[-1].items() if name not in judged}
@@ -133,29 +139,29 @@ class CriticResult:
 
 Chain = tuple[Turn, ...]
 Given = tuple[int, str, str, str]
-"""Seed, problem, first solution's id and text. An id alone does not do: another evaluation's rows
-may have the same ones."""
+"""(seed, problem, id of the first solution, its text). The text is needed because rows of another
+evaluation may have the same ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Played:
-    """A critic's chains that could be judged, and the cells of every rate."""
+    """The judged chains of a critic, and the cells of every rate."""
 
     chains: Mapping[tuple[int, str], list[Chain]]
-    """By seed and problem."""
+    """Chains by seed and problem."""
     seeds: tuple[int, ...]
     problems: tuple[str, ...]
     given: frozenset[Given]
-    """Judged or not."""
+    """All first solutions that the critic criticised, judged or not."""
     unjudged: int
     least_drawn: int
-    """Chains, judged or not, of the problem and seed that have fewest."""
+    """Least number of chains, judged or not, of a problem and seed."""
     cells: dict[tuple[int, str], Cells] = field(default_factory=dict)
-    """By turn and rate; all rates of ``JUDGED`` share theirs."""
+    """Cells by turn and rate; all rates of ``JUDGED`` share the cells of "judgments"."""
 
     @property
     def judged(self) -> set[Given]:
-        """Of ``given``, what at least one chain is known of."""
+        """The entries of ``given`` with at least one judged chain."""
         return {_given(chain) for chains in self.chains.values() for chain in chains}
 
 
@@ -167,16 +173,16 @@ def evaluate_turns(
     level: float = 0.9,
     draws: int = 2000,
 ) -> list[CriticResult]:
-    """Results of every critic, in the order in which they come.
+    """The results of every critic, in the order of their first turns.
 
-    ``ks`` are those of pass@k, which a critic has where each problem was given k chains. Intervals
-    hold ``level`` of ``draws`` bootstrap values. UserError for chains that are not whole, and for a
-    critic of which nothing could be judged.
+    ``ks`` are the values k of pass@k; a critic has pass@k where each problem has k chains.
+    Intervals contain the share ``level`` of ``draws`` bootstrap values. Raises UserError for a
+    chain without all its turns, and for a critic without a judged chain.
     """
 
     @cache
     def plan(problems: int, seeds: int) -> Resampling:
-        # Equal sizes get equal draws, which pairs critics.
+        # Equal sizes have equal draws, so that critics are paired.
         return Resampling(problems, seeds, draws=draws, level=level)
 
     judged: dict[str, list[JudgedPair]] = {}
@@ -221,7 +227,7 @@ def _given(chain: Chain) -> Given:
 def _played(critic: str, chains: list[Chain]) -> _Played:
     known = [c for c in chains if all(t.before is not None and t.after is not None for t in c)]
     if not known:
-        raise UserError(f"the sandbox judged no chain of {critic} to its end: nothing to report")
+        raise UserError(f"the sandbox judged no whole chain of {critic}: nothing to report")
     given = frozenset(map(_given, chains))
     drawn = Counter((chain[0].seed, chain[0].problem_id) for chain in chains)
     unjudged, least = len(chains) - len(known), min(drawn.values())
@@ -245,7 +251,7 @@ def _of_chains(
 
 
 def _only(played: _Played, wanted: set[Given]) -> _Played:
-    """The chains of ``wanted`` alone, measured."""
+    """The chains of the first solutions in ``wanted``, with their cells."""
     if wanted == played.judged:
         return played
     every = (chain for chains in played.chains.values() for chain in chains)
@@ -259,12 +265,12 @@ def _only(played: _Played, wanted: set[Given]) -> _Played:
     return kept
 
 
-# Cells: what a rate is made of, by seed and problem
+# Cells: the sums that a rate is computed from, by seed and problem
 
 
 def _measure(played: _Played, ks: Sequence[int]) -> None:
-    """Fill in ``played.cells``; pass@k where every problem has k chains, and is then of those of
-    which k could be judged.
+    """Fill in ``played.cells``. pass@k exists where every problem has k chains; it counts the
+    problems with k judged chains.
     """
     ks = [k for k in ks if k <= played.least_drawn]
     parts: dict[tuple[int, str], list[tuple[int, int, Sequence[float]]]] = {}
@@ -278,7 +284,7 @@ def _measure(played: _Played, ks: Sequence[int]) -> None:
 
 
 def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[str, list[float]]:
-    """Columns of every rate after ``turn``: (mean, 1), or the counts of judgments."""
+    """Name of a rate after ``turn`` -> its columns: (mean, 1), or the counts of judgments."""
     first = [_known(chain[0].before) for chain in chains]
     now = first if turn == 0 else [_known(chain[turn - 1].after) for chain in chains]
     means = {
@@ -296,9 +302,9 @@ def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[s
             "delta_down": [f.accepted and not n.accepted for f, n in both],
             "stopped_pass@1": [_stopped(chain[:turn]).accepted for chain in chains],
             "similarity": [_similarity(t.solution, t.revision) for t in at],
-            "valid_critique_rate": [said is not None for said, _ in judged],
-            "judgment_accuracy": [said is true for said, true in judged],
-            "judged_correct_rate": [said is True for said, _ in judged],
+            "valid_critique_rate": [judgment is not None for judgment, _ in judged],
+            "judgment_accuracy": [judgment is true for judgment, true in judged],
+            "judged_correct_rate": [judgment is True for judgment, _ in judged],
             "critique_tokens": [t.critique_tokens for t in at if t.critique is not None],
             "revision_tokens": [t.revision_tokens for t in at if t.critique is not None],
         }
@@ -311,13 +317,13 @@ def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[s
     return found
 
 
-def _known(program: ProgramResult | None) -> ProgramResult:
-    assert program is not None  # others are left out
+def _known(program: Verdict | None) -> Verdict:
+    assert program is not None  # chains with an unknown verdict are left out
     return program
 
 
-def _stopped(chain: Sequence[Turn]) -> ProgramResult:
-    """Of the answer that stands once a critique has called it correct."""
+def _stopped(chain: Sequence[Turn]) -> Verdict:
+    """The verdict on the answer that the first critique with "Correct" would keep."""
     for turn in chain:
         if turn.judgment:
             return _known(turn.before)
@@ -334,7 +340,7 @@ def _judged(name: str, counts: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _statistics(played: _Played, turn: int) -> dict[str, tuple[Cells, Statistic]]:
-    """Every rate of a turn in the order of ``RATES``: its cells, and what makes a value of them."""
+    """Name of every rate of a turn, in the order of ``RATES`` -> (its cells, its statistic)."""
     found: dict[str, tuple[Cells, Statistic]] = {}
     for name in RATES:
         key = "judgments" if name in JUDGED else name
@@ -395,8 +401,8 @@ def _result(
 def _gains(
     mine: _Played, base: _Played, plan: Callable[[int, int], Resampling]
 ) -> tuple[dict[str, Estimate], int]:
-    """Over what both were judged on: a verdict that the judge lost takes its first solution out on
-    both sides, and no more. Also how many are left.
+    """(gains of ``mine`` over ``base``, number of first solutions they are computed from). A first
+    solution that was not judged for both critics is left out.
     """
     shared = mine.judged & base.judged
     if not shared:
@@ -448,7 +454,7 @@ def _by_source(
         return {}
     parts: dict[str, list[JudgedPair]] = {}
     for pair in sorted(pairs, key=lambda p: p.source):
-        # JudgeBench's categories: its questions of knowledge name one of fourteen fields too.
+        # JudgeBench's categories; the sources of its knowledge questions also name a field.
         category = "mmlu-pro" if pair.source.startswith("mmlu-pro-") else pair.source
         parts.setdefault(category, []).append(pair)
     parts = {"all": list(pairs), **(parts if len(parts) > 1 else {})}

@@ -1,4 +1,4 @@
-"""What an evaluation keeps of every critique and revision, and the files that hold it."""
+"""Transcripts: the critiques and revisions of an evaluation, and the files that store them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,39 +22,22 @@ from ctrl_megatron.types import Verdict
 SETTINGS_FILE, TURNS_FOLDER, PAIRS_FOLDER = "evaluation.json", "transcripts", "pairs"
 _OUTDATED = "outdated"
 _TOOL = "ctrl-evaluate"
+_VERDICT = ("pass_rate", "accepted", "timed_out")
+"""Keys of a verdict in a transcript."""
+_MOST_TESTS = 10_000
+"""Most tests of a problem whose pass rate a transcript stores exactly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainPlan:
-    """What is drawn for every first solution and seed."""
+    """The chains that are drawn for every first solution and seed."""
 
     samples: int = 1
-    """Chains."""
+    """Number of chains."""
     turns: int = 1
-    """Critiques of a chain, each followed by a revision."""
+    """Number of critiques in a chain, each followed by a revision."""
     temperature: float = 0.0
-    """Of critiques; 0 is greedy. Revisions are always greedy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramResult:
-    """What is kept of a program's verdict."""
-
-    pass_rate: float
-    """Share of tests passed, in [0, 1]."""
-    accepted: bool
-    """Every test passed."""
-    timed_out: bool
-    """A test ran into its time limit."""
-
-    @staticmethod
-    def of(verdict: Verdict | None) -> ProgramResult | None:
-        """None where the judge failed."""
-        if verdict is None:
-            return None
-        return ProgramResult(
-            pass_rate=verdict.pass_rate, accepted=verdict.accepted, timed_out=verdict.timed_out
-        )
+    """Temperature of critiques; 0 is greedy. Revisions are always greedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +48,9 @@ class Turn:
     """
 
     critic: str
-    """Name of the critic, or of whatever wrote the critique."""
+    """Name of the critic, or of the other author of the critique."""
     seed: int
-    """Of the draw of the whole chain."""
+    """Seed of the draw of the whole chain."""
     problem_id: str
     attempt: str
     """Id of the row, which is one first solution of the problem."""
@@ -73,60 +58,89 @@ class Turn:
     sample: int
     """Number of the chain among those of the same attempt and seed, from 0."""
     turn: int
-    """From 1."""
+    """Number of the turn in its chain, from 1."""
     solution: str
     """The answer that is criticised."""
     critique: str | None
-    """None where the request would have been too long: ``solution`` then stays as it is."""
+    """None where the request was too long: ``revision`` is then ``solution``."""
     judgment: bool | None
-    """What the critique says of the solution; None where it does not say."""
+    """The critique's judgment of the solution; None where it has none."""
     revision: str
-    before: ProgramResult | None
-    """Of ``solution``; None where the judge failed."""
-    after: ProgramResult | None
-    """Of ``revision``; None where the judge failed."""
+    before: Verdict | None
+    """Verdict on ``solution``; None where the sandbox failed. In a transcript that was read, it has
+    the fewest tests with the same pass rate, because the file does not store single tests."""
+    after: Verdict | None
+    """Verdict on ``revision``, as ``before``."""
     critique_tokens: int = 0
     revision_tokens: int = 0
 
 
 def turn_from(record: Mapping[str, Any], place: str) -> Turn:
-    """A line of a transcript. UserError naming ``place`` and what is wrong."""
+    """The turn in a line of a transcript. Raises UserError that names ``place`` and the mistake."""
     names = {f.name for f in fields(Turn)}
     if record.keys() != names:
         wrong = ", ".join(sorted(names ^ record.keys()))
         raise UserError(f"{place}: not the fields of a transcript: {wrong}")
-    programs = {}
-    for name in ("before", "after"):
-        try:
-            programs[name] = None if record[name] is None else ProgramResult(**record[name])
-        except TypeError as error:
-            raise UserError(f"{place}: field {name!r}: {error}") from None
-    return Turn(**{**record, **programs})
+    verdicts = {name: _read_verdict(record[name], place, name) for name in ("before", "after")}
+    return Turn(**{**record, **verdicts})
+
+
+def turn_record(turn: Turn) -> dict[str, Any]:
+    """The line of a transcript that stores ``turn``, as a JSON object."""
+    verdicts = {"before": turn.before, "after": turn.after}
+    return asdict(turn) | {
+        name: None if verdict is None else {key: getattr(verdict, key) for key in _VERDICT}
+        for name, verdict in verdicts.items()
+    }
+
+
+def _read_verdict(record: Any, place: str, name: str) -> Verdict | None:
+    if record is None:
+        return None
+    if not isinstance(record, Mapping) or record.keys() != {*_VERDICT}:
+        raise UserError(f"{place}: field {name!r} must have the keys {', '.join(_VERDICT)}")
+    try:
+        return _verdict(*(record[key] for key in _VERDICT))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{place}: field {name!r}: {error}") from None
+
+
+@cache
+def _verdict(pass_rate: float, accepted: bool, timed_out: bool) -> Verdict:
+    """The verdict in a line of a transcript. Raises ValueError for an impossible one."""
+    share = Fraction(pass_rate).limit_denominator(_MOST_TESTS)
+    if not 0 <= share <= 1 or float(share) != pass_rate or accepted != (share == 1):
+        raise ValueError(f"no tests give pass_rate={pass_rate} and accepted={accepted}")
+    failed = share.denominator - share.numerator
+    passed = (True,) * share.numerator + (False,) * failed
+    return Verdict(passed=passed, total=share.denominator, timed_out=timed_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A directory that ``ctrl-evaluate`` wrote, read."""
+    """The content of a directory that ``ctrl-evaluate`` wrote."""
 
     name: str
-    """Of the directory."""
+    """Name of the directory."""
     settings: dict[str, Any]
-    """``{"settings": what all critics share, "critics": {name: {"path", "weights"}}}``."""
+    """``{"settings": those that all critics share, "critics": {name: {"path", "weights"}}}``."""
     turns: list[Turn]
     pairs: list[JudgedPair]
     left_out: tuple[str, ...] = ()
-    """What of it is missing or cut off, a sentence each."""
+    """A sentence for every part that is missing or cut off."""
     written: float = 0.0
-    """When its newest transcript was written, in seconds since the epoch."""
+    """Time of the newest transcript, in seconds since the epoch."""
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Whether ``ctrl-evaluate`` wrote the directory."""
+    """True for a directory that ``ctrl-evaluate`` wrote."""
     return (folder / SETTINGS_FILE).is_file()
 
 
 def read_evaluation(folder: Path) -> Evaluation:
-    """Settings and transcripts. UserError for files that are none, naming file and line."""
+    """Read settings and transcripts. Raises UserError that names file and line of a malformed
+    one.
+    """
     settings = read_settings(folder)
     turns: list[Turn] = []
     for path in _all_parts(folder, TURNS_FOLDER):
@@ -137,7 +151,7 @@ def read_evaluation(folder: Path) -> Evaluation:
         for number, record in enumerate(read_json_lines(path), start=1):
             pairs.append(JudgedPair.read(record, f"{path} line {number}"))
     if not turns:
-        raise UserError(f"{folder} holds no transcript yet; run ctrl-evaluate to its end")
+        raise UserError(f"{folder} has no transcript yet; run ctrl-evaluate to its end")
     paths = [path for kind in (TURNS_FOLDER, PAIRS_FOLDER) for path in _all_parts(folder, kind)]
     order = {name: place for place, name in enumerate(settings["critics"])}
     turns.sort(key=lambda t: order.get(t.critic, len(order)))
@@ -182,7 +196,7 @@ def _left_out(
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The content of ``evaluation.json``. UserError where it is not this tool's."""
+    """The content of ``evaluation.json``. Raises UserError where ctrl-evaluate did not write it."""
     path = folder / SETTINGS_FILE
     try:
         found = read_json(path)
@@ -190,19 +204,20 @@ def read_settings(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         own = False
     if not own:
-        raise UserError(f"{path} is not that of an evaluation", remedy="name another directory")
+        raise UserError(f"{path} is no file of ctrl-evaluate", remedy="name another directory")
     return found
 
 
 def part_file(folder: Path, critic: str, seed: int, kind: str = TURNS_FOLDER) -> Path:
-    """Where the transcript of a critic's chains of one seed stands."""
+    """The path of the transcript of a critic's chains of one seed."""
     plain = re.sub(r"[^\w.-]+", "_", critic).strip("_.")
     return folder / kind / f"{plain}.seed{seed}.jsonl"
 
 
 def write_part(path: Path, records: Iterable[Turn | JudgedPair]) -> None:
-    """The file of one critic and seed, whole or not at all."""
-    write_whole(path, "".join(json.dumps(asdict(record)) + "\n" for record in records))
+    """Write the file of one critic and seed, whole or not at all."""
+    lines = (turn_record(r) if isinstance(r, Turn) else asdict(r) for r in records)
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def open_evaluation(
@@ -212,20 +227,20 @@ def open_evaluation(
     *,
     overwrite: bool,
 ) -> list[str]:
-    """Check that an evaluation may write ``folder``; returns the critics to be drawn anew because
-    their weights have changed. Writes nothing.
+    """Check that an evaluation may write ``folder``, and return the critics that must be drawn anew
+    because their weights have changed. Writes nothing.
 
     ``folder`` must be new, empty or an evaluation with the same ``settings``, to which critics may
-    be added; with ``overwrite`` any evaluation. UserError otherwise, and where two critics' files
-    would have one name. What stands under ``path`` in settings and critics is for the reader: a
-    file or directory is known by its content, however it is spelled.
+    be added; with ``overwrite`` it may be any evaluation. Raises UserError otherwise, and where two
+    critics' files would have one name. Values of ``path`` in settings and critics are not compared:
+    files and directories are compared by their content.
     """
     _check_names(folder, critics)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return []
     if not folder.is_dir() or not is_evaluation(folder):
         raise UserError(
-            f"--out: {folder} is there and holds no evaluation", remedy="name a new directory"
+            f"--out: {folder} exists and is no evaluation", remedy="name a new directory"
         )
     found = read_settings(folder)
     if overwrite:
@@ -238,9 +253,9 @@ def open_evaluation(
         if _without_paths(before.get(key)) != _without_paths(now.get(key))
     ]
     if changed:
-        told = (f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed)
+        shown = (f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed)
         raise UserError(
-            f"--out: {folder} holds an evaluation with other settings ({'; '.join(told)})",
+            f"--out: {folder} is an evaluation with other settings ({'; '.join(shown)})",
             remedy="name another directory, or replace it with --overwrite",
         )
     known = {name: _without_paths(critic) for name, critic in found["critics"].items()}
@@ -256,7 +271,7 @@ def _check_names(folder: Path, critics: Iterable[str]) -> None:
         if other != critic:
             raise UserError(
                 f"the critics {other!r} and {critic!r} would have one file: their names differ in "
-                "signs only",
+                "punctuation only",
                 remedy="name one of them differently",
             )
 
@@ -275,7 +290,7 @@ def begin_evaluation(
     anew: Sequence[str],
     overwrite: bool,
 ) -> Path | None:
-    """Write the settings. The transcripts that are to be drawn ``anew`` are moved to a new folder,
+    """Write the settings. The transcripts of the critics in ``anew`` are moved to a new folder,
     which is returned and is an evaluation too; with ``overwrite`` all transcripts are removed.
     """
     kept: dict[str, Any] = {}
@@ -301,7 +316,7 @@ def begin_evaluation(
             named = {name: old["critics"][name] for name in anew}
             text = json.dumps({**old, "critics": named}, indent=1) + "\n"
             write_whole(aside / SETTINGS_FILE, text)
-    # In the order in which they were given last: gains are over the first.
+    # In the order of the newest command: gains are relative to the first critic.
     named = {**critics, **{name: kept[name] for name in kept if name not in critics}}
     content = {"tool": _TOOL, "settings": dict(settings), "critics": named}
     write_whole(folder / SETTINGS_FILE, json.dumps(content, indent=1) + "\n")
@@ -315,7 +330,7 @@ def _parts(folder: Path, critic: str, kind: str) -> list[Path]:
 
 
 def _new_folder(parent: Path) -> Path:
-    """The first of ``parent``/1, ``parent``/2, ... that is not there, made."""
+    """The first of ``parent``/1, ``parent``/2, ... that did not exist, created."""
     folder = next(there for n in count(1) if not (there := parent / str(n)).exists())
     folder.mkdir(parents=True)
     return folder

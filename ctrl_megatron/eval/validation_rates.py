@@ -8,12 +8,12 @@ from ctrl_megatron.eval.transcripts import Turn
 
 
 def summarise(results: Sequence[Turn]) -> dict[str, float]:
-    """Rates over the results whose two verdicts are known; none where no result is.
+    """Rates over the turns whose two verdicts are known; no rates where there is no such turn.
 
-    ``to_right`` and ``to_wrong`` are the shares of all results that turned from failing to passing
-    and back (the paper's up and down arrows). ``judgment_accuracy`` counts a missing judgment as
-    wrong. ``rounds`` counts what the rates are over, ``unjudged``, where there are any, the results
-    that were left out. Raises ValueError for no result at all.
+    ``to_right`` and ``to_wrong`` are the shares of turns that changed a wrong solution to a right
+    one and a right one to a wrong one (the paper's up and down arrows). ``judgment_accuracy``
+    counts a missing judgment as wrong. ``rounds`` is the number of turns with both verdicts;
+    ``unjudged``, where it is not 0, the number of the others. Raises ValueError without a turn.
     """
     if not results:
         raise ValueError("no critique to summarise")

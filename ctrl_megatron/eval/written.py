@@ -1,4 +1,4 @@
-"""Critiques that are written already: a rule's, another model's, those of who knows the fault."""
+"""Critiques from a file: those of a rule, of another model, or of an oracle."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _FIELDS = ("id", "critique")
 
 
 def is_written(critic: str) -> bool:
-    """Whether a critic is named by a file of critiques instead of a model's directory."""
+    """True where a critic is a file of critiques and not a model's directory."""
     return critic.endswith(".jsonl")
 
 
 def read_critiques(path: Path) -> dict[str, str]:
     """Critiques by the id of the first solution, from lines ``{"id": ..., "critique": ...}``.
 
-    Raises UserError naming line and field for what is none.
+    Raises UserError that names line and field of a mistake.
     """
     found: dict[str, str] = {}
     for place, record in read_placed_lines(path):

@@ -1,5 +1,5 @@
-"""A model that is asked with messages and answers with text: what every source of text offers, and
-our own engines in that form.
+"""The interface of a chat model, which answers conversations with text, and its implementation by
+an engine of this package.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ctrl_megatron.rollout.engine import StreamingEngine
 from ctrl_megatron.types import FinishReason, Message, SamplingParams
 
 TextListener = Callable[[int, str], None]
-"""Hears answers as they are written: which one, counted over all conversations, and how it goes
-on."""
+"""Receives answers while they are drawn: (number of the answer over all conversations, next piece
+of its text)."""
 
 
 class ChatError(RuntimeError):
-    """The source of text failed, after every retry."""
+    """The server failed in every attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +30,13 @@ class ChatAnswer:
     text: str
     finish_reason: FinishReason
     prompt_tokens: int | None
-    """Tokens of the conversation; None where the server does not say."""
+    """Tokens of the conversation; None where the server does not report them."""
     completion_tokens: int | None
-    """Tokens of the answer, the stop token included; None where the server does not say."""
+    """Tokens of the answer with its stop token; None where the server does not report them."""
 
 
 class Chat(Protocol):
-    """Where answers come from. Calls may overlap."""
+    """A chat model. Calls may overlap."""
 
     async def complete(
         self,
@@ -47,11 +47,10 @@ class Chat(Protocol):
         """``params.n`` answers per conversation, in order; none for a conversation that leaves no
         room for ``params.max_tokens``.
 
-        With ``params.seed``, sample j of conversation i (counted from ``params.first_row``) draws
-        from a stream of its own. Which tokens end an answer is the model's matter:
-        ``params.stop_token_ids`` is not read. ``listener`` has heard every text when they are
-        returned. Raises ``ChatError`` (a fault of the source) and
-        ``ValueError`` (what was asked for cannot be had).
+        With ``params.seed``, sample j of conversation i (counted from ``params.first_row``) has its
+        own random stream. The model decides which tokens end an answer: ``params.stop_token_ids``
+        is not read. ``listener`` has received every text when this returns. Raises ``ChatError``
+        where the server fails and ``ValueError`` for an impossible request.
         """
         ...
 
@@ -61,8 +60,8 @@ class Chat(Protocol):
 
 
 class EngineChat:
-    """``Chat`` over an engine. ``max_model_len`` is the engine's longest prompt plus completion, in
-    tokens. Raises what the engine raises.
+    """A ``Chat`` by an engine. ``max_model_len`` is the engine's longest sequence (prompt and
+    completion) in tokens. Exceptions of the engine pass unchanged.
     """
 
     def __init__(self, engine: StreamingEngine, codec: TextCodec, *, max_model_len: int) -> None:
@@ -77,7 +76,7 @@ class EngineChat:
         params = replace(params, stop_token_ids=self._codec.eos_token_ids, log_probs=False)
         prompts = [self._codec.encode_chat(messages) for messages in conversations]
         answers: list[list[ChatAnswer]] = []
-        # Prompts that fit go to the engine in runs, so that each keeps the number of its row.
+        # Consecutive prompts that fit are one request, so that each keeps its row number.
         room = self._longest - params.max_tokens
         for fits, group in groupby(prompts, key=lambda prompt: len(prompt) <= room):
             run = list(group)
@@ -113,28 +112,30 @@ class EngineChat:
         return answers
 
     async def close(self) -> None:
-        """Close the engine's connections; whoever launched the engine stops it."""
+        """Close the engine's connections. The engine itself goes on."""
         await self._engine.close()
 
 
 class _Texts:
-    """From tokens to what is new in the texts; completion 0 is the listener's ``first``."""
+    """Sends the new text of every completion to a listener; completion 0 has the number
+    ``first``.
+    """
 
     def __init__(self, codec: TextCodec, listener: TextListener, first: int) -> None:
         self._codec, self._listener, self._first = codec, listener, first
         self._tokens: dict[int, list[int]] = defaultdict(list)
-        self._told: dict[int, int] = defaultdict(int)
+        self._sent: dict[int, int] = defaultdict(int)
 
     def hear(self, place: int, tokens: Sequence[int]) -> None:
         self._tokens[place] += tokens
-        # The last character is held back until all its bytes are there.
-        self._tell(place, self._codec.decode(self._tokens[place]).rstrip("\ufffd"))
+        # The last character waits until all its bytes are drawn.
+        self._send(place, self._codec.decode(self._tokens[place]).rstrip("\ufffd"))
 
     def finish(self, texts: Iterable[str]) -> None:
         for place, text in enumerate(texts):
-            self._tell(place, text)
+            self._send(place, text)
 
-    def _tell(self, place: int, text: str) -> None:
-        if new := text[self._told[place] :]:
-            self._told[place] = len(text)
+    def _send(self, place: int, text: str) -> None:
+        if new := text[self._sent[place] :]:
+            self._sent[place] = len(text)
             self._listener(self._first + place, new)

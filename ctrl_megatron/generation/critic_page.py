@@ -13,8 +13,8 @@ from aiohttp import web
 
 @cache
 def _page() -> tuple[str, str]:
-    """The page and its Content-Security-Policy: nothing but its own script and style takes effect,
-    no string becomes markup, only this service is asked.
+    """(the page, its Content-Security-Policy). The policy allows only the page's own script and
+    style, no markup from strings, and requests to this service only.
     """
     text = files(__package__ or "").joinpath("critic_page.html").read_text(encoding="utf-8")
     script, style = (_hash_of(tag, text) for tag in ("script", "style"))
@@ -31,7 +31,7 @@ def _hash_of(tag: str, page: str) -> str:
 
 
 async def show_page(request: web.Request) -> web.Response:
-    """The page, which holds nothing secret: it is shown to everybody who may connect."""
+    """The page. It contains no secret and needs no token."""
     text, policy = _page()
     headers = {
         "Content-Security-Policy": policy,

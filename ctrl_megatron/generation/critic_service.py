@@ -1,6 +1,6 @@
-"""The critic over HTTP: from a problem and a solution to critique, judgment and, if asked for, a
-revision and what the tests say of both, whole or as they come; the model itself by OpenAI's
-``/chat/completions``; a web page for both.
+"""The critic over HTTP. ``/v1/critiques`` answers a problem and a solution with a critique, its
+judgment and, on request, a revision and the verdicts on both, as one answer or as a stream of
+events. ``/v1/chat/completions`` is OpenAI's route to the model. ``/`` is a web page.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CritiqueRequest(_Body):
     entry_point: str = ""
     """The function that the asserts call."""
     critiques: int = Field(default=1, ge=1, le=16)
-    """Critiques that vote."""
+    """Number of critiques, whose majority decides."""
     revise: bool = False
     temperature: float = Field(default=0.0, ge=0.0, le=2.0)
     seed: int | None = None
@@ -66,13 +66,13 @@ class ChatTurn(_Body):
 
 
 class StreamOptions(BaseModel):
-    """What else a stream of ``POST /v1/chat/completions`` brings."""
+    """Options of a stream of ``POST /v1/chat/completions``."""
 
     include_usage: bool = False
 
 
 class CompletionRequest(BaseModel):
-    """Body of ``POST /v1/chat/completions``; what it does not name is not read."""
+    """Body of ``POST /v1/chat/completions``; other fields are ignored."""
 
     messages: list[ChatTurn] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
@@ -85,13 +85,14 @@ class CompletionRequest(BaseModel):
 
 
 class _NoRoom(ValueError):
-    """What was asked leaves no room for an answer."""
+    """The request leaves no room for an answer."""
 
 
 class CriticService:
-    """``critic`` criticises, ``generator`` revises, ``judge`` runs tests (None: nothing is run).
-    Answers are at most ``max_tokens`` long; ``token`` is what clients must send; on loopback only
-    requests that name a loopback host are answered, so that no web page reaches it by another name.
+    """``critic`` writes critiques, ``generator`` revisions, and ``judge`` runs tests; without it no
+    program runs. Answers have at most ``max_tokens`` tokens. Clients must send ``token``. On
+    ``loopback`` a request must name a loopback host, so that no web page can reach the service by
+    another name.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class CriticService:
         self._loopback, self._token = loopback, token
 
     def application(self) -> web.Application:
-        """The routes."""
+        """The application with all routes."""
         app = web.Application(client_max_size=_LARGEST_BODY, middlewares=[self._guard])
         app.router.add_get("/", show_page)
         app.router.add_get("/health", self._health)
@@ -126,14 +127,14 @@ class CriticService:
         token = None if request.path == "/" else self._token
         if not is_allowed(request.headers.get("Authorization", ""), token):
             return _refusal(401, "send the service's token as Authorization: Bearer TOKEN")
-        # A page of another site cannot send this type without asking first, which nobody grants.
+        # A page of another site cannot send this type without a preflight request, which fails.
         if request.method == "POST" and request.content_type != "application/json":
             return _refusal(415, "send application/json")
         try:
             return await handler(request)
         except _FAULTS as error:
-            status, said = _fault(error)
-            return web.json_response(said, status=status)
+            status, body = _fault(error)
+            return web.json_response(body, status=status)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -147,7 +148,7 @@ class CriticService:
         if asked.critiques > 1 and asked.temperature == 0:
             raise ValueError("critiques: they are equal at temperature 0")
         if asked.tests and self._judge is None:
-            raise ValueError("tests: this service runs nothing (--sandbox none)")
+            raise ValueError("tests: this service runs no programs (--sandbox none)")
         problem = Problem(
             id="problem",
             statement=asked.problem,
@@ -164,7 +165,7 @@ class CriticService:
         return web.json_response(answer)
 
     async def _criticise(self, asked: CritiqueRequest, problem: Problem, tell: Tell) -> None:
-        """Tells the fields of the answer as soon as they are known, those that are not null."""
+        """Send the fields of the answer as soon as they are known."""
 
         async def test() -> list[ChatAnswer]:
             if asked.tests:
@@ -183,17 +184,17 @@ class CriticService:
             n=asked.critiques,
             seed=asked.seed,
         )
-        # Which of several critiques will stand is not known before they have voted.
+        # The critique that is shown is unknown until all have voted.
         heard = tell if asked.stream and asked.critiques == 1 else None
         messages = critique_messages(problem, asked.solution)
         drawn = await _drawn(self._critic, messages, params, "critique", heard)
-        said = vote([answer.text for answer in drawn])
-        counts = {"votes": said.votes, "votes_correct": said.votes_correct}
-        tell({"critique": said.critique, "judgment": _judgment(said.judgment), **counts})
+        result = vote([answer.text for answer in drawn])
+        counts = {"votes": result.votes, "votes_correct": result.votes_correct}
+        tell({"critique": result.critique, "judgment": _judgment(result.judgment), **counts})
         if not asked.revise:
             return drawn
         greedy = SamplingParams(max_tokens=self._max_tokens, temperature=0.0)
-        messages = revision_messages(problem, asked.solution, said.critique)
+        messages = revision_messages(problem, asked.solution, result.critique)
         heard = tell if asked.stream else None
         (revised,) = await _drawn(self._generator, messages, greedy, "revision", heard)
         code = extract_code(revised.text)
@@ -204,7 +205,7 @@ class CriticService:
         return [*drawn, revised]
 
     async def _tested(self, problem: Problem, solution: str) -> list[dict[str, Any]] | None:
-        """Every test with ``passed`` and ``detail``; None where none was given."""
+        """Every test with ``passed`` and ``detail``; None without tests."""
         if not problem.selected_uts or self._judge is None:
             return None
         row = row_of(Attempt(id="solution", problem=problem, solution=solution), ())
@@ -273,19 +274,19 @@ class CriticService:
 async def _drawn(
     chat: Chat, messages: Sequence[Message], params: SamplingParams, name: str, tell: Tell | None
 ) -> list[ChatAnswer]:
-    """The answers; ``tell`` is told of the field ``name`` what it grows by."""
+    """The answers. ``tell`` receives the new pieces of the field ``name`` while they are drawn."""
     listener = tell and (lambda _, text: tell({"delta": {name: text}}))
     (answers,) = await chat.complete([messages], params, listener)
     if not answers:
-        raise _NoRoom(f"what was sent leaves no room for a {name}")
+        raise _NoRoom(f"the request leaves no room for a {name}")
     return answers
 
 
 async def _events(
     request: web.Request, work: Callable[[Tell], Awaitable[None]]
 ) -> web.StreamResponse:
-    """What ``work`` tells as server-sent events, ``[DONE]`` the last. A fault is raised before the
-    first event and is an event afterwards. A client that leaves ends the work.
+    """The events of ``work`` as server-sent events; the last one is ``[DONE]``. An error before the
+    first event is raised, a later one is an event. The work ends when the client disconnects.
     """
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
@@ -343,13 +344,13 @@ _FAULTS = (ValueError, ChatError, SandboxError, EngineError)
 
 
 def _fault(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body that say what went wrong."""
+    """Status and body of the answer to a request that failed."""
     code = "context_length_exceeded" if isinstance(error, _NoRoom) else None
     if isinstance(error, ValidationError):
         return 422, _error("; ".join(_complaint(e) for e in error.errors()))
     if isinstance(error, ValueError):
         return 400, _error(str(error), code)
-    # An engine's last words end with its log, which stands here and concerns nobody else.
+    # An engine's message ends with its log, which clients must not see.
     return 502, _error(str(error).partition("; the end of its log")[0])
 
 
@@ -367,8 +368,8 @@ def _error(message: str, code: str | None = None) -> dict[str, Any]:
 
 
 async def serve_forever(service: CriticService, host: str, port: int) -> None:
-    """Listen until cancelled; prints the address once it is reached."""
-    # A client that leaves cancels its request, so that nobody draws for it any more.
+    """Serve until cancelled. Prints the address once it accepts connections."""
+    # The request of a client that disconnects is cancelled, and its answer is not drawn further.
     runner = web.AppRunner(service.application(), handler_cancellation=True)
     await runner.setup()
     try:

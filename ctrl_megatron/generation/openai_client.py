@@ -1,5 +1,5 @@
-"""Client of any server that speaks OpenAI's ``/chat/completions``: vLLM, SGLang, llama.cpp, Ollama,
-the hosted ones.
+"""A client of servers with OpenAI's ``/chat/completions``: vLLM, SGLang, llama.cpp, Ollama and
+hosted services.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ctrl_megatron.types import FinishReason, Message, SamplingParams
 
 _TOO_LONG = "context_length_exceeded"
 _SAID_TOO_LONG = ("context length", "maximum model length", "context size")
-"""How servers without error codes word it (vLLM, SGLang, llama.cpp)."""
+"""Parts of the same message from servers without error codes (vLLM, SGLang, llama.cpp)."""
 _REMEDIES = {
-    401: "set OPENAI_API_KEY to a key that the server takes",
+    401: "set OPENAI_API_KEY to a key that the server accepts",
     403: "set OPENAI_API_KEY to a key that may use this model",
     404: "check the model's name and the URL, which usually ends in /v1",
 }
 
 
 class BudgetSpent(UserError):
-    """A request could exceed the budget of tokens; nothing was sent."""
+    """A request could exceed the budget of tokens and was not sent."""
 
 
 class _ServerFault(Exception):
-    """One attempt failed and another one may not; not before ``retry_after`` seconds."""
+    """One attempt failed; another one may succeed, not before ``retry_after`` seconds."""
 
     def __init__(self, text: str, retry_after: float = 0.0) -> None:
         super().__init__(text)
@@ -55,25 +55,25 @@ class _DoesNotFit(Exception):
 
 @dataclass(slots=True)
 class ChatCounters:
-    """What a client did so far."""
+    """Counts of what a client did."""
 
     requests: int = 0
-    """Answers asked for."""
+    """Requested answers."""
     retries: int = 0
     """Attempts beyond the first of each."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """As the server counts them, of whole answers."""
+    """Tokens of complete answers, as the server counts them."""
     uncounted: int = 0
-    """Answers of which the server did not say how many tokens they took."""
+    """Answers whose tokens the server did not report."""
 
 
 class TokenBudget:
-    """Prompt and completion tokens that may be used, by one client or several of one event loop.
+    """A limit of prompt and completion tokens, for one client or for several of one event loop.
 
-    A request reserves ``max_tokens`` before it is sent and waits while those under way could use
-    the budget up. Its prompt is known to the server only: the budget may be exceeded by the
-    prompts of the requests that are under way when it ends.
+    A request reserves ``max_tokens`` before it is sent, and waits while the running requests could
+    use up the budget. Only the server knows the length of a prompt, so the prompts of the requests
+    that run at the end may exceed the budget.
     """
 
     def __init__(self, limit: int) -> None:
@@ -84,14 +84,14 @@ class TokenBudget:
         self._changed = asyncio.Condition()
 
     async def reserve(self, tokens: int) -> None:
-        """Wait for ``tokens``. Raises ``BudgetSpent`` where they are not left."""
+        """Wait until ``tokens`` may be used. Raises ``BudgetSpent`` where that is impossible."""
         async with self._changed:
             while True:
                 if self.spent + tokens > self.limit:
                     raise BudgetSpent(
                         f"the budget of {self.limit} tokens is used up: {self.spent} are spent and "
                         f"the next answer may take {tokens}",
-                        remedy="raise it and go on from what is saved",
+                        remedy="raise it; the next run continues from the saved parts",
                     )
                 if self.spent + self._reserved + tokens <= self.limit:
                     self._reserved += tokens
@@ -99,7 +99,7 @@ class TokenBudget:
                 await self._changed.wait()
 
     async def settle(self, reserved: int, used: int) -> None:
-        """The request that reserved ``reserved`` tokens is over and took ``used``."""
+        """End a request that reserved ``reserved`` tokens and used ``used``."""
         async with self._changed:
             self._reserved -= reserved
             self.spent += used
@@ -153,12 +153,12 @@ class OpenAIChat:
         params: SamplingParams,
         listener: TextListener | None = None,
     ) -> list[list[ChatAnswer]]:
-        """``params.n`` answers per conversation, in order; none where the server says that a
-        conversation does not fit.
+        """``params.n`` answers per conversation, in order; none where the server reports that a
+        conversation is too long.
 
-        The first fault cancels the rest. Raises ``ChatError`` after the last attempt, ``UserError``
-        for what the server refuses (key, model, parameters), ``BudgetSpent``. An answer of which
-        ``listener`` has heard a part is not tried again.
+        The first failure cancels the other requests. Raises ``ChatError`` after the last attempt,
+        ``UserError`` where the server refuses key, model or parameters, and ``BudgetSpent``. A
+        request is not repeated once ``listener`` has received a part of its answer.
         """
         calls = [
             partial(self._answers, messages, params, row, listener)
@@ -204,7 +204,7 @@ class OpenAIChat:
         if params.top_p != 1.0:
             body["top_p"] = params.top_p
         if params.top_k != -1:
-            body["top_k"] = params.top_k  # not OpenAI's own, but vLLM's, SGLang's and llama.cpp's
+            body["top_k"] = params.top_k  # a parameter of vLLM, SGLang and llama.cpp, not of OpenAI
         if params.seed is not None:
             body["seed"] = Random(f"{params.seed}/{row}/{sample}").getrandbits(31)
         return body | self._extra
@@ -254,8 +254,8 @@ class OpenAIChat:
             self.counters.uncounted += 1
             if self._budget is not None:
                 raise UserError(
-                    f"{self._url} does not say how many tokens an answer took (usage), so no "
-                    "budget can be kept",
+                    f"{self._url} does not report the tokens of an answer (usage), so a "
+                    "budget is impossible",
                     remedy="leave the budget out",
                 )
             return 0
@@ -309,7 +309,7 @@ class OpenAIChat:
 
 
 async def _joined_chunks(lines: AsyncIterable[bytes], hear: Callable[[str], None]) -> Any:
-    """The ``chat.completion`` that a stream of ``chat.completion.chunk`` amounts to."""
+    """The ``chat.completion`` that a stream of ``chat.completion.chunk`` adds up to."""
     texts, reason, usage = [], None, None
     async for line in lines:
         name, _, value = line.partition(b":")
@@ -336,7 +336,9 @@ async def _joined_chunks(lines: AsyncIterable[bytes], hear: Callable[[str], None
 
 
 def read_answer(data: Any) -> ChatAnswer:
-    """The first choice of a ``chat.completion`` object. ``ValueError`` for anything else."""
+    """The first choice of a ``chat.completion`` object. Raises ``ValueError`` for another
+    object.
+    """
     try:
         choice = data["choices"][0]
         text, reason = choice["message"]["content"], choice.get("finish_reason")
@@ -349,14 +351,14 @@ def read_answer(data: Any) -> ChatAnswer:
     if not all(count is None or (type(count) is int and count >= 0) for count in counts):
         raise ValueError(f"the usage counts no tokens: {str(usage)[:200]!r}")
     finish: FinishReason = "length" if reason == "length" else "stop"
-    # A model that thinks until its last token gives no content: an empty answer.
+    # A model that reasons until its last token has no content; its answer is empty.
     return ChatAnswer(
         text=text or "", finish_reason=finish, prompt_tokens=counts[0], completion_tokens=counts[1]
     )
 
 
 def _error_of(text: str) -> tuple[str, str]:
-    """Code and message of an error's body, whatever form the server gives it."""
+    """(code, message) in the body of an error, for all forms that servers use."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The nodes of a search tree and their parquet files; the vote over several critiques."""
+"""The nodes of a search tree, their parquet files, and the vote of several critiques."""
 
 from __future__ import annotations
 
@@ -20,51 +20,52 @@ _SECONDS = "sandbox_seconds"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchNode:
-    """A problem (``root``), a first solution of it (``generation``), or a critique of the parent's
-    solution and the revision that follows (``critique_revision``).
+    """A problem (``root``), a first solution (``generation``), or a critique of the parent's
+    solution with the revision that follows (``critique_revision``).
     """
 
     task_id: str
     """The problem's id."""
     hash: str
-    """Names the node by its place in the tree: equal in every run."""
+    """Name of the node, made from its place in the tree; equal in every run."""
     node_type: NodeType
     prev_hash: str = ""
     """The parent's ``hash``; empty for a root."""
     depth: int = 0
     solution: str = ""
-    """The raw answer; the parent's where the critique stopped the chain or nothing was answered."""
+    """The raw answer; the parent's answer where the critique stopped the chain or there is none."""
     sanitized_solution: str = ""
-    """Its code block."""
+    """The code block of ``solution``."""
     critique: str = ""
-    """The one that the revision follows."""
+    """The critique before the revision."""
     judgment: bool | None = None
-    """What the majority of the critiques says of the parent's solution; None for no judgment."""
+    """Judgment of the majority of the critiques; None where no critique has a judgment."""
     votes: int = 0
-    """Critiques with a judgment."""
+    """Number of critiques with a judgment."""
     votes_correct: int = 0
-    """Those that call the parent's solution correct."""
+    """Number of critiques that judge the parent's solution correct."""
     stopped: bool = False
-    """The chain ends here: the parent's solution was judged correct and is kept."""
+    """True where the chain ends because the parent's solution was judged correct."""
     truncated: bool = False
-    """The solution was cut at the limit of tokens."""
+    """True where the solution was cut at the limit of tokens."""
     error: str = ""
-    """Why there is no answer; nothing follows such a node."""
+    """Reason why there is no answer; such a node has no children."""
     success: bool | None = None
-    """Whether the solution passes every test; None where no sandbox was asked."""
+    """True where the solution passes every test; None without a sandbox."""
     pass_rate: float | None = None
-    """Share of tests that it passes."""
+    """Share of tests that the solution passes; None without a sandbox."""
     prompt_tokens: int | None = None
+    """Prompt tokens of all requests of the node; None where a server does not report them."""
     completion_tokens: int | None = None
-    """Of all answers that made the node; None where a server does not say."""
+    """Completion tokens of all answers of the node; None where a server does not report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticScore:
-    """What the critic says of the solution at the end of a chain."""
+    """The critic's votes on the solution at the end of a chain."""
 
     hash: str
-    """The node's."""
+    """Hash of the node."""
     votes: int
     votes_correct: int
     prompt_tokens: int | None
@@ -73,21 +74,21 @@ class CriticScore:
 
 @dataclass(frozen=True, slots=True)
 class CritiqueVote:
-    """The outcome of one or several critiques of the same solution."""
+    """The result of one or several critiques of the same solution."""
 
     judgment: bool | None
     votes: int
     votes_correct: int
     critique: str
-    """The first critique with that judgment."""
+    """The first critique with the judgment of the majority."""
 
 
 def vote(critiques: Sequence[str]) -> CritiqueVote:
-    """The majority of the judgments. A tie says incorrect: a doubted solution is revised.
+    """The majority of the judgments. A tie counts as incorrect, so that the solution is revised.
 
-    Critiques without a judgment do not vote; where there is no other, there is none. The critiques
-    are independent draws, so the first of the majority is as good as a random one. ValueError for
-    no critique.
+    Critiques without a judgment do not vote; without any vote the judgment is None. The critiques
+    are independent draws, so the first one of the majority is as good as a random one. Raises
+    ValueError without a critique.
     """
     if not critiques:
         raise ValueError("no critique to vote")
@@ -99,12 +100,14 @@ def vote(critiques: Sequence[str]) -> CritiqueVote:
 
 
 def node_hash(prev_hash: str, name: str) -> str:
-    """The hash of the child ``name`` of the node ``prev_hash``; of a root, of its problem's id."""
+    """The hash of the child ``name`` of the node ``prev_hash``. A root is the child of "" that is
+    named by its problem's id.
+    """
     return hashlib.blake2b(f"{prev_hash}\n{name}".encode(), digest_size=8).hexdigest()
 
 
 def follows(node: SearchNode) -> bool:
-    """Whether anything may follow the node."""
+    """True where the node may have children."""
     return not node.stopped and not node.error
 
 
@@ -115,9 +118,9 @@ def leaves_of(nodes: Sequence[SearchNode]) -> list[SearchNode]:
 
 
 def turn_table(nodes: Sequence[SearchNode], widths: Sequence[int]) -> list[dict[str, Any]]:
-    """Per layer from the first solutions on: ``nodes``, ``stopped``, ``errors``, ``judged_correct``
-    (share of the judgments), ``solved`` and ``pass_rate`` (means over problems of their chains,
-    where a chain that has ended stays as it is), tokens; None for what is not known.
+    """A row for every layer from the first solutions on: ``nodes``, ``stopped``, ``errors``,
+    ``judged_correct`` (share of the judgments), ``solved`` and ``pass_rate`` (means over problems
+    of their chains; a chain that has ended keeps its values), tokens. Unknown values are None.
     """
     tasks = {node.task_id for node in nodes}
     table, ended = [], list[SearchNode]()
@@ -132,7 +135,7 @@ def turn_table(nodes: Sequence[SearchNode], widths: Sequence[int]) -> list[dict[
             "judged_correct": sum(judged) / len(judged) if judged else None,
         }
         for name, field in (("solved", "success"), ("pass_rate", "pass_rate")):
-            # A node stands for its share of the chains of its problem.
+            # A node counts with its share of the chains of its problem.
             shares = [
                 (getattr(node, field), 1 / prod(widths[: node.depth + 1]))
                 for node in (*layer, *ended)
@@ -149,9 +152,8 @@ def turn_table(nodes: Sequence[SearchNode], widths: Sequence[int]) -> list[dict[
 def best_leaves(
     leaves: Sequence[SearchNode], scores: Mapping[str, CriticScore]
 ) -> list[SearchNode]:
-    """Best of n: of each problem the leaf that the largest share of its critiques calls correct,
-    the first of equal ones. Critiques without a judgment are left out of the share; a leaf without
-    any, or without an answer, comes last.
+    """Best of n: for every problem the leaf with the largest share of judgments "Correct"; the
+    first of equal ones. A leaf without a judgment or without an answer comes last.
     """
 
     def share(leaf: SearchNode) -> float:
@@ -174,7 +176,7 @@ def write_records(
     *,
     sandbox_seconds: float | None = None,
 ) -> None:
-    """Write dataclass instances to a parquet file that appears whole or not at all."""
+    """Write dataclass instances to a parquet file, whole or not at all."""
     import pyarrow as pa
 
     types = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
@@ -187,7 +189,7 @@ def write_records(
 def read_records(
     path: str | PathLike[str], record: type[Record]
 ) -> tuple[list[Record], float | None]:
-    """What ``write_records`` wrote. Raises ``UserError`` for a file of something else."""
+    """(records, seconds) that ``write_records`` wrote. Raises ``UserError`` for another file."""
     table = read_parquet(path)
     wanted = [f.name for f in fields(cast(Any, record))]
     if table.column_names != wanted:
@@ -199,6 +201,6 @@ def read_records(
 
 
 def total(counts: Iterable[int | None]) -> int | None:
-    """Their sum; None where one of them is not known."""
+    """The sum of ``counts``; None where one of them is unknown."""
     known = list(counts)
     return None if any(count is None for count in known) else sum(c for c in known if c is not None)

@@ -1,13 +1,13 @@
 """The search tree: first solutions of every problem, then turns of critique and revision.
 
-Source: CTRL (arXiv 2502.03492, section 4.2, test-time scaling over turns). A layer multiplies what
-the layer before it holds by its width: ``1 5 1 1`` is one root per problem, five first solutions of
-each and two turns of one critique and one revision. Each turn sees the problem, the latest solution
-and its critique, so conversations do not grow.
+Source: CTRL (arXiv 2502.03492, section 4.2, test-time scaling over turns). A layer has its width
+times as many nodes as the layer before it: ``1 5 1 1`` is one root per problem, five first
+solutions of each, and two turns of one critique and one revision. A turn sees the problem, the
+latest solution and its critique, so conversations do not grow.
 
-A layer is made in parts of fixed places and saved part by part. A part depends on the layer before
-it and on its place only, so a run that was killed goes on with the parts that are missing and ends
-with the same files.
+A layer is divided into parts with fixed places, and every part is saved when it is finished. A part
+depends only on the layer before it and on its place, so a run that was killed continues with the
+missing parts and ends with the same files.
 """
 
 from __future__ import annotations
@@ -53,23 +53,25 @@ _TOO_LONG = "the prompt of the {} leaves no room for an answer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeOptions:
-    """Shape of the tree and how its texts are drawn. Raises UserError for what cannot be."""
+    """The shape of the tree and the sampling of its texts. Raises UserError for impossible
+    options.
+    """
 
     widths: tuple[int, ...]
-    """Children per node of the layer before, the roots' layer (1) included."""
+    """Children of each node of the layer before; the first entry is 1, for the roots."""
     solution: SamplingParams
     critique: SamplingParams
     revision: SamplingParams
-    """Of the three, ``n``, ``seed`` and ``first_row`` are not read."""
+    """``n``, ``seed`` and ``first_row`` of the three are not read."""
     critiques: int = 1
-    """Critiques of a solution, which vote."""
+    """Number of critiques of a solution, whose majority decides."""
     stop_when_correct: bool = False
-    """A solution that is judged correct is kept and ends its chain."""
+    """True to end a chain at a solution that is judged correct."""
     seed: int = 0
     part_size: int = 32
-    """Nodes that are asked for together and saved together."""
+    """Number of nodes that are drawn and saved together."""
     parts_at_once: int = 2
-    """So that one is judged while another is drawn."""
+    """Number of parts at the same time, so that one is judged while another is drawn."""
 
     def __post_init__(self) -> None:
         widths = " ".join(map(str, self.widths))
@@ -96,27 +98,27 @@ class TreeOptions:
 
 
 class MeteredJudge:
-    """``judge`` with the seconds that programs ran."""
+    """A judge that adds up the seconds that programs ran."""
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
         self.seconds = 0.0
 
     async def submit(self, request: SubmitRequest) -> EvalResult:
-        """As the judge's; adds up the run times of the tests."""
+        """The judge's answer; adds the run times of the tests to ``seconds``."""
         result = await self._judge.submit(request)
         runs = (case.exec_info.run_result for case in result.tests)
         self.seconds += sum(run.execution_time or 0.0 for run in runs if run is not None)
         return result
 
     async def identity(self) -> object:
-        """The judge's."""
+        """The identity of the judge."""
         return await self._judge.identity()
 
 
 class SearchTree:
-    """Grows below ``directory``, which keeps the parts. ``generator`` writes first solutions and
-    revisions, ``critic`` criticises. Without a ``judge`` nothing is run and ``success`` is None.
+    """A tree whose parts are saved in ``directory``. ``generator`` writes first solutions and
+    revisions, ``critic`` critiques. Without a ``judge`` no program runs and ``success`` is None.
     """
 
     def __init__(
@@ -135,11 +137,12 @@ class SearchTree:
         self._generator, self._critic, self._judge = generator, critic, judge
         self._cache = VerdictCache()
         self.sandbox_seconds: float | None = None if judge is None else 0.0
-        """That programs of this tree ran, in this run and those that it goes on from."""
+        """Seconds that programs of this tree ran, in this run and the runs that it continues; None
+        without a judge."""
 
     async def grow(self) -> list[SearchNode]:
-        """All nodes, layer by layer. Raises ``ChatError``, ``SandboxError`` and ``UserError``; what
-        is finished by then is saved.
+        """All nodes, layer by layer. Raises ``ChatError``, ``SandboxError`` and ``UserError``;
+        finished parts are saved.
         """
         layer = [
             SearchNode(task_id=name, hash=node_hash("", name), node_type="root")
@@ -161,8 +164,8 @@ class SearchTree:
         return nodes
 
     async def score(self, leaves: Sequence[SearchNode]) -> dict[str, CriticScore]:
-        """The critic's votes on the leaves' solutions, by hash. A chain that a critique stopped has
-        them already. Raises what ``grow`` raises.
+        """Hash of a leaf -> the critic's votes on its solution. A chain that a critique stopped has
+        these votes already. Raises the exceptions of ``grow``.
         """
         known = {
             leaf.hash: CriticScore(
@@ -190,7 +193,7 @@ class SearchTree:
         record: type[Record],
         make: Callable[[int, Sequence[Any], Judge | None], Awaitable[list[Record]]],
     ) -> list[Record]:
-        """What ``make`` makes of ``places``, saved in parts below ``layers/<shape>``."""
+        """The records that ``make`` makes of ``places``, saved in parts in ``layers/<shape>``."""
         folder = self._directory / "layers" / shape
         bar = self._progress.add_task(title, total=len(places))
         slots = asyncio.Semaphore(self._options.parts_at_once)
@@ -207,7 +210,7 @@ class SearchTree:
                     write_records(file, made, record, sandbox_seconds=seconds)
             if len(made) != len(inside):
                 raise UserError(
-                    f"{len(made)} records where {len(inside)} belong", file=file, remedy="remove it"
+                    f"{len(made)} records instead of {len(inside)}", file=file, remedy="remove it"
                 )
             if self.sandbox_seconds is not None:
                 self.sandbox_seconds += seconds or 0.0
@@ -260,14 +263,14 @@ class SearchTree:
                 **_tokens(drawn),
             )
             if drawn:
-                said = vote([answer.text for answer in drawn])
+                result = vote([answer.text for answer in drawn])
                 node = replace(
                     node,
-                    critique=said.critique,
-                    judgment=said.judgment,
-                    votes=said.votes,
-                    votes_correct=said.votes_correct,
-                    stopped=self._options.stop_when_correct and said.judgment is True,
+                    critique=result.critique,
+                    judgment=result.judgment,
+                    votes=result.votes,
+                    votes_correct=result.votes_correct,
+                    stopped=self._options.stop_when_correct and result.judgment is True,
                 )
             nodes.append(node)
         revised = [i for i, node in enumerate(nodes) if follows(node)]
@@ -293,12 +296,12 @@ class SearchTree:
         critiques = await self._criticise(leaves, len(self._options.widths), start)
         scores = []
         for leaf, drawn in zip(leaves, critiques, strict=True):
-            said = vote([answer.text for answer in drawn]) if drawn else None
+            result = vote([answer.text for answer in drawn]) if drawn else None
             scores.append(
                 CriticScore(
                     hash=leaf.hash,
-                    votes=said.votes if said else 0,
-                    votes_correct=said.votes_correct if said else 0,
+                    votes=result.votes if result else 0,
+                    votes_correct=result.votes_correct if result else 0,
                     **_tokens(drawn),
                 )
             )
@@ -318,7 +321,7 @@ class SearchTree:
         return replace(params, n=1, seed=seed, first_row=start)
 
     async def _judged(self, nodes: Sequence[SearchNode], judge: Judge | None) -> list[SearchNode]:
-        """The nodes with what the sandbox says of their solutions."""
+        """The nodes with the verdicts on their solutions."""
         if judge is None:
             return list(nodes)
         cached, all_at_once = CachedJudge(judge, self._cache), asyncio.Semaphore(len(nodes) or 1)
@@ -327,7 +330,7 @@ class SearchTree:
             if node.error and node.node_type == "generation":
                 return replace(node, success=False, pass_rate=0.0)
             if node.error or node.stopped:
-                return node  # the parent's solution, with what was found out about it
+                return node  # it has the parent's solution and verdict
             problem = self._problems[node.task_id]
             attempt = Attempt(id=node.hash, problem=problem, solution=node.solution)
             verdict, _ = await cached.grade(attempt_job(attempt), all_at_once)

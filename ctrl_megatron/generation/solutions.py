@@ -1,4 +1,4 @@
-"""First solutions of problems: drawn from a model, readable by everybody, judged in the sandbox."""
+"""First solutions of problems: drawn from a model, normalised, and judged in the sandbox."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ctrl_megatron.types import Attempt, Problem, SamplingParams, Verdict
 
 Fate = Literal["as written", "normalised", "unreadable", "no room"]
 _REDRAWN = 1_000_003
-"""Between the seeds of one round of draws and the next."""
+"""Difference between the seeds of two rounds of draws."""
 
 
 async def first_solutions(
     chat: Chat, problems: Sequence[Problem], params: SamplingParams, *, redraws: int = 2
 ) -> list[tuple[Attempt, Fate]]:
-    """``params.n`` attempts per problem, not judged yet, called ``<problem id>/<number>``.
+    """``params.n`` attempts per problem, not judged yet, with the ids ``<problem id>/<number>``.
 
-    An answer whose program is not where ``extract_code`` looks is put right or, where it is
-    unreadable, drawn again up to ``redraws`` times. ``no room``: the problem leaves no room for
-    ``params.max_tokens``, and the solution is empty.
+    An answer whose program ``extract_code`` does not find is normalised or, where it is unreadable,
+    drawn again up to ``redraws`` times. ``no room`` marks a problem that leaves no room for
+    ``params.max_tokens``; its solution is empty.
     """
     asked = [generation_messages(problem) for problem in problems]
     found: dict[tuple[int, int], tuple[str, Fate]] = {}
     rows = list(range(len(problems)))
     for turn in range(1 + redraws):
-        # A draw depends on its problem, its number and the turn only.
+        # A draw depends only on its problem, its number and the round.
         seed = None if params.seed is None else params.seed + turn * _REDRAWN
         calls = [(0, asked)] if turn == 0 else [(row, [asked[row]]) for row in rows]
         drawn = await asyncio.gather(
@@ -58,7 +58,7 @@ async def first_solutions(
 
 
 def attempt_job(attempt: Attempt) -> GradingJob:
-    """How an attempt is judged: on every test."""
+    """The job that judges an attempt on every test."""
     return grading_job(attempt.solution, row_of(attempt, ()), run_all_cases=True)
 
 
@@ -69,7 +69,7 @@ async def judge_attempts(
     at_once: int = 32,
     advance: Callable[[], None] = lambda: None,
 ) -> list[tuple[Attempt, Verdict]]:
-    """Every attempt with its pass rate filled in, and its verdict. Raises ``SandboxError``."""
+    """(attempt with its pass rate, verdict) of every attempt. Raises ``SandboxError``."""
     slots = asyncio.Semaphore(at_once)
 
     async def one(attempt: Attempt) -> tuple[Attempt, Verdict]:

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from tensordict import TensorDict
 
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.eval.transcripts import ProgramResult
 from ctrl_megatron.pipeline.batch import Fields, Sample, reward_fields, rows_of, texts, with_fields
 from ctrl_megatron.pipeline.sampling import draw_samples, generate, greedy_params
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.prompts import parse_judgment, revision_messages
 from ctrl_megatron.rewards import RewardItem, RewardOutcome, Scores
-from ctrl_megatron.types import Completion, SamplingParams
+from ctrl_megatron.types import Completion, SamplingParams, Verdict
 
 _LEFT_OUT = "no revision: problem, solution and critique are too long for the engine"
 
@@ -200,7 +199,7 @@ def _verdict_fields(outcome: RewardOutcome | None) -> Fields:
 
 def judge_programs(
     worker: RolloutWorker, programs: Sequence[str], rows: Sequence[Row]
-) -> list[ProgramResult | None]:
+) -> list[Verdict | None]:
     """The verdict on each program by every test of its row; None where the judge failed.
     Collective.
     """
@@ -209,4 +208,4 @@ def judge_programs(
         assert worker.rewards is not None and worker.rewards.critic is not None
         return await worker.rewards.critic.judge_solutions(programs, rows)
 
-    return [ProgramResult.of(outcome.verdict) for outcome in worker.ask(run)]
+    return [outcome.verdict for outcome in worker.ask(run)]

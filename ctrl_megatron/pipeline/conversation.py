@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ctrl_megatron.data.rows import Row, row_of
 from ctrl_megatron.eval.pairwise import JudgedPair, ResponsePair
-from ctrl_megatron.eval.transcripts import ChainPlan, ProgramResult, Turn
+from ctrl_megatron.eval.transcripts import ChainPlan, Turn
 from ctrl_megatron.eval.validation_rates import summarise
 from ctrl_megatron.pipeline.chain import Critique, criticise, judge_programs, revise
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
@@ -25,7 +25,7 @@ from ctrl_megatron.prompts import (
     parse_choice,
     parse_judgment,
 )
-from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams
+from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams, Verdict
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class _Chain:
     """Number of the chain among those of its row."""
     row: Row
     """The row; ``row.solution`` is what the next critique is about."""
-    result: ProgramResult | None = None
+    result: Verdict | None = None
     """The verdict on ``row.solution``; None before the first turn, and where the judge failed."""
     turns: list[Turn] = field(default_factory=list)
 

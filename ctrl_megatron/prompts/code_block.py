@@ -1,6 +1,6 @@
-"""The program in an answer: ``extract_code``, the one way from a raw answer to what is run, and
-``sanitized_answer``, an answer as prompts show it. CTRL's own rules, ``sanitize`` and
-``desanitize``, are beside them.
+"""The program in an answer: ``extract_code`` is the only way from a raw answer to the program that
+runs, and ``sanitized_answer`` is an answer as prompts show it. ``sanitize`` and ``desanitize`` are
+CTRL's rules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LANGUAGE_TAGS = {
     "cpp": frozenset({"cpp", "c++", "cc", "cxx"}),
     "bash": frozenset({"bash", "sh", "shell"}),
 }
-"""How a language is called behind a fence and in requests, in lower case."""
+"""Language -> its names behind a fence and in requests, in lower case."""
 _REASONING_BEGINS = re.compile(r"\s*<think(?:ing)?>")
 _REASONING_ENDS = re.compile(r"</think(?:ing)?>")
 _LAST_OF_ITS_LINE = re.compile(r"</think(?:ing)?>[ \t\r]*(?:\n|\Z)")
@@ -27,26 +27,25 @@ _FENCES = re.compile(r"`{3,}")
 
 
 def sanitize(text: str) -> str:
-    """Reduce ``text`` to its first fenced block, written canonically.
+    """The first fenced block of ``text`` in canonical form.
 
     The ``python`` tag is optional and matches in any case; the end of the text closes an open
-    block. Without a block, or when the first block holds only white space, ``text`` itself is
-    returned.
+    block. Without a block, or where the first block is blank, ``text`` is returned.
     """
     code = _first_block(text, must_close=False)
     return fenced(code) if code else text
 
 
 def desanitize(text: str) -> str:
-    """The stripped content of the first *closed* fenced block; ``text`` itself without one."""
+    """The stripped content of the first *closed* fenced block; ``text`` where there is none."""
     code = _first_block(text, must_close=True)
     return text if code is None else code
 
 
 def extract_code(text: str, language: str = _TAG) -> str:
-    """The program an answer hands in: what ``program_block`` finds in it, else all of it; of both
-    what follows the reasoning. Python without a block that counts is read by CTRL's rule: what
-    follows the first three backticks, wherever they are.
+    """The program in an answer: the block that ``program_block`` finds after the reasoning, else
+    all text after the reasoning. Python without such a block is read by CTRL's rule: the text
+    after the first three backticks, wherever they are.
     """
     answer = without_reasoning(text)
     code = _fenced_code(answer, language)
@@ -56,8 +55,8 @@ def extract_code(text: str, language: str = _TAG) -> str:
 
 
 def sanitized_answer(text: str) -> str:
-    """An answer as prompts show it: the Python program of ``extract_code`` in a canonical block;
-    what follows the reasoning where nothing is fenced.
+    """An answer as prompts show it: the Python program of ``extract_code`` in a canonical block, or
+    the text after the reasoning where the answer has no fence.
     """
     answer = without_reasoning(text)
     code = _fenced_code(answer, _TAG)
@@ -65,13 +64,13 @@ def sanitized_answer(text: str) -> str:
 
 
 def program_block(answer: str, language: str) -> FencedBlock | None:
-    """The block of ``answer`` (without its reasoning) that holds its program; None where nothing
-    is fenced, or where all of it is a Python program, whose texts may hold fences.
+    """The block with the program of ``answer``, which has no reasoning; None without a fence, and
+    where all of the answer is a Python program, whose strings may contain fences.
 
-    The first block with ``language``'s tag, else the first without a tag, else the first; one that
-    is never closed only if it has the tag or there is no other, an empty one only if there is no
-    other. A block of Python without a tag is as good as one with it; it loses the margin that all
-    its lines have.
+    It is the first block with ``language``'s tag, else the first without a tag, else the first. A
+    block without a closing fence counts only with the tag or as the only block; an empty block
+    counts only as the only block. Python without a tag counts as a block with the tag; the common
+    margin of its lines is removed.
     """
     blocks = [block for block in fenced_blocks(answer) if block.closed or block.code.strip()]
     if not blocks or (language == _TAG and _is_whole_program(answer)):
@@ -94,15 +93,15 @@ def program_block(answer: str, language: str) -> FencedBlock | None:
 
 
 def _is_whole_program(answer: str) -> bool:
-    # Most answers to be judged begin with a fence: they need not be parsed.
+    # Most judged answers begin with a fence and need not be parsed.
     return not answer.startswith(FENCE) and is_program(answer)
 
 
 def _as_meant(block: FencedBlock) -> FencedBlock:
-    """A block of Python as models mean it: of a repeated opening fence the last; with a first line
-    that is right behind the fence, where the tag belongs; without a margin; up to a fence that is
-    not on a line of its own, where only that much is a program. What a longer fence encloses may
-    hold shorter ones.
+    """A block of Python as models mean it. The last of several opening fences counts. Code right
+    after the fence, in place of the tag, is the first line. The margin is removed. The block ends
+    at a fence inside a line where only the text before it is a program. A block in a longer fence
+    may contain shorter fences.
     """
     info, code = block.info, block.code
     if block.mark == FENCE and (repeated := _REPEATED.match(code)):
@@ -123,16 +122,16 @@ def _without_margin(code: str) -> str:
 
 
 def tags_of(language: str) -> frozenset[str]:
-    """What may stand behind the fence of a block in ``language``."""
+    """The tags of a block in ``language``."""
     return LANGUAGE_TAGS.get(language, frozenset({language}))
 
 
 def without_reasoning(text: str) -> str:
-    """What follows the reasoning that a model writes out before its answer.
+    """The text after the reasoning that a model writes before its answer.
 
-    It ends with the last ``</think>`` that ends a line (a template may have written the opening
-    tag), or at the first one where the text begins with ``<think>``. Reasoning that does not end
-    has no answer yet: "".
+    Reasoning ends with the last ``</think>`` at the end of a line (the chat template may have
+    written the opening tag), or at the first one where the text begins with ``<think>``. Reasoning
+    without an end has no answer: "" is returned.
     """
     if ends := [match.end() for match in _LAST_OF_ITS_LINE.finditer(text)]:
         text = text[ends[-1] :]
@@ -143,7 +142,7 @@ def without_reasoning(text: str) -> str:
 
 
 def fenced(code: str, language: str = _TAG) -> str:
-    """``code`` as the canonical fenced block, whose fences are longer than any in the code."""
+    """``code`` in a canonical fenced block, whose fences are longer than any fence in the code."""
     longest = max(map(len, _FENCES.findall(code)), default=len(FENCE) - 1)
     fence = "`" * (longest + 1)
     return f"{fence}{language}\n{code}\n{fence}"
@@ -165,8 +164,8 @@ def _fenced_code(answer: str, language: str) -> str | None:
 
 
 def _first_block(text: str, *, must_close: bool) -> str | None:
-    # Searched by hand: the equivalent regular expression is quadratic in runs of white space, and
-    # these texts come from a model.
+    # Searched without a regular expression, which would be quadratic in runs of white space; a
+    # model may write such texts.
     opening = text.find(FENCE)
     if opening < 0:
         return None

@@ -67,16 +67,16 @@ class _Fence:
 
 @dataclass(slots=True)
 class _Container:
-    """A block quote, or an item of a list."""
+    """A block quote or a list item."""
 
     width: int
-    """Columns that an item's lines are indented by; 0 for a quote, which marks its lines."""
+    """Columns by which an item's lines are indented; 0 for a quote, whose lines have marks."""
     empty: bool = False
-    """An item of which nothing is written yet."""
+    """True for an item without text so far."""
 
 
 class _Line:
-    """What is left of a line, whose first character is in ``column``."""
+    """The rest of a line; its first character is in ``column``."""
 
     __slots__ = ("body", "column", "margin", "rest")
 
@@ -89,7 +89,7 @@ class _Line:
         self.margin = _columns(rest[: len(rest) - len(self.body)], self.column)
 
     def take_margin(self, width: int) -> None:
-        """Drop up to ``width`` columns of white space; half a tab is left as spaces."""
+        """Remove up to ``width`` columns of white space; the rest of a tab becomes spaces."""
         white = self.rest[: len(self.rest) - len(self.body)]
         end, kept = self.column + min(width, self.margin), 0
         while self.column < end:
@@ -126,7 +126,7 @@ def fenced_blocks(text: str) -> list[FencedBlock]:
 
 
 class _Scan:
-    """CommonMark's block structure, as far as it decides where fences are."""
+    """CommonMark's block structure, as far as it determines fences."""
 
     def __init__(self) -> None:
         self.blocks: list[FencedBlock] = []
@@ -140,7 +140,7 @@ class _Scan:
             self._fence = None
 
     def is_plain(self, line: str) -> bool:
-        """Whether ``line`` needed no look at its marks: most lines of most texts."""
+        """True for a line whose marks need not be read, as for most lines of most texts."""
         if self._containers:
             return False
         if self._fence is not None:
@@ -177,13 +177,13 @@ class _Scan:
                 return
             self._containers.append(opens)
         if self._in_paragraph and line.body:
-            return  # The line goes on with it, in a list or quote also without the margin.
+            return  # The line continues the paragraph, in a list or quote also without the margin.
         if not started:
             del self._containers[kept:]
         self._in_paragraph = bool(line.body) and line.margin < _INDENTED
 
     def _continued(self, line: _Line) -> int:
-        """How many of the containers go on in this line; their margins and marks are taken."""
+        """Number of containers that continue in this line; removes their margins and marks."""
         for number, container in enumerate(self._containers):
             if not container.width:
                 if line.margin >= _INDENTED or not line.body.startswith(">"):
@@ -200,8 +200,8 @@ class _Scan:
         return len(self._containers)
 
     def _opens(self, line: _Line, *, goes_on: bool) -> _Container | _Fence | Literal[False] | None:
-        """What begins in this line; False for something without inside, None for nothing. With
-        ``goes_on`` it may be the next line of a paragraph.
+        """The container or fence that begins in this line; False for a block without content, None
+        for no block. With ``goes_on`` the line may continue a paragraph.
         """
         body = line.body
         deep = len(self._containers) >= _DEEPEST

@@ -1,9 +1,9 @@
-"""The conversations: first answer, critique, critique with an execution hint, revision; and the
-line in which a critic commits itself.
+"""The conversations that request a first solution, a critique, a critique with an execution hint
+and a revision; and the judgment line of a critique.
 
-The wording is short because the smallest critic has 135M parameters and sees a few hundred prompt
-tokens. No text ever contains a complete judgment line, so that echoing the prompt is not a
-judgment.
+The prompts are short because the smallest critic has 135M parameters and sees a few hundred prompt
+tokens. No prompt contains a complete judgment line, so that a critique that repeats its prompt has
+no judgment.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ctrl_megatron.prompts.code_block import sanitized_answer
 from ctrl_megatron.types import Message, Problem, PrompterType
 
 REVISION_SENTENCE = "Please finalize your answer accordingly using the same format."
-"""Ends every request for a revision; CTRL's wording."""
+"""The last sentence of every request for a revision; CTRL's wording."""
 
 JUDGED_CORRECT = "Overall judgment: Correct"
-"""What a critique says of a solution that it holds to be right."""
+"""The judgment line of a critique that finds the solution right."""
 JUDGED_INCORRECT = "Overall judgment: Incorrect"
-"""And of one that it holds to be wrong."""
+"""The judgment line of a critique that finds the solution wrong."""
 
 _CRITIQUE_TASK = (
     "Review the answer to this programming problem. Say what is right or wrong and how to "
@@ -42,7 +42,7 @@ _LCB_HEADINGS = ("### Question:", "### Format:")
 
 
 def generation_messages(problem: Problem) -> list[Message]:
-    """Ask for a first answer. Raises ``ValueError`` for an unknown ``prompter_type``."""
+    """The request for a first solution. Raises ``ValueError`` for an unknown ``prompter_type``."""
     _check_type(problem)
     if problem.prompter_type == "livecodebench":
         return [_user(problem.statement)]
@@ -59,22 +59,24 @@ def generation_messages(problem: Problem) -> list[Message]:
 
 
 def critique_messages(problem: Problem, solution: str) -> list[Message]:
-    """Ask for a critique of ``solution``; ``ValueError`` for an unknown ``prompter_type``."""
+    """The request for a critique of ``solution``. Raises ``ValueError`` for an unknown
+    ``prompter_type``.
+    """
     return [_user("\n".join((_CRITIQUE_TASK, *_subject(problem, solution), _CRITIQUE_FORMAT)))]
 
 
 def hint_messages(problem: Problem, solution: str, hint: str) -> list[Message]:
-    """Ask for a critique that reasons from ``hint`` (execution feedback) but never mentions it."""
+    """The request for a critique that uses ``hint`` (execution feedback) without mentioning it."""
     task = f"{_CRITIQUE_TASK} {_HINT_TASK}"
     parts = (task, *_subject(problem, solution), _tagged("hint", hint), _CRITIQUE_FORMAT)
     return [_user("\n".join(parts))]
 
 
 def revision_request(critique: str) -> Message:
-    """The turn that follows a criticised answer: the critique, then the request to answer again.
+    """The turn after the criticised solution: the critique and the request for a revision.
 
-    Of a critique with ``<format>`` and ``</format>`` only what stands between their first
-    occurrences counts.
+    Where a critique contains ``<format>`` and ``</format>``, only the text between their first
+    occurrences is used.
     """
     opening, closing = critique.find(_FORMAT_OPEN), critique.find(_FORMAT_CLOSE)
     if opening >= 0 and closing >= 0:
@@ -83,29 +85,29 @@ def revision_request(critique: str) -> Message:
 
 
 def choice_messages(question: str, first: str, second: str) -> list[Message]:
-    """Ask which of two answers to ``question`` is better."""
+    """The question which of two answers to ``question`` is better."""
     parts = (("question", question), ("first_answer", first), ("second_answer", second))
     return [_user("\n".join((_CHOICE_TASK, *(_tagged(tag, text) for tag, text in parts))))]
 
 
 def parse_choice(text: str) -> str | None:
-    """``first`` or ``second``, which ``text`` names last as the better answer; None for neither."""
+    """``first`` or ``second``, the last one that ``text`` names as better; None without a name."""
     named = _CHOICE.findall(text)
     return named[-1].lower() if named else None
 
 
 def revision_messages(problem: Problem, solution: str, critique: str) -> list[Message]:
-    """The dialogue that asks for a revision: problem, the code of ``solution``, ``critique``."""
+    """The dialogue that requests a revision: problem, code of ``solution``, ``critique``."""
     answer: Message = {"role": "assistant", "content": sanitized_answer(solution)}
     return [*generation_messages(problem), answer, revision_request(critique)]
 
 
 def parse_judgment(critique: str) -> bool | None:
-    """What a critique says about the answer: True correct, False incorrect, None where it does not
-    say.
+    """The judgment in a critique: True for correct, False for incorrect, None for no judgment.
 
-    The two judgment strings count anywhere and case-sensitively, as in CTRL; anything else (a bold
-    label, another case) is no judgment. Where a critique contains both, the last one holds.
+    The two judgment strings count anywhere in the text and in this case only, as in CTRL; any other
+    form (a bold label, another case) is no judgment. Where a critique contains both, the last one
+    counts.
     """
     correct = critique.rfind(JUDGED_CORRECT)
     incorrect = critique.rfind(JUDGED_INCORRECT)
@@ -132,7 +134,7 @@ def _subject(problem: Problem, solution: str) -> tuple[str, str]:
 
 
 def _question_of(statement: str) -> str:
-    """A LiveCodeBench prompt without its instructions; a bare question is returned as it is."""
+    """A LiveCodeBench prompt without its instructions; a bare question is returned unchanged."""
     start, end = (statement.find(heading) for heading in _LCB_HEADINGS)
     if start < 0 or end < start:
         return statement

@@ -1,4 +1,4 @@
-"""Whether a text is Python, and whether it does anything."""
+"""Tests whether a text is Python and whether it has an effect."""
 
 from __future__ import annotations
 
@@ -25,29 +25,31 @@ CODE_LINE = re.compile(
     r"\s*(?:(?:async )?def \w+\(|class \w+.*:|@\w|(?:from [\w.]+ )?import \w|print\(|return\b"
     r"|(?:for|while|if|elif|with|try|else)\b.*:\s*$|[\w.\[\]]+ ?[-+*/]?= ?\S)"
 )
-"""Matches what looks like a line of Python, also of one that does not parse."""
+"""Matches a line that looks like Python, also in a text that does not parse."""
 
 
 def parsed(code: str) -> ast.Module | None:
-    """The syntax tree of ``code``; None for what is no Python, or too deeply nested to be read."""
+    """The syntax tree of ``code``; None where it is no Python or too deeply nested."""
     tree = tree_or_line(code)
     return tree if isinstance(tree, ast.Module) else None
 
 
 def tree_or_line(code: str) -> ast.Module | int:
-    """The syntax tree of ``code``, or the line of the error, from 1."""
+    """The syntax tree of ``code``, or the number of the line with the error, from 1."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the program's style, not ours
+            warnings.simplefilter("ignore")  # they are about the style of ``code``
             return ast.parse(code)
     except SyntaxError as error:
         return error.lineno or 1
-    except (ValueError, RecursionError, MemoryError):  # NUL bytes, absurd nesting
+    except (ValueError, RecursionError, MemoryError):  # NUL bytes, extreme nesting
         return 1
 
 
 def is_program(code: str) -> bool:
-    """Python of which a line does something: a lone word of prose is an expression, too."""
+    """True for Python with a statement that is more than a value: a word of prose is a value
+    too.
+    """
     tree = parsed(code)
     return tree is not None and any(
         not (isinstance(node, ast.Expr) and isinstance(node.value, _IDLE)) for node in tree.body
@@ -55,8 +57,8 @@ def is_program(code: str) -> bool:
 
 
 def does_something(tree: ast.Module) -> bool:
-    """Whether a statement of ``tree`` has an effect: not with ``pass``, ``...``, texts and values
-    alone, nor with functions, classes, branches and loops of nothing else.
+    """True where a statement of ``tree`` has an effect. ``pass``, ``...``, strings and values have
+    none, nor have functions, classes, branches and loops that contain nothing else.
     """
     waiting: list[ast.AST] = [*tree.body]
     while waiting:

@@ -1,7 +1,7 @@
-"""First solutions whose fences do not say where the program is: put right, or found unreadable.
+"""First solutions with wrong fences: normalised, or marked as unreadable.
 
-Everybody who shows or judges an answer reads it by ``extract_code``. Small models write fences by
-which that finds nothing or prose: the opening one missing.
+All code that shows or judges an answer reads it by ``extract_code``. Small models leave out the
+opening fence, and then ``extract_code`` finds prose or no program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ctrl_megatron.prompts.python_source import CODE_LINE, is_program
 
 
 class SettledAnswer(NamedTuple):
-    """An answer that everybody reads alike."""
+    """An answer whose program ``extract_code`` finds, and how it was changed for that."""
 
     text: str
     """The answer as written, or its program in one canonical block."""
@@ -23,9 +23,9 @@ class SettledAnswer(NamedTuple):
 def settle_answer(text: str) -> SettledAnswer:
     """``text`` with its Python program where ``extract_code`` finds it.
 
-    ``as written`` where it is found already: it parses, or looks like code in a fence of its own
-    (a wrong program is an answer too). ``normalised`` where all of the text is a program, or what
-    is before the first fence. ``unreadable`` otherwise: prose, or code mixed with it.
+    ``as written``: it is found already, because it parses or looks like code in a separate fence (a
+    wrong program is an answer too). ``normalised``: all of the text is a program, or the text
+    before the first fence is. ``unreadable``: prose, or code mixed with prose.
     """
     answer, found = without_reasoning(text), extract_code(text)
     before, fence, _ = answer.partition(FENCE)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 from ctrl_megatron.eval.pairwise import JudgedPair
-from ctrl_megatron.eval.transcripts import ProgramResult, Turn
+from ctrl_megatron.eval.transcripts import Turn
+from ctrl_megatron.types import Verdict
 
 SAID = {"C": True, "I": False, "-": None}
 
 
-def program(quarters: int, *, timed_out: bool = False) -> ProgramResult:
-    return ProgramResult(pass_rate=quarters / 4, accepted=quarters == 4, timed_out=timed_out)
+def program(quarters: int, *, timed_out: bool = False) -> Verdict:
+    """A verdict with the fewest tests, as a transcript is read."""
+    share = Fraction(quarters, 4)
+    passed = tuple(n < share.numerator for n in range(share.denominator))
+    return Verdict(passed=passed, total=share.denominator, timed_out=timed_out)
 
 
 def chain(

@@ -8,11 +8,14 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from evaluated import TWO_TURNS, chain, pair
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ctrl_megatron.commands.report import main as report
 from ctrl_megatron.errors import UserError
@@ -20,13 +23,14 @@ from ctrl_megatron.eval.report import write_evaluation_report
 from ctrl_megatron.eval.results import RATES
 from ctrl_megatron.eval.tables import tables
 from ctrl_megatron.eval.transcripts import (
-    ProgramResult,
     begin_evaluation,
     open_evaluation,
     part_file,
     read_evaluation,
+    turn_from,
     write_part,
 )
+from ctrl_megatron.types import Verdict
 
 SETTINGS = {"samples": 2}
 HOSTILE = "</pre><script>alert('x')</script>\n| & <b>"
@@ -68,6 +72,24 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert found.settings["settings"] == SETTINGS
 
 
+@given(st.integers(1, 10_000), st.data(), st.booleans())
+def test_a_verdict_keeps_its_rates_in_a_file(total: int, data: st.DataObject, late: bool) -> None:
+    count = data.draw(st.integers(0, total))
+    ran = data.draw(st.integers(count, total))
+    passed = (True,) * count + (False,) * (ran - count)
+    verdict = Verdict(passed=passed, total=total, timed_out=late)
+    turn = dataclasses.replace(TWO_TURNS[0], before=verdict, after=None)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "turns.jsonl"
+        write_part(path, [turn])
+        record = json.loads(path.read_text())
+    rates = {"pass_rate": count / total, "accepted": count == total, "timed_out": late}
+    assert record["before"] == rates and record["after"] is None
+    read = turn_from(record, "a line").before
+    assert read is not None
+    assert {name: getattr(read, name) for name in rates} == rates
+
+
 def test_a_line_that_is_no_turn_is_named(tmp_path: Path) -> None:
     folder = made(tmp_path / "e")
     file = part_file(folder, "ours", 0)
@@ -75,6 +97,16 @@ def test_a_line_that_is_no_turn_is_named(tmp_path: Path) -> None:
     for record, message in (
         ({**line, "extra": 1}, "line 1: not the fields of a transcript: extra"),
         ({**line, "before": {"pass_rate": 1.0}}, "line 1: field 'before'"),
+        *(
+            ({**line, "after": {"pass_rate": rate, "accepted": ok, "timed_out": False}}, "'after'")
+            for rate, ok in (
+                (0.5, True),
+                (1.0, False),
+                (1.5, True),
+                (-0.5, False),
+                (0.12345678, False),
+            )
+        ),
     ):
         file.write_text(json.dumps(record) + "\n")
         with pytest.raises(UserError, match=message):
@@ -92,9 +124,9 @@ def test_a_directory_is_continued_only_with_its_settings(tmp_path: Path) -> None
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/mine.md").touch()
     for overwrite in (False, True):
-        with pytest.raises(UserError, match="holds no evaluation"):
+        with pytest.raises(UserError, match="exists and is no evaluation"):
             open_evaluation(tmp_path / "notes", SETTINGS, _weights("a"), overwrite=overwrite)
-    with pytest.raises(UserError, match="differ in signs only"):
+    with pytest.raises(UserError, match="differ in punctuation only"):
         open_evaluation(tmp_path / "new", SETTINGS, _weights("x y", "x-y!", "x y!"), overwrite=True)
 
 
@@ -235,7 +267,7 @@ def test_what_is_missing_of_an_evaluation_is_named(
 
 def test_a_page_without_examples_or_judgments_has_no_section_for_them(tmp_path: Path) -> None:
     folder = made(tmp_path / "e")
-    right = ProgramResult(pass_rate=1.0, accepted=True, timed_out=False)
+    right = Verdict(passed=(True,), total=1)
     turns = [
         dataclasses.replace(t, critique=None, judgment=None, before=right, after=right)
         for t in TWO_TURNS

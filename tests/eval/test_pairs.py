@@ -58,7 +58,7 @@ def test_a_line_that_is_no_pair_is_named(
     with pytest.raises(UserError, match=message):
         read_pairs(file)
     file.write_text("")
-    with pytest.raises(UserError, match="holds no pair"):
+    with pytest.raises(UserError, match="contains no pair"):
         read_pairs(file)
 
 

@@ -195,7 +195,7 @@ def test_chains_that_could_not_be_judged_are_left_out_and_counted() -> None:
     result = one([*known, lost])
     assert (result.chains, result.unjudged) == (1, 1)
     assert values(result.last) == values(one(known).last)
-    with pytest.raises(UserError, match="no chain of ours"):
+    with pytest.raises(UserError, match="no whole chain of ours"):
         one([lost])
 
 

@@ -433,5 +433,5 @@ def test_a_part_that_does_not_belong_there_is_named(tmp_path: Path) -> None:
     part = tmp_path / "layers/1-5/000001.parquet"
     nodes, _ = read_records(part, SearchNode)
     write_records(part, nodes[:2], SearchNode)
-    with pytest.raises(UserError, match=r"000001\.parquet: 2 records where 4 belong; remove it"):
+    with pytest.raises(UserError, match=r"000001\.parquet: 2 records instead of 4; remove it"):
         Grown(tmp_path, options(1, 5))

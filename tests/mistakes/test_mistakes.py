@@ -781,7 +781,7 @@ CASES = [
     evaluation(
         "settings are cut",
         "a=model --out made --set data.val_files=train.parquet",
-        "not that of an evaluation",
+        "is no file of ctrl-evaluate",
         _settings('{"tool": "ctrl-ev'),
     ),
     # Mutants.
@@ -880,7 +880,7 @@ CASES = [
                     ("tokenizer", "{'path': 'model', 'digest': "),
                 )
             ),
-            ("no settings", "--out made", "not that of an evaluation", _settings("{}")),
+            ("no settings", "--out made", "is no file of ctrl-evaluate", _settings("{}")),
             ("no pairs", "--pairs none.jsonl", "none.jsonl", lambda f: None),
             ("pair without label", "--pairs p.jsonl", "'label'", _text("p.jsonl", _PAIR)),
             ("long pair", "--pairs p.jsonl", "the pair 1 makes", _text("p.jsonl", _LONG_PAIR)),

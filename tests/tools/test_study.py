@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from ctrl_megatron.config import load_config
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.transcripts import ProgramResult, Turn
+from ctrl_megatron.eval.transcripts import Turn, turn_record
+from ctrl_megatron.types import Verdict
 from tools import study
 
 
 def write(folder: Path, arm: str, seed: int, passed: float) -> None:
     program = {
-        rate: ProgramResult(pass_rate=rate, accepted=rate == 1, timed_out=False)
+        rate: Verdict(passed=tuple(n < 4 * rate for n in range(4)), total=4)
         for rate in (0.25, passed)
     }
     turns = [
@@ -38,7 +38,7 @@ def write(folder: Path, arm: str, seed: int, passed: float) -> None:
         )
         for n in range(4)
     ]
-    text = "".join(json.dumps(asdict(turn)) + "\n" for turn in turns)
+    text = "".join(json.dumps(turn_record(turn)) + "\n" for turn in turns)
     path = folder / f"unseen_mutants.{arm.replace(' ', '')}.seed{seed}.jsonl.gz"
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
