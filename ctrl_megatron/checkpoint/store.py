@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which exist, saving one whole, removing old ones, resuming."""
+"""The checkpoints of a run: list, save, remove old ones, resume."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ POLICY_FOLDER, VALUE_FOLDER = "policy", "value"
 HF_FOLDER = "hf"
 EXPORT_FOLDER = "hf_exports"
 LEFT_FOLDER = "abandoned"
-"""Below the checkpoints: those of a run that went back behind them or started over."""
+"""Subdirectory for checkpoints ahead of the one from which the run was resumed."""
 _PREFIX = "global_step_"
 _BEGAN_FILE = "began_from"
-"""Below the checkpoints: the path from which the run that saves there was told to start."""
+"""File in the checkpoints' directory: the path from which the run that saves there started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A directory that holds models, their optimizers and the trainer's small state."""
+    """A directory with models, their optimizers and the trainer's small state."""
 
     path: Path
     step: int
@@ -49,19 +49,19 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What saving took."""
+    """Size and duration of a save."""
 
     path: Path
     step: int
     num_bytes: int
-    """Of the rank that wrote most."""
+    """Bytes written by the rank that wrote most."""
     seconds: float
-    """Until the checkpoint had its name."""
+    """Time until the checkpoint had its final name."""
     blocked: float
-    """Seconds in which training stood still."""
+    """Seconds during which training waited."""
 
     def metrics(self) -> dict[str, float]:
-        """The same as metrics of a step."""
+        """The report as metrics of a step."""
         return {
             "checkpoint/gib_per_rank": self.num_bytes / 2**30,
             "checkpoint/seconds": self.seconds,
@@ -71,7 +71,7 @@ class SaveReport:
     def __str__(self) -> str:
         return (
             f"saved {self.path} in {self.seconds:.1f} s, at most {self.num_bytes / 2**20:.1f} MiB "
-            f"per rank; training stood still for {self.blocked:.1f} s"
+            f"per rank; training waited {self.blocked:.1f} s"
         )
 
 
@@ -107,7 +107,7 @@ class CheckpointStore:
             return newest
         path, began = Path(resume_mode), self.directory / _BEGAN_FILE
         same = began.is_file() and began.read_text() == str(path.resolve())
-        # What lay there before and is not ahead of the path was not saved since.
+        # Checkpoints that existed before and are not ahead of the path are older than it.
         if same and newest is not None and newest.step > _step_of(path):
             return newest
         if not (path / STATE_FILE).is_file() or not path.name.startswith(_PREFIX):
@@ -173,7 +173,7 @@ class CheckpointStore:
         self._writing = _in_thread(write) if self._asynchronous else _done(write())
 
     def take_report(self) -> SaveReport | None:
-        """How the save went that has ended since the last call, on this rank.
+        """The report of the save that has ended since the last call, on this rank.
 
         Raises what made an asynchronous one fail: RuntimeError or OSError.
         """
@@ -183,7 +183,7 @@ class CheckpointStore:
         return writing.result()
 
     def wait(self) -> SaveReport | None:
-        """``take_report`` once the save that is being written has ended."""
+        """Wait for the save that is being written; its ``take_report``."""
         if self._writing is not None:
             futures.wait([self._writing])
         return self.take_report()
@@ -196,7 +196,7 @@ class CheckpointStore:
         groups: ProcessGroups,
     ) -> None:
         if groups.is_first:
-            # What a killed run left half-written.
+            # Incomplete checkpoints of a run that was killed.
             for stale in self.directory.glob(f".{_PREFIX}*"):
                 shutil.rmtree(stale)
         with whole_directory(target, active=groups.is_first) as work:
@@ -286,7 +286,7 @@ def _step_of(path: Path) -> int:
 
 
 def _remove(old: Path) -> None:
-    """A save has succeeded by now; an old one that stays, as a link does, is no reason to fail."""
+    """Remove an old checkpoint; a warning if that fails, because the new one is saved already."""
     try:
         shutil.rmtree(old)
     except OSError as error:
@@ -300,9 +300,9 @@ def _done(report: SaveReport) -> futures.Future[SaveReport]:
 
 
 def _in_thread(work: Callable[[], SaveReport]) -> futures.Future[SaveReport]:
-    """In a daemon, unlike an executor's: a run that fails elsewhere must not wait for it."""
+    """Runs in a daemon thread, unlike an executor's, so that a failing run does not wait for it."""
     done: futures.Future[SaveReport] = futures.Future()
-    # A thread begins on GPU 0, where each rank of a machine would open a context of its own.
+    # A new thread uses GPU 0, where every rank of a host would open a context.
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:
