@@ -45,7 +45,7 @@ def hf_to_megatron(
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write ``hf`` as a checkpoint (step 0, weights only), one tensor in memory at a time.
+    """Write ``hf`` as a checkpoint (step 0, weights only); memory has one tensor of it.
 
     Raises UserError for a model that is not supported, for an ``out`` that this tool did not write
     (its own output is replaced with ``overwrite``), and for a disk that is too small.
@@ -110,7 +110,7 @@ def megatron_to_hf(
 ) -> None:
     """Export the weights of a checkpoint's ``folder`` in the type in which they were trained.
 
-    One file of at most ``file_bytes`` is in memory at a time. A value model becomes transformers'
+    Memory has one file of at most ``file_bytes``. A value model becomes transformers'
     token classification model with one label. Raises UserError for a checkpoint that is not whole,
     and for ``out`` as ``hf_to_megatron`` does.
     """

@@ -22,7 +22,7 @@ MARKER = ".ctrl_megatron.json"
 def whole_directory(target: str | Path, *, active: bool = True) -> Iterator[Path]:
     """A new directory beside ``target`` that takes its name when the block succeeds.
 
-    An existing ``target`` is replaced, and what a killed process has half-written of it is removed.
+    An existing ``target`` is replaced, and incomplete copies of a killed process are removed.
     ``active=False`` (ranks that do not write) yields the target's path and does nothing.
     """
     target = Path(target)
@@ -57,9 +57,9 @@ def _left_behind(target: Path, ending: str) -> list[Path]:
 
 @contextmanager
 def new_directory(target: Path, tool: str, *, overwrite: bool) -> Iterator[Path]:
-    """``whole_directory`` for the product of ``tool``, which is marked as such.
+    """``whole_directory`` for the output of ``tool``, with a file that records the tool.
 
-    Raises UserError where ``require_own`` does.
+    Raises the UserErrors of ``require_own``.
     """
     require_own(target, tool, overwrite=overwrite)
     with whole_directory(target) as work:
@@ -74,7 +74,7 @@ def new_files(
 ) -> Iterator[Path]:
     """A new directory whose files, some of ``names``, move to ``folder`` when the block succeeds.
 
-    Raises UserError where ``require_own_files`` does; whatever else ``folder`` holds stays.
+    Raises the UserErrors of ``require_own_files``; other files of ``folder`` stay.
     """
     require_own_files(folder, names, tool, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,8 +111,8 @@ def remove_own_files(folder: Path, tool: str) -> None:
 
 
 def require_own_files(folder: Path, names: Collection[str], tool: str, *, overwrite: bool) -> None:
-    """UserError if ``folder`` is no directory or holds one of ``names`` that, with ``overwrite``,
-    ``tool`` has not left so.
+    """UserError if ``folder`` is no directory, or has one of ``names``; with ``overwrite``, only if
+    ``tool`` did not write that file as it is.
     """
     if os.path.lexists(folder) and not folder.is_dir():
         raise UserError(f"--out: {folder} is there and is no directory")
@@ -130,8 +130,8 @@ def require_own_files(folder: Path, names: Collection[str], tool: str, *, overwr
 def require_replaceable(
     out: Path, text: str, is_own: Callable[[Path], bool], *, overwrite: bool
 ) -> None:
-    """UserError unless ``out`` is new, says ``text`` already or, with ``overwrite``, is a file that
-    ``is_own``.
+    """UserError unless ``out`` is new, has the content ``text`` or, with ``overwrite``, is a file
+    for which ``is_own`` is true.
     """
     if not os.path.lexists(out):
         return
@@ -142,8 +142,8 @@ def require_replaceable(
 
 
 def require_own(target: Path, tool: str, *, overwrite: bool) -> None:
-    """UserError unless ``target`` is new or an empty directory, or, with ``overwrite``, holds just
-    what ``tool`` wrote there and nobody has added to or changed since.
+    """UserError unless ``target`` is new or an empty directory or, with ``overwrite``, has exactly
+    the files that ``tool`` wrote, unchanged.
     """
     elsewhere = "name a new or empty directory"
     if not os.path.lexists(target):

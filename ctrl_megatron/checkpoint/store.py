@@ -97,8 +97,9 @@ class CheckpointStore:
     def find(self, resume_mode: str) -> Checkpoint | None:
         """The checkpoint to continue from: the newest (``auto``), none (``disable``), or a path.
 
-        A run that was started from that path and has saved since continues from its newest: the
-        same command goes on after a stop. Raises ValueError if the path is not a checkpoint.
+        A run that was started from that path and has saved since continues from its newest
+        checkpoint, so that the same command continues after a stop. Raises UserError if the path is
+        not a checkpoint.
         """
         if resume_mode == "disable":
             return None
@@ -118,9 +119,10 @@ class CheckpointStore:
         return Checkpoint(path=path, step=_step_of(path))
 
     def begin(self, resume_mode: str, checkpoint: Checkpoint | None) -> list[Path]:
-        """Before a run continues from ``checkpoint``, which ``find`` has given: what others saved
-        of later steps is set aside, or ``auto`` would continue there and it would outlive what this
-        run saves. Gives the new places. Only for one rank.
+        """Set aside checkpoints of later steps than ``checkpoint``, the result of ``find``.
+
+        Otherwise ``auto`` would continue from them, and they would be kept instead of this run's.
+        Returns their new paths. Called on one rank.
         """
         began, start = self.directory / _BEGAN_FILE, checkpoint.step if checkpoint else 0
         aside, places = self.directory / LEFT_FOLDER, list[Path]()
@@ -142,8 +144,8 @@ class CheckpointStore:
 
         Each model gets a folder of its name (``policy``, ``value``). The directory gets its name
         only when all ranks have written all files. With ``asynchronous`` this rank's part is copied
-        to host memory and written by a thread while training goes on; a save that is still being
-        written is waited for first. ``take_report`` and ``wait`` tell how it went.
+        to host memory and written by a thread while training continues, after the previous save has
+        ended. ``take_report`` and ``wait`` return its report.
         """
         self.wait()
         start = time.monotonic()
@@ -175,7 +177,7 @@ class CheckpointStore:
     def take_report(self) -> SaveReport | None:
         """The report of the save that has ended since the last call, on this rank.
 
-        Raises what made an asynchronous one fail: RuntimeError or OSError.
+        Raises the RuntimeError or OSError of an asynchronous save that failed.
         """
         if self._writing is None or not self._writing.done():
             return None
@@ -245,8 +247,8 @@ class CheckpointStore:
 def read_state(
     checkpoint: Checkpoint, models: Collection[str], parts: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The trainer's small state; UserError unless the checkpoint is whole, with all the models and,
-    where any are named, just these parts of the state that a run needs. Reads no tensor.
+    """The trainer's small state; UserError unless the checkpoint is complete, with all models and,
+    if any are named, exactly these parts of the state. Reads no tensor.
     """
     anew = "start over with trainer.resume_mode=disable or another trainer.experiment_name"
     for name in models:

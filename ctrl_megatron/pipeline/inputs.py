@@ -295,9 +295,9 @@ def is_finished(
     )
     if checkpoint is None or checkpoint.step < steps:
         return False
-    told = {None, *(row["stage"] for row in stages_of(run_dir))}
+    stages = {None, *(row["stage"] for row in stages_of(run_dir))}
     left = ("report.html", *files)
-    if stage not in told or not all((run_dir / name).exists() for name in left):
+    if stage not in stages or not all((run_dir / name).exists() for name in left):
         return False
     if read_launch().rank == 0:
         changed = config_changes(run_dir, to_yaml(config))

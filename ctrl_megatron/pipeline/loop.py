@@ -47,7 +47,7 @@ class Schedule:
     """Rows of a step, or of a draw of dynamic sampling."""
     total_steps: int
     total_epochs: int | None = None
-    """Where the graph draws rows itself, ``batch_size`` at a time: passes over them after which no
+    """If the graph draws rows itself, in batches of ``batch_size``: passes over them after which no
     further step begins."""
     save_freq: int = -1
     save_hf_freq: int = -1

@@ -48,7 +48,7 @@ class RolloutWorker:
     rewards: RewardSum | None
     """Every reward function of the run; given on leaders where a node reads ``reward``."""
     reward_weights: Mapping[str, float]
-    """Reward function -> weight; the first is the one that ``reward/mean`` speaks of."""
+    """Reward function -> weight; ``reward/mean`` is the mean of the first one."""
     validation: PromptTable | None
     timeline: Timeline = field(default_factory=Timeline)
     step: int = 0
