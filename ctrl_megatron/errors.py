@@ -165,9 +165,9 @@ def users_code(what: str) -> Iterator[None]:
         line = line_of(error)
         place = f" ({line})" if line else ""
         if isinstance(error, SystemExit):
-            said = f"it calls sys.exit({'' if error.code is None else repr(error.code)})"
+            problem = f"it calls sys.exit({'' if error.code is None else repr(error.code)})"
             remedy = "; raise an error instead, or guard a script by if __name__ == '__main__'"
-            raise UserError(f"{what}: {said}{place}{remedy}") from error
+            raise UserError(f"{what}: {problem}{place}{remedy}") from error
         raise UserError(f"{what}: {type(error).__name__}: {_first_line(error)}{place}") from error
 
 

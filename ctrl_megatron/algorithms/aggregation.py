@@ -1,4 +1,4 @@
-"""How per-token losses become one number."""
+"""Aggregation of per-token losses to one number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOSS_AGG_MODES = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
-"""Ways in which per-token losses become one number."""
+"""The aggregations of per-token losses."""
 
 Count = float | torch.Tensor
 

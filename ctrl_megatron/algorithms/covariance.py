@@ -1,10 +1,10 @@
-"""A few tokens of high covariance make the entropy collapse: clip_cov and kl_cov hold them back.
+"""The losses clip_cov and kl_cov, which restrain the few tokens that make the entropy collapse.
 
-How much a token moves the entropy is the covariance of its log-prob and its advantage. Both losses
-look at all tokens of a mini-batch at once: who holds a piece of it adds ``covariance_sums`` over
-the pieces, gathers the ``covariances`` of the loss's ``TokenSelection`` under the mask and the
-tokens' lots (``token_lots``), lets it ``choose`` among the gathered, and gives each piece its part
-as ``selected``. Source of everything here: arXiv 2505.22617, section 4.2.
+The covariance of a token's log-prob and advantage says how much it changes the entropy. Both losses
+select among all tokens of a mini-batch: a caller that has a piece of it adds ``covariance_sums``
+over the pieces, gathers the ``covariances`` of the loss's ``TokenSelection`` under the mask and the
+tokens' lots (``token_lots``), calls ``choose`` on the gathered tensors, and passes each piece its
+part as ``selected``. Source of everything here: arXiv 2505.22617, section 4.2.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def over_tokens(selected: torch.Tensor, response_mask: torch.Tensor) -> torch.Te
 
 
 def token_lots(names: Sequence[str], response_mask: torch.Tensor) -> torch.Tensor:
-    """(B, R) float64 in [0, 1): a lot per token that depends on the row's name and the token's
-    place alone, so that a draw is the same however rows are dealt and ordered. Names must differ.
+    """(B, R) float64 in [0, 1): a random number per token that depends only on the row's name and
+    the token's position, so that a draw does not depend on ranks or order. Names must differ.
     """
     width, generator = response_mask.shape[1], torch.Generator()
     rows = []

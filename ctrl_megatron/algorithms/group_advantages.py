@@ -1,4 +1,4 @@
-"""Advantages of a row beside its group: what each estimator takes for the baseline and the scale.
+"""Advantages relative to the group, which differ in their baseline and scale.
 
 ``token_level_rewards``, ``response_mask`` (B, R); ``index`` (B,) hashable group ids, whole groups.
 A row's score is the sum of its token rewards under the mask. A row without tokens has no score and
@@ -54,8 +54,8 @@ def compute_grpo_passk_outcome_advantage(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Best - second best score on the tokens of the best row, 0 on all others.
 
-    Divided by (group std + epsilon) with ``norm_adv_by_std_in_grpo``. Where the best score occurs
-    twice nobody leads, and the group's advantages are 0. Source: arXiv 2503.19595.
+    Divided by (group std + epsilon) with ``norm_adv_by_std_in_grpo``. If the best score occurs
+    twice, all advantages of the group are 0. Source: arXiv 2503.19595.
     """
     group = GroupedScores(token_level_rewards, response_mask, index)
     best = group.scores == group.max(group.scores)

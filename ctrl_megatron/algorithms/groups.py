@@ -1,4 +1,4 @@
-"""Rows that answer the same prompt form a group; what a row looks like beside its group."""
+"""Groups: the samples of one prompt, and statistics of a sample's group."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class GroupedScores:
         """Counted rows of the group."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Of ``values`` (B,) over the counted rows of the group."""
+        """Sum of ``values`` (B,) over the counted rows of each row's group."""
         own = torch.where(self.counted, values, 0.0)
         return torch.zeros_like(values).index_add_(0, self._groups, own)[self._groups]
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Of ``values`` (B,) over the counted rows of the group; -inf if there is none."""
+        """Maximum of ``values`` (B,) over the counted rows of each row's group, or -inf."""
         return _group_max(torch.where(self.counted, values, -torch.inf), self._groups)
 
     def mean(self) -> torch.Tensor:
-        """Of the group's scores."""
+        """Mean of the group's scores."""
         return self.sum(self.scores) / self.count
 
     def std(self) -> torch.Tensor:
@@ -56,7 +56,7 @@ class GroupedScores:
         """(B, R): a row's advantage (B,) on each of its tokens, 0 off the mask, in the rewards'
         dtype.
 
-        A row alone in its group has nothing to be compared with: its advantage is 0.
+        The advantage of a row alone in its group is 0, because there is nothing to compare it with.
         """
         rows = torch.where(self.count > 1, advantages, 0.0).to(self._dtype)
         return masked(rows.unsqueeze(-1).expand(self._mask.shape), self._mask)

@@ -1,4 +1,4 @@
-"""KL(policy || reference) of tokens that the policy drew: estimates, reward, its coefficient."""
+"""KL(policy || reference) of tokens that the policy drew: estimators, penalty, and coefficient."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def kl_penalty(
       k1 is 0 on average, that of k3 belongs to the reverse KL. For the loss; in a reward, where no
       gradient flows, the same as without.
 
-    With ``response_mask`` the estimate is 0 off the mask, and what stands there reaches neither the
-    value nor the gradient. Source: J. Schulman, "Approximating KL Divergence" (2020); bounds as in
+    With ``response_mask`` the estimate is 0 off the mask, and the values there reach neither the
+    result nor the gradient. Source: J. Schulman, "Approximating KL Divergence" (2020); bounds as in
     verl. Raises ValueError for an unknown name and for shapes that differ.
     """
     if kl_penalty not in KL_ESTIMATORS:
@@ -98,7 +98,7 @@ def penalise(
 
 
 class FixedKLController:
-    """A coefficient that stays. A resumed run follows its own configuration, as with the LR."""
+    """A constant coefficient; a resumed run takes it from its own configuration."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = _checked_coefficient("kl_coef", kl_coef)
@@ -107,7 +107,7 @@ class FixedKLController:
         """Nothing to learn."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Which kind it is: there is nothing to restore."""
+        """The kind of the controller; there is nothing else to restore."""
         return {"type": "fixed"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class AdaptiveKLController:
         self.value *= scale
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; target and horizon come from the configuration."""
+        """Kind and coefficient; target and horizon come from the configuration."""
         return {"type": "adaptive", "value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Shapes, sums, means and whitening under a mask. What a mask hides never matters, not even as NaN.
+"""Shapes, sums, means and whitening under a mask. Masked-out values have no effect, even NaN.
 
 Masks are bool or numbers, of which anything but 0 selects. Values are replaced, not multiplied,
 where the mask is off: 0 * NaN is NaN.
@@ -14,25 +14,25 @@ _WHITEN_EPSILON = 1e-8
 _LOG_RATIO_BOUND = 20.0
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""Adds a (K,) float64 tensor over the holders of the pieces of a batch."""
+"""(K,) float64 sums of a piece of a batch -> the sums over all pieces."""
 
 
 def nothing_to_add(sums: torch.Tensor) -> torch.Tensor:
-    """The ``Reduce`` of a caller that holds the whole batch."""
+    """The ``Reduce`` of a caller that has the whole batch."""
     return sums
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Within +-20. Ratios beyond exp(20) say nothing more; their products would overflow, and a
-    backward pass would meet inf * 0.
+    """``log_ratio`` clamped to +-20. Larger ratios carry no further information; their products
+    would overflow, and a backward pass would compute inf * 0.
     """
     return log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
 
 
 def check_shapes(rank: int | None = 2, /, **tensors: torch.Tensor | None) -> None:
-    """All ``tensors`` have the shape of the first, which has ``rank`` dimensions; None is left out.
+    """Require that all ``tensors`` have the shape of the first, which has ``rank`` dimensions.
 
-    PyTorch broadcasts: (B,) beside (B, R) with as many rows as columns would give wrong numbers.
+    None is skipped. PyTorch would broadcast (B,) to (B, R) where B = R, and give wrong numbers.
     Raises ValueError naming the argument, its shape and the one it should have. Reads no values.
     """
     (first, model), *rest = tensors.items()

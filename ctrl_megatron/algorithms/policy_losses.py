@@ -1,9 +1,9 @@
-"""Policy losses per token, and what they share: clip range, bounded ratios, means of rows.
+"""Policy losses per token, and their common parts: clip range, bounded ratios, means of rows.
 
 All tensors are (B, R), float32 or float64; nothing off the mask reaches a value or a gradient.
-``config`` has the attributes that ``options`` name, ``rollout_is_weights`` multiply the loss. r is
-exp(l), l = log_prob - old_log_prob bounded to +-20, A the advantage. A loss with the options of a
-range, [1 - low, 1 + high], raises ValueError for a negative clip ratio.
+``config`` has the keys of ``actor_rollout_ref.actor`` as attributes; ``rollout_is_weights``
+multiply the loss. r is exp(l), l = log_prob - old_log_prob bounded to +-20, A the advantage. A loss
+with a clip range [1 - low, 1 + high] raises ValueError for a negative clip ratio.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGEST_GSPO_EXPONENT = 10.0
 
 
 def clip_range(config: Any) -> tuple[float, float]:
-    """(low, high): a side that is None takes ``clip_ratio``, 0.0 is kept.
+    """(low, high): a side that is None is ``clip_ratio``; 0.0 is a range.
 
     Raises ValueError for a negative side.
     """
@@ -46,7 +46,7 @@ def row_means(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor
 def weighted(
     loss: torch.Tensor, rollout_is_weights: torch.Tensor | None, response_mask: torch.Tensor
 ) -> torch.Tensor:
-    """``loss`` times the weights under the mask, or as it is without weights."""
+    """``loss`` times the weights under the mask; ``loss`` itself without weights."""
     if rollout_is_weights is None:
         return loss
     return loss * masked(rollout_is_weights, response_mask)
@@ -58,7 +58,7 @@ def terms_of(
     clipped: torch.Tensor | None = None,
     clipped_lower: torch.Tensor | None = None,
 ) -> PolicyLossTerms:
-    """Terms of (B, R) parts that are 0 off the mask; a share that a loss does not have is 0."""
+    """The terms of (B, R) parts that are 0 off the mask; a missing share is 0."""
     log_ratio = log_ratio.detach()
     none = torch.zeros_like(log_ratio)
     return PolicyLossTerms(

@@ -156,7 +156,7 @@ LOSS_INPUTS = (
     *("rollout_is_weights", "selected"),
 )
 """Arguments that a policy loss may name. Tensors are (B, R); ``config`` has the keys of
-``actor_rollout_ref.actor``; ``selected`` is given to a loss with a ``TokenSelection``. Every other
+``actor_rollout_ref.actor``; only a loss with a ``TokenSelection`` gets ``selected``. Every other
 argument is an option: ``actor_rollout_ref.actor.policy_loss_options``."""
 
 

@@ -19,12 +19,12 @@ ROLLOUT_RS = ("none", "token", "sequence", "geometric")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectedRollout:
-    """What the policy loss takes."""
+    """Inputs of the policy loss after the correction."""
 
     weights: torch.Tensor | None
     """(B, R) importance weights for ``rollout_is_weights``, 0 off the mask; None without."""
     response_mask: torch.Tensor
-    """(B, R) bool: the tokens that are left after rejection."""
+    """(B, R) bool: the tokens that remain after rejection."""
 
 
 @torch.no_grad()
@@ -70,8 +70,8 @@ def correct_rollout(
         lower = 1 / upper if rollout_rs_threshold_lower is None else rollout_rs_threshold_lower
         if not lower <= upper:
             raise ValueError(
-                f"rollout_rs_threshold={upper} is below the lower threshold {lower}; no ratio lies "
-                "between"
+                f"rollout_rs_threshold={upper} is below the lower threshold {lower}; no ratio is "
+                "between them"
             )
         ratio = _ratio(log_ratio, response_mask, rollout_rs)
         kept = kept & (ratio >= lower) & (ratio <= upper)
@@ -79,7 +79,7 @@ def correct_rollout(
 
 
 class MismatchSums(NamedTuple):
-    """What describes the mismatch of a piece of a batch."""
+    """Statistics of the mismatch between trainer and engine in a piece of a batch."""
 
     sums: torch.Tensor
     """(7,) float64 that add over pieces: tokens, |p - q|, k3, weights, squared weights, weights at

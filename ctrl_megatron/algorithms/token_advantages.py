@@ -1,7 +1,7 @@
 """Advantages by recursion along a row's tokens, from the last to the first, over all rows at once.
 
-The recursions run in float64, whatever the inputs are: an error of one token would go on to all
-before it. Tokens that the mask leaves out, also in the middle of a row, are passed over. Results
+The recursions run in float64 for every input dtype, because a rounding error of one token would
+affect all tokens before it. Masked-out tokens, also within a row, are skipped. Results
 (advantages, returns) are (B, R) in the dtype of the rewards, 0 off the mask.
 """
 

@@ -1,4 +1,4 @@
-"""The clipped loss of a value model, and how much of the returns it explains."""
+"""The clipped loss of a value model, and the explained variance of the returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ValueLossTerms(NamedTuple):
     """(B, R) values, 0 off the mask."""
 
     loss: torch.Tensor
-    """What is minimised; the only one with a gradient."""
+    """The loss of each token; the only tensor with a gradient."""
     clipped: torch.Tensor
     """1 where the clipped prediction has the larger error."""
 

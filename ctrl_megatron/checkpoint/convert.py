@@ -1,9 +1,9 @@
-"""Whole conversions between HF directories and checkpoints, outside of a run.
+"""Conversions between Hugging Face directories and checkpoints, outside a run.
 
-Both sides hold the same tensors under the same names, so that a conversion builds no model: it
-reads and writes one tensor (to a checkpoint) or one file (to an HF directory) after another. A
-checkpoint carries the small HF files (config, tokenizer) in its ``hf`` folder, so that it can be
-turned back without the directory that it came from.
+Both have the same tensors under the same names, so a conversion builds no model: it reads and
+writes one tensor (to a checkpoint) or one file (to an HF directory) after another. The folder
+``hf`` of a checkpoint has the small HF files (config, tokenizer), so that the conversion back needs
+no other directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec
 
 Progress = Callable[[int, int], None]
-"""Is told the bytes done and the bytes in all."""
+"""(bytes done, bytes in all) -> None; called while the conversion runs."""
 
 
 def hf_to_megatron(
@@ -45,10 +45,10 @@ def hf_to_megatron(
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write ``hf`` as a checkpoint (step 0, weights only), one tensor in memory at a time.
+    """Write ``hf`` as a checkpoint (step 0, weights only); memory has one tensor of it.
 
-    Raises UserError for a model that is not supported, for an ``out`` that others have written
-    (its own product is replaced with ``overwrite``) and for a disk that is too small.
+    Raises UserError for a model that is not supported, for an ``out`` that this tool did not write
+    (its own output is replaced with ``overwrite``), and for a disk that is too small.
     """
     require_own(out, "convert_hf_to_megatron", overwrite=overwrite)
     shape = read_model_shape(hf)
@@ -79,7 +79,7 @@ def hf_to_megatron(
 
 
 class _FileTensor(TensorParts):
-    """A whole tensor that is read when it is written."""
+    """A whole tensor that is read at the moment it is written."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ def megatron_to_hf(
 ) -> None:
     """Export the weights of a checkpoint's ``folder`` in the type in which they were trained.
 
-    One file of at most ``file_bytes`` is in memory at a time. A value model becomes transformers'
+    Memory has one file of at most ``file_bytes``. A value model becomes transformers'
     token classification model with one label. Raises UserError for a checkpoint that is not whole,
     and for ``out`` as ``hf_to_megatron`` does.
     """

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all, and never in the place of others'."""
+"""Files and directories that appear completely or not at all, and never replace those of others."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from ctrl_megatron.errors import UserError
 
 MARKER = ".ctrl_megatron.json"
-"""In a directory that a tool wrote: the tool, and the bytes of every file."""
+"""A file in a directory that a tool wrote: the name of the tool, and the size of every file."""
 
 
 @contextmanager
 def whole_directory(target: str | Path, *, active: bool = True) -> Iterator[Path]:
     """A new directory beside ``target`` that takes its name when the block succeeds.
 
-    An existing ``target`` is replaced, and what a killed process has half-written of it is removed.
+    An existing ``target`` is replaced, and incomplete copies of a killed process are removed.
     ``active=False`` (ranks that do not write) yields the target's path and does nothing.
     """
     target = Path(target)
@@ -57,9 +57,9 @@ def _left_behind(target: Path, ending: str) -> list[Path]:
 
 @contextmanager
 def new_directory(target: Path, tool: str, *, overwrite: bool) -> Iterator[Path]:
-    """``whole_directory`` for the product of ``tool``, which is marked as such.
+    """``whole_directory`` for the output of ``tool``, with a file that records the tool.
 
-    Raises UserError where ``require_own`` does.
+    Raises the UserErrors of ``require_own``.
     """
     require_own(target, tool, overwrite=overwrite)
     with whole_directory(target) as work:
@@ -74,7 +74,7 @@ def new_files(
 ) -> Iterator[Path]:
     """A new directory whose files, some of ``names``, move to ``folder`` when the block succeeds.
 
-    Raises UserError where ``require_own_files`` does; whatever else ``folder`` holds stays.
+    Raises the UserErrors of ``require_own_files``; other files of ``folder`` stay.
     """
     require_own_files(folder, names, tool, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def new_files(
         yield work
         marked = {"tool": tool, "files": _sizes(work)}
         (work / MARKER).write_text(json.dumps(marked, indent=1) + "\n")
-        # The mark first: after a kill in between the tool knows the others for its own.
+        # The mark is written first, so that after a kill the tool recognises its files.
         for path in sorted(work.iterdir(), key=lambda path: (path.name != MARKER, path.name)):
             os.replace(path, folder / path.name)
     finally:
@@ -92,7 +92,7 @@ def new_files(
 
 
 def own_files_whole(folder: Path, tool: str) -> bool:
-    """Whether ``tool`` has written files into ``folder`` and all of them are there, unchanged."""
+    """Whether ``tool`` wrote files into ``folder`` and all of them exist unchanged."""
     wrote = _written_by(tool, folder)
     there = {name: folder / name for name in wrote}
     return bool(wrote) and all(
@@ -101,7 +101,7 @@ def own_files_whole(folder: Path, tool: str) -> bool:
 
 
 def remove_own_files(folder: Path, tool: str) -> None:
-    """Remove what ``tool`` wrote into ``folder`` and nobody has changed since."""
+    """Remove the files that ``tool`` wrote into ``folder`` and that are unchanged."""
     for name, size in _written_by(tool, folder).items():
         path = folder / name
         if path.is_file() and path.stat().st_size == size:
@@ -111,8 +111,8 @@ def remove_own_files(folder: Path, tool: str) -> None:
 
 
 def require_own_files(folder: Path, names: Collection[str], tool: str, *, overwrite: bool) -> None:
-    """UserError if ``folder`` is no directory or holds one of ``names`` that, with ``overwrite``,
-    ``tool`` has not left so.
+    """UserError if ``folder`` is no directory, or has one of ``names``; with ``overwrite``, only if
+    ``tool`` did not write that file as it is.
     """
     if os.path.lexists(folder) and not folder.is_dir():
         raise UserError(f"--out: {folder} is there and is no directory")
@@ -130,8 +130,8 @@ def require_own_files(folder: Path, names: Collection[str], tool: str, *, overwr
 def require_replaceable(
     out: Path, text: str, is_own: Callable[[Path], bool], *, overwrite: bool
 ) -> None:
-    """UserError unless ``out`` is new, says ``text`` already or, with ``overwrite``, is a file that
-    ``is_own``.
+    """UserError unless ``out`` is new, has the content ``text`` or, with ``overwrite``, is a file
+    for which ``is_own`` is true.
     """
     if not os.path.lexists(out):
         return
@@ -142,8 +142,8 @@ def require_replaceable(
 
 
 def require_own(target: Path, tool: str, *, overwrite: bool) -> None:
-    """UserError unless ``target`` is new or an empty directory, or, with ``overwrite``, holds just
-    what ``tool`` wrote there and nobody has added to or changed since.
+    """UserError unless ``target`` is new or an empty directory or, with ``overwrite``, has exactly
+    the files that ``tool`` wrote, unchanged.
     """
     elsewhere = "name a new or empty directory"
     if not os.path.lexists(target):
@@ -166,14 +166,14 @@ def require_own(target: Path, tool: str, *, overwrite: bool) -> None:
 
 
 def _foreign(target: Path, tool: str) -> str | None:
-    """A file of ``target`` that ``tool`` has not left so; None where there is none."""
+    """A file in ``target`` that ``tool`` did not write, or not like this; None if there is none."""
     wrote, sizes = _written_by(tool, target), _sizes(target)
     changed = (name for name, size in sizes.items() if wrote.get(name) != size)
     return next(changed, None) or (None if wrote else "directories")
 
 
 def _written_by(tool: str, directory: Path) -> dict[str, int]:
-    """Bytes of the files that ``tool`` says it wrote there."""
+    """Sizes, in bytes, of the files that ``tool`` recorded."""
     try:
         marked = json.loads((directory / MARKER).read_text())
         return marked["files"] if marked["tool"] == tool else {}
@@ -182,7 +182,7 @@ def _written_by(tool: str, directory: Path) -> dict[str, int]:
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    """Bytes of every file below, by relative path; a directory without files counts as one."""
+    """Size of every file below, by relative path; an empty directory counts as a file."""
     found = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
@@ -195,7 +195,7 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 
 def free_space(directory: Path) -> int:
-    """Bytes free on the disk of ``directory``, which may not exist, or be removed meanwhile."""
+    """Free bytes on the disk of ``directory``, which need not exist."""
     for place in (directory, *directory.absolute().parents):
         with suppress(FileNotFoundError):
             return shutil.disk_usage(place).free
@@ -214,7 +214,7 @@ def require_space(directory: Path, num_bytes: int, what: str) -> None:
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Replace the file's content in one step."""
+    """Replace the content of a file atomically."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")

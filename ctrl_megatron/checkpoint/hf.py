@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out."""
+"""Reads and writes Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ctrl_megatron.resharding.sources import MegatronSource
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 
 FILE_BYTES = 4 << 30
-"""Most bytes of one safetensors file, unless a tensor is larger."""
+"""Largest size of a safetensors file, in bytes, unless one tensor is larger."""
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"),
     ".index.json",
 )
 _OF_THE_SOURCE = ("README.md", "trainer_state.json")
-"""What says how other weights came about."""
+"""Files that describe how other weights were made."""
 _FOLDERS = ("additional_chat_templates",)
 
 
 def load_hf(model: ParallelModel, directory: str | Path) -> None:
     """Fill the model's shards from ``directory``; each rank reads only the slices it owns.
 
-    A value model may start from a language model, whose vocabulary head it leaves; its own head is
-    then zero. Raises ValueError if the directory's config.json or tensors do not fit the model.
+    A value model may start from a language model without its vocabulary head; its own head is then
+    zero. Raises ValueError if the directory's config.json or tensors do not fit the model.
     """
     given = read_model_shape(directory)
     starts = model.shape.value_head and not given.value_head
@@ -64,7 +64,8 @@ def save_hf(
 
     They go through two buckets of ``file_bytes`` in the hosts' shared memory; nothing else is
     gathered. config.json and the tokenizer are taken from ``side_files``; a value model becomes
-    transformers' token classification model with one label. The directory appears whole.
+    transformers' token classification model with one label. The directory appears
+    completely or not at all.
     """
     dtype = str(next(model.models[0].parameters()).dtype).removeprefix("torch.")
     groups = model.groups
@@ -98,11 +99,11 @@ class HfFiles:
         path.touch()
         mode = path.stat().st_mode
         save_file(tensors, path, metadata={"format": "pt"})
-        path.chmod(mode)  # safetensors makes files that only their owner may read
+        path.chmod(mode)  # safetensors creates files that only their owner can read
         self._file_of |= dict.fromkeys(tensors, path.name)
 
     def finish(self, side_files: Path, dtype: str, *, value_head: bool) -> None:
-        """Write what belongs to the weights: index, config.json, the tokenizer's files."""
+        """Write the files beside the weights: index, config.json, the tokenizer's files."""
         folder, files = self._folder, sorted(set(self._file_of.values()))
         if len(files) == 1:
             (folder / files[0]).rename(folder / "model.safetensors")
@@ -121,8 +122,8 @@ class HfFiles:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copy what lies beside the weights: config.json and all that tokenizers and processors of any
-    kind may read, named chat templates among it.
+    """Copy the files beside the weights: config.json and all files that tokenizers and processors
+    may read, including named chat templates.
     """
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):

@@ -1,4 +1,4 @@
-"""The directory of a run: whose it is, and the lock of the run that writes there."""
+"""The directory of a run: who wrote it, and the lock of the run that writes to it now."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _WRITTEN = (
 )
 _BEAT_SECONDS = 5.0
 _SEEN_SECONDS = 90.0
-"""Until a file of one host is seen on the others: NFS remembers for a minute what was not there."""
+"""Longest time until other hosts see a new file: NFS caches for a minute that it does not exist."""
 _SILENT_SECONDS = 20.0
-"""After which a lock of another host that nobody renews is a dead run's."""
+"""Time without renewal after which the lock of a run on another host counts as abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock."""
+    """The process that owns a lock."""
 
     host: str
     pid: int
     started: float
-    """When the process began, in seconds since the epoch: process ids come again."""
+    """Start of the process, in seconds since the epoch, because process ids are reused."""
 
     def lives(self, lock: Path) -> bool:
-        """Whether the holder still runs; of another host's, whether it renews the lock."""
+        """Whether the process still runs or, on another host, whether it renews the lock."""
         if self.host == socket.gethostname():
             try:
                 holder = psutil.Process(self.pid)
                 same = abs(holder.create_time() - self.started) < 2
-                # One that has ended and that nobody has asked about yet still has an entry.
+                # A process that has ended keeps its entry until its parent reads the exit code.
                 return same and holder.status() != psutil.STATUS_ZOMBIE
             except psutil.NoSuchProcess:
                 return False
@@ -54,7 +54,7 @@ class Holder:
 
 
 class RunLock:
-    """Held by the first rank from ``take`` to ``release``; renewed so that other hosts see it."""
+    """The first rank's lock from ``take`` to ``release``, renewed for readers on other hosts."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOCK_FILE
@@ -62,12 +62,12 @@ class RunLock:
         self._released = threading.Event()
 
     def take(self) -> RunLock:
-        """Raises UserError where another run holds the directory or others' files lie there."""
+        """Acquire the lock. UserError if another run has it, or for files of other programs."""
         directory = self._path.parent
         if not directory.is_dir():
             check_run_directory(directory)
             directory.mkdir(parents=True, exist_ok=True)
-        # Once, because to look at the lock of another host's run takes a while.
+        # Once, because checking a lock of another host takes up to 20 s.
         with _alone(directory):
             check_run_directory(directory)
             work = self._path.with_name(f".{LOCK_FILE}.{os.getpid()}")
@@ -78,7 +78,7 @@ class RunLock:
         return self
 
     def release(self) -> None:
-        """Give the directory free, if it is still ours."""
+        """Remove the lock, if this process still owns it."""
         self._released.set()
         if _holder(self._path) == self.holder:
             self._path.unlink()
@@ -88,12 +88,12 @@ class RunLock:
             try:
                 os.utime(self._path)
             except OSError:
-                return  # somebody removed it
+                return  # the lock was removed
 
 
 def require_shared(directory: Path, holder: Holder, seconds: float = _SEEN_SECONDS) -> None:
-    """UserError where this rank does not see the lock that ``holder``, another rank, has taken: the
-    hosts' directories are different ones, and a checkpoint would lie in pieces.
+    """UserError if this rank does not see the lock of ``holder``, another rank: then the hosts have
+    different directories of this name, and a checkpoint would be scattered over them.
     """
     deadline = time.monotonic() + seconds
     while _holder(directory / LOCK_FILE) != holder:
@@ -108,8 +108,8 @@ def require_shared(directory: Path, holder: Holder, seconds: float = _SEEN_SECON
 
 
 def check_run_directory(directory: Path, key: str = "trainer.default_local_dir") -> None:
-    """UserError if a run cannot write ``directory``: another one does, files of others lie there,
-    or the system refuses. ``key`` is what named it. Writes nothing.
+    """UserError if a run cannot write to ``directory``: another run does, it has files of other
+    programs, or the system refuses. ``key`` names the directory in messages. Writes nothing.
     """
     with users_input(key):
         require_writable(directory)
@@ -142,7 +142,7 @@ def _is_ours(directory: Path) -> bool:
 
 
 def _holder(lock: Path) -> Holder | None:
-    """Who is named in the file; None where there is none, or where its writer died over it."""
+    """The owner in the lock file; None without a file, or if it is incomplete."""
     try:
         return Holder(**json.loads(lock.read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -150,7 +150,7 @@ def _holder(lock: Path) -> Holder | None:
 
 
 def _renewed(lock: Path) -> bool:
-    """Whether somebody touches the file while we look; clocks of hosts need not agree."""
+    """Whether the file is renewed within 20 s; the hosts' clocks need not agree."""
     try:
         before, deadline = lock.stat().st_mtime_ns, time.monotonic() + _SILENT_SECONDS
         while time.monotonic() < deadline:
@@ -164,7 +164,7 @@ def _renewed(lock: Path) -> bool:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Two runs of a host that start at once take the lock one after the other."""
+    """Let two runs of one host that start together acquire the lock one after the other."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

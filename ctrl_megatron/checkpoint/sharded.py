@@ -1,9 +1,9 @@
 """A model's tensors in a checkpoint, written and read by all ranks in parallel.
 
-They have the names and shapes of a Hugging Face directory, whatever the layout, the layer spec and
-the optimizer's kind: ``NAME`` is a weight, ``optimizer.exp_avg.NAME``, ``.exp_avg_sq.`` and
-``.main_param.`` its optimizer state. Every rank writes the rectangles that it holds, each element
-is written by one rank, and nothing is gathered. The files are those of
+They have the names and shapes of a Hugging Face directory with every layout, layer spec and
+optimizer: ``NAME`` is a weight, ``optimizer.exp_avg.NAME``, ``.exp_avg_sq.`` and
+``.main_param.`` its optimizer state. Every rank writes its own rectangles, one rank writes
+each element, and nothing is gathered. The files are those of
 ``torch.distributed.checkpoint``.
 """
 
@@ -50,7 +50,7 @@ from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 
 STEPS_FILE = "optimizer.json"
-"""The steps that the optimizer and its schedule have counted; weights alone have none."""
+"""The number of optimizer steps; a checkpoint of weights alone has none."""
 
 _ANOTHER = "copy it anew, or name another with trainer.resume_mode"
 _FILE_BYTES = 1 << 30
@@ -58,9 +58,9 @@ _NO_ROOM = 1 << 20
 
 
 class TensorParts:
-    """Rectangles of one whole tensor, by their offsets in it, that this process has or wants.
+    """Rectangles of one whole tensor that this process writes or reads, by their offsets in it.
 
-    The dunder methods are what torch.distributed.checkpoint asks of a sharded tensor.
+    torch.distributed.checkpoint calls the dunder methods of a sharded tensor.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -96,11 +96,11 @@ class TensorParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What one rank writes of a model."""
+    """The part of a model that one rank writes."""
 
     tensors: Mapping[str, TensorParts]
     steps: Mapping[str, int] | None
-    """``Optimization.steps``; None of a model without an optimizer."""
+    """``Optimization.steps``; None for a model without an optimizer."""
 
     @property
     def num_bytes(self) -> int:
@@ -110,7 +110,7 @@ class Snapshot:
 
 def snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
     """This rank's part of a checkpoint, as views of the model or, with ``copy``, in host memory:
-    then training may go on while the snapshot is written. Collective.
+    then training may continue while the snapshot is written. Collective.
     """
     tensors = tensors_of(model, saving=True)
     if copy:
@@ -119,7 +119,7 @@ def snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
                 whole.parts[offset] = part.to("cpu", copy=True)
     steps = None
     if model.optimization is not None:
-        # A rank may own nothing and have counted nothing.
+        # A rank without parameters has counted no steps.
         everyone = model.groups.from_all(model.optimization.steps())
         steps = {name: max(counted[name] for counted in everyone) for name in everyone[0]}
     return Snapshot(tensors=tensors, steps=steps)
@@ -157,9 +157,9 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
 def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
     """The model's weights and optimizer state as rectangles of whole tensors, aliasing the model.
 
-    To save, each element is on one rank, and what is in host memory is taken from there: whoever
-    has the device keeps it. To load, each is on all ranks that need it, and what no checkpoint
-    holds (the padding of the vocabulary) is zero.
+    For saving, each element is on one rank, and offloaded parts are read from host memory, so the
+    engine keeps the device. For loading, each element is on all ranks that need it, and elements
+    that no checkpoint has (the padding of the vocabulary) are zero.
     """
     if not saving:
         model.onload("weights", "optimizer")
@@ -209,7 +209,7 @@ def _is_original(param: ShardParam, model: ParallelModel) -> bool:
 def _rectangles(
     param: ShardParam, piece: Piece, flat: torch.Tensor, start: int
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """(offset in the HF tensor, view of ``flat``) of what ``flat`` holds of ``piece``.
+    """(offset in the HF tensor, view of ``flat``) of the elements of ``piece`` in ``flat``.
 
     ``flat`` (n,) holds the elements ``start`` to ``start + n`` of the flattened shard. A run of
     elements is at most three rectangles: the end of a row, whole rows, the beginning of a row.
@@ -242,8 +242,8 @@ class _Saving(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Writes each rank's items in files of bounded size: a file's tensors, copied from the device
-    or read from elsewhere, stay in host memory until it is complete."""
+    """Writes each rank's items in files of bounded size. Host memory has the tensors of one file,
+    copied from the device or read from elsewhere, until the file is complete."""
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         files: list[list[WriteItem]] = []
@@ -273,7 +273,7 @@ class _Loading(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
     ) -> None:
-        # The default asks for tensors of its own kinds only.
+        # The default planner requests only tensors of its own kinds.
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
@@ -297,7 +297,7 @@ def save_tensors(
 def load_tensors(
     tensors: Mapping[str, TensorParts], directory: Path, groups: ProcessGroups | None
 ) -> None:
-    """Fill the parts from ``directory``; each rank reads what it asks for. Collective, or alone.
+    """Fill the parts from ``directory``; each rank reads its own parts. Collective, or alone.
 
     ValueError if a tensor is missing there or has another shape or type.
     """
@@ -323,13 +323,13 @@ def load_tensors(
 
 
 def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
-    """Every tensor that ``directory`` holds, by name; ValueError if it is no checkpoint."""
+    """Every tensor in ``directory``, by name; ValueError if it is no checkpoint."""
     held = _metadata(directory).state_dict_metadata
     return {name: t for name, t in held.items() if isinstance(t, TensorStorageMetadata)}
 
 
 def require_whole(directory: Path) -> None:
-    """UserError unless every file that the checkpoint's metadata names is there in full size."""
+    """UserError unless every file in the checkpoint's metadata exists with its full size."""
     stored = _metadata(directory).storage_data or {}
     _steps(directory)
     ends: dict[str, int] = {}
@@ -347,7 +347,7 @@ def require_whole(directory: Path) -> None:
 
 
 def _metadata(directory: Path) -> Metadata:
-    """UserError for whatever unpickling makes of a file that is cut off or another one."""
+    """The metadata; UserError if the file is truncated or of another kind."""
     try:
         metadata = FileSystemReader(directory).read_metadata()
         if not isinstance(metadata, Metadata):
@@ -361,7 +361,7 @@ def _metadata(directory: Path) -> Metadata:
 
 
 def _steps(directory: Path) -> dict[str, int] | None:
-    """The counted steps; None of weights alone."""
+    """The number of optimizer steps; None for a checkpoint of weights alone."""
     file = directory / STEPS_FILE
     if not file.is_file():
         return None
@@ -383,11 +383,11 @@ def _one_error(doing: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        # torch's is no Exception, and lists the tracebacks of all ranks.
+        # torch's CheckpointException is no Exception, and lists the tracebacks of all ranks.
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
         # The first rank may have removed the half-written directory already.
         if free_space(directory) < _NO_ROOM:
-            # What torch makes of a write that fails says nothing of the disk.
+            # torch's error for a failed write does not mention the disk.
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
             raise full from cause
         raise RuntimeError(f"{doing} {directory} failed on rank {rank}: {cause!r}") from cause

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which exist, saving one whole, removing old ones, resuming."""
+"""The checkpoints of a run: list, save, remove old ones, resume."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ POLICY_FOLDER, VALUE_FOLDER = "policy", "value"
 HF_FOLDER = "hf"
 EXPORT_FOLDER = "hf_exports"
 LEFT_FOLDER = "abandoned"
-"""Below the checkpoints: those of a run that went back behind them or started over."""
+"""Subdirectory for checkpoints ahead of the one from which the run was resumed."""
 _PREFIX = "global_step_"
 _BEGAN_FILE = "began_from"
-"""Below the checkpoints: the path from which the run that saves there was told to start."""
+"""File in the checkpoints' directory: the path from which the run that saves there started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A directory that holds models, their optimizers and the trainer's small state."""
+    """A directory with models, their optimizers and the trainer's small state."""
 
     path: Path
     step: int
@@ -49,19 +49,19 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What saving took."""
+    """Size and duration of a save."""
 
     path: Path
     step: int
     num_bytes: int
-    """Of the rank that wrote most."""
+    """Bytes written by the rank that wrote most."""
     seconds: float
-    """Until the checkpoint had its name."""
+    """Time until the checkpoint had its final name."""
     blocked: float
-    """Seconds in which training stood still."""
+    """Seconds during which training waited."""
 
     def metrics(self) -> dict[str, float]:
-        """The same as metrics of a step."""
+        """The report as metrics of a step."""
         return {
             "checkpoint/gib_per_rank": self.num_bytes / 2**30,
             "checkpoint/seconds": self.seconds,
@@ -71,7 +71,7 @@ class SaveReport:
     def __str__(self) -> str:
         return (
             f"saved {self.path} in {self.seconds:.1f} s, at most {self.num_bytes / 2**20:.1f} MiB "
-            f"per rank; training stood still for {self.blocked:.1f} s"
+            f"per rank; training waited {self.blocked:.1f} s"
         )
 
 
@@ -97,8 +97,9 @@ class CheckpointStore:
     def find(self, resume_mode: str) -> Checkpoint | None:
         """The checkpoint to continue from: the newest (``auto``), none (``disable``), or a path.
 
-        A run that was started from that path and has saved since continues from its newest: the
-        same command goes on after a stop. Raises ValueError if the path is not a checkpoint.
+        A run that was started from that path and has saved since continues from its newest
+        checkpoint, so that the same command continues after a stop. Raises UserError if the path is
+        not a checkpoint.
         """
         if resume_mode == "disable":
             return None
@@ -107,7 +108,7 @@ class CheckpointStore:
             return newest
         path, began = Path(resume_mode), self.directory / _BEGAN_FILE
         same = began.is_file() and began.read_text() == str(path.resolve())
-        # What lay there before and is not ahead of the path was not saved since.
+        # Checkpoints that existed before and are not ahead of the path are older than it.
         if same and newest is not None and newest.step > _step_of(path):
             return newest
         if not (path / STATE_FILE).is_file() or not path.name.startswith(_PREFIX):
@@ -118,9 +119,10 @@ class CheckpointStore:
         return Checkpoint(path=path, step=_step_of(path))
 
     def begin(self, resume_mode: str, checkpoint: Checkpoint | None) -> list[Path]:
-        """Before a run continues from ``checkpoint``, which ``find`` has given: what others saved
-        of later steps is set aside, or ``auto`` would continue there and it would outlive what this
-        run saves. Gives the new places. Only for one rank.
+        """Set aside checkpoints of later steps than ``checkpoint``, the result of ``find``.
+
+        Otherwise ``auto`` would continue from them, and they would be kept instead of this run's.
+        Returns their new paths. Called on one rank.
         """
         began, start = self.directory / _BEGAN_FILE, checkpoint.step if checkpoint else 0
         aside, places = self.directory / LEFT_FOLDER, list[Path]()
@@ -142,8 +144,8 @@ class CheckpointStore:
 
         Each model gets a folder of its name (``policy``, ``value``). The directory gets its name
         only when all ranks have written all files. With ``asynchronous`` this rank's part is copied
-        to host memory and written by a thread while training goes on; a save that is still being
-        written is waited for first. ``take_report`` and ``wait`` tell how it went.
+        to host memory and written by a thread while training continues, after the previous save has
+        ended. ``take_report`` and ``wait`` return its report.
         """
         self.wait()
         start = time.monotonic()
@@ -173,9 +175,9 @@ class CheckpointStore:
         self._writing = _in_thread(write) if self._asynchronous else _done(write())
 
     def take_report(self) -> SaveReport | None:
-        """How the save went that has ended since the last call, on this rank.
+        """The report of the save that has ended since the last call, on this rank.
 
-        Raises what made an asynchronous one fail: RuntimeError or OSError.
+        Raises the RuntimeError or OSError of an asynchronous save that failed.
         """
         if self._writing is None or not self._writing.done():
             return None
@@ -183,7 +185,7 @@ class CheckpointStore:
         return writing.result()
 
     def wait(self) -> SaveReport | None:
-        """``take_report`` once the save that is being written has ended."""
+        """Wait for the save that is being written; its ``take_report``."""
         if self._writing is not None:
             futures.wait([self._writing])
         return self.take_report()
@@ -196,7 +198,7 @@ class CheckpointStore:
         groups: ProcessGroups,
     ) -> None:
         if groups.is_first:
-            # What a killed run left half-written.
+            # Incomplete checkpoints of a run that was killed.
             for stale in self.directory.glob(f".{_PREFIX}*"):
                 shutil.rmtree(stale)
         with whole_directory(target, active=groups.is_first) as work:
@@ -245,8 +247,8 @@ class CheckpointStore:
 def read_state(
     checkpoint: Checkpoint, models: Collection[str], parts: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The trainer's small state; UserError unless the checkpoint is whole, with all the models and,
-    where any are named, just these parts of the state that a run needs. Reads no tensor.
+    """The trainer's small state; UserError unless the checkpoint is complete, with all models and,
+    if any are named, exactly these parts of the state. Reads no tensor.
     """
     anew = "start over with trainer.resume_mode=disable or another trainer.experiment_name"
     for name in models:
@@ -286,7 +288,7 @@ def _step_of(path: Path) -> int:
 
 
 def _remove(old: Path) -> None:
-    """A save has succeeded by now; an old one that stays, as a link does, is no reason to fail."""
+    """Remove an old checkpoint; a warning if that fails, because the new one is saved already."""
     try:
         shutil.rmtree(old)
     except OSError as error:
@@ -300,9 +302,9 @@ def _done(report: SaveReport) -> futures.Future[SaveReport]:
 
 
 def _in_thread(work: Callable[[], SaveReport]) -> futures.Future[SaveReport]:
-    """In a daemon, unlike an executor's: a run that fails elsewhere must not wait for it."""
+    """Runs in a daemon thread, unlike an executor's, so that a failing run does not wait for it."""
     done: futures.Future[SaveReport] = futures.Future()
-    # A thread begins on GPU 0, where each rank of a machine would open a context of its own.
+    # A new thread uses GPU 0, where every rank of a host would open a context.
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Keys of ``actor_rollout_ref``: the trained policy, its reference, the reviser, the engine."""
+"""Keys of ``actor_rollout_ref``: the actor, its reference, the proxy, the engine."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ KlName = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 """Estimators of the KL divergence; k1, k2, k3 are other names of kl, mse, low_var_kl."""
 KlPlusName = Literal["kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 KlLossName = Literal[KlName, KlPlusName]
-"""The same, and forms with that estimator's value and k2's gradient."""
+"""The same, and forms with the estimator's value and k2's gradient."""
 LossAggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
-"""How per-token losses become one number."""
+"""Aggregations of per-token losses."""
 Schedule = Literal["constant", "cosine"]
-"""How the learning rate moves after the warm-up."""
+"""Schedules of the learning rate after the warm-up."""
 Dtype = Literal["bfloat16", "float32"]
 """Types of parameters; float16 would need a loss scale."""
 
 CTRL_PIPELINE = "ctrl_megatron.pipeline:ctrl_pipeline"
-"""Where `dag.custom_pipeline_fn` finds CTRL's step, which it also stands for where it is unset."""
+"""The value of `dag.custom_pipeline_fn` for CTRL's step, which is also used if the key is unset."""
 GRPO_PIPELINE = "ctrl_megatron.pipeline:grpo_pipeline"
-"""Where `dag.custom_pipeline_fn` finds GRPO on completions."""
+"""The value of `dag.custom_pipeline_fn` for GRPO on completions."""
 REVISIONS = Condition(
     ("dag.custom_pipeline_fn",),
     lambda pipeline: pipeline != GRPO_PIPELINE,
     "{0}=null or a pipeline of your own",
 )
-"""Of keys that only a step with revisions reads."""
+"""The condition of keys that only a step with revisions reads."""
 REFERENCE = Condition(
     ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"),
     lambda in_loss, in_reward: in_loss or in_reward,
     "{0}=true or {1}=true",
 )
-"""Of keys of the frozen reference."""
+"""The condition of keys of the frozen reference."""
 POLICY_LOSSES = ("vanilla", "gspo", "cpgd", "gpg", "cispo", "clip_cov", "kl_cov", "geo_mean")
 
 
@@ -88,12 +88,12 @@ class Optim:
     lr_scheduler_type: Schedule = "constant"
     """Shape of the schedule after the warm-up."""
     min_lr_ratio: float = key(0.0, SHARE, read=when(".lr_scheduler_type", "cosine"))
-    """Where the cosine ends, as a share of lr."""
+    """End of the cosine, as a share of lr."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Megatron:
-    """How Megatron-Core holds and splits the models."""
+    """The layout of the models in Megatron-Core, and where their parts are stored."""
 
     tensor_model_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share one layer."""
@@ -119,21 +119,21 @@ class Megatron:
     logprob_chunk_size: int = key(1024, AT_LEAST_1)
     """Tokens whose fp32 logits exist at the same time."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
-    """Passed through to Megatron's TransformerConfig."""
+    """Further arguments of Megatron's TransformerConfig."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """The policy update; the value model's follows it where ``critic`` has no key of its own."""
+    """The policy update; the value model's update uses these keys unless ``critic`` has its own."""
 
     ppo_mini_batch_size: int = key(256, AT_LEAST_1)
     """Prompts per optimizer step, over all ranks."""
     ppo_epochs: int = key(1, AT_LEAST_1)
     """Passes over the batch of one training step."""
     ppo_max_token_len_per_gpu: int = key(16384, AT_LEAST_1, stage="both")
-    """Token budget of a packed micro-batch in the update; fine-tuning's too."""
+    """Token budget of a packed micro-batch in the update and in fine-tuning."""
     clip_ratio: float = key(0.2, AT_LEAST_0, read=(_CLIPPED, _ONE_SIDE))
-    """PPO clip range of the sides whose key below is None."""
+    """PPO clip range of a side whose own key is None."""
     clip_ratio_low: float | None = key(None, AT_LEAST_0, read=_CLIPPED)
     """Clip range below 1; 0 is a range, None takes clip_ratio."""
     clip_ratio_high: float | None = key(None, AT_LEAST_0, read=_CLIPPED)
@@ -149,12 +149,12 @@ class Actor:
     kl_loss_type: KlLossName = key("low_var_kl", read=when(".use_kl_loss", True))
     """Estimator of the KL in the loss."""
     loss_agg_mode: LossAggregation = "token-mean"
-    """How per-token losses become one number."""
+    """Aggregation of per-token losses."""
     policy_loss: str = "vanilla"
     """Registered name of the policy loss."""
     policy_loss_options: dict[str, Any] = field(default_factory=dict)
-    """Options that the policy loss declares itself, its parameters by name; those of the losses of
-    this package are the keys of this group."""
+    """Options of a policy loss of your own: its parameters by name. The options of the built-in
+    losses are the other keys of this group."""
     clip_cov_ratio: float = key(0.0002, SHARE, read=_losses("clip_cov"))
     """Share of tokens that clip_cov takes out of the gradient."""
     clip_cov_lb: float = key(1.0, read=_losses("clip_cov"))
@@ -173,15 +173,15 @@ class Actor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """A Hugging Face directory that may be left out."""
+    """An optional Hugging Face directory."""
 
     path: str | None = None
-    """Hugging Face directory; None for the files the actor starts from."""
+    """Hugging Face directory; None for the directory that the actor starts from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """A model that is not trained: the reference of the KL, the writer of the revisions."""
+    """A frozen model: the reference of the KL, or the proxy that writes the revisions."""
 
     model: ModelFiles = group(ModelFiles)
 
@@ -193,27 +193,28 @@ class Rollout:
     name: EngineName = "hf"
     """Engine; hf is transformers' own generation, embedded."""
     python: str | None = None
-    """Interpreter that engines run in, of an environment of their own (make env-sglang-cuda); None
-    for the trainer's."""
+    """Python interpreter of the engines, if they have a separate environment (make
+    env-sglang-cuda); None for the trainer's."""
     n: int = key(8, AT_LEAST_1)
     """Critiques per prompt (the group size of GRPO)."""
     temperature: float = key(1.0, _SAMPLES)
     """Sampling temperature of critiques; log-probs are taken at the same temperature."""
     top_p: float = key(1.0, SOME_SHARE)
-    """Nucleus of the critique sampling."""
+    """Nucleus size of the critique sampling."""
     top_k: int = key(-1, COUNT_OR_MINUS_1)
-    """Keep the k likeliest tokens; -1 keeps all."""
+    """Sample from the k most likely tokens; -1 samples from all."""
     tensor_model_parallel_size: int = key(1, AT_LEAST_1)
-    """Devices per engine; every host has as many engines as its devices make."""
+    """Devices per engine; every host runs as many engines as fit on its devices."""
     placement: Literal["colocated", "dedicated"] = "colocated"
-    """Engines share the trainer's GPUs, or have GPUs of their own on the same hosts."""
+    """Engines share the trainer's GPUs, or have separate GPUs on the same hosts."""
     n_gpus_per_node: int | None = key(None, AT_LEAST_1)
-    """GPUs per host for dedicated engines, beside trainer.n_gpus_per_node; on a CPU, processes per
-    host for engines, None for one engine."""
+    """GPUs per host for dedicated engines, in addition to trainer.n_gpus_per_node; on a CPU, engine
+    processes per host, None for one."""
     gpu_memory_utilization: float = key(0.5, SOME_SHARE, read=_CACHING)
-    """Share of device memory that the engine may take."""
+    """Share of device memory that the engine may use."""
     max_model_len: int | None = key(None, AT_LEAST_1)
-    """Longest sequence of the engine; None for what prompts, critiques and revisions need."""
+    """Longest sequence of the engine, in tokens; None computes it from prompts, critiques and
+    revisions."""
     revision_max_tokens: int = key(1024, AT_LEAST_1, read=REVISIONS)
     """Longest revision, in tokens."""
     seed: int = 0
@@ -221,17 +222,17 @@ class Rollout:
     dtype: Dtype | None = None
     """Parameter type inside the engine; None takes model.dtype."""
     max_num_seqs: int = key(64, AT_LEAST_1)
-    """Sequences that the engine decodes at the same time."""
+    """Sequences that the engine decodes concurrently."""
     kv_cache_gib: float = key(2.0, ABOVE_0, read=_CACHING)
-    """Size of the key-value cache where the engine runs on a CPU, in GiB."""
+    """Size of the key-value cache of an engine on a CPU, in GiB."""
     enforce_eager: bool = key(False, read=_CACHING)
-    """Do not capture CUDA graphs; on a CPU there are none."""
+    """Do not capture CUDA graphs; no effect on a CPU."""
     free_cache_engine: bool = key(True, read=when(".placement", "colocated"))
-    """Release the engine's device memory, weights and cache, while the trainer computes."""
+    """Free the engine's weights and cache on the device while the trainer computes."""
     threads: int | None = key(None, AT_LEAST_1)
     """CPU threads of the engine; None lets the engine decide."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed through to the engine's constructor."""
+    """Further arguments of the engine's constructor."""
     update_bucket_megabytes: int = key(128, AT_LEAST_1)
     """Size of one bucket of a weight update, in 2**20 bytes."""
     weight_transport: str = "shared_memory"
@@ -241,32 +242,32 @@ class Rollout:
 
     @property
     def engine_sleeps(self) -> bool:
-        """Whether engines leave their devices to the trainer while it computes."""
+        """Whether engines sleep while the trainer computes."""
         return self.free_cache_engine and self.placement == "colocated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The files the actor starts from."""
+    """The model directory that the actor starts from."""
 
     path: str = ""
     """Hugging Face directory of the actor (required)."""
     tokenizer_path: str | None = None
     """Directory of the tokenizer; None for model.path."""
     dtype: Dtype = "bfloat16"
-    """Type of the parameters in compute; the master copy is float32."""
+    """Type of the parameters in computation; the master copy is float32."""
     shared_prefix: bool = True
     """Compute a prompt once for all of its responses in a micro-batch, in every pass."""
 
     @property
     def tokenizer(self) -> str:
-        """Directory of the tokenizer that applies."""
+        """Directory of the tokenizer."""
         return self.tokenizer_path or self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorRolloutRef:
-    """The policy, its reference, the reviser, and the engine that generates for them."""
+    """The actor, its reference, the proxy, and the engine that generates for them."""
 
     model: Model = group(Model, stage="both")
     proxy: Frozen = group(Frozen, read=REVISIONS)

@@ -1,4 +1,4 @@
-"""Keys of ``algorithm``, ``critic``, ``reward`` and ``sandbox``: from a verdict to an advantage."""
+"""Keys of ``algorithm``, ``critic``, ``reward`` and ``sandbox``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VALUE_MODEL = Condition(
     lambda enable, estimator: estimator == "gae" if enable is None else enable,
     "{1}=gae (or {0}=true with a pipeline of your own)",
 )
-"""Of keys of the value model."""
+"""The condition of keys of the value model."""
 
 
 def _estimators(*names: str) -> Condition:
@@ -50,57 +50,59 @@ class KlControl:
     type: Literal["fixed", "adaptive"] = "fixed"
     """Constant, or steered towards target_kl."""
     kl_coef: float = key(0.001, AT_LEAST_0)
-    """The coefficient, or where it starts."""
+    """The coefficient, or its initial value."""
     target_kl: float = key(0.1, ABOVE_0, read=_ADAPTIVE)
-    """Mean KL per token that the adaptive controller aims at."""
+    """Target of the adaptive controller: mean KL per token."""
     horizon: int = key(10000, AT_LEAST_1, read=_ADAPTIVE)
-    """Sequences over which it corrects an error; more than a fifth of those of a step."""
+    """Sequences over which the adaptive controller corrects an error; more than a fifth of those of
+    a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterGroups:
-    """Dynamic sampling: groups whose rewards are all equal teach nothing and are replaced."""
+    """Dynamic sampling: groups whose rewards are all equal have no signal and are replaced."""
 
     enable: bool = False
     """Train only on groups with different rewards; sample more prompts until there are enough."""
     max_num_gen_batches: int = key(10, AT_LEAST_1, read=when(".enable", True))
-    """Batches of data.gen_batch_size prompts that one step may sample before it gives up."""
+    """Batches of data.gen_batch_size prompts that one step may sample before it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCorrection:
-    """What is done about the engine's probabilities differing from the trainer's."""
+    """Correction of the difference between the engine's probabilities and the trainer's."""
 
     rollout_is: Literal["none", "token", "sequence"] = "none"
-    """Weigh the loss by trainer over engine probability, per token or per sequence."""
+    """Weight the loss by the trainer's probability over the engine's, per token or sequence."""
     rollout_is_threshold: float = key(2.0, ABOVE_0, read=when(".rollout_is", "token", "sequence"))
-    """Weights are truncated here."""
+    """Upper bound of the weights."""
     rollout_rs: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave out tokens or sequences with a ratio out of bounds; geometric: by mean log ratio."""
+    """Reject tokens or sequences with a ratio out of bounds; geometric uses the mean log-ratio."""
     rollout_rs_threshold: float = key(2.0, ABOVE_0, read=_REJECTING)
-    """Largest ratio that stays."""
+    """Largest ratio that is kept."""
     rollout_rs_threshold_lower: float | None = key(None, AT_LEAST_0, read=_REJECTING)
-    """Smallest ratio that stays, 0 for no bound; None for 1 / rollout_rs_threshold."""
+    """Smallest ratio that is kept, 0 for no bound; None for 1 / rollout_rs_threshold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """From token rewards to advantages."""
+    """The computation of advantages from token rewards."""
 
     adv_estimator: str = "grpo"
     """Registered name of the advantage estimator."""
     adv_estimator_options: dict[str, Any] = field(default_factory=dict)
-    """Options that the estimator declares itself, its parameters by name: f_norm of gpg."""
+    """Options of the estimator without a key here: its parameters by name, e.g. f_norm of gpg."""
     gamma: float = key(1.0, SHARE, read=_estimators("gae", "reinforce_plus_plus"))
     """Discount per token."""
     lam: float = key(1.0, SHARE, read=_estimators("gae"))
     """Trace decay of GAE."""
     norm_adv_by_std_in_grpo: bool = key(True, read=_estimators("grpo", "grpo_passk"))
-    """Divide by the group's standard deviation; False is Dr.GRPO."""
+    """Divide by the group's standard deviation; False gives Dr.GRPO."""
     weight_factor_in_cpgd: Literal["STD_weight", "clip_filter_like_weight", "naive"] = key(
         "STD_weight", read=_estimators("cpgd")
     )
-    """How cpgd scales a group: by its standard deviation, like filtering, or not at all."""
+    """Scale of a group in cpgd: by its standard deviation, by the share of groups with signal, or
+    none."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the token rewards (excludes actor.use_kl_loss)."""
     kl_penalty: KlName = key("kl", read=_IN_REWARD)
@@ -112,7 +114,7 @@ class Algorithm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueOptim:
-    """The value model's optimizer; everything else is that of ``actor_rollout_ref.actor.optim``."""
+    """The value model's optimizer; its other settings are ``actor_rollout_ref.actor.optim``."""
 
     lr: float = key(1e-5, ABOVE_0)
     """Peak learning rate."""
@@ -120,16 +122,16 @@ class ValueOptim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """The value model; what it has no key for is that of ``actor_rollout_ref.actor``."""
+    """The value model; its other settings are those of ``actor_rollout_ref.actor``."""
 
     enable: bool | None = None
-    """Train a value model; None for where the estimator reads its values (gae)."""
+    """Train a value model; None trains one if the estimator reads values (gae)."""
     model: ModelFiles = group(ModelFiles)
     optim: ValueOptim = group(ValueOptim)
     ppo_epochs: int | None = key(None, AT_LEAST_1)
-    """Passes over the batch of one training step; None takes the actor's."""
+    """Passes over the batch of one training step; None for the actor's number."""
     cliprange_value: float = key(0.5, AT_LEAST_0)
-    """How far a value may move from where it was before it stops to count."""
+    """Distance from the old value beyond which a prediction is clipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,21 +141,22 @@ class OverlongBuffer:
     enable: bool = False
     """Subtract from the reward where a critique nears data.max_response_length."""
     len: int = key(64, AT_LEAST_1)
-    """Tokens before the limit over which the punishment grows from nothing to all."""
+    """Tokens before the limit over which the punishment grows from 0 to penalty_factor."""
     penalty_factor: float = key(1.0, AT_LEAST_0)
-    """The punishment at the limit."""
+    """Punishment at the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """Added to the reward by what the revision made of the first solution; an ablation."""
+    """Numbers that are added to the reward, by the verdicts of first solution and revision; an
+    ablation."""
 
     wrong_to_right: float = 0.0
     """The first solution failed, the revision passes every test."""
     right_to_right: float = 0.0
     """Both pass."""
     right_to_wrong: float = 0.0
-    """The revision broke a right solution."""
+    """The first solution passes every test, the revision fails."""
     wrong_to_wrong: float = 0.0
     """Both fail."""
 
@@ -165,38 +168,38 @@ class Transition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """How a verdict becomes a score."""
+    """The computation of scores from verdicts."""
 
     reward_funcs: tuple[str, ...] = ("critic",)
-    """Reward functions whose weighted sum a critique earns: critic (the pass rate of its revision),
-    code, binary_code, code_format, ioi_code, soft_overlong_punishment, module:function or
-    FILE.py:function."""
+    """Functions whose weighted sum is the reward of a critique: critic (the pass rate of its
+    revision), code, binary_code, code_format, ioi_code, soft_overlong_punishment, module:function
+    or FILE.py:function."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; empty for 1 each."""
     reward_options: dict[str, Any] = field(default_factory=dict)
     """Reward function -> its options."""
     run_all_cases: bool = key(True, read=REVISIONS)
-    """Score is the pass rate; False scores 1 only where every test passes."""
+    """True: the score is the pass rate; False: it is 1 if every test passes, else 0."""
     max_requests: int = key(256, AT_LEAST_1)
-    """Programs that are judged at the same time, by each trainer process."""
+    """Programs that each trainer process judges concurrently."""
     run_timeout: float = key(10.0, ABOVE_0)
-    """Seconds per test where the row has no time limit."""
+    """Seconds per test if the row has no time limit."""
     provider: Literal["local", "sandbox_fusion", "e2b", "morph", "piston"] = "local"
-    """Who runs the programs: our sandbox, or a service outside of the run."""
+    """The service that runs programs: the sandbox of this package, or an external one."""
     provider_options: dict[str, Any] = key(
         {}, read=when(".provider", "sandbox_fusion", "e2b", "morph", "piston")
     )
-    """Options of the provider's class; keys and addresses come from the environment."""
+    """Options of the provider's class; keys and addresses are environment variables."""
     cache_path: str | None = None
     """SQLite file of verdicts that runs share; None keeps them in memory."""
     judgment_weight: float = key(0.0, AT_LEAST_0, read=REVISIONS)
-    """Added to the reward where the judgment of the first solution is true; an ablation."""
+    """Added to the reward if the judgment of the first solution is right; an ablation."""
     transition: Transition = group(Transition, read=REVISIONS)
     copying: Literal["measure", "penalise", "mask"] = key("measure", read=REVISIONS)
     """What happens to a critique that carries the program of its revision: measure only counts it
     (critique/copied_rate), penalise gives it 0, mask takes it out of the loss."""
     copying_threshold: float = key(0.5, SHARE, read=when(".copying", "penalise", "mask"))
-    """Share of the revision's lines that a critique may hold."""
+    """Share of the revision's lines that a critique may contain."""
     overlong_buffer: OverlongBuffer = group(
         OverlongBuffer, read=when("reward.overlong_buffer.enable", True)
     )
@@ -223,11 +226,11 @@ class Sandbox:
     )
     """File whose first line is the bearer token of the services at endpoint."""
     isolation: Literal["strict", "standard", "none"] = key("standard", read=_EMBEDDED)
-    """Isolation level of the embedded service; strict refuses to start without namespaces, standard
-    where neither they nor Landlock keep programs from the machine's files."""
+    """Isolation level of the embedded service. strict requires namespaces; standard requires
+    namespaces or Landlock, which keep programs away from the host's files."""
     workers: int | None = key(None, AT_LEAST_1, read=_EMBEDDED)
-    """Programs that a host's embedded service runs at the same time; None for one per core that the
+    """Programs that a host's embedded service runs concurrently; None for one per core that the
     process may use, less one for each rank of the host."""
     problem_seconds: float = key(160.0, ABOVE_0, read=_EMBEDDED)
-    """Seconds that the tests of one problem may spend on workers of the embedded service, all
-    together; what is not judged then has failed. Time that a program waits for a worker is none."""
+    """Seconds that all tests of one problem may spend on workers of the embedded service. Tests
+    that have not run by then count as failed. Waiting for a worker does not count."""

@@ -1,4 +1,4 @@
-"""What a configuration is refused for. Every message names the key and says what to do."""
+"""Checks of a configuration. Every message names the key and says what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 
 Purpose = Literal["rl", "sft", "none"]
-"""What the run does, hence which keys it needs; ``none`` requires no key at all."""
+"""The kind of run, which determines the required keys; ``none`` requires no key."""
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _M = _A + "megatron."
 _BUILT_IN = (None, CTRL_PIPELINE, GRPO_PIPELINE)
@@ -25,9 +25,9 @@ _GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
 
 
 def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> None:
-    """ValueError with one line per problem; silent where the keys fit together.
+    """UserError with one line per problem, if the keys do not fit together.
 
-    ``written`` holds the keys that somebody gave a value, and where.
+    ``written`` has the keys that are set, and the place of each.
     """
     problems = [
         *_ranges(config, written),
@@ -42,7 +42,7 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
 
 
 def unread(config: Config) -> dict[str, Condition]:
-    """The keys that nothing reads with these settings, and the first condition that is not met."""
+    """Keys that nothing reads with these settings -> the first condition that is not met."""
     unmet = {name: [c for c in key.read if not c.is_met(config)] for name, key in KEYS.items()}
     return {name: conditions[0] for name, conditions in unmet.items() if conditions}
 
@@ -55,7 +55,7 @@ def _no_file(path: str) -> str:
 
 
 def check_files(config: Config, purpose: Purpose) -> None:
-    """ValueError naming the key of every file or directory that does not exist."""
+    """UserError naming the key of every file or directory that does not exist."""
     name, section = ("sft", config.sft) if purpose == "sft" else ("data", config.data)
     problems = [
         f"{name}.{key}: {_no_file(file)}; correct the path or create the file"
@@ -74,7 +74,7 @@ def check_files(config: Config, purpose: Purpose) -> None:
             others["actor_rollout_ref.proxy.model.path"] = model.proxy.model.path
         if config.needs_values:
             others["critic.model.path"] = config.critic.model.path
-    # What is not given stands for the actor's, of which is told once.
+    # A directory that is not set is the actor's, which is checked once.
     for key, path in (own | {key: path for key, path in others.items() if path}).items():
         needed = "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
         if not (Path(path) / needed).is_file():
@@ -86,7 +86,7 @@ def check_files(config: Config, purpose: Purpose) -> None:
 
 
 def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -> None:
-    """ValueError unless ``world_size`` ranks were announced, form the layout, share the batches."""
+    """UserError unless ``world_size`` fits the configured ranks, the layout and the batch sizes."""
     nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
     if nodes * each != world_size:
         machines = f"--nnodes {nodes} " if nodes > 1 else ""
@@ -139,10 +139,10 @@ def _ranges(config: Config, written: Mapping[str, Place]) -> Iterator[str]:
 
 
 def _unread(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Iterator[str]:
-    """What somebody wrote and nothing reads, so that nobody waits for its effect.
+    """Problems of keys that are set and that nothing reads.
 
-    A file may serve both trainings, so what the other one reads is not looked at in it; and a key
-    of the file that an override has switched off is meant to be off.
+    A file may serve both trainings, so keys of the other one are accepted in a file, and so is a
+    key of the file that an override has switched off.
     """
     for name, condition in unread(config).items():
         if purpose != "none" and KEYS[name].stage not in (purpose, "both"):
@@ -176,7 +176,7 @@ def _required(config: Config, purpose: Purpose) -> Iterator[str]:
 
 def _names(config: Config) -> Iterator[str]:
     if config.dag.custom_pipeline_fn not in _BUILT_IN:
-        return  # Its module may register estimators and losses; the registries judge them.
+        return  # Its module may register names; ``pipeline.run.check_names`` checks them.
     named = {"algorithm.adv_estimator": ADV_ESTIMATORS, _A + "policy_loss": POLICY_LOSSES}
     for key, names in named.items():
         try:
@@ -294,8 +294,8 @@ def _objective(config: Config) -> Iterator[str]:
         )
     if config.trainer.critic_warmup and not config.needs_values:
         yield (
-            f"trainer.critic_warmup={config.trainer.critic_warmup} has nobody to warm up: "
-            f"algorithm.adv_estimator={estimator} has no value model; set it to 0"
+            f"trainer.critic_warmup={config.trainer.critic_warmup} has no value model to warm up: "
+            f"algorithm.adv_estimator={estimator} uses none; set it to 0"
         )
 
 

@@ -62,9 +62,9 @@ def _group(
     for name, value in tree.items():
         key = f"{prefix}.{name}" if prefix else str(name)
         if name not in hints:
-            told = [(leaf, foreign_key(leaf)) for leaf in _leaves(key, value)]
-            problems += [(leaf, text) for leaf, text in told if text]
-            if not all(text for _, text in told):
+            foreign = [(leaf, foreign_key(leaf)) for leaf in _leaves(key, value)]
+            problems += [(leaf, text) for leaf, text in foreign if text]
+            if not all(text for _, text in foreign):
                 problems.append((key, unknown_key(key, cls, keys)))
         elif dataclasses.is_dataclass(hints[name]):
             values[name] = _group(hints[name], value, key, keys, problems)

@@ -152,7 +152,7 @@ def _locate(node: yaml.Node | None, prefix: str, source: str, places: dict[str, 
         key = f"{prefix}.{name.value}" if prefix else str(name.value)
         place = Place(f"{source} line {name.start_mark.line + 1}")
         if key in places and name.value != "<<":
-            raise UserError(f"{place}: the key {key!r} stands twice (first at {places[key]})")
+            raise UserError(f"{place}: the key {key!r} is set twice (first at {places[key]})")
         places[key] = place
         _locate(value, key, source, places)
 

@@ -28,7 +28,7 @@ from ctrl_megatron.config.keys import (
 )
 
 SinkName = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
-"""Where metrics go."""
+"""Sinks of metrics."""
 _FILTERED = when("algorithm.filter_groups.enable", True)
 _VALIDATED = Condition(("data.val_files",), bool, "{0}=FILES")
 _TRACKED = Condition(
@@ -45,9 +45,9 @@ class Data:
     """Parquet file or list of parquet files to train on (required)."""
     val_files: tuple[str, ...] = ()
     """Parquet file or list of parquet files to validate on; empty for no validation.
-    Each of several has metrics of its own, val/NAME/..., called by the file's name."""
+    Each of several files also has its own metrics, val/NAME/..., with the file's name."""
     prompt_key: str = "prompt"
-    """Column that holds the critique prompt."""
+    """Column of the critique prompt."""
     max_prompt_length: int = key(1536, AT_LEAST_1)
     """Longest critique prompt, in tokens."""
     max_response_length: int = key(768, AT_LEAST_1)
@@ -55,9 +55,9 @@ class Data:
     train_batch_size: int = key(1024, AT_LEAST_1)
     """Prompts per training step, over all ranks."""
     gen_batch_size: int | None = key(None, AT_LEAST_1, read=_FILTERED)
-    """Prompts that dynamic sampling draws at a time; None takes train_batch_size."""
+    """Prompts per draw of dynamic sampling; None for train_batch_size."""
     val_batch_size: int = key(256, AT_LEAST_1, read=_VALIDATED)
-    """Prompts that are sent to the engine together in validation, over all ranks."""
+    """Prompts per request to the engine in validation, over all ranks."""
     shuffle: bool = True
     """Draw the training rows in a new random order every epoch."""
     filter_overlong_prompts: bool = True
@@ -65,8 +65,8 @@ class Data:
 
     @property
     def val_sets(self) -> tuple[str, ...]:
-        """Of each of several ``val_files`` the name under which it is reported: the file's, with
-        its folder's before it where files share one. None for one file.
+        """The names under which several ``val_files`` are reported: the file's name, after its
+        folder's if two files have the same one. Empty for one file.
         """
         if len(self.val_files) < 2:
             return ()
@@ -81,27 +81,27 @@ class Data:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """The training loop and what it writes."""
+    """The training loop and its output."""
 
     project_name: str = key("ctrl_megatron", read=_TRACKED)
     """Project under which trackers file the run."""
     experiment_name: str = key(
         "run", Range("a plain directory name", re.compile(r"(?!\.{1,2}$)[^/\\]+$").match)
     )
-    """Name of the run and of its directory."""
+    """Name of the run and its directory."""
     default_local_dir: str = "runs"
-    """Directory that holds the run's directory."""
+    """Parent of the run's directory."""
     total_epochs: int = key(1, AT_LEAST_1, read=_IN_EPOCHS, stage="rl")
     """Passes over the training rows; with dynamic sampling, which draws several batches of them for
     a step, the rows that are drawn count."""
     total_training_steps: int | None = key(None, AT_LEAST_1, stage="rl")
-    """Steps after which training ends, whatever the epochs say; None for all epochs."""
+    """Number of training steps, instead of total_epochs; None for all epochs."""
     save_freq: int = key(-1, COUNT_OR_MINUS_1)
     """Steps between checkpoints; -1 saves only at the end."""
     save_hf_freq: int = key(-1, COUNT_OR_MINUS_1, stage="rl")
     """Steps between Hugging Face directories of the weights; -1 writes none."""
     async_save: bool = False
-    """Write checkpoints while training goes on; a rank's share is first copied to host memory."""
+    """Write checkpoints while training continues, from a copy in host memory."""
     test_freq: int = key(-1, COUNT_OR_MINUS_1, stage="rl")
     """Steps between validations; -1 validates at the end, where there are data.val_files."""
     val_before_train: bool = key(False, stage="rl")
@@ -109,30 +109,30 @@ class Trainer:
     critic_warmup: int = key(0, AT_LEAST_0, stage="rl")
     """Training steps in which only the value model learns."""
     resume_mode: str = "auto"
-    """auto continues from the newest checkpoint, disable starts over, a path names one (and, once
-    the run has saved, its newest)."""
+    """auto continues from the newest checkpoint, disable starts over, and a path continues from
+    that checkpoint, or from the newest one that the run has saved since."""
     logger: tuple[SinkName, ...] = ("console", "jsonl", "tensorboard")
     """Sinks of the metrics."""
     seed: int = 1
-    """Seed of the row order and of everything that has no seed of its own."""
+    """Seed of the row order and of everything without a separate seed."""
     verify_weight_sync: bool = key(False, stage="rl")
     """Compare checksums of trainer and engine after every weight update."""
     max_ckpt_to_keep: int = key(2, COUNT_OR_MINUS_1)
-    """Checkpoints that stay on disk; -1 keeps all."""
+    """Number of checkpoints to keep; -1 keeps all."""
     nnodes: int = key(1, AT_LEAST_1)
-    """Machines of the run, compared with what was started."""
+    """Hosts of the run; compared with the number that was started."""
     n_gpus_per_node: int = key(1, AT_LEAST_1)
-    """Processes per machine; nnodes times this must be what was started."""
+    """Processes per host; nnodes times this must be the number of started processes."""
     peak_tflops_per_device: float | None = key(None, ABOVE_0)
-    """Peak of one device in the model's type, for MFU; None looks the device up."""
+    """Peak of one device in the model's type, for MFU; None for the value of a table."""
     failure_timeout: float = key(20.0, ABOVE_0)
     """Seconds until a silent rank or service counts as dead."""
     distributed_timeout: float = key(600.0, ABOVE_0)
-    """Seconds until a collective, or an engine that starts, gives up."""
+    """Time-out of a collective and of the start of an engine, in seconds."""
 
     @property
     def run_dir(self) -> Path:
-        """Directory of everything the run writes."""
+        """Directory of all files that the run writes."""
         return Path(self.default_local_dir) / self.experiment_name
 
 
@@ -143,14 +143,14 @@ class Dag:
     custom_pipeline_fn: str | None = key(
         None, Range("of the form package.module:function", re.compile(r"[\w.]+:[\w.]+$").match)
     )
-    """Function that builds the pipeline, as module:function; None for the built-in one."""
+    """Function that builds the pipeline, as module:function; None for CTRL's."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options that this function declares, its parameters after the configuration by name."""
+    """Options of this function: its parameters after the configuration, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sft:
-    """Supervised fine-tuning; the rest is that of ``actor_rollout_ref`` and ``trainer``."""
+    """Supervised fine-tuning; its other keys are in ``actor_rollout_ref`` and ``trainer``."""
 
     train_files: tuple[str, ...] = ()
     """Parquet file or list of parquet files to train on (required for SFT)."""
@@ -163,7 +163,7 @@ class Sft:
     total_epochs: int = key(1, AT_LEAST_1, read=_IN_EPOCHS)
     """Passes over the training rows."""
     total_training_steps: int | None = key(None, AT_LEAST_1)
-    """Steps after which fine-tuning ends, whatever the epochs say; None for all epochs."""
+    """Number of fine-tuning steps, instead of the epochs; None for all epochs."""
     lr: float = key(2e-5, ABOVE_0)
     """Peak learning rate."""
     warmup_steps_ratio: float = key(0.0, SHARE)
@@ -174,10 +174,10 @@ class Sft:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a run is told. Build it with ``load_config``."""
+    """The configuration of a run. ``load_config`` makes one."""
 
     written: ClassVar[Mapping[str, Place]] = MappingProxyType({})
-    """The keys that somebody gave a value, and where: ``load_config`` sets it. No key itself."""
+    """The keys that are set and the place of each, filled in by ``load_config``. Not a key."""
 
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
@@ -196,31 +196,31 @@ class Config:
 
     @property
     def needed_model_len(self) -> int:
-        """Longest sequence that the engine meets where prompts are the built-in ones: a revision
-        prompt holds the problem, the solution and the critique, so it counts as a whole critique
-        sequence. What the rows really need is known with them (``pipeline.inputs``)."""
+        """Longest sequence of the engine with the built-in prompts, in tokens: a revision prompt
+        contains problem, solution and critique, so it counts as a whole critique sequence.
+        ``pipeline.inputs`` computes what the rows need."""
         revision = self.actor_rollout_ref.rollout.revision_max_tokens
         return self.sequence_tokens + (revision if self.writes_revisions else 0)
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence the engine is built for."""
+        """Longest sequence of the engine, in tokens."""
         given = self.actor_rollout_ref.rollout.max_model_len
         return self.needed_model_len if given is None else given
 
     @property
     def writes_revisions(self) -> bool:
-        """False where the pipeline is known to have no revisions, hence no proxy."""
+        """False if the pipeline has no revisions, hence no proxy."""
         return REVISIONS.is_met(self)
 
     @property
     def needs_values(self) -> bool:
-        """True where a value model is trained."""
+        """True if a value model is trained."""
         return VALUE_MODEL.is_met(self)
 
     @property
     def needs_reference(self) -> bool:
-        """True where the objective contains a KL to the reference model."""
+        """True if the objective contains a KL to the reference."""
         return REFERENCE.is_met(self)
 
     @property
@@ -230,10 +230,10 @@ class Config:
 
     @property
     def gen_batch_size(self) -> int:
-        """Prompts that are sampled together."""
+        """Prompts per draw."""
         own = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None
         return self.data.train_batch_size if own is None else own
 
 
 KEYS: dict[str, Key] = {k.name: k for k in declared(Config)}
-"""Every key with all that is declared about it, by its dotted name, in the schema's order."""
+"""Dotted name -> declaration of every key, in the order of the schema."""

@@ -1,4 +1,4 @@
-"""How much memory a run takes on every GPU and host, phase by phase, before anything starts.
+"""The memory that a run needs on every GPU and host, phase by phase, computed before it starts.
 
-``budget.memory_budget`` is the way in; nothing here touches a device or a process group.
+``budget.memory_budget`` is the entry point; nothing here touches a device or a process group.
 """

@@ -1,4 +1,4 @@
-"""Bytes that passes of a model hold beside its parameters, on one rank. Pure.
+"""Memory of a model's passes beside its parameters, in bytes, on one rank. Pure.
 
 T tokens of a packed micro-batch, H hidden, F ffn, A query heads, G query groups of D numbers each,
 V vocabulary, t tensor ranks, s = t under sequence parallelism and else 1, e bytes per number.
@@ -26,23 +26,23 @@ Kernels = Literal["te", "torch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
-    """What the size of a pass depends on."""
+    """The quantities that determine the size of a pass."""
 
     shape: ModelShape
     layout: Layout
     kernels: Kernels
     dtype_size: int
     tokens: int
-    """Of one micro-batch."""
+    """Tokens of one micro-batch."""
     micro_batches: int
-    """Of one optimizer step on one data-parallel rank."""
+    """Micro-batches of one optimizer step on one data-parallel rank."""
     logprob_chunk: int
     recompute_granularity: str | None = None
     recompute_num_layers: int = 1
     recompute_modules: Sequence[str] = ("core_attn",)
     gathered_keys: int = 0
-    """Keys that a variable-length kernel is given for the tokens of one micro-batch where responses
-    share prompts; 0 where it is given the tokens' own."""
+    """Keys that a variable-length kernel receives for one micro-batch if responses share prompts; 0
+    if it receives those of the tokens alone."""
 
     @property
     def gathered(self) -> float:
@@ -53,7 +53,7 @@ class PassShape:
 
     @property
     def sequence_ranks(self) -> int:
-        """Over how many ranks norms and residuals are cut."""
+        """Number of ranks over which norms and residuals are split."""
         return self.layout.tensor if self.layout.sequence_parallel else 1
 
     @property
@@ -63,7 +63,7 @@ class PassShape:
 
     @property
     def vocabulary(self) -> int:
-        """Columns of the output layer here."""
+        """Columns of the output layer on this rank."""
         return vocab_range(self.shape.vocab_size, 0, self.layout.tensor)[2]
 
 
@@ -121,10 +121,10 @@ def in_flight(p: PassShape, *, pp: int) -> int:
 
 
 def update_use(p: PassShape, *, pp: int, largest: int) -> tuple[int, int]:
-    """(activations kept, workspace) in bytes at the fullest moment of an update on a rank of stage
-    ``pp``; ``largest``: elements of the largest parameter of its layers.
+    """(activations kept, workspace) in bytes at the peak of an update on a rank of stage ``pp``;
+    ``largest`` is the number of elements of the largest parameter of its layers.
 
-    That is the output layer's backward pass or a layer's, for which its block is recomputed.
+    The peak is in the backward pass of the output layer, or of a layer whose block is recomputed.
     """
     kept, layer_bytes = _kept(p, pp=pp), saved_by_layer(p)
     block = 0.0
@@ -145,7 +145,7 @@ def _kept(p: PassShape, *, pp: int) -> float:
     else:
         stage = layers * saved_by_layer(p)
     if p.layout.pipeline > 1:
-        stage += p.residual  # what came in or goes out stays until its backward pass
+        stage += p.residual  # inputs and outputs of the stage are kept until its backward pass
     if pp == 0:
         stage += 8  # the embedding's rows
     ends = _saved_by_end(p) if pp == p.layout.pipeline - 1 else 0
@@ -165,7 +165,7 @@ def _layer_workspace(p: PassShape, largest: int) -> float:
     """Gradients inside a layer, under sequence parallelism the whole input and its gradient, and a
     weight's gradient before it is added to Megatron's buffer.
 
-    Our own spec saves more than these kernels, and frees it meanwhile.
+    The package's own layer spec saves more than these kernels, and frees it meanwhile.
     """
     e, hidden = p.dtype_size, p.shape.hidden_size
     ffn = e * p.shape.ffn_hidden_size / p.layout.tensor

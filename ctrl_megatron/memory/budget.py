@@ -1,7 +1,7 @@
-"""The memory of a run phase by phase: what every GPU and every host must hold. Pure.
+"""The memory of a run on every GPU and every host, phase by phase. Pure.
 
 The order of phases is that of ``pipeline``: the engine starts alone and sleeps, models are built;
-in every step the engine wakes and the trainer leaves as configured, or the other way round.
+in every step the engine wakes and the trainer frees memory as configured, or the reverse.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
 
 RESERVE = 0.08
-"""Share of a GPU that must stay free: what allocators lose to fragmentation, and our estimates."""
+"""Share of a GPU that must stay free, for fragmentation and errors of the estimates."""
 _RANK_PROCESS, _ENGINE_PROCESS = 6 * GIB, 5 * GIB
 """Host memory of a rank and of an engine's worker, libraries included; estimates."""
 _WRITE_BUFFER = 1 << 30
@@ -40,12 +40,12 @@ _WRITE_BUFFER = 1 << 30
 _BUCKETS = 2
 
 Items = Mapping[str, int]
-"""What -> bytes."""
+"""Item -> bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseUse:
-    """What one phase takes of the GPU that has to hold most."""
+    """Memory of one phase on the fullest GPU."""
 
     phase: str
     stage: int
@@ -60,7 +60,7 @@ class PhaseUse:
         return sum(self.items.values())
 
     def largest(self, count: int = 3) -> str:
-        """The largest items, for people."""
+        """The largest items as text."""
         order = sorted(self.items.items(), key=lambda item: -item[1])[:count]
         return ", ".join(f"{name} {gib(size)}" for name, size in order)
 
@@ -82,12 +82,12 @@ class MemoryBudget:
 
     @property
     def limit(self) -> int:
-        """Bytes of a GPU that may be planned with."""
+        """Bytes of a GPU that the plan may use."""
         return int(self.gpu_memory * (1 - RESERVE))
 
     @property
     def fullest(self) -> PhaseUse:
-        """The phase that needs most."""
+        """The phase with the highest need."""
         return max(self.phases, key=lambda use: use.total)
 
 
@@ -106,7 +106,7 @@ def memory_budget(
 ) -> MemoryBudget:
     """The budget of a checked configuration; ``gpu_memory`` in bytes.
 
-    Raises ValueError where the model does not divide over the layout.
+    Raises ValueError if the model does not divide over the layout.
     """
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
     layout = layout_for(
@@ -147,7 +147,7 @@ def memory_budget(
 
 
 class _Stage:
-    """A rank of one pipeline stage; ``engine`` is the one on its GPU."""
+    """A rank of one pipeline stage; ``engine`` is the engine on its GPU."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Stage:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes that this rank writes: data-parallel ranks share what they all hold."""
+        """Bytes that this rank writes: data-parallel ranks share the tensors that they all have."""
         data = self.layout.data
         shared = self.megatron.use_distributed_optimizer
         return sum(
@@ -209,7 +209,7 @@ class _Stage:
         if rl:
             phases["sync"] = self._pushing()
         phases["save"] = self._saving(gradients=not (rl and self.megatron.grad_offload))
-        # In the middle of a generation: what is away is saved from host memory.
+        # During a generation: offloaded parts are saved from host memory.
         phases["save-on-stop"] = self._generating() if rl else self._saving(gradients=True)
         phases["resume"] = self._saving(gradients=True) | {
             "tensor being loaded": 4 * largest_in_layer(self.shapes["actor"], self.layout)
@@ -244,7 +244,7 @@ class _Stage:
         }
 
     def _states(self, *, weights: bool, gradients: bool, optimizer: bool) -> dict[str, int]:
-        """What of the trained models is on the device."""
+        """Parts of the trained models on the device."""
         items: dict[str, int] = {}
         for name, state in self.trained.items():
             if weights:
@@ -263,7 +263,7 @@ class _Stage:
         return {"reference's parameters": self.reference.parameters}
 
     def _staying(self, *, weights: bool = False) -> dict[str, int]:
-        """What the configuration leaves on the device while the engine has it."""
+        """Parts that stay on the device while the engine generates."""
         megatron = self.megatron
         return self._states(
             weights=weights or not megatron.param_offload,
@@ -274,7 +274,7 @@ class _Stage:
     # Phases
 
     def _building(self) -> dict[str, int]:
-        """The fullest moment while models are built one after the other."""
+        """The peak while models are built one after the other."""
         before = self._process() | self._engine_at_rest()
         moments = []
         for name, state in self.trained.items():
@@ -344,8 +344,8 @@ class _Stage:
         return self._process() | held | self._staying() | sent | self._reference()
 
     def _pushing_proxy(self) -> dict[str, int]:
-        """The proxy's weights come from files while the engine is awake as a whole: its cache stays
-        between critiques and revisions."""
+        """The push of the proxy's weights, which are read from files while the engine is awake with
+        its cache: the cache stays between critiques and revisions."""
         arriving = 0 if self.engine is None else self.engine.reload
         return self._generating() | {"engine's tensors on arrival": arriving}
 
@@ -387,8 +387,8 @@ class _Stage:
     def _pass(
         self, name: str, budget: int, *, groups: int, size: int, own: int, shared: int = 0
     ) -> PassShape:
-        """Over so many groups of ``size`` rows that have ``own`` tokens each and ``shared`` ones in
-        common."""
+        """The pass over this many groups of ``size`` rows with ``own`` tokens each and ``shared``
+        common ones."""
         megatron = self.megatron
         modules = megatron.override_transformer_config.get("recompute_modules") or ["core_attn"]
         whole = shared + size * own
@@ -415,7 +415,7 @@ class _Stage:
 
 
 def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
-    """Host memory that the ranks of a host use together."""
+    """Host memory that the ranks of a host share."""
     family = config.actor_rollout_ref
     specs = hf_specs(shapes.actor, family.rollout_dtype)
     places = place_in_buckets(specs, family.rollout.update_bucket_megabytes << 20)
@@ -450,6 +450,6 @@ def _host(
             state.optimizer for stage in here for state in stage.trained.values()
         )
     if config.trainer.critic_warmup and family.rollout.free_cache_engine:
-        # The engine will be asked for the same weights again, so it keeps them in its sleep.
+        # The engine needs the same weights again, so it keeps them while it sleeps.
         items["engines' weights asleep"] = engine_gpus * engine.weights
     return items

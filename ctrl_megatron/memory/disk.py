@@ -1,4 +1,4 @@
-"""What a run writes to its directory, at the moment when most of it is there. Pure."""
+"""The largest size of a run's directory, in bytes. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ctrl_megatron.models.hf_config import ModelShape
 _BESIDE = 8 << 20
 """Bytes for logs, metrics, examples and the report."""
 _OPEN = 2
-"""The newest, written beside another: of a run whose length follows from its rows, and of one that
-keeps all (``max_ckpt_to_keep=-1``), whose owner may move them away meanwhile.
+"""The newest checkpoint beside an older one: for a run whose number of steps is not configured, and
+for one that keeps all (``max_ckpt_to_keep=-1``), because its owner may move them elsewhere.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUse:
-    """Bytes of one checkpoint and of one export of the weights, and how many are there at once."""
+    """Size of one checkpoint and of one export of the weights, and the largest number of each."""
 
     checkpoint: int
     checkpoints: int
@@ -30,7 +30,7 @@ class DiskUse:
 
     @property
     def total(self) -> int:
-        """Bytes of all that the directory holds."""
+        """Bytes of the whole directory."""
         return self.checkpoint * self.checkpoints + self.export * self.exports + _BESIDE
 
     def still_needed(self, there: int) -> int:
@@ -45,8 +45,8 @@ class DiskUse:
 
 
 def disk_use(config: Config, shapes: ModelShapes, purpose: Purpose) -> DiskUse:
-    """What the run writes. A checkpoint has the weights, both moments in float32 and, unless that
-    is their type, the weights in float32; an export has the weights.
+    """The disk use of the run. A checkpoint has the weights, both moments in float32 and, unless
+    that is their type, the weights in float32; an export has the weights.
     """
     trainer, dtype = config.trainer, config.actor_rollout_ref.model.dtype
     trained = [shape for shape in (shapes.actor, shapes.value) if shape is not None]
@@ -66,7 +66,7 @@ def disk_use(config: Config, shapes: ModelShapes, purpose: Purpose) -> DiskUse:
 
 
 def _times(steps: int | None, every: int, *, last: bool = True) -> int:
-    """How often something is written every so many steps, after the ``last`` one in any case."""
+    """Number of writes with one every so many steps, and one after step ``last``."""
     if every <= 0:
         return int(last)
     if steps is None:

@@ -1,8 +1,9 @@
-"""Bytes that a rollout engine takes of one GPU, awake and asleep. Pure.
+"""Memory of a rollout engine on one GPU, in bytes, awake and asleep. Pure.
 
-As vLLM 0.32 does it: a worker's CUDA context and communicators come before it measures what is
-free; then it takes ``gpu_memory_utilization`` of the whole device for weights, its largest pass,
-CUDA graphs and, with what is left, the key-value cache. Asleep it gives weights and cache back.
+Follows vLLM 0.32: a worker creates its CUDA context and communicators before it measures free
+memory; then it uses ``gpu_memory_utilization`` of the whole device for weights, its largest
+forward pass, CUDA graphs and, with the rest, the key-value cache. A sleeping engine frees weights
+and cache.
 """
 
 from __future__ import annotations
@@ -34,30 +35,30 @@ class EngineUse:
     """Bytes of one worker on its GPU."""
 
     share: int
-    """What it may take of the device in all."""
+    """Bytes of the device that the engine may use in all."""
     weights: int
     workspace: int
-    """Of its largest pass."""
+    """Activations of its largest forward pass."""
     graphs: int
     outside: int
-    """Context, communicators and buffers, beside the share."""
+    """Context, communicators and buffers, which are not part of the share."""
     reload: int
     """Whole tensors that arrive in a weight push before they are cut."""
     cache_per_token: int
 
     @property
     def cache(self) -> int:
-        """What is left of the share for keys and values; not above 0 where nothing is."""
+        """Rest of the share for keys and values; 0 or less if nothing is left."""
         return self.share - self.weights - self.workspace - self.graphs
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the cache holds."""
+        """Tokens that fit into the cache."""
         return max(0, self.cache) // self.cache_per_token
 
     @property
     def asleep(self) -> int:
-        """What stays on the device while the engine sleeps."""
+        """Bytes on the device while the engine sleeps."""
         return self.outside + self.graphs
 
     @property

@@ -1,4 +1,4 @@
-"""Whether a configuration fits its GPUs, and what would make it fit. Pure."""
+"""Checks whether a configuration fits its GPUs, and finds changes that make it fit. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, gib, memory_budge
 from ctrl_megatron.memory.shapes import ModelShapes
 
 Change = tuple[str, Any]
-"""A key and the value it would get."""
+"""A key and its new value."""
 _ACTOR = "actor_rollout_ref.actor."
 _MEGATRON, _ROLLOUT = _ACTOR + "megatron.", "actor_rollout_ref.rollout."
 _SMALLEST_SHARE, _SHARE_STEPS = 0.1, 20
 
 
 def problem(config: Config, budget: MemoryBudget) -> str | None:
-    """What does not fit, with the largest items; None where all does."""
+    """The phase that does not fit, with its largest items; None if all fit."""
     engine, needed = budget.engine, config.max_model_len
     if engine is not None and engine.cache_tokens < needed:
         share = config.actor_rollout_ref.rollout.gpu_memory_utilization
@@ -88,7 +88,7 @@ def _remedy(config: Config, purpose: Purpose, fits: Callable[[Config], bool]) ->
 
 
 def _changes(config: Config, purpose: Purpose) -> Iterator[Change]:
-    """What may help, the cheapest for the run's speed first."""
+    """Changes that may help, the least harmful to speed first."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     if purpose == "rl":
         for name in ("grad_offload", "optimizer_offload", "param_offload"):
@@ -120,7 +120,7 @@ def _together(config: Config, changes: dict[str, Any]) -> Config:
 
 
 def _changed(config: Any, key: str, value: Any) -> Any:
-    """The configuration with another value at a dotted key."""
+    """The configuration with a new value of a dotted key."""
     name, _, below = key.partition(".")
     if below:
         value = _changed(getattr(config, name), below, value)

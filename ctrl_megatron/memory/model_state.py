@@ -33,7 +33,7 @@ class ModelState:
 
     @property
     def optimizer(self) -> int:
-        """What the optimizer holds."""
+        """Bytes of the optimizer: master weights and moments."""
         return self.master + self.moments
 
 
@@ -58,7 +58,7 @@ def trained_state(
     """A trained model on the fullest data-parallel rank of stage ``pp``.
 
     Gradients are float32, Adam has two float32 moments. With the ``distributed`` optimizer master
-    weights and moments are cut over the data-parallel ranks.
+    weights and moments are split over the data-parallel ranks.
     """
     size = DTYPE_SIZE[dtype]
     chunks = stage_elements(shape, layout, pp=pp)
@@ -75,7 +75,7 @@ def trained_state(
     for chunk, sizes in enumerate(chunks):
         buckets = [sizes]
         if shape.tied_embeddings and layout.pipeline > 1:
-            # The shared embedding has a bucket of its own where it is held.
+            # The shared embedding has a separate bucket on the ranks that have it.
             if layout.is_first(pp=pp, chunk=chunk):
                 buckets = [sizes[:1], sizes[1:]]
             elif layout.is_last(pp=pp, chunk=chunk):
@@ -106,8 +106,8 @@ def largest_in_layer(shape: ModelShape, layout: Layout) -> int:
 
 
 def engine_weight_bytes(shape: ModelShape, *, tensor: int, dtype: str) -> int:
-    """Weights of one of vLLM's ``tensor`` workers: matrices are cut, norms are not, keys and values
-    at most over their heads, and the vocabulary is padded."""
+    """Weights of one of vLLM's ``tensor`` workers, in bytes: matrices are split, norms are not,
+    keys and values at most over their heads, and the vocabulary is padded."""
     total = 0
     for name in hf_names(shape):
         rows, *tail = hf_shape(name, shape)

@@ -16,13 +16,13 @@ class ModelShapes:
 
     actor: ModelShape
     reference: ModelShape | None
-    """None where the objective has no KL."""
+    """None if the objective has no KL."""
     value: ModelShape | None
-    """None where nothing reads values."""
+    """None if nothing reads values."""
 
 
 def model_shapes(config: Config, purpose: Purpose, same: Path | None = None) -> ModelShapes:
-    """The shapes of the configured directories, or of one file that stands for all of them.
+    """The shapes of the configured directories, or of one file in place of all of them.
 
     Raises ValueError for a file that does not exist or describes a model that is not supported.
     """

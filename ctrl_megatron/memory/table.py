@@ -10,7 +10,7 @@ _ITEMS = 5
 
 
 def table(config: Config, budget: MemoryBudget) -> str:
-    """One line per phase, with the GPU that has to hold most, then the engine and the host."""
+    """A line per phase with its fullest GPU, then lines for the engine and the host."""
     trainer = config.trainer
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     lines = [

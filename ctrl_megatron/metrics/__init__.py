@@ -1,4 +1,4 @@
-"""Phase timers, arithmetic counts, where the numbers of a run go, and its report."""
+"""Metrics of a run: phase timers, arithmetic counts, sinks, and the report."""
 
 from ctrl_megatron.metrics.display import Display, byte_bar
 from ctrl_megatron.metrics.flops import device_peak, measure_peak_flops, mfu, model_flops

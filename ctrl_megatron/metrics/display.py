@@ -1,4 +1,4 @@
-"""What the terminal shows while a run goes on: phases, step count, time to go."""
+"""The terminal during a run: phases, step count, remaining time."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rich.progress import (
 )
 
 _RECENT = 10
-_TOLD_SHARE = 0.02
-"""Of a step: shorter phases are not in its line."""
+_SHOWN_SHARE = 0.02
+"""Share of a step below which a phase is not in the step's line."""
 
 
 class Display:
-    """A live bar on a terminal, plain lines everywhere else. Rank 0 owns one."""
+    """A live bar on a terminal, and plain lines elsewhere. Only rank 0 has one."""
 
     def __init__(
         self, total_steps: int, *, first_step: int = 0, console: Console | None = None
@@ -61,7 +61,7 @@ class Display:
         return self
 
     def close(self) -> None:
-        """Take the live bar away."""
+        """Remove the live bar."""
         if not self._bar.disable:  # else it would print an empty line
             self._bar.stop()
 
@@ -100,13 +100,13 @@ class Display:
         whole = self._durations[-1]
         with self._lock:
             longest = sorted(self._took.items(), key=lambda phase: -phase[1])
-        told = [f"{name} {took:.1f}s" for name, took in longest if took >= _TOLD_SHARE * whole]
-        phases = f" ({', '.join(told)})" if told else ""
+        shown = [f"{name} {took:.1f}s" for name, took in longest if took >= _SHOWN_SHARE * whole]
+        phases = f" ({', '.join(shown)})" if shown else ""
         done = f"[step {step}/{self.total_steps}] done in {format_seconds(whole)}{phases}"
         self.print_line(f"{done}, {eta} to go")
 
     def print_line(self, text: str) -> None:
-        """Print one line as it is, however long."""
+        """Print one line without wrapping it."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _show_phases(self) -> None:
@@ -116,13 +116,13 @@ class Display:
 
 
 def eta_seconds(durations: Sequence[float], steps_left: int) -> float:
-    """Seconds to go if the steps left take as long as the recent ones."""
+    """Remaining seconds, from the durations of the recent steps."""
     recent = durations[-_RECENT:]
     return sum(recent) / len(recent) * max(0, steps_left)
 
 
 def format_number(value: float, *, percent: bool = False) -> str:
-    """For people: four significant digits, no exponent where possible, or a percentage."""
+    """A number with four significant digits, without an exponent if possible, or a percentage."""
     if not math.isfinite(value):
         return str(value)
     if percent:
@@ -146,8 +146,8 @@ def format_seconds(seconds: float) -> str:
 
 @contextmanager
 def byte_bar(console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A live bar on a terminal for work that is counted in bytes; gives a function that is told
-    the bytes done and the bytes in all."""
+    """A live bar on a terminal for work that is counted in bytes; returns a function of the bytes
+    done and the bytes in all."""
     console = console if console is not None else Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

@@ -1,4 +1,4 @@
-"""How much arithmetic a dense decoder needs, and what share of the device's peak was used."""
+"""Arithmetic of a dense decoder, and the share of the device's peak that a run uses."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def model_flops(
 ) -> int:
     """Floating-point operations of the matrix products over packed tokens.
 
-    A multiply-add counts 2. Attention counts ``pairs`` of a token and one that it sees (s(s+1)/2
-    in a causal sequence of s tokens), the vocabulary projection counts ``projected_tokens``, the
-    backward pass twice the forward pass; recomputed activations do not count (they are work of the
-    implementation, not the model).
+    A multiply-add counts 2. Attention counts ``pairs`` of a token and a token it attends to
+    (s(s+1)/2 in a causal sequence of s tokens), the vocabulary projection counts
+    ``projected_tokens``, the backward pass twice the forward pass. Recomputed activations do not
+    count: they are work of the implementation, not the model.
     """
     projections = hidden * head_dim * (heads + 2 * kv_heads) + heads * head_dim * hidden
     mlp = hidden * ffn * (3 if gated_mlp else 2)

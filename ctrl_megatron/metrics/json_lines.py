@@ -13,7 +13,7 @@ from ctrl_megatron.errors import UserError, read_text
 
 
 class JsonlWriter:
-    """Appends whole lines: one write per line, so that no reader ever sees half of one."""
+    """Appends whole lines with one write each, so that a reader never sees a part of one."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +55,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_line(path: Path) -> int | None:
-    """The number of a last line without its end, which ``read_json_lines`` leaves out; None where
-    every line is whole.
+    """The number of an incomplete last line, which ``read_json_lines`` skips; None if every line is
+    complete.
     """
     *lines, partial = read_text(path).split("\n")
     return len(lines) + 1 if partial else None

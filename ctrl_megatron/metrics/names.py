@@ -1,8 +1,8 @@
-"""Every metric that a run of the built-in pipelines logs, and what it says; ``docs/metrics.md`` and
-the titles of the report follow from it.
+"""The metrics of the built-in pipelines with their meanings, from which ``docs/metrics.md`` and the
+titles of the report are made.
 
-A capital word in a name stands for what the run puts there. Names of pipelines and losses of one's
-own need no entry.
+A capital word in a name is a placeholder. Metrics of a user's own pipelines and losses need no
+entry.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Metric:
 
     meaning: str
     title: str = ""
-    """Of its curve in the report; "" for a metric of the trainer that is not drawn by itself."""
+    """Title of its curve in the report; "" for a metric without a curve."""
     headline: bool = False
-    """Whether its last value stands at the top of the report."""
+    """Whether the report shows its last value at the top."""
 
 
 _WEIGHT = "importance weights (or plain ratios) of trainer over engine: "
@@ -35,19 +35,19 @@ METRICS: dict[str, Metric] = {
     "reward/judged_rate": Metric(
         "share of samples with a reward; the sandbox lost the others, or reward.copying masks them"
     ),
-    "reward/cached_rate": Metric("share of verdicts that no program had to run for"),
+    "reward/cached_rate": Metric("share of verdicts that were cached"),
     "pass_rate/before": Metric("tests that the first solutions pass", headline=True),
     "pass_rate/after": Metric("tests that revisions of valid critiques pass", headline=True),
     "critique/valid_rate": Metric("share of critiques that contain a judgment", headline=True),
     "critique/copied_rate": Metric(
-        "share of a revision's program that its critique already holds (reward.copying)",
+        "share of a revision's program that its critique contains (reward.copying)",
         "Program in the critique",
     ),
     "critique/length": Metric("tokens of a critique"),
     "critique/cut_rate": Metric("share of critiques cut at data.max_response_length"),
     "judgment/correct_rate": Metric("share of critiques with a judgment that say correct"),
     "fault/named_rate": Metric("share that quote the fault, where the rows' column wrong has it"),
-    "fault/exact_edit_rate": Metric("of these rows, share that quote what belongs there too"),
+    "fault/exact_edit_rate": Metric("share, of these rows, that also quote the correct code"),
     "group/distinct_revision_rate": Metric("different revisions of a group, as a share of all"),
     "group/reward_minus_first": Metric(
         "reward minus the pass rate of the first solution", headline=True
@@ -63,26 +63,27 @@ METRICS: dict[str, Metric] = {
     "actor/pg_clipfrac": Metric("share whose ratio left the clip range", "Clipped tokens"),
     "actor/entropy": Metric("nats per response token, before the update", "Entropy"),
     "actor/grad_norm": Metric("global norm before clipping", "Gradient norm"),
-    "actor/loss": Metric("what the optimizer steps minimised: policy loss, entropy, KL"),
+    "actor/loss": Metric("the minimised loss: policy loss, entropy bonus, KL"),
     "actor/pg_loss": Metric("the policy loss alone"),
     "actor/kl_loss": Metric("the KL term of the loss, before its coefficient"),
     "actor/ppo_kl_first": Metric("actor/ppo_kl of the step's first optimizer step; 0 is right"),
     "actor/pg_clipfrac_lower": Metric("share of tokens that the dual clip bounded"),
     "actor/lr": Metric("learning rate, the mean over the step's optimizer steps", "Learning rate"),
     "actor/kl_coef": Metric("coefficient of the KL in the reward"),
-    "actor/reward_kl_penalty": Metric("KL per token that the reward was charged for"),
+    "actor/reward_kl_penalty": Metric("KL per token that was subtracted from the reward"),
     "advantage/mean_abs": Metric("absolute advantage per token; 0: nothing to learn from"),
     "advantage/zero_std_rate": Metric(
-        "share of groups whose samples earned the same; they teach nothing", "Groups without signal"
+        "share of groups whose samples all earned the same",
+        "Groups without signal",
     ),
     "critic/explained_variance": Metric("explained share of the returns' variance", "Value model"),
-    "critic/loss": Metric("what the value model's steps minimised"),
+    "critic/loss": Metric("the value model's minimised loss"),
     "critic/vf_loss": Metric("half the squared error of the values, clipped"),
     "critic/vf_clipfrac": Metric("share of tokens whose value left the clip range"),
     "critic/value_mean": Metric("value per token"),
     "critic/grad_norm": Metric("the value model's gradient norm before clipping"),
     "critic/lr": Metric("the value model's learning rate"),
-    "filter/NAME": Metric("share of rows that the filter_plugin of the node NAME lets stay"),
+    "filter/NAME": Metric("share of rows that the filter_plugin of the node NAME keeps"),
     "sampling/rounds": Metric("draws until enough groups had different rewards"),
     "sampling/useful_rate": Metric("share of this step's groups with different rewards"),
     "sampling/reserve": Metric("useful groups kept for the next step"),
@@ -101,25 +102,26 @@ METRICS: dict[str, Metric] = {
     "sft/lr": Metric("learning rate"),
     "perf/tokens_per_second": Metric("all tokens over the whole step", "Throughput"),
     "perf/mfu": Metric("share of the devices' peak that the model's arithmetic used", "MFU"),
-    "perf/overlap_seconds": Metric("time of the sandbox's work beside the trainer's"),
+    "perf/overlap_seconds": Metric("time in which sandbox and trainer worked simultaneously"),
     "perf/engine_balance": Metric("fewest over most tokens that one of several engines drew"),
-    "sync/pushes": Metric("times that weights went to the engines"),
-    "sync/seconds": Metric("time of these, checksums included where they are on"),
-    "sync/gigabytes_per_second": Metric("speed of these"),
-    "sandbox/isolation": Metric("how programs are held: 2 strict, 1 standard, 0 not at all"),
+    "sync/pushes": Metric("pushes of weights to the engines"),
+    "sync/seconds": Metric("time of the pushes, including checksums if they are on"),
+    "sync/gigabytes_per_second": Metric("speed of the pushes"),
+    "sandbox/isolation": Metric("isolation of programs: 2 strict, 1 standard, 0 none"),
     "time/step": Metric("seconds of the whole step"),
-    "time/NAME": Metric("seconds of the node NAME; wait_NAME: of waiting for it"),
+    "time/NAME": Metric("seconds of the node NAME; wait_NAME: seconds of waiting for it"),
     "memory/host_gib": Metric(
-        "GiB of host memory that the rank with most holds at the step's end", "Host memory"
+        "GiB of host memory of the largest rank at the end of the step", "Host memory"
     ),
-    "memory/NAME_peak_gib": Metric("most GiB of a GPU that tensors took in the phase NAME"),
-    "memory/NAME_device_gib": Metric("most GiB of a GPU in use by anybody in the phase NAME"),
-    "checkpoint/seconds": Metric("from the save's begin until the directory had its name"),
-    "checkpoint/blocked_seconds": Metric("of these, those in which training stood still"),
-    "checkpoint/gib_per_rank": Metric("GiB by the rank that wrote most"),
+    "memory/NAME_peak_gib": Metric("peak GiB of a GPU for tensors in the phase NAME"),
+    "memory/NAME_device_gib": Metric("GiB of a GPU in use by all processes after the phase NAME"),
+    "checkpoint/seconds": Metric("from the start of the save to the final name of the directory"),
+    "checkpoint/blocked_seconds": Metric("the part of it in which training waited"),
+    "checkpoint/gib_per_rank": Metric("GiB written by the rank that wrote most"),
     "val/valid_critique_rate": Metric("share of greedy critiques that contain a judgment"),
     "val/judgment_accuracy": Metric(
-        "share that judge the first solution rightly; none is wrong", headline=True
+        "share that judge the first solution rightly; none is wrong",
+        headline=True,
     ),
     "val/pass_rate_before": Metric("tests that the first solutions pass"),
     "val/revision_pass_rate": Metric("tests that the greedy revisions pass"),
@@ -127,8 +129,8 @@ METRICS: dict[str, Metric] = {
     "val/solved_after": Metric("share of revisions that pass every test", headline=True),
     "val/to_right": Metric("share of attempts that became right"),
     "val/to_wrong": Metric("share of attempts that became wrong"),
-    "val/rounds": Metric("attempts that the rates are over"),
-    "val/unjudged": Metric("attempts left out, for the sandbox failed to judge them"),
+    "val/rounds": Metric("number of attempts in the rates"),
+    "val/unjudged": Metric("attempts that the sandbox failed to judge, which are left out"),
     "val/reward/NAME": Metric("the reward function NAME over greedy completions (grpo_pipeline)"),
     "val/NAME/RATE": Metric("RATE of the file NAME alone, where data.val_files has several"),
     "val/nll": Metric("held-out cross-entropy of fine-tuning, nats per token", headline=True),
@@ -136,7 +138,7 @@ METRICS: dict[str, Metric] = {
 
 
 def metric_of(name: str) -> Metric | None:
-    """What is declared about a logged name; None for one of somebody's own."""
+    """The entry of a logged name; None for a metric of a user's own."""
     exact = METRICS.get(name)
     if exact is not None:
         return exact
@@ -146,9 +148,7 @@ def metric_of(name: str) -> Metric | None:
 
 
 def rate_of_all(name: str) -> str | None:
-    """Of a rate of one validation file, ``val/NAME/RATE``, that of all of them, ``val/RATE``; None
-    for any other name.
-    """
+    """``val/RATE`` for ``val/NAME/RATE``, the rate of one validation file; None for other names."""
     parts = re.fullmatch(r"val/(?!reward/)[\w.-]+/(.+)", name)
     return f"val/{parts[1]}" if parts else None
 

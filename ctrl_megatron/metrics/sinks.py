@@ -1,4 +1,4 @@
-"""Where metrics go: terminal, JSON lines, TensorBoard, Weights & Biases, MLflow.
+"""Sinks of metrics: terminal, JSON lines, TensorBoard, Weights & Biases, MLflow.
 
 Each sink imports its library when it is built.
 """
@@ -24,18 +24,18 @@ _NOT_IN_WANDB_IDS = re.compile(r"[:;,#?/'%\\]")
 
 
 class Sink(Protocol):
-    """Takes the metrics of a step."""
+    """A destination of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of step ``step``; a step may be logged in several parts."""
 
     def close(self) -> None:
-        """Write everything out and let go of files and connections."""
+        """Write everything and close files and connections."""
 
 
 @runtime_checkable
 class TextSink(Protocol):
-    """A sink that shows examples too."""
+    """A sink that also shows examples."""
 
     def show(self, step: int, examples: Sequence[Mapping[str, Any]]) -> None:
         """Record examples of step ``step``: fields in the order of display."""
@@ -83,7 +83,7 @@ class ConsoleSink:
         self._display.console.print(step_table(step, self._display.total_steps, metrics))
 
     def close(self) -> None:
-        """Nothing to let go of; the display belongs to the caller."""
+        """Nothing to close; the display belongs to the caller."""
 
 
 def step_table(step: int, total_steps: int, metrics: Mapping[str, float]) -> Table:
@@ -136,9 +136,9 @@ class TensorboardSink:
         self._started = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one event that holds all metrics, and flush."""
+        """Write one event with all metrics, and flush."""
         if not self._started:
-            # A resumed run repeats steps; this tells TensorBoard to drop what came after them.
+            # A resumed run repeats steps; TensorBoard then drops later events of the first attempt.
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._add(step, session_log=start)
             self._started = True
@@ -150,7 +150,7 @@ class TensorboardSink:
         self._writer.flush()
 
     def show(self, step: int, examples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the examples as texts, one card per place in the list."""
+        """Write the examples as texts, one card per position in the list."""
         values = []
         for number, example in enumerate(examples, start=1):
             parts = (

@@ -1,4 +1,4 @@
-"""When each phase of a step ran, on the main thread and aside, and how much of it overlapped."""
+"""Records when each phase of a step ran, on the main thread and aside, and their overlap."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
 Kind = Literal["main", "host", "wait"]
-"""``main``: work on the rank's main thread; ``host``: work aside, on the background loop;
-``wait``: the main thread idle until host work is done, which therefore hides nothing."""
+"""``main``: work on the rank's main thread; ``host``: work on the background loop; ``wait``: the
+main thread waits for host work, so this time hides nothing."""
 Interval = tuple[float, float]
 """Start and end in seconds, start <= end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One named stretch of work."""
+    """One named interval of work."""
 
     name: str
     kind: Kind
@@ -34,7 +34,7 @@ class Phase:
 
 
 class Meter(Protocol):
-    """Something else that is measured of the main thread's phases."""
+    """A further measurement of the main thread's phases."""
 
     def begin(self) -> None: ...
     def end(self, name: str) -> None: ...
@@ -44,7 +44,7 @@ class Timeline:
     """Records the phases of the current step; safe to use from several threads.
 
     ``on_begin`` and ``on_end`` are called with the name of every phase (by a live display),
-    ``meter`` at both ends of those of kind ``main``.
+    ``meter`` at both ends of phases of kind ``main``.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ def seconds_by_name(phases: Iterable[Phase]) -> dict[str, float]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same stretches of time as disjoint intervals in order; empty ones vanish."""
+    """The union of the intervals, as disjoint intervals in order, without empty ones."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if end < start:
@@ -123,7 +123,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """The stretches of time that lie both in some interval of ``a`` and in some of ``b``."""
+    """The intervals that are covered both by ``a`` and by ``b``."""
     pairs = ((max(x[0], y[0]), min(x[1], y[1])) for x in union(a) for y in union(b))
     return [(start, end) for start, end in pairs if start < end]
 

@@ -1,5 +1,5 @@
-"""What a step's metrics should make somebody look at: no signal, collapse, cut answers, an engine
-that differs from the trainer. Each warning says what to try.
+"""Warnings about the metrics of a step: no signal, collapse, truncated answers, an engine that
+differs from the trainer. Each says what to try.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWarning:
-    """One thing to look at."""
+    """A condition on one metric, and the text of the warning."""
 
     name: str
     metric: str
-    """Ends the name of the metric that is looked at; a step without it has nothing to say."""
+    """End of the metric's name; a step without the metric has no such warning."""
     holds: Callable[[float, float], bool]
-    """Of its value in this step and in the first."""
+    """(value in this step, value in the first) -> whether to warn."""
     text: str
-    """What it means and what to try; {value} is the metric's."""
+    """The meaning and what to try; {value} is the value of the metric."""
 
 
 WARNINGS = (
@@ -78,7 +78,7 @@ WARNINGS = (
 
 
 class StepWarnings:
-    """Which warnings the steps of a run give."""
+    """The warnings of a run's steps."""
 
     def __init__(self) -> None:
         self._first: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What a run consists of, built from its configuration: rows, models, rewards, engine weights."""
+"""Builds the parts of a run from its configuration: worker, models, rewards, engine weights."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ctrl_megatron.rewards.build import build_reward_sum
 def build_worker(
     run: Session, services: Services, inputs: RunInputs
 ) -> tuple[DAGWorker, ResumableSampler, int]:
-    """(the worker that nodes get, the sampler of its rows, training steps of the run). Collective.
+    """(the worker of the nodes, the sampler of its rows, training steps of the run). Collective.
 
-    Where engine and trainer share the devices, models are built once the engine sleeps: it measures
-    what is free when it starts, and takes what it is given.
+    If engine and trainer share the devices, models are built while the engine sleeps, because the
+    engine measures free memory when it starts.
     """
     config, groups = run.config, run.groups
     codec, train, validation = inputs.codec, inputs.train, inputs.validation
@@ -104,7 +104,7 @@ def rollout_worker(
 
 
 def reward_sum(run: Session, services: Services, inputs: RunInputs) -> RewardSum | None:
-    """The reward functions of the run; None on ranks that are no leaders, and where no node of the
+    """The reward functions of the run; None on ranks that are not leaders, and if no node of the
     pipeline reads rewards.
     """
     if not run.groups.is_leader or not inputs.rewards.functions:
@@ -133,7 +133,7 @@ def total_steps(config: Config, rows: int) -> int:
 def build_policies(
     config: Config, groups: ProcessGroups, steps: int, device: DeviceOwner
 ) -> tuple[Policy, Policy | None]:
-    """The actor for ``steps`` training steps, and the reference where the objective has a KL."""
+    """The actor for ``steps`` training steps, and the reference if the objective has a KL."""
     family = config.actor_rollout_ref
     policy = build_policy(
         config,
@@ -182,7 +182,7 @@ def build_policy(
 def build_value_model(
     config: Config, groups: ProcessGroups, steps: int, device: DeviceOwner
 ) -> ValueModel | None:
-    """The value model for ``steps`` training steps; None where nothing reads its values."""
+    """The value model for ``steps`` training steps; None if nothing reads its values."""
     if not config.needs_values:
         return None
     options = _model_options(
@@ -199,7 +199,7 @@ def build_value_model(
 
 
 def leaving_parts(config: Config) -> tuple[Part, ...]:
-    """What the configuration sends to host memory while the engine generates."""
+    """Parts of the models that go to host memory while the engine generates."""
     megatron = config.actor_rollout_ref.actor.megatron
     flags: dict[Part, bool] = {
         "weights": megatron.param_offload,
@@ -218,7 +218,7 @@ def actor_optimizer(config: Config, steps: int) -> OptimizerOptions:
 
 
 def value_optimizer(config: Config, steps: int) -> OptimizerOptions:
-    """The value model's: the actor's with a learning rate of its own, in every step of the run."""
+    """The value model's optimizer: the actor's with another learning rate, in every step."""
     size = config.actor_rollout_ref.actor.ppo_mini_batch_size
     per_step = config.value_epochs * (config.data.train_batch_size // size)
     return optimizer_options(config, config.critic.optim.lr, steps * per_step)

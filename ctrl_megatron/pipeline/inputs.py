@@ -1,7 +1,7 @@
-"""What a run is given, checked and read before processes and models start.
+"""Checks and reads the input of a run before processes and models start.
 
-Every problem that can be known by then is found here, by every rank alike and by the command that
-starts them; the first that looks raises all of them as one UserError with a line each.
+The command that starts the ranks, and every rank, find the same problems and raise them as one
+UserError with a line for each.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from ctrl_megatron.rewards.plan import RewardPlan
 
 _MODEL = "actor_rollout_ref.model.path"
 _ONLY_TRAINED = ("actor_rollout_ref.ref.model.path", "critic.model.path")
-"""Models that never generate."""
+"""Models that generate no text."""
 _REENCODED_SHARE = 8
-"""A critique's text takes at most an eighth more tokens than were drawn, or is counted as too long
-in the step."""
+"""The text of a critique may encode to an eighth more tokens than were drawn; a longer one counts
+as too long in the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,8 @@ def check_place(config: Config) -> None:
 def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | None = None) -> None:
     """UserError for a model whose files do not fit each other, the layout or the other models.
 
-    Only headers are read, and a tied head that is stored too. ``others`` are further critics by
-    the argument that names them.
+    Only headers are read, and a tied head that is also stored. ``others`` maps arguments to the
+    directories of further critics.
     """
     actor = config.actor_rollout_ref.model.path
     wanted = [(_MODEL, actor), *(others or {}).items()]
@@ -84,7 +84,7 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
         wanted += list(_roles(config, actor))
     first_of: dict[str, str] = {}
     for key, path in wanted:
-        first_of.setdefault(path, key)  # of a model with several roles is told once
+        first_of.setdefault(path, key)  # a model with several roles is reported once
     shapes: dict[str, ModelShape] = {}
     problems = []
     for path, key in first_of.items():
@@ -100,10 +100,10 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
 
 
 def check_gpu(config: Config, purpose: Purpose) -> None:
-    """UserError where this rank's GPU cannot hold the run, with phase, largest items and remedy,
-    and where its peak is neither known nor configured.
+    """UserError if the run does not fit this rank's GPU, with phase, largest items and remedy, and
+    if the GPU's peak is neither known nor configured.
 
-    Nothing is checked where there is no CUDA device: the host's memory is everybody's.
+    Nothing is checked on a CPU, whose memory other processes share.
     """
     if (gpu := this_gpu()) is None:
         return
@@ -116,7 +116,7 @@ def check_gpu(config: Config, purpose: Purpose) -> None:
 
 
 def check_disk(config: Config, purpose: Purpose) -> None:
-    """UserError where the disk of the run's directory has no room for what the run writes."""
+    """UserError if the disk of the run's directory is too small for the run's files."""
     run_dir = Path(config.trainer.run_dir)
     use = disk_use(config, model_shapes(config, purpose), purpose)
     there = sum(
@@ -130,7 +130,7 @@ def check_disk(config: Config, purpose: Purpose) -> None:
 
 
 def this_gpu() -> tuple[str, int] | None:
-    """Name of this rank's CUDA device, and its bytes; None without one."""
+    """Name and memory, in bytes, of this rank's CUDA device; None without one."""
     if not torch.cuda.is_available():
         return None
     device = torch.cuda.get_device_properties(read_launch().local_rank)
@@ -174,11 +174,11 @@ def _check_role(
 def check_tokenizers(
     config: Config, purpose: Purpose, others: Mapping[str, str] | None = None
 ) -> None:
-    """UserError for a model that reads or writes other tokens than those it will be given: one
-    tokenizer and one chat template serve all models of a run.
+    """UserError for a model with another tokenizer: a run uses one tokenizer and one chat template
+    for all models.
 
-    Models that write text must share both, models that only read must share the meaning of tokens.
-    A directory without a tokenizer is taken at its word. ``others`` as in ``check_models``.
+    Models that write text must have both in common; for models that only read, equal token ids are
+    enough. A directory without a tokenizer is not checked. ``others`` as in ``check_models``.
     """
     family, own = config.actor_rollout_ref, "actor_rollout_ref.model.tokenizer_path"
     ours = family.model.tokenizer
@@ -217,7 +217,7 @@ def check_tokenizers(
 def _check_context(
     config: Config, purpose: Purpose, key: str, path: str, shape: ModelShape
 ) -> None:
-    """UserError where the model would meet longer sequences than it was made for."""
+    """UserError if the run has longer sequences than the model's context."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     prompt, response = data.max_prompt_length, data.max_response_length
     asked = f"data.max_prompt_length={prompt} + data.max_response_length={response}"
@@ -240,8 +240,8 @@ def _check_context(
 
 
 def check_tokenizer(config: Config) -> TextCodec:
-    """The tokenizer, loaded. UserError if it cannot be, has no chat template or end, or more tokens
-    than the model.
+    """The loaded tokenizer. UserError if it cannot be loaded, has no chat template or end token, or
+    has more tokens than the model.
     """
     with users_input("actor_rollout_ref.model.tokenizer_path"):
         codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
@@ -250,7 +250,7 @@ def check_tokenizer(config: Config) -> TextCodec:
         try:
             rows = read_model_shape(config.actor_rollout_ref.model.path).vocab_size
         except UserError:
-            return codec  # told by check_models
+            return codec  # check_models reports it
         if largest >= rows:
             raise UserError(
                 f"{codec.path} has token number {largest}, but the model of "
@@ -271,7 +271,7 @@ def check_loggers(config: Config) -> None:
 
 
 def check_checkpoint(config: Config, models: tuple[str, ...], parts: tuple[str, ...]) -> None:
-    """UserError if the checkpoint to continue from is not whole, or of another kind of run."""
+    """UserError if the checkpoint to continue from is incomplete, or from another kind of run."""
     trainer = config.trainer
     store = CheckpointStore(
         Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
@@ -285,9 +285,9 @@ def check_checkpoint(config: Config, models: tuple[str, ...], parts: tuple[str, 
 def is_finished(
     config: Config, steps: int, *, stage: str | None, files: tuple[str, ...] = ()
 ) -> bool:
-    """Whether the run has made its steps and left what it leaves at its end; then rank 0 says so.
+    """Whether the run has done its steps and written its final files; then rank 0 prints so.
 
-    ``stage`` is the row of the final table that comes last; None for a run that validates nothing.
+    ``stage`` is the last row of the final table; None for a run without validation.
     """
     trainer, run_dir = config.trainer, Path(config.trainer.run_dir)
     checkpoint = CheckpointStore(run_dir / "checkpoints", keep=-1, side_files=run_dir).find(
@@ -295,9 +295,9 @@ def is_finished(
     )
     if checkpoint is None or checkpoint.step < steps:
         return False
-    told = {None, *(row["stage"] for row in stages_of(run_dir))}
+    stages = {None, *(row["stage"] for row in stages_of(run_dir))}
     left = ("report.html", *files)
-    if stage not in told or not all((run_dir / name).exists() for name in left):
+    if stage not in stages or not all((run_dir / name).exists() for name in left):
         return False
     if read_launch().rank == 0:
         changed = config_changes(run_dir, to_yaml(config))
@@ -322,10 +322,10 @@ def read_inputs(
     """The tables of the run; those of an evaluation (``trains=False``) are the validation rows.
 
     Every row has the columns that ``rewards`` read. Without ``validates`` there is no table of
-    validation rows. Where the run ``revises`` first solutions, engines have room for the requests
-    that it will make.
+    validation rows. If the run ``revises`` first solutions, engines get room for the revision
+    prompts.
 
-    UserError naming file, row and column of what does not fit, and for too few rows for a step.
+    UserError naming file, row and column of a wrong value, and for too few rows for a step.
     """
     codec = check_tokenizer(config)
     if not trains:
@@ -346,12 +346,12 @@ def read_inputs(
 
 
 def engine_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revises: bool) -> int:
-    """Longest sequence that the engines are built for: what is configured; else what the
-    configuration alone says, or more where the rows' revision prompts (problem, solution and the
-    longest critique, whose text may take other tokens than were drawn) need it, up to the model's
-    context.
+    """Longest sequence of the engines, in tokens: the configured length; else the length that
+    follows from the other keys, or more if the rows' revision prompts (problem, solution and the
+    longest critique, whose text may encode to other tokens than were drawn) need it, up to the
+    model's context.
 
-    UserError where no row leaves room for a critique and a revision.
+    UserError if no row leaves room for a critique and a revision.
     """
     rollout, longest = config.actor_rollout_ref.rollout, config.max_model_len
     if not revises:
@@ -377,7 +377,7 @@ def engine_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revi
 
 
 def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -> None:
-    """What ``read_inputs`` refuses, but for the prompts' lengths: nothing is turned into tokens."""
+    """The checks of ``read_inputs`` except for the lengths of prompts: nothing is tokenised."""
     check_tokenizer(config)
     data, count, rows = config.data, 0, []
     kept = data.val_files if validates else ()
@@ -408,7 +408,7 @@ def _require_a_step(count: int, dropped: int, config: Config) -> None:
 def prompt_tables(
     config: Config, codec: TextCodec, *, validates: bool = True
 ) -> tuple[PromptTable, PromptTable | None]:
-    """The training rows and, where there are any, the validation rows.
+    """The training rows and the validation rows, if there are any.
 
     One file may serve both. UserError for different rows with one id.
     """

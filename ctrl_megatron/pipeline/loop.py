@@ -1,5 +1,5 @@
-"""The training loop of every pipeline: when it steps, saves, exports and validates. RL and SFT
-differ in the graph.
+"""The training loop of every pipeline: steps, saves, exports and validation. RL and fine-tuning
+differ only in the graph.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ctrl_megatron.pipeline.recorder import Recorder
 
 
 class Resumable(Protocol):
-    """A part of the run with state that a checkpoint must hold, as JSON."""
+    """A part of the run whose state a checkpoint contains, as JSON."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Trainee(Rank, Protocol):
-    """What the loop needs of the worker that the nodes get."""
+    """The part of the worker that the loop uses."""
 
     step: int
 
@@ -41,13 +41,13 @@ class Trainee(Rank, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """When to do what; frequencies in steps, -1 for never."""
+    """The schedule of the loop; frequencies in steps, -1 for never."""
 
     batch_size: int
     """Rows of a step, or of a draw of dynamic sampling."""
     total_steps: int
     total_epochs: int | None = None
-    """Where the graph draws rows itself, ``batch_size`` at a time: passes over them after which no
+    """If the graph draws rows itself, in batches of ``batch_size``: passes over them after which no
     further step begins."""
     save_freq: int = -1
     save_hf_freq: int = -1
@@ -60,7 +60,7 @@ class Schedule:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
-    """Draws rows, walks the graph, records, validates and saves when it is time.
+    """Draws rows, runs the graph, records, validates and saves.
 
     It knows no field of any pipeline: metrics, examples and validation are the graph's
     (``graph.report``).
@@ -80,16 +80,16 @@ class TrainingLoop:
     """Measures the worker's timeline where there is a GPU."""
     _state: dict[str, Any] | None = None
     _saved: int = 0
-    """The step whose state is on disk; at step 0 the models are what they were started from."""
+    """The step whose state is on disk; at step 0 the models equal their files."""
     _metrics: dict[str, float] = field(default_factory=dict)
-    """Of what has been saved since the last step that was recorded."""
+    """Metrics of saves since the last recorded step."""
 
     def resume(self) -> None:
         """Continue from the configured checkpoint, if there is one. Collective. A checkpoint that
         cannot be loaded leaves the run's directory as it was.
         """
         groups, mode = self.worker.groups, self.schedule.resume_mode
-        # One for all: a shared file system may show a rank an older state.
+        # One rank decides, because a shared file system may show other ranks an older state.
         checkpoint = groups.from_first(self.store.find(mode))
         parts = ("sampler", *self.parts)
         if checkpoint is not None:
@@ -107,7 +107,7 @@ class TrainingLoop:
             self.recorder.say(f"continuing from {checkpoint.path} after step {self.worker.step}")
 
     def run(self) -> bool:
-        """Train to the last step; False if a stop was asked for. Saves either way."""
+        """Train to the last step; False if a stop was requested. Saves in both cases."""
         worker, schedule = self.worker, self.schedule
         executor = Executor(self.graph, worker)
         try:
@@ -130,18 +130,18 @@ class TrainingLoop:
                     f"{schedule.total_epochs} epochs of rows are drawn after step {worker.step}"
                 )
             self._validate(f"after {schedule.stage}")
-            self._tell(self.store.wait())
+            self._report_save(self.store.wait())
         except StopRequested:
             if self._saved != worker.step:
                 self._save()
-            self._tell(self.store.wait())
+            self._report_save(self.store.wait())
             kept = f"; the state after step {worker.step} is saved" if worker.step else ""
             self.recorder.say(f"stopped as asked{kept or ' before the first step ended'}")
             return False
         return True
 
     def _is_over(self) -> bool:
-        """Whether the last step has been made, or the rows of all epochs have been drawn."""
+        """Whether the last step is done, or the rows of all epochs have been drawn."""
         schedule, epochs = self.schedule, self.schedule.total_epochs
         drawn = epochs is not None and self.sampler.is_through(epochs, schedule.batch_size)
         return drawn or self.worker.step >= schedule.total_steps
@@ -162,7 +162,7 @@ class TrainingLoop:
         if self.memory is not None:
             metrics |= self.memory.take(worker.groups)
         metrics |= {**self.constants, **report.metrics(worker, batch)}
-        self._tell(self.store.take_report())
+        self._report_save(self.store.take_report())
         metrics |= self._metrics
         self._metrics = {}
         examples = report.examples(worker, batch) if worker.groups.is_first else []
@@ -175,14 +175,14 @@ class TrainingLoop:
 
     def _save(self) -> None:
         with self.worker.timeline.phase("save"):
-            # Stopped within a step, the run continues with that step's batch.
+            # A run that was stopped within a step continues with that step's batch.
             state = self._state or self._snapshot()
-            self._tell(self.store.wait())
+            self._report_save(self.store.wait())
             self.store.save(self.worker.trained, self.worker.step, state)
         self._saved = self.worker.step
-        self._tell(self.store.take_report())
+        self._report_save(self.store.take_report())
 
-    def _tell(self, saved: SaveReport | None) -> None:
+    def _report_save(self, saved: SaveReport | None) -> None:
         if saved is not None:
             self.recorder.say(str(saved))
             self._metrics |= saved.metrics()

@@ -223,12 +223,12 @@ def aggregate(
 def select_tokens(
     worker: DAGWorker, batch: TensorDict, rows: dict[str, torch.Tensor], *, draw: int
 ) -> dict[str, torch.Tensor]:
-    """``selected`` (b, R) bool for losses that choose tokens of the whole mini-batch, whose
-    ``rows`` are some of ``batch`` (``mini_batches``). Collective.
+    """``selected`` (b, R) bool for losses that select tokens of the whole mini-batch; its ``rows``
+    are some of ``batch`` (``mini_batches``). Collective.
 
-    The choice is made by the log-probs from before the training step, and by lots that depend on
-    the run's seed, the step, the rows' uids and their places in their groups: so it is the
-    same for all micro-batches, ranks and orders. ``draw`` numbers the optimizer steps of the
+    The selection depends on the log-probs from before the training step, and on lots that depend
+    on the run's seed, the step, the rows' uids and their places in their groups. So it is the same
+    for all micro-batches, ranks and orders. ``draw`` numbers the optimizer steps of the
     training step.
     """
     actor, groups = worker.config.actor_rollout_ref.actor, worker.groups
@@ -250,7 +250,7 @@ def select_tokens(
 
 
 def row_names(uids: Sequence[str], draw: str) -> list[str]:
-    """Of each row, by its group and its place in it, for one draw. Groups must be whole."""
+    """Names of the rows, from their groups and places in them, for one draw; groups are whole."""
     seen: Counter[str] = Counter()
     names = []
     for uid in uids:
@@ -265,8 +265,8 @@ def mini_batches(
     """The tensors of every mini-batch in the order of its number, ``epochs`` times over; ``place``
     (b,) int64 are its rows in ``batch``.
 
-    One of which no rank has a token in the loss, because none of its rows was judged or all were
-    rejected, has nothing to teach and is left out. ValueError where all are. Collective.
+    A mini-batch without a token in the loss on any rank, because none of its rows was judged or all
+    were rejected, is left out. ValueError if all are. Collective.
     """
     tensors, numbers = tensors_of(batch), batch["mini_batch"]
     tensors["place"] = torch.arange(len(numbers))

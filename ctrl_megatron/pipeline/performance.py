@@ -1,4 +1,4 @@
-"""How fast a step was, compared with what the devices could do, and what memory it took."""
+"""Speed of a step, relative to the peak of the devices, and its memory."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def engine_balance(engine: Engine | None, groups: ProcessGroups) -> dict[str, fl
 
 
 def peak_flops_per_device(config: Config, groups: ProcessGroups) -> float:
-    """Peak flop/s of one device; a CPU is measured by every rank at once, as it will be used.
+    """Peak flop/s of one device; all ranks measure a CPU at the same time, as in training.
 
-    Warns where a CPU lacks instructions for the configured type. Collective.
+    Warns if a CPU lacks instructions for the configured type. Collective.
     """
     cuda, dtype = groups.device.type == "cuda", config.actor_rollout_ref.model.dtype
     name = torch.cuda.get_device_name() if cuda else "cpu"
@@ -81,7 +81,7 @@ def peak_flops_per_device(config: Config, groups: ProcessGroups) -> float:
 
 
 class DeviceMemory:
-    """Measures the phases of a rank's main thread, of which one may lie in another."""
+    """Measures device memory in the phases of a rank's main thread, which may be nested."""
 
     def __init__(self) -> None:
         self._open: list[int] = []
@@ -117,5 +117,5 @@ class DeviceMemory:
 
 
 def device_memory(groups: ProcessGroups) -> DeviceMemory | None:
-    """A new one where there is a GPU."""
+    """A new measurement on a GPU; None on a CPU."""
     return DeviceMemory() if groups.device.type == "cuda" else None

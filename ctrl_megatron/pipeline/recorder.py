@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics, timelines, examples, the final table, the report."""
+"""Writes the results of a run: metrics, timelines, examples, the final table, the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SUMMARY = "summary.json"
 
 
 class Recorder:
-    """Writes on rank 0; on every other rank all methods do nothing."""
+    """Writes on rank 0; on other ranks all methods do nothing."""
 
     def __init__(self, config: Config, *, active: bool, total_steps: int) -> None:
         self.active, self.run_dir = active, Path(config.trainer.run_dir)
@@ -36,7 +36,7 @@ class Recorder:
         self._timelines = JsonlWriter(self.run_dir / "timeline.jsonl")
         self._examples = JsonlWriter(self.run_dir / "examples.jsonl")
         self._warned = JsonlWriter(self.run_dir / "warnings.jsonl")
-        self._warnings, self._told = StepWarnings(), set[str]()
+        self._warnings, self._shown = StepWarnings(), set[str]()
 
     def timeline(self, meter: Meter | None = None) -> Timeline:
         """A timeline that also shows its phases on the terminal."""
@@ -46,7 +46,7 @@ class Recorder:
         return Timeline(on_begin=begin, on_end=end, meter=meter)
 
     def begin(self) -> None:
-        """The run begins or goes on with this configuration, which its directory keeps from now."""
+        """Write the configuration of a run that begins or continues into its directory."""
         if self.active and (changed := keep_config(self.run_dir, self._config)):
             self.say(f"changed since the last start: {'; '.join(changed)}")
 
@@ -82,12 +82,12 @@ class Recorder:
             self.display.end_step(step)
 
     def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Every warning is counted for the report, and told when it comes first."""
+        """Record every warning for the report, and print the first of its kind."""
         for name, text in self._warnings.of(metrics).items():
             self._warned.append({"step": step, "warning": name, "text": text})
-            if name not in self._told:
-                self._told.add(name)
-                self.say(f"warning: {text} (told once, counted in the report)")
+            if name not in self._shown:
+                self._shown.add(name)
+                self.say(f"warning: {text} (shown once, counted in the report)")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics outside a training step (validation)."""
@@ -124,7 +124,7 @@ def banner(
     validation: int,
     services: str = "",
 ) -> list[str]:
-    """What a run is about to do, for the terminal; ``dropped`` is how many rows, and why."""
+    """Lines for the terminal at the start of a run; ``dropped`` is (number of rows, reason)."""
     run_dir, model = Path(config.trainer.run_dir), config.actor_rollout_ref.model
     left_out = f" ({dropped[0]} left out: {dropped[1]})" if dropped[0] else ""
     validated = f", {validation} to validate" if validation else ""
@@ -138,8 +138,8 @@ def banner(
 
 
 def keep_config(run_dir: Path, text: str) -> list[str]:
-    """Write ``config.yaml``; one of an earlier start that says something else stays beside it as
-    ``config.N.yaml``. Returns what is different, as ``key: before -> now``.
+    """Write ``config.yaml``; a different one of an earlier start is kept as ``config.N.yaml``.
+    Returns the differences as ``key: before -> now``.
     """
     path, changed = run_dir / "config.yaml", config_changes(run_dir, text)
     if path.is_file() and path.read_text(encoding="utf-8") != text:
@@ -150,8 +150,8 @@ def keep_config(run_dir: Path, text: str) -> list[str]:
 
 
 def config_changes(run_dir: Path, text: str) -> list[str]:
-    """What the configuration ``text`` says otherwise than the one that the directory keeps, as
-    ``key: before -> now``; nothing where it keeps none.
+    """Differences of the configuration ``text`` from that of the directory, as ``key: before ->
+    now``; none if the directory has no configuration.
     """
     path = run_dir / "config.yaml"
     if not path.is_file():
@@ -169,7 +169,7 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def stages_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of the run's final table. UserError where the file is none of ours."""
+    """The rows of the run's final table. UserError if the file is no such table."""
     path = run_dir / _SUMMARY
     found = read_json(path) if path.is_file() else {"table": []}
     rows = found.get("table") if isinstance(found, dict) else None

@@ -64,7 +64,7 @@ from ctrl_megatron.sandbox.limits import LEVELS
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _PARTS = ("kl_controller", "reserve")
-"""Of the state in a checkpoint, beside the sampler."""
+"""Parts of the state in a checkpoint beside the sampler."""
 
 
 def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
@@ -101,7 +101,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
 def train(config: Config) -> bool:
     """A whole RL run on this rank; False if it was stopped by a signal.
 
-    Raises UserError before anything starts for whatever it is given that cannot be used.
+    Raises UserError, before anything starts, for input that cannot be used.
     """
     (graph, rewards), trainer, finished = check_run(config), config.trainer, False
     inputs = read_inputs(
@@ -145,7 +145,7 @@ def train(config: Config) -> bool:
                 resume_mode=trainer.resume_mode,
             ),
             memory=memory,
-            # The names under which checkpoints hold them.
+            # Under these names they are in checkpoints.
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
             constants=isolation,
         )
@@ -174,16 +174,17 @@ def train(config: Config) -> bool:
 
 
 def counted_epochs(config: Config) -> int | None:
-    """The epochs after which dynamic sampling begins no further step: it draws several batches of
-    rows in one, so that their number says nothing about the steps. None where steps are counted.
+    """The epochs after which dynamic sampling begins no further step. A step of it draws several
+    batches of rows, so the number of steps does not follow from the rows. None if the number of
+    steps is fixed.
     """
     counted = config.algorithm.filter_groups.enable and config.trainer.total_training_steps is None
     return config.trainer.total_epochs if counted else None
 
 
 def planned_steps(config: Config, rows: int) -> int:
-    """Training steps of the run; where epochs are counted at most so many, and no more than its
-    checkpoint has made if that has drawn all of them.
+    """Training steps of the run. If epochs are counted, this is the largest number, or the number
+    of the checkpoint's steps if that has drawn all rows.
     """
     steps, epochs, trainer = total_steps(config, rows), counted_epochs(config), config.trainer
     store = CheckpointStore(
@@ -202,7 +203,7 @@ def planned_steps(config: Config, rows: int) -> int:
 
 
 def engines_and_sandbox(config: Config, services: Services, level: Mapping[str, float]) -> str:
-    """For the banner: what generates, and how programs are held."""
+    """For the banner: the engines, and the isolation of programs."""
     count, name = len(services.placement.engines), config.actor_rollout_ref.rollout.name
     engines = f"{count} {name} engine{'s' if count > 1 else ''}"
     if "sandbox/isolation" not in level:
@@ -290,13 +291,13 @@ def _check_function(
 
 async def isolation_level(worker: RolloutWorker) -> dict[str, float]:
     """``sandbox/isolation``: the lowest level among the run's services, 0 none, 1 standard, 2
-    strict; nothing where none of ours judges (leaders only). UserError for a service of the
-    user's that does not answer.
+    strict; empty if no sandbox of this package judges (leaders only). UserError for a service of
+    the user's that does not answer.
     """
     judge = None if worker.rewards is None else worker.rewards.judge
     if not isinstance(judge, SandboxClient):
         return {}
-    # From the strictest to none; a service that does not tell its level is not ours.
+    # From the strictest to none; a service that reports no level is not from this package.
     try:
         levels = await judge.ping()
     except SandboxError as error:

@@ -1,4 +1,4 @@
-"""What one rank holds during a run; nodes get it as their first argument."""
+"""The worker of one rank: models, services and state; the first argument of every node."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class RolloutWorker:
     rewards: RewardSum | None
     """Every reward function of the run; given on leaders where a node reads ``reward``."""
     reward_weights: Mapping[str, float]
-    """Reward function -> weight; the first is the one that ``reward/mean`` speaks of."""
+    """Reward function -> weight; ``reward/mean`` is the mean of the first one."""
     validation: PromptTable | None
     timeline: Timeline = field(default_factory=Timeline)
     step: int = 0
     """Training steps that are finished."""
 
     def ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The leader's answer to ``work``, on all ranks of its model copy. Collective.
+        """The result of ``work`` on the leader, on all ranks of its model copy. Collective.
 
         Raises StopRequested, on all ranks, if a stop is requested while any leader waits.
         """
@@ -67,7 +67,7 @@ class RolloutWorker:
         return self.groups.from_leader(None if future is None else future.result())
 
     async def score(self, items: Sequence[RewardItem]) -> Scores:
-        """What every reward function says of the items (leaders only)."""
+        """The rewards of the items from every reward function (leaders only)."""
         if self.rewards is None:
             raise UserError(
                 "worker.score: no node of the pipeline says that it reads the group reward",
@@ -77,7 +77,7 @@ class RolloutWorker:
         return await self.rewards.score(items)
 
     def close(self) -> None:
-        """Let go of connections and end the background loop."""
+        """Close connections and end the background loop."""
         if self.engine is not None:
             self.background.run(self.engine.close())
         self.device.close()
@@ -88,25 +88,25 @@ class RolloutWorker:
 
 @dataclass(slots=True, kw_only=True)
 class DAGWorker(RolloutWorker):
-    """Models, services and state of one rank; every rank has one, there is no controller."""
+    """Models, services and state of one rank. Every rank has one; there is no controller."""
 
     train: PromptTable
     draw: Callable[[int], list[int]]
-    """So many further rows of the data, the same on every rank."""
+    """n -> positions of the next n rows of the data, the same on every rank."""
     leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
     """Groups that dynamic sampling has not used yet."""
     policy: Policy
     reference: Policy | None
-    """The frozen KL anchor; None where the objective has no KL."""
+    """The frozen reference of the KL; None if the objective has no KL."""
     value: ValueModel | None
-    """Given where the estimator reads values."""
+    """The value model, if the estimator reads values."""
     kl_controller: FixedKLController | AdaptiveKLController
     peak_flops: float
-    """Of one device, in flop/s."""
+    """Peak of one device, in flop/s."""
 
     @property
     def temperature(self) -> float:
-        """Temperature of all log-probs: the sampling temperature, 1 where sampling is greedy."""
+        """Temperature of all log-probs: the sampling temperature, or 1 if sampling is greedy."""
         return self.config.actor_rollout_ref.rollout.temperature or 1.0
 
     @property
@@ -117,13 +117,13 @@ class DAGWorker(RolloutWorker):
 
     @property
     def actor_learns(self) -> bool:
-        """False in the steps that belong to the value model alone."""
+        """False in the steps of ``trainer.critic_warmup``."""
         return self.step >= self.config.trainer.critic_warmup
 
     def means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
         """Global mean of each vector, its NaN left out, over the data-parallel ranks. Collective.
 
-        A name without a value on any rank is left out: there is nothing to report.
+        A name without a value on any rank is left out.
         """
         names = sorted(values)
         known = [values[n][~values[n].isnan()] for n in names]

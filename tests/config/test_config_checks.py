@@ -256,7 +256,7 @@ def test_missing_files_are_named_with_their_keys(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         check_files(config, "rl")
     text = str(caught.value)
-    # The other roles' models and the tokenizer are the actor's, of which is told once.
+    # The other roles' models and the tokenizer are the actor's, which is checked once.
     assert "data.train_files" in text and text.count("is not a Hugging Face model directory") == 1
     (tmp_path / "a.parquet").touch()
     (model / "config.json").touch()

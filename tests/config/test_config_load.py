@@ -155,7 +155,7 @@ def test_a_key_written_twice_is_an_error(tmp_path: Path) -> None:
     file.write_text("trainer:\n  seed: 1\n  seed: 2\n")
     message = error(path=file)
     assert "line 3" in message
-    assert "'trainer.seed' stands twice" in message
+    assert "'trainer.seed' is set twice" in message
     assert "line 2" in message
 
 

@@ -230,7 +230,7 @@ CASES = [
     rl("no YAML", "", "run.yaml is not valid YAML", _text("run.yaml", "data: {seed: [1\n")),
     rl("no UTF-8", "", "run.yaml", _bytes("run.yaml", b"data: {prompt_key: \xff}")),
     rl("a list", "", "groups of keys", _text("run.yaml", "- 1\n")),
-    rl("twice", "", "stands twice", _text("run.yaml", "data: {seed: 1}\ndata: {seed: 2}\n")),
+    rl("twice", "", "is set twice", _text("run.yaml", "data: {seed: 1}\ndata: {seed: 2}\n")),
     rl("no key", "written=3", "unknown key 'written'"),
     rl("rows in a folder", "data.train_files=model", "model is a directory"),
     rl("no such reward", "reward.reward_funcs=[nope]", "reward.reward_funcs: unknown reward"),
