@@ -13,7 +13,7 @@
 # make test-slurm  test the scripts of slurm/ in a local SLURM (root; apt install slurmctld slurmd
 #                  slurm-client munge)
 # make test-page   test the critic's web page in Chromium (apt install chromium); screenshots in build/page
-# make test-long  checks that take minutes: whole data sets and a thousand clients
+# make test-long  checks that take minutes: whole data sets, a thousand clients, thousands of random inputs
 # make clean  remove files left by tools and tests; keeps .venv and runs
 
 PYTHON ?= python3.11
@@ -55,6 +55,8 @@ tests:
 
 test-long: env
 	$(BIN)/python -m pytest -m long --timeout 3600
+	$(BIN)/python -m pytest --hypothesis-profile long --timeout 3600 tests/sandbox/test_sandbox_fuzz.py \
+	  tests/sandbox/test_sandbox_codec.py tests/sandbox/test_sandbox_comparison.py
 
 test-slurm: env
 	$(BIN)/python -m pytest -m slurm tests/integration/test_slurm_cluster.py

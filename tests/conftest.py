@@ -18,6 +18,7 @@ _TOGETHER = {"test_rl_run.py": "whole_run", "test_resume.py": "whole_run"}
 
 # A busy machine is not a failure: no test asserts how long an example takes.
 settings.register_profile("no_deadline", deadline=None)
+settings.register_profile("long", deadline=None, max_examples=2000)
 settings.load_profile("no_deadline")
 
 

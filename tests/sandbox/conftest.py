@@ -30,7 +30,7 @@ def on_loop() -> Iterator[BackgroundLoop]:
     thread.start()
 
     def call(coroutine: Coroutine[Any, Any, Result], /) -> Result:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(120)
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
     yield call
     loop.call_soon_threadsafe(loop.stop)

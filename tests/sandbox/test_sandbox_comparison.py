@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sandbox_talk import BackgroundLoop, submission
 
@@ -230,7 +230,6 @@ spelled = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(spelled, spelled, st.integers(-30, 30), st.integers(1, 12))
 def test_numbers_against_fractions(want: str, other: str, steps: int, digits: int) -> None:
     """Near values as well: some steps in a decimal place off."""
@@ -257,7 +256,6 @@ def _text(digits: int, places: int) -> str:
     return f"{'-' * (digits < 0)}{text[:-places]}.{text[-places:]}"
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(NAMES), *[st.text(st.sampled_from("017.e+- \n\r\ta"), max_size=12)] * 3)
 def test_a_beginning_differs_only_if_no_ending_makes_it_right(
     name: str, got: str, rest: str, want: str

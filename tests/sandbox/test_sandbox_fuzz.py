@@ -21,9 +21,9 @@ from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, ScoredProbl
 from ctrl_megatron.sandbox.languages import LANGUAGES, extract_code
 
 LIVE = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=settings().max_examples // 2,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-PURE = settings(max_examples=200, deadline=None)
 
 # Every key that some reader looks at, and texts that lead far into one of them.
 _NAMES = """
@@ -163,7 +163,6 @@ def test_any_program(service: EmbeddedSandbox, code: str, stdin: Any, files: Any
     answered(service, "/run_code", json.dumps(body).encode())
 
 
-@PURE
 @given(kind=st.sampled_from(sorted(READERS)), record=RECORDS)
 def test_any_record_is_read_or_refused(kind: str, record: Any) -> None:
     try:
@@ -174,7 +173,6 @@ def test_any_record_is_read_or_refused(kind: str, record: Any) -> None:
     assert isinstance(problem, (FunctionProblem, StdioProblem, ScoredProblem))
 
 
-@PURE
 @given(st.one_of(st.text(max_size=40), st.binary(max_size=60).map(lambda raw: packed(raw))))
 def test_any_payload_is_read_or_refused(text: str) -> None:
     try:
@@ -183,7 +181,6 @@ def test_any_payload_is_read_or_refused(text: str) -> None:
         assert str(error).startswith("test ")
 
 
-@PURE
 @given(
     data=st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3), max_leaves=6),
     protocol=st.integers(0, 5),
@@ -225,7 +222,6 @@ def test_a_payload_that_unpacks_to_too_much_is_refused() -> None:
         raise AssertionError("it was read")
 
 
-@PURE
 @given(st.sampled_from(tuple(RULES.values())), st.text(max_size=60), st.text(max_size=60))
 def test_any_two_outputs_compare(rule: Rule, got: str, want: str) -> None:
     assert difference(got, got, rule) is None
@@ -233,7 +229,6 @@ def test_any_two_outputs_compare(rule: Rule, got: str, want: str) -> None:
     assert result is None or result
 
 
-@PURE
 @given(st.text(st.sampled_from("`\n+#!cpbashython{}=: "), max_size=60), st.sampled_from(LANGUAGES))
 def test_any_completion_is_searched(text: str, language: Any) -> None:
     found = extract_code(text, language)

@@ -26,7 +26,6 @@ from tools.check_sandbox_data import (
 mbpp, human_eval = SETS["mbpp"][0], SETS["humaneval"][0]
 # They pass objects of the program or types, or measure values.
 OBJECTS_MBPP = {f"mbpp/{number}" for number in (367, 533, 596, 601, 927)}
-MBPP_SAMPLE = 100
 
 Check = Callable[..., Outcome]
 
@@ -45,23 +44,23 @@ def agreement(client: SandboxClient, on_loop: BackgroundLoop) -> Check:
     return call
 
 
-def test_mbpp_references_pass(agreement: Check, shared_data: Path) -> None:
+@sampled(16)
+def test_mbpp_references_pass(agreement: Check, shared_data: Path, nth: int) -> None:
     everything = list(mbpp(shared_data))
     assert len(everything) == 974
-    chosen = everything[:MBPP_SAMPLE] + [
-        known for known in everything if known.name in OBJECTS_MBPP
-    ]
+    chosen = everything[::nth] + [known for known in everything if known.name in OBJECTS_MBPP]
     assert all(known.verdicts is True for known in everything)
     assert agreement(chosen).differences == ()
 
 
+@sampled(8)
 @pytest.mark.parametrize("read", [human_eval, human_eval_pack])
 def test_human_eval_references_pass(
-    agreement: Check, shared_data: Path, read: Callable[..., object]
+    agreement: Check, shared_data: Path, read: Callable[..., object], nth: int
 ) -> None:
     everything = list(read(shared_data))  # type: ignore[call-overload]
     assert len(everything) == 164
-    assert agreement(everything[::4]).differences == ()
+    assert agreement(everything[::nth]).differences == ()
 
 
 def test_human_eval_answers_without_the_prompts_imports_and_helpers_pass(

@@ -166,7 +166,7 @@ def connect(address: str | None, **further: Any) -> None:
 
 
 def _within(seconds: float, references: list[Any]) -> list[Any]:
-    """Those of the calls that have ended within ``seconds``, with or without success."""
+    """The calls that have ended within ``seconds``, with or without success."""
     if not references:
         return []
     return _ray().wait(references, num_returns=len(references), timeout=seconds)[0]

@@ -1,7 +1,7 @@
 """Finds the calls of a test that are made for what they do to their arguments.
 
 A program must not change the values that its answer is compared with: for a program that empties
-the list and returns it, ``assert f(xs) == sorted(xs)`` would hold. A change of an argument
+the list and returns it, ``assert f(xs) == sorted(xs)`` would be true. A change of an argument
 therefore reaches the test only in two cases: the test discards the result or compares it with None,
 or the test does nothing with the argument afterwards but assert that it equals a literal.
 """

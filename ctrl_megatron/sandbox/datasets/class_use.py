@@ -15,7 +15,7 @@ _RAISES = frozenset(("assertRaises", "assertRaisesRegex", "raises", "suppress"))
 
 
 def used_as_classes(trees: Sequence[ast.AST], stubs: Container[str]) -> set[str]:
-    """Those of ``stubs`` that the tests use as classes: they read an attribute of the name, use it
+    """The ``stubs`` that the tests use as classes: they read an attribute of the name, use it
     with ``isinstance`` or ``with``, or read attributes of its instances that no one type of data
     has.
     """

@@ -73,7 +73,7 @@ def _mark(
         if not (reading.checks or reading.checks_in(tree)):
             unchecked.append(index)
         texts.append(_marked(tree, reading))
-    # Which functions of the setup get something of the program is known only after all tests.
+    # Only after all tests it is known which functions of the setup get values of the program.
     noted = any(
         isinstance(node, (ast.Assert, ast.Try)) or node in reading for node in ast.walk(setup_tree)
     )

@@ -28,7 +28,7 @@ class FunctionProblem:
     stubs: tuple[str, ...]
     """Names that the program has to define; a test may call no others in it."""
     classes: tuple[str, ...] = ()
-    """Those of ``stubs`` that can only mean a class."""
+    """The stubs that can only mean a class."""
     exceptions: tuple[str, ...] = ()
     """Names of exceptions that the program has to define and the tests catch."""
     shared_classes: tuple[str, ...] = ()

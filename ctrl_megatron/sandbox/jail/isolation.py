@@ -155,15 +155,7 @@ def establish(
     if isolated:
         process = namespaces.enter_worker(staging, user)
     elif user is not None:
-        namespaces.become(user)
-        try:
-            os.listdir(os.path.join(sys.base_prefix, "lib"))
-        except OSError as error:
-            raise IsolationRefused(
-                f"without namespaces, user {user} must be able to read the interpreter under "
-                f"{sys.base_prefix}: {error}. Choose another interpreter (python=...) or run as an "
-                "ordinary user."
-            ) from error
+        _become(user)
     report = IsolationReport(
         requested=level,
         tier="namespaces" if isolated else "landlock" if guarded else "limits",
@@ -183,6 +175,19 @@ def establish(
         report=report, limits=limits, scratch=scratch, readable=readable, filters=filters
     )
     return confinement, process
+
+
+def _become(user: int) -> None:
+    """Switch to ``user``. Raises ``IsolationRefused`` if that user cannot read the interpreter."""
+    namespaces.become(user)
+    try:
+        os.listdir(os.path.join(sys.base_prefix, "lib"))
+    except OSError as error:
+        raise IsolationRefused(
+            f"without namespaces, user {user} must be able to read the interpreter under "
+            f"{sys.base_prefix}: {error}. Choose another interpreter (python=...) or run as an "
+            "ordinary user."
+        ) from error
 
 
 def check_canaries(confinement: Confinement, directory: str) -> None:

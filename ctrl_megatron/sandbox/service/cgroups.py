@@ -33,7 +33,7 @@ class CgroupSubtree:
         self._base = base
         self._undo = undo
         self.controllers = controllers
-        """Those of ``CONTROLLERS`` that are available."""
+        """The available ones of ``CONTROLLERS``."""
 
     @classmethod
     def take(

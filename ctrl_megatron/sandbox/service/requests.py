@@ -1,4 +1,4 @@
-"""What all requests share, and the reading of a request's body within limits of size and time."""
+"""State that all requests share, and the reading of a request's body within its limits."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0 takes a free one."""
+    """0 uses a free port."""
     token: str | None = None
     """Bearer token that clients must send; None admits every client."""
     allow_open: bool = False
