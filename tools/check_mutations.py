@@ -41,7 +41,7 @@ from tools import format_mutations as formats
 from tools.check_sandbox_data import SETS
 
 LARGE = 8
-"""Calls whose results make one output of several lines."""
+"""Calls whose results form one output of several lines."""
 TEXT = """
 import re
 def same(s): return s
@@ -78,7 +78,7 @@ Mutate = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """A program that passes, and the requests of its mutants."""
+    """A right program, and the requests of its mutants."""
 
     name: str
     kind: str
@@ -88,7 +88,7 @@ class Accepted:
 
 
 def functions(data: Path) -> Iterator[Accepted]:
-    """MBPP's references whose tests are calls of one function; what it returns is changed."""
+    """MBPP's references whose tests call one function; mutations change its result."""
     for known in SETS["mbpp"][0](data):
         name = _function(known.data["test_list"])
         if name is None:
@@ -106,7 +106,9 @@ def functions(data: Path) -> Iterator[Accepted]:
 
 
 async def printed(client: SandboxClient, data: Path) -> list[Accepted]:
-    """The same references as programs that print the results of their tests' calls, one a line."""
+    """The same references as programs that print the results of their tests' calls, one per
+    line.
+    """
     found = []
     for known in SETS["mbpp"][0](data):
         name, calls = _function(known.data["test_list"]), _calls(known.data["test_list"])
@@ -207,7 +209,7 @@ Judged = tuple[str, bool, bool]
 
 
 async def outputs(client: SandboxClient, want: str, rule: str) -> list[Judged]:
-    """A right output and its mutants by ``rule``. One program prints what each case gives it."""
+    """Judge a right output and its mutants by ``rule``, with a program that prints its stdin."""
     changed = {name: change(want) for name, change in formats.MUTATIONS.items()}
     given = {"same": want, **{name: got for name, got in changed.items() if got != want}}
     data = {
@@ -223,7 +225,7 @@ async def outputs(client: SandboxClient, want: str, rule: str) -> list[Judged]:
 
 
 async def results(client: SandboxClient, want: Any, rule: str) -> list[Judged]:
-    """A right result of a function and its mutants by ``rule``."""
+    """Judge a right result of a function and its mutants by ``rule``."""
     given = {name: change(want) for name, change in formats.RESULT_MUTATIONS.items()}
     code = f"from math import inf, nan\nRESULTS = {list(given.values())!r}\n"
     cases = {
@@ -243,7 +245,7 @@ async def results(client: SandboxClient, want: Any, rule: str) -> list[Judged]:
 
 
 async def check_formats(kind: str, work: list[Awaitable[list[Judged]]]) -> int:
-    """Judge; print, and return how many verdicts differ from what the rules say."""
+    """Judge, print, and return the number of verdicts that differ from the rules."""
     places, counts, differ = asyncio.Semaphore(4), Counter[str](), list[str]()
 
     async def one(item: Awaitable[list[Judged]]) -> None:
@@ -279,7 +281,7 @@ async def _submit(client: SandboxClient, kind: str, code: str, data: dict[str, A
 
 
 async def check_all(options: argparse.Namespace, endpoint: str) -> int:
-    """All kinds; the number of verdicts that are wrong."""
+    """Run all kinds; returns the number of wrong verdicts."""
     async with SandboxClient(endpoint) as client:
         wrong = await check_formats(
             "formats of outputs",

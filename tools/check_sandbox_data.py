@@ -86,19 +86,19 @@ def published(name: str, format: str, file: str) -> Callable[[Path], Iterator[Kn
 
 
 def human_eval_pack(data: Path) -> Iterator[Known]:
-    """All 164 references."""
+    """All 164 references of HumanEval."""
     for row in _lines(data / "humanevalpack" / "humanevalpack_python.jsonl"):
         yield _human_eval(row, row["canonical_solution"], row["task_id"], True)
 
 
 def human_eval_pack_buggy(data: Path) -> Iterator[Known]:
-    """The buggy version of each: none may be accepted."""
+    """The buggy versions of HumanEvalPack; each must be refused."""
     for row in _lines(data / "humanevalpack" / "humanevalpack_python.jsonl"):
         yield _human_eval(row, row["buggy_solution"], f"{row['task_id']} (buggy)", False)
 
 
 def samples(data: Path) -> Iterator[Known]:
-    """SandboxFusion's own: MBPP references pass; LiveCodeBench's ``sys.exit(0)`` does not."""
+    """SandboxFusion's samples: MBPP references pass; LiveCodeBench's ``sys.exit(0)`` fails."""
     folder = data / "sandboxfusion_samples"
     for row in _lines(folder / "code_eval_mbpp.jsonl"):
         tests = {"test_list": row["test_list"]}
@@ -161,7 +161,7 @@ SETS: dict[str, tuple[Callable[[Path], Iterator[Known]], float]] = {
 async def check(
     client: SandboxClient, known: Sequence[Known], *, seconds: float, at_once: int
 ) -> Outcome:
-    """Judge all of ``known``, ``at_once`` at the same time, and compare."""
+    """Judge all of ``known``, up to ``at_once`` concurrently, and compare."""
     places = asyncio.Semaphore(at_once)
 
     async def one(item: Known) -> EvalResult:

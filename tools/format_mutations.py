@@ -1,4 +1,4 @@
-"""Right outputs whose format matters, changes of their format, and what each rule says of a change.
+"""Right outputs whose format matters, mutations of their format, and the verdict of each rule.
 
 Pure. ``means_the_same`` is written a second time, apart from ``problems.comparison``: with
 fractions instead of decimals, bytes instead of patterns.
@@ -24,7 +24,7 @@ RULES: dict[str, tuple[Fraction, Fraction]] = {
 }
 """Rule -> tolerance of numbers, absolute and relative."""
 RESULT_RULES = {"livecodebench": (Fraction("1e-5"), Fraction(0)), "strict": RULES["strict"]}
-"""The same of what functions return."""
+"""Rule -> tolerance of results of functions, absolute and relative."""
 
 
 def right_outputs(count: int, seed: int = 0) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _last_number(change: Callable[[str], str]) -> Callable[[str], str]:
 
 
 def _moved(step: str) -> Callable[[str], str]:
-    """A number plus a step, with as many decimals as that takes."""
+    """A number plus a step, with as many decimals as the sum needs."""
 
     def move(number: str) -> str:
         value = Fraction(number) + Fraction(step)

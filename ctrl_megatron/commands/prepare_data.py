@@ -27,6 +27,7 @@ from ctrl_megatron.preparation.published import (
     read_published,
     select,
 )
+from ctrl_megatron.types import Problem
 
 _SHOWN = 3
 
@@ -69,15 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             split=options.split,
             skip_malformed=options.skip_malformed,
         )
-    tested = []
-    for text in options.against:
-        kind, _, file = text.partition("=")
-        if kind not in formats or not file:
-            raise UserError(
-                f"--against: {text!r} is not FORMAT=FILE; formats are {', '.join(formats)}"
-            )
-        with users_input("--against"):
-            tested += read_published(kind, [Path(file)])[0]
+    tested = _test_sets(options.against, formats)
     limits = Limits(**{name: getattr(options, name) for name in Limits.__dataclass_fields__})
     kept, more = select(problems, limits, against=tested)
     for reason, names in more.reasons.items():
@@ -94,6 +87,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_whole(options.out, text)
     _show(options.out, len(kept), dropped)
     return 0
+
+
+def _test_sets(given: Sequence[str], formats: Sequence[str]) -> list[Problem]:
+    """The problems of all ``FORMAT=FILE`` in ``given``."""
+    problems: list[Problem] = []
+    for text in given:
+        kind, _, file = text.partition("=")
+        if kind not in formats or not file:
+            raise UserError(
+                f"--against: {text!r} is not FORMAT=FILE; formats are {', '.join(formats)}"
+            )
+        with users_input("--against"):
+            problems += read_published(kind, [Path(file)])[0]
+    return problems
 
 
 def _own_file(path: Path) -> bool:

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _require_free(host: str, port: int) -> None:
-    """Asked before minutes go into loading a model."""
+    """Raise UserError if the port is in use, before a model is loaded for minutes."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()

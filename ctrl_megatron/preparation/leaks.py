@@ -41,7 +41,7 @@ def leak_of(critique: str, attempt: Attempt) -> str:
     A value or line that the statement or the attempt contains is not a leak.
     """
     if _HINT.search(critique):
-        return "speaks of the hint or of tests"
+        return "mentions the hint or tests"
     if _writes_code(critique):
         return "writes out code"
     problem, squeezed = attempt.problem, _squeezed(critique)

@@ -38,7 +38,7 @@ def verifiable_problem(record: Mapping[str, Any], number: int) -> Problem:
     )
     language = str(info.get("language") or "python").lower()
     if language not in _PYTHON:
-        raise NoTests(f"is asked for in {language}")
+        raise NoTests(f"requires a program in {language}")
     if not info.get("test_cases"):
         raise NoTests("has no tests")
     where = "verification_info.test_cases"

@@ -56,9 +56,9 @@ def fault_of(draft: CritiqueDraft) -> str:
     if judged is None:
         return "no judgment"
     if judged != draft.right:
-        return "judgment against the sandbox"
+        return "judgment contradicts the sandbox"
     if not draft.text.rstrip().endswith(("Correct", "Incorrect")):
-        return "goes on behind its judgment"
+        return "has text after its judgment"
     if leak := leak_of(draft.text, draft.attempt):
         return leak
     return "its revision fails" if draft.revised_right is False else ""

@@ -52,7 +52,7 @@ def is_usable(fate: Fate, name: str, dropped: Dropped) -> bool:
     its code fence was corrected.
     """
     if fate == "normalised":
-        dropped.add("(kept) fence put right", name)
+        dropped.add("(kept) code fence corrected", name)
     elif fate == "unreadable":
         dropped.add("unreadable solution", name)
     elif fate == "no room":

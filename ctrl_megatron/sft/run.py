@@ -35,9 +35,9 @@ from ctrl_megatron.sft.nodes import SftWorker, Tokens, sft_pipeline
 
 
 def train_sft(config: Config) -> bool:
-    """A whole fine-tuning run on this rank; False if it was stopped by a signal.
+    """Run fine-tuning on this rank; returns False if a signal stopped it.
 
-    At the end the weights stand in ``<run directory>/hf`` as an HF directory.
+    At the end the weights are in ``<run directory>/hf`` as an HF directory.
     """
     check_sft(config)
     finished = False
@@ -119,7 +119,7 @@ def train_sft(config: Config) -> bool:
 
 
 def check_sft(config: Config) -> None:
-    """UserError, with a line per problem, for what a run is given; its rows are not looked at."""
+    """Raise UserError, one line per problem, for wrong input of a run other than its rows."""
     check_together(
         lambda: check_models(config, "sft"),
         lambda: check_tokenizers(config, "sft"),
@@ -132,7 +132,7 @@ def check_sft(config: Config) -> None:
 
 
 def check_rows(config: Config) -> tuple[TextCodec, list[SftExample], list[SftExample]]:
-    """Tokenizer, training and validation examples; UserError for what cannot be used of them."""
+    """The tokenizer, training and validation examples. Raises UserError for unusable ones."""
     codec = check_tokenizer(config)
     with users_input("sft.train_files"):
         train = read_examples(config.sft.train_files)
@@ -144,7 +144,7 @@ def check_rows(config: Config) -> tuple[TextCodec, list[SftExample], list[SftExa
 def tokenise(
     codec: TextCodec, examples: Sequence[SftExample], config: Config
 ) -> tuple[list[tuple[Tokens, Tokens]], int]:
-    """(prompt and response of every example that fits, number of those that do not)."""
+    """(prompt and response tokens of each example within ``sft.max_length``, number of others)."""
     rows, dropped = [], 0
     for example in examples:
         prompt = tuple(codec.encode_chat(example.prompt, add_generation_prompt=True))
@@ -161,7 +161,7 @@ def tokenise(
 
 
 def total_steps(config: Config, rows: int) -> int:
-    """Optimizer steps of the run; ValueError where the rows do not fill one."""
+    """Optimizer steps of the run. Raises ValueError if the rows do not fill one batch."""
     per_epoch = rows // config.sft.train_batch_size
     if per_epoch == 0:
         raise UserError(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A checkpoint as a Hugging Face directory, used by transformers, and back again.
+# Export a checkpoint as a Hugging Face directory, use it with transformers, and convert it back.
 #   CHECKPOINT=runs/NAME/checkpoints/global_step_N OUT=DIR examples/journeys/export_and_load.sh
 set -euo pipefail
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Parquet files in verl's form and verl's compute_score, as they are: GRPO, validated on two files.
+# GRPO on unchanged parquet files in verl's form with verl's compute_score, validated on two files.
 #   MODEL=DIR OUT=DIR examples/journeys/from_verl.sh
 set -euo pipefail
 

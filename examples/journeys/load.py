@@ -1,4 +1,4 @@
-"""Ask a model that was exported: ``python examples/journeys/load.py DIR "QUESTION"``."""
+"""Ask an exported model a question: ``python examples/journeys/load.py DIR "QUESTION"``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # From MBPP's own file to an evaluated critic. From the root of the checkout:
 #   MBPP=mbpp.jsonl MODEL=DIR OUT=DIR bash examples/journeys/mbpp_to_critic.sh
-# Every stage may be killed: the same command goes on from what is finished and ends in the same
-# files. SELECT and SYNTHESIZE hold further flags of the first two tools.
+# After a kill in any stage the same command continues and writes the same files. SELECT and
+# SYNTHESIZE are further flags of the first two commands.
 set -euo pipefail
 
 CONFIG=${CONFIG:-examples/ctrl_smollm2_cpu.yaml}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Your own model on one machine with GPUs, from problems to a critic: a run that is watched, stopped
-# and gone on with. From the root of the checkout, in its environment:
+# Your own model on one machine with GPUs, from problems to a critic: a run that you watch, stop and
+# resume. From the root of the checkout, in its environment:
 #   MODEL=DIR bash examples/journeys/one_node.sh
 # Without a GPU, with a small model:
 #   CONFIG=examples/ctrl_smollm2_cpu.yaml MODEL=runs/models/smollm2 RANKS=2 bash examples/journeys/one_node.sh

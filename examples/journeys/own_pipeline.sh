@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A step of your own: the nodes of examples/own_pipeline.py on prompts of your own.
+# A training step of your own: the nodes of examples/own_pipeline.py on your own prompts.
 #   MODEL=DIR OUT=DIR examples/journeys/own_pipeline.sh
 set -euo pipefail
 

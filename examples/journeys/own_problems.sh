@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A critic for your own problems: training files, fine-tuning, reinforcement,
-# evaluation. With your files in place of these, from the root of the checkout:
+# A critic for your own problems: training files, fine-tuning, reinforcement learning, evaluation.
+# From the root of the checkout, with your files:
 #   MODEL=DIR PROBLEMS=FILE OUT=DIR examples/journeys/own_problems.sh
 set -euo pipefail
 

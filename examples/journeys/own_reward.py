@@ -1,4 +1,4 @@
-"""Questions with answers as GSM8K has them, and a reward that reads the answer.
+"""Questions with answers in GSM8K's form, and a reward that reads the answer.
 
 ``python examples/journeys/own_reward.py FILE`` writes the rows; put your own in their place.
 """
@@ -15,7 +15,7 @@ import pyarrow.parquet as parquet
 
 
 def last_number(items: list[Any]) -> list[float]:
-    """1 where the last number of the completion is the one after #### in the column answer."""
+    """1 if the last number of the completion equals the number after #### in column answer."""
     rewards = []
     for item in items:
         numbers = re.findall(r"-?[0-9]+", item.text)
@@ -28,7 +28,7 @@ last_number.reads = ("answer",)  # type: ignore[attr-defined]
 
 
 def write(file: Path) -> None:
-    """``id``, ``prompt`` and ``answer``: any further column reaches the reward by its name."""
+    """Write ``id``, ``prompt`` and ``answer``. The reward receives further columns by name."""
     sums = [(a, b) for a in range(2, 10) for b in range(2, 10)]
     rows = {
         "id": [f"sums/{a}+{b}" for a, b in sums],

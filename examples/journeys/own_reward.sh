@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Questions with answers (GSM8K) and a reward of ten lines: GRPO without critiques or a sandbox.
+# GRPO without critiques or a sandbox: questions with answers (GSM8K) and a reward of ten lines.
 #   MODEL=DIR OUT=DIR examples/journeys/own_reward.sh
 set -euo pipefail
 

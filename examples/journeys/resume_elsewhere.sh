@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A run that begins with data-parallel ranks and goes on somewhere else with tensor-parallel ones.
+# A run that starts with data-parallel ranks and resumes elsewhere with tensor-parallel ranks.
 #   MODEL=DIR OUT=DIR TENSOR=2 examples/journeys/resume_elsewhere.sh
 set -euo pipefail
 

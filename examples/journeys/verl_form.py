@@ -1,4 +1,4 @@
-"""Rows and a reward in verl's form; with your own, nothing of this file is needed.
+"""Rows and a reward in verl's form. With files of your own you do not need this one.
 
 ``python examples/journeys/verl_form.py DIR`` writes the rows.
 """
@@ -17,13 +17,13 @@ import pyarrow.parquet as parquet
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1 where the last number of the answer is the right one."""
+    """1 if the last number of the answer is right."""
     numbers = re.findall(r"-?[0-9]+", solution_str)
     return float(bool(numbers) and numbers[-1] == ground_truth)
 
 
 def write(folder: Path) -> None:
-    """Questions about sums to train on, others to validate on, and some about differences."""
+    """Write sums to train on, other sums to validate on, and differences to validate on."""
     sums = [(a, b, "buys", a + b) for a in range(2, 10) for b in range(2, 10)]
     differences = [(a, b, "eats", a - b) for a in range(3, 10) for b in range(2, a)]
     for name, split, facts in (

@@ -1,4 +1,4 @@
-"""Every line of the check: what it finds on a machine that is right, and on one that is not."""
+"""Every line of the check, on a right machine and on a wrong one."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_machines_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_env, "_MEETING_SECONDS", 1.0)
-    launch = check_env.Launch("slurm", 1, 2, 0, 1, "127.0.0.1", 1)  # nobody listens there
+    launch = check_env.Launch("slurm", 1, 2, 0, 1, "127.0.0.1", 1)  # a port without a listener
     (finding,) = check_env.meeting(launch)
     assert finding.status == "FAIL" and "not at 127.0.0.1:1" in str(finding)
     assert "GLOO_SOCKET_IFNAME" in str(finding)

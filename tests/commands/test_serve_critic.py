@@ -1,4 +1,4 @@
-"""What ``ctrl-serve-critic`` looks at before it loads a model."""
+"""Checks of ``ctrl-serve-critic`` before it loads a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong input is refused once and without a traceback; ranks are started, and end, as asked."""
+"""Wrong input is refused once and without a traceback; ranks start and end as they should."""
 
 from __future__ import annotations
 

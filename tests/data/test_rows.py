@@ -1,4 +1,4 @@
-"""Parquet rows: what is written comes back, what does not fit is refused with its place."""
+"""Parquet rows: written rows are read back, wrong values are refused with file, row and column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files in verl's form are rows without being prepared."""
+"""Files in verl's form are read as rows without preparation."""
 
 from __future__ import annotations
 

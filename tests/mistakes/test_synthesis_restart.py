@@ -118,7 +118,7 @@ def test_the_files_hold_what_they_should(whole: Path) -> None:
         assert parse_judgment(example.response) is solved
     table = json.loads((whole / "data/synthesis.json").read_text())
     assert table["solutions"]["kept"] + table["solutions"].get("unreadable solution", 0) == 80
-    assert table["solutions"]["(kept) fence put right"] > 5
+    assert table["solutions"]["(kept) code fence corrected"] > 5
     assert table["SFT critiques"]["kept"] == len(examples["sft_train"])
 
 

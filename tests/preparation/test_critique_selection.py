@@ -1,4 +1,4 @@
-"""Hints tell what execution said; critiques that give it away, disagree or repeat are dropped."""
+"""Hints report execution; critiques that leak it, contradict it or repeat others are dropped."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_the_hint_of_a_program_shows_its_case_in_short() -> None:
     [
         ("It returns zero for every list, but the sum is asked.", ""),
         ("It must not exceed 1000.", ""),
-        ("As the hint says, the result is wrong.", "speaks of the hint or of tests"),
-        ("It fails a hidden test.", "speaks of the hint or of tests"),
+        ("As the hint says, the result is wrong.", "mentions the hint or tests"),
+        ("It fails a hidden test.", "mentions the hint or tests"),
         ("Write\n```python\nx\n```", "writes out code"),
         ("Write\n    def total(values):\n", "writes out code"),
         ("def total(values): return sum(values)", "writes out code"),
@@ -178,8 +178,8 @@ def test_every_reason_is_counted() -> None:
     assert [e.id for e in examples] == ["t/total/0", "t/total/6", "t/total/8"]
     assert dropped.counts() == {
         "no judgment": 1,
-        "judgment against the sandbox": 1,
-        "goes on behind its judgment": 1,
+        "judgment contradicts the sandbox": 1,
+        "has text after its judgment": 1,
         "quotes a value of a test": 1,
         "its revision fails": 1,
         "nearly another example of its problem": 1,

@@ -1,4 +1,4 @@
-"""MBPP: small files of our own, and the real ones where they are."""
+"""MBPP: small files made here, and the real ones if they are available."""
 
 from __future__ import annotations
 

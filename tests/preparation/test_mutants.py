@@ -1,4 +1,4 @@
-"""What critic and proxy learn from programs with one fault."""
+"""Training and test files from mutants."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def code_of(answer: str) -> str:
 
 
 def shown_programs(example: SftExample) -> list[str]:
-    """Programs that stand in a fence anywhere in an example."""
+    """All fenced programs of an example."""
     texts = [*(m["content"] for m in example.prompt), example.response]
     return [code for text in texts for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
 

@@ -1,4 +1,4 @@
-"""Programs with one fault, from the shipped references and from programs drawn at random."""
+"""Mutations of the shipped references and of random programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our jsonl problem files: a good one becomes problems, a bad one names file, line and key."""
+"""Problem files: a right one becomes problems, an error names file, line and key."""
 
 from __future__ import annotations
 

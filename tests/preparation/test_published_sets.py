@@ -1,5 +1,5 @@
-"""Published problem sets in their own formats: small samples of our own, and real files where they
-are. Every reference is accepted by the sandbox, a wrong program is not.
+"""Published problem sets in their own formats: small samples made here, and real files if they are
+available. The sandbox accepts every reference and refuses a wrong program.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ ANSWERS = {
     "livecodebench/2727": "class Solution:\n    def total(self, v: List[int]) -> int:\n"
     "        return sum(v)\n",
 }
-"""Of sets that come without references."""
+"""References for sets that have none."""
 
 
 def write(folder: Path, kind: str, suffix: str = ".jsonl") -> Path:
@@ -463,7 +463,7 @@ def test_a_malformed_row_is_named_by_file_and_row(
         ("codeforces", {"generated_checker": "print(1)"}, "has several right outputs"),
         ("codeforces", {"input_mode": "file"}, "reads or writes a file"),
         ("codeforces", {"official_tests": []}, "has no tests"),
-        ("open_r1", {"verification_info": {"language": "cpp"}}, "is asked for in cpp"),
+        ("open_r1", {"verification_info": {"language": "cpp"}}, "requires a program in cpp"),
         ("open_r1", {"verification_info": {"test_cases": []}}, "has no tests"),
         ("verl", {"reward_model": {"ground_truth": "72"}}, "has an answer in place of tests"),
         ("eurus", {"reward_model": {"ground_truth": "x + 1"}}, "has an answer in place of tests"),

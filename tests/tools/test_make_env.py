@@ -1,4 +1,4 @@
-"""The environment's maker: when it does nothing, and what it says when it cannot go on."""
+"""The environment tool: when it does nothing, and its messages when it fails."""
 
 from __future__ import annotations
 

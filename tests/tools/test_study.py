@@ -1,4 +1,4 @@
-"""The study's pieces hang together, and its tables follow from its transcripts."""
+"""The study's pieces depend on each other correctly; its tables follow from its transcripts."""
 
 from __future__ import annotations
 
