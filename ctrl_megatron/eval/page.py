@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ctrl_megatron.eval.rates import RATES
 from ctrl_megatron.eval.resampling import Estimate
-from ctrl_megatron.eval.results import RATES, CriticResult
+from ctrl_megatron.eval.results import CriticResult
 from ctrl_megatron.eval.tables import MAIN_RATES, NUMBERS, Table, meanings, number, signed, words
 from ctrl_megatron.eval.transcripts import Turn
 from ctrl_megatron.metrics.display import format_number

@@ -9,16 +9,24 @@ rule; a tie counts as wrong).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.eval.resampling import Estimate, Resampling, cells_of, ratio
 from ctrl_megatron.metrics.json_lines import read_json_lines
 
 Label = Literal["A>B", "B>A"]
 _LABELS: tuple[Label, Label] = ("A>B", "B>A")
+PAIR_RATES = {
+    "choice_accuracy": "better response named, asked in both orders; a tie is wrong",
+    "choice_consistency": "the same response named in both orders",
+    "choice_answered_rate": "questions in either order that are answered",
+    "choice_first_rate": "share of answers that name the first response; 0.5 is no bias",
+    "critique_accuracy": "better response judged correct more often; a tie is wrong",
+}
 _TEXTS = ("pair_id", "question", "response_A", "response_B")
 
 
@@ -113,7 +121,7 @@ def read_pairs(path: Path) -> list[ResponsePair]:
     return list(pairs.values())
 
 
-def pair_columns(pair: JudgedPair) -> Mapping[str, tuple[float, float]]:
+def _pair_columns(pair: JudgedPair) -> Mapping[str, tuple[float, float]]:
     """Name of a rate -> what the pair adds to its numerator and its denominator."""
     answered = len(pair.choices) - pair.choices.count(None)
     return {
@@ -123,6 +131,40 @@ def pair_columns(pair: JudgedPair) -> Mapping[str, tuple[float, float]]:
         "choice_first_rate": (pair.choices.count("first"), answered),
         "critique_accuracy": (pair.critique_decision == pair.label, 1),
     }
+
+
+def pair_rates_by_source(
+    pairs: Sequence[JudgedPair], plan: Callable[[int, int], Resampling]
+) -> dict[str, dict[str, Estimate]]:
+    """Source of the questions, first ``all``, -> rates of ``PAIR_RATES``; empty without pairs.
+    ``plan(problems, seeds)`` gives the resampling.
+    """
+    if not pairs:
+        return {}
+    parts: dict[str, list[JudgedPair]] = {}
+    for pair in sorted(pairs, key=lambda p: p.source):
+        # JudgeBench's categories; the sources of its knowledge questions also name a field.
+        category = "mmlu-pro" if pair.source.startswith("mmlu-pro-") else pair.source
+        parts.setdefault(category, []).append(pair)
+    parts = {"all": list(pairs), **(parts if len(parts) > 1 else {})}
+    return {source: _pair_rates(part, plan) for source, part in parts.items()}
+
+
+def _pair_rates(
+    pairs: Sequence[JudgedPair], plan: Callable[[int, int], Resampling]
+) -> dict[str, Estimate]:
+    seeds = sorted({pair.seed for pair in pairs})
+    names = sorted({pair.pair_id for pair in pairs})
+    found: dict[str, Estimate] = {}
+    for name in PAIR_RATES:
+        parts = [
+            (seeds.index(p.seed), names.index(p.pair_id), _pair_columns(p)[name]) for p in pairs
+        ]
+        value = plan(len(names), len(seeds)).estimate(
+            cells_of(parts, len(seeds), len(names)), ratio
+        )
+        found |= {} if value is None else {name: value}
+    return found
 
 
 def _sign(number: int) -> str | None:

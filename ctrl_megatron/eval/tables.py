@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ctrl_megatron.eval.pairwise import PAIR_RATES
+from ctrl_megatron.eval.rates import JUDGED, RATES
 from ctrl_megatron.eval.resampling import Estimate
-from ctrl_megatron.eval.results import JUDGED, PAIR_RATES, RATES, CriticResult
+from ctrl_megatron.eval.results import CriticResult
 from ctrl_megatron.metrics.display import format_number
 
 NUMBERS = ("critique_tokens", "revision_tokens")

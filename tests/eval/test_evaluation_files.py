@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.commands.report import main as report
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.eval.rates import RATES
 from ctrl_megatron.eval.report import write_evaluation_report
-from ctrl_megatron.eval.results import RATES
 from ctrl_megatron.eval.tables import tables
 from ctrl_megatron.eval.transcripts import (
     begin_evaluation,

@@ -9,8 +9,10 @@ import pytest
 from evaluated import TWO_TURNS, chain, pair, program
 
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.eval.pairwise import PAIR_RATES
+from ctrl_megatron.eval.rates import RATES
 from ctrl_megatron.eval.resampling import Estimate
-from ctrl_megatron.eval.results import PAIR_RATES, RATES, CriticResult, evaluate_turns
+from ctrl_megatron.eval.results import CriticResult, evaluate_turns
 from ctrl_megatron.eval.tables import tables
 from ctrl_megatron.eval.transcripts import Turn
 from ctrl_megatron.eval.validation_rates import summarise

@@ -646,7 +646,7 @@ CASES = [
     plan("shape is garbage", "--model-config run.yaml", "run.yaml"),
     tool("check_env", "key without a file", "trainer.seed=1", "--config"),
     tool("check_env", "misspelt", "--config run.yaml trainer.sead=1", "trainer.seed"),
-    tool("report", "no run", "model", "model holds none of"),
+    tool("report", "no run", "model", "model has none of"),
     tool("report", "lines are no JSON", "made", "line 1", _metrics("{\n")),
     tool("report", "a line lacks its step", "made", "'step'", _metrics("{}\n")),
     tool("report", "twice", "made made", "one name", _metrics("")),

@@ -1,4 +1,4 @@
-"""Which metrics of a run become tiles and curves: those that it recorded, whatever its pipeline."""
+"""The choice of tiles and curves from the metrics that a run recorded, for any pipeline."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ctrl_megatron.metrics.names import METRICS, metric_of, rate_of_all
 from ctrl_megatron.metrics.report.run_files import Series
 
 _TITLES = {name: metric.title for name, metric in METRICS.items() if metric.title}
-"""What every trainer measures, in the order of display."""
+"""Metric -> title, for the metrics that every trainer measures, in the order of display."""
 _TRAINER = (
     *("actor", "critic", "advantage", "rollout", "sampling", "sync", "perf", "time", "memory"),
     *("sandbox", "checkpoint", "reward_share"),
 )
-"""Groups that the trainer writes: only those above are drawn. Others belong to a pipeline, which
-chose what to measure: all of it is drawn.
+"""Groups of metrics that the trainer writes, of which only those in ``_TITLES`` are drawn. Other
+groups belong to the pipeline, and all their metrics are drawn.
 """
 _SPEED = (
     *("time/step", "perf/tokens_per_second", "perf/overlap_seconds"),
@@ -35,11 +35,11 @@ class Chart:
     metrics: tuple[str, ...]
     percent: bool = False
     stacked: bool = False
-    """Parts of a whole, drawn on top of each other."""
+    """True for shares of a whole, which are drawn on top of each other."""
 
 
 def charts(series: Series) -> list[Chart]:
-    """The reward, what the pipeline measures, the trainer's part, and where the time goes."""
+    """The charts: the reward, the pipeline's metrics, the trainer's metrics, and the times."""
     own, of_files = _of_pipeline(series), dict[str, list[str]]()
     for name in own:
         if (rate := rate_of_all(name)) in series:
@@ -66,23 +66,23 @@ def charts(series: Series) -> list[Chart]:
     device = [name for name in series if re.fullmatch(r"memory/\w+_device_gib", name)]
     if device:
         device.sort(key=lambda name: -series[name][-1][1])
-        note = "GiB of a GPU in use by anybody, in the phases that need most"
+        note = "GiB of a GPU in use by all processes, in the phases with the largest use"
         shown.append(
             Chart(title="GPU memory", note=note, metrics=tuple(device[:_CURVES_PER_CHART]))
         )
     seconds = [name for name in series if _group(name) == "time"]
-    # The step itself is the longest.
+    # The whole step is the longest.
     seconds.sort(key=lambda name: -series[name][-1][1])
     return [*shown, _chart(seconds[:_CURVES_PER_CHART], series)] if seconds else shown
 
 
 def tiles(series: Series) -> list[str]:
-    """The metrics whose last values are shown big: those that are declared to matter, or else what
-    the pipeline measured.
+    """The metrics of the tiles: those that are declared as headlines, or else the pipeline's
+    metrics.
     """
     declared = [name for name, metric in METRICS.items() if metric.headline and name in series]
     own = [name for name in _of_pipeline(series) if _group(name) != "val"]
-    # Shares can be read without knowing the metric; the rewards' details come last.
+    # Shares are understood without knowledge of the metric; details of rewards come last.
     own.sort(key=lambda name: (not is_share(name, series), _group(name) == "reward"))
     own = [name for name in own if name not in _TITLES][:_TILES_OF_PIPELINE]
     shown = ("reward/mean", *(declared or own), *(_SPEED[:1] if declared else _SPEED))
@@ -90,7 +90,7 @@ def tiles(series: Series) -> list[str]:
 
 
 def title_of(name: str) -> str:
-    """A metric's title, or its name in words."""
+    """The title of a metric, or its name in words."""
     if name in _TITLES:
         return _TITLES[name]
     words = name.replace("_", " ").replace("/", ": ")
@@ -98,7 +98,7 @@ def title_of(name: str) -> str:
 
 
 def is_share(name: str, series: Series) -> bool:
-    """Whether the values are parts of a whole, shown as percentages; nan may be among them."""
+    """True where the values are shares, which are shown in percent; nan is allowed."""
     named = re.search(r"rate|frac|share|accuracy|mfu", name)
     return named is not None and not any(value < 0 or value > 1 for _, value in series[name])
 
@@ -117,9 +117,9 @@ def _rates(name: str, curves: list[str], series: Series) -> Chart:
 
 
 def _histogram(series: Series) -> list[Chart]:
-    """The shares of samples by what they earned, those that occur."""
+    """The chart of the shares of samples by reward, without rewards that do not occur."""
     parts = [name for name in _HISTOGRAM if any(share for _, share in series.get(name, ()))]
-    note = "shares of the judged samples by what they earned"
+    note = "shares of the judged samples by reward"
     title = "Reward histogram"
     stack = Chart(title=title, note=note, metrics=tuple(parts), percent=True, stacked=True)
     return [stack] if parts else []

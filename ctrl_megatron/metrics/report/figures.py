@@ -1,4 +1,4 @@
-"""The drawings of the report, as SVG text. The only file that imports matplotlib."""
+"""The drawings of reports, as SVG text. No other file imports matplotlib."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ STACK_COLOURS = {
 }
 KIND_COLOURS: dict[Kind, str] = {"main": BLUE, "host": ORANGE, "wait": GREY}
 Points = Sequence[tuple[int, float]]
-"""(step, value) by step."""
+"""(step, value) pairs in the order of steps."""
 Interval = tuple[float, float]
-"""Its ends."""
+"""(lower end, upper end)."""
 _POINTS_WITH_MARKERS, _POINTS_SMOOTHED, _WINDOW, _ENDS_LABELLED = 40, 60, 15, 4
 _LEGEND_COLUMNS, _LETTER = 2, 0.085
-"""The second: width of a digit of the plots' texts, in inches."""
+"""``_LETTER`` is the width of a digit in the plots, in inches."""
 
 
 def curve_svg(
@@ -44,10 +44,10 @@ def curve_svg(
     bands: Mapping[str, Sequence[Interval | None]] | None = None,
     x_label: str = "step",
 ) -> str:
-    """Curves by label; the last value of each stands at its end, of up to four.
+    """A plot of curves by label. Up to four curves have their last value at their end.
 
-    Long curves are drawn pale, under their mean over the last 15 steps. ``bands`` are shaded: an
-    interval per point, None for none.
+    Long curves are pale, under their mean over the last 15 steps. ``bands`` are shaded intervals,
+    one for each point of a curve; None for no interval.
     """
     figure, axes = _canvas(3.9, 2.3, layout=None)
     for (label, points), colour in zip(curves.items(), cycle(CURVE_COLOURS), strict=False):
@@ -91,7 +91,9 @@ def curve_svg(
 def interval_svg(
     groups: Mapping[str, Mapping[str, tuple[float, Interval | None]]], *, percent: bool = True
 ) -> str:
-    """A row per label, with a point and its interval for each of a label's named values."""
+    """A plot with a row for every label, and a point with its interval for each of its named
+    values.
+    """
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
     height = 0.75 + len(groups) * (0.16 + 0.23 * len(names))
     figure, axes = _canvas(3.9, max(1.5, height))
@@ -129,8 +131,8 @@ def interval_svg(
 
 
 def value_range(values: Sequence[float], percent: bool) -> tuple[float, float]:
-    """The least and the largest value of the axis: what is never negative begins at 0, and shares
-    end at 100 % unless all are small. Values that are not finite do not count.
+    """(least, largest) value of the axis. The axis of values that are never negative begins at 0;
+    the axis of shares ends at 100 % unless all are small. Values that are not finite do not count.
     """
     finite = [v for v in values if math.isfinite(v)] or [0.0]
     least, most = min(finite), max(finite)
@@ -151,7 +153,7 @@ def _percent(value: float, _: int, *, small: bool) -> str:
 
 
 def _legend(axes: Any, count: int) -> None:
-    """Above the drawing, where no curve is."""
+    """Add a legend above the plot, where no curve is."""
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
     axes.legend(
         frameon=False, fontsize=8, labelcolor=INK, ncols=min(count, _LEGEND_COLUMNS), **place
@@ -159,7 +161,9 @@ def _legend(axes: Any, count: int) -> None:
 
 
 def stack_svg(parts: Mapping[str, Points]) -> str:
-    """Parts of a whole by label, on top of each other; each has a point in every step."""
+    """A plot of shares of a whole by label, on top of each other. Each has a point in every
+    step.
+    """
     figure, axes = _canvas(3.9, 2.3, layout=None)
     steps = [step for step, _ in next(iter(parts.values()))]
     heights = [[value for _, value in points] for points in parts.values()]
@@ -179,13 +183,15 @@ def stack_svg(parts: Mapping[str, Points]) -> str:
 
 
 def trailing_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last ``window`` values at every place (of fewer at the beginning)."""
+    """Mean of the last ``window`` values at every place; of fewer values at the beginning."""
     parts = (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))
     return [sum(part) / len(part) for part in parts]
 
 
 def gantt_svg(phases: Sequence[Phase]) -> str:
-    """The phases of one step, one row per name; shaded where host work ran beside main work."""
+    """A plot of the phases of one step, with a row for every name. Times when host and main work
+    ran together are shaded.
+    """
     names = list(dict.fromkeys(p.name for p in sorted(phases, key=lambda p: p.start)))
     rows = {name: len(names) - 1 - i for i, name in enumerate(names)}
     figure, axes = _canvas(9.2, 0.75 + 0.3 * len(names))
@@ -211,7 +217,7 @@ def gantt_svg(phases: Sequence[Phase]) -> str:
 
 
 def _label_ends(axes: Any, ends: Points, percent: bool, apart: float) -> None:
-    """The last values beside the curves' ends, at least ``apart`` on the axis."""
+    """Write the last values beside the ends of the curves, at least ``apart`` apart on the axis."""
     finite = [pair for pair in zip(ends, CURVE_COLOURS, strict=False) if math.isfinite(pair[0][1])]
     lowest = -math.inf
     for (step, value), colour in sorted(finite, key=lambda pair: pair[0][1]):
@@ -229,8 +235,9 @@ def _label_ends(axes: Any, ends: Points, percent: bool, apart: float) -> None:
 
 
 def _margins(figure: Figure, axes: Any, *, labels: int) -> None:
-    """Room for the texts around a plot, by how long they are. matplotlib would measure it by
-    drawing everything a second time, and a report has dozens of plots."""
+    """Set the margins of a plot by the lengths of its texts. matplotlib would draw everything a
+    second time to measure them, and a report has dozens of plots.
+    """
     ticks = axes.yaxis.get_major_formatter().format_ticks(axes.get_yticks())
     ends = [text.get_text() for text in axes.texts]
     legend_rows = math.ceil(labels / _LEGEND_COLUMNS) if labels > 1 else 0

@@ -1,4 +1,4 @@
-"""What a run left on disk, read for the report."""
+"""The files of a run that its report shows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ctrl_megatron.metrics.json_lines import cut_line, read_json_lines
 from ctrl_megatron.metrics.timeline import Phase
 
 Series = dict[str, list[tuple[int, float]]]
-"""For every metric its (step, value) points by step."""
+"""Metric -> (step, value) points in the order of steps."""
 Timelines = dict[tuple[int, int], list[Phase]]
-"""The phases by step and rank, where there are any."""
+"""(step, rank) -> phases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,21 +26,22 @@ class RunFiles:
     series: Series | None = None
     timelines: Timelines | None = None
     examples: list[dict[str, Any]] | None = None
-    """In the order of steps, each ``{"step": int, field: value, ...}`` in the order of display."""
+    """Examples in the order of steps, each ``{"step": int, field: value, ...}`` in the order of
+    display."""
     summary: list[dict[str, Any]] | None = None
-    """Rows of the final table."""
+    """Rows of the run's final table."""
     warnings: list[dict[str, Any]] | None = None
     """Every warning of every step: ``{"step": int, "warning": name, "text": str}``."""
     config: str | None = None
     """The configuration as YAML text."""
     written: float | None = None
-    """When the newest of the files was written, in seconds since the epoch."""
+    """Time of the newest file, in seconds since the epoch."""
     left_out: tuple[str, ...] = ()
-    """What the directory does not have or what cannot be read of it, a sentence each."""
+    """A sentence for every file that is missing and for every line that cannot be read."""
 
 
 def read_run_files(run_dir: Path) -> RunFiles:
-    """Read every file the report needs. Raises ValueError where none exists or one is malformed."""
+    """Read the files of a run. Raises ValueError where none exists or one is malformed."""
     readers: dict[str, tuple[str, Callable[[Path], Any]]] = {
         "metrics.jsonl": ("series", _series),
         "timeline.jsonl": ("timelines", _timelines),
@@ -51,7 +52,7 @@ def read_run_files(run_dir: Path) -> RunFiles:
     }
     there = {file: run_dir / file for file in readers if (run_dir / file).is_file()}
     if not there:
-        raise UserError(f"{run_dir} holds none of {', '.join(readers)}; is it a run's directory?")
+        raise UserError(f"{run_dir} has none of {', '.join(readers)}; is it a run's directory?")
     contents = {readers[file][0]: readers[file][1](path) for file, path in there.items()}
     usual = [file for file in readers if file != "warnings.jsonl"]  # most runs have none
     left_out = [f"{f}: not recorded" for f in usual if not contents.get(readers[f][0])]
@@ -67,13 +68,13 @@ def read_run_files(run_dir: Path) -> RunFiles:
 
 def _series(path: Path) -> Series:
     # A step is logged in parts (training, then validation), and a resumed run logs some steps
-    # again: what was logged last counts, for every metric on its own.
+    # again. The last value counts, for every metric separately.
     values: dict[str, dict[int, float]] = {}
     last = -1
     for record in read_json_lines(path):
         step = int(_field(record, "step", path))
         if step < last:
-            # Not this step's: it may be the checkpoint's, validated once more.
+            # Values of this step stay: a checkpoint may be validated once more.
             values = {n: {s: v for s, v in of.items() if s <= step} for n, of in values.items()}
         last = step
         for name, value in _field(record, "metrics", path).items():
@@ -100,12 +101,12 @@ def _warnings(path: Path) -> list[dict[str, Any]]:
 
 
 def _past(path: Path) -> list[dict[str, Any]]:
-    """The records in the order of their steps."""
+    """The records in the order of steps, without those that a resumed run replaced."""
     kept: list[dict[str, Any]] = []
     for record in read_json_lines(path):
         step = int(_field(record, "step", path))
         if kept and step < kept[-1]["step"]:
-            # A resumed run went back: what had come after its checkpoint is not its past.
+            # The run resumed from an older checkpoint: later records are not part of it.
             kept = [one for one in kept if one["step"] < step]
         kept.append({**record, "step": step})
     return kept
