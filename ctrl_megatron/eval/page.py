@@ -10,13 +10,14 @@ from typing import Any
 from ctrl_megatron.eval.rates import RATES
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import CriticResult
-from ctrl_megatron.eval.tables import MAIN_RATES, NUMBERS, Table, meanings, number, signed, words
+from ctrl_megatron.eval.tables import MAIN_RATES, NUMBERS, meanings, number, signed, words
 from ctrl_megatron.eval.transcripts import Turn
 from ctrl_megatron.metrics.display import format_number
 from ctrl_megatron.metrics.report.document import (
     Drawing,
     Example,
     Part,
+    Table,
     changes,
     outcome,
     rendered,

@@ -14,10 +14,10 @@ from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import CriticResult, ProblemResult, evaluate_turns
-from ctrl_megatron.eval.tables import Table, meanings, tables
+from ctrl_megatron.eval.tables import meanings, tables
 from ctrl_megatron.eval.transcripts import Evaluation, Turn, read_evaluation, read_settings
 from ctrl_megatron.eval.validation_rates import summarise
-from ctrl_megatron.metrics.report.document import date_of, write_page
+from ctrl_megatron.metrics.report.document import Table, date_of, write_page
 
 LEVEL = 0.9
 """Confidence level of every interval."""

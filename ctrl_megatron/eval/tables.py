@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from ctrl_megatron.eval.pairwise import PAIR_RATES
 from ctrl_megatron.eval.rates import JUDGED, RATES
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import CriticResult
 from ctrl_megatron.metrics.display import format_number
+from ctrl_megatron.metrics.report.document import Table
 
 NUMBERS = ("critique_tokens", "revision_tokens")
 """Rates that are numbers of tokens and not shares."""
@@ -19,16 +19,6 @@ MAIN_RATES = (
 )
 """Rates of the main table."""
 _JUDGMENT_RATES = ("valid_critique_rate", "judgment_accuracy", "judged_correct_rate", *JUDGED)
-
-
-class Table(NamedTuple):
-    """A table of texts."""
-
-    title: str
-    note: str
-    """What the table shows; may be empty."""
-    head: list[str]
-    rows: list[list[str]]
 
 
 def tables(results: Sequence[CriticResult]) -> list[Table]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 import os
 from base64 import b64encode
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import unified_diff
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _LINE_KINDS = {"+": "added", "-": "removed", "@": "place"}
@@ -47,12 +46,14 @@ class Example:
     parts: list[Part]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class Table(NamedTuple):
     """A table of texts."""
 
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    title: str
+    note: str
+    """What the table shows; may be empty."""
+    head: list[str]
+    rows: list[list[str]]
 
 
 def rendered(template: str, *folders: Path, **values: Any) -> str:

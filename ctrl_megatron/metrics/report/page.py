@@ -161,7 +161,10 @@ def _stages(summary: list[dict[str, Any]]) -> Table | None:
     if not summary:
         return None
     columns = list(dict.fromkeys(key for row in summary for key in row))
+    note = "Every judged row counts the same; rounds counts these rows."
     return Table(
+        title="Stages",
+        note=note if "rounds" in columns else "",
         head=[_words(column) for column in columns],
         rows=[[_cell(column, row.get(column)) for column in columns] for row in summary],
     )
