@@ -1,1 +1,3 @@
-"""Generating with a live engine outside of training."""
+"""Generation outside of training: chat models, first solutions, search trees, the critic's
+service.
+"""

@@ -357,5 +357,5 @@ def _tokens(answers: Sequence[ChatAnswer]) -> dict[str, Any]:
 
 
 def problem_fingerprint(problems: Sequence[Problem]) -> str:
-    """Equal only for equal problems in the same order."""
+    """A fingerprint that is equal only for equal problems in the same order."""
     return node_hash("", "\n".join(map(repr, problems)))

@@ -1,5 +1,5 @@
-"""From what a user names, a model directory or a server and a model's name, to a ``Chat``: checked
-before anything starts, engines launched once per model and ended.
+"""From the model that a user names, a directory or a server's model, to a ``Chat``. Sources are
+checked before anything starts; an engine is launched once per model and stopped at the end.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
 
 @dataclass(frozen=True, slots=True)
 class ChatSource:
-    """Where one role's answers come from."""
+    """The model of one role."""
 
     model: str
-    """An HF directory or, with a URL, the name that the server knows the model by."""
+    """An HF directory or, with ``url``, the server's name of the model."""
     url: str = ""
-    """The server's, usually ending in ``/v1``; empty for an engine of our own."""
+    """Address of the server, usually ending in ``/v1``; empty for a model directory."""
 
     def weights(self) -> str | None:
-        """What changes where the directory's weights do; None for a server's, which nobody sees.
+        """Fingerprint of the directory's weights; None for a server, whose weights are unknown.
         Raises ``ValueError`` for a directory that cannot be read.
         """
         return None if self.url else SafetensorsDirectory(self.model).fingerprint()
@@ -38,11 +38,11 @@ class ChatSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How engines of our own are started, and what clients of servers are held to."""
+    """Options of the engines that are launched and limits of the clients of servers."""
 
     engine: str | None = None
     dtype: str = "bfloat16"
-    """In ``float32`` an answer seldom depends on which others are drawn beside it."""
+    """With ``float32`` an answer seldom depends on the other answers of its batch."""
     max_model_len: int = 2048
     threads: int | None = None
     max_concurrency: int = 32
@@ -50,7 +50,7 @@ class EngineOptions:
 
 
 def check_source(flag: str, source: ChatSource, options: EngineOptions) -> None:
-    """UserError naming ``flag`` for a source that no chat can be opened on."""
+    """Raise UserError that names ``flag`` for a source that cannot be opened."""
     with users_input(flag):
         if source.url:
             OpenAIChat(source.url, source.model)
@@ -73,7 +73,7 @@ def open_chats(
     sources: Mapping[str, ChatSource], options: EngineOptions
 ) -> Iterator[dict[str, EngineChat | OpenAIChat]]:
     """A chat per role; roles with one source share it. Engines run until the block ends. Raises
-    ``EngineDied`` for one that does not start. To be used in one event loop.
+    ``EngineDied`` for an engine that does not start. Use the chats on one event loop only.
     """
     budget = None if options.token_budget is None else TokenBudget(options.token_budget)
     chats: dict[ChatSource, EngineChat | OpenAIChat] = {}

@@ -1,4 +1,4 @@
-"""Everything the models are told and everything read back from their text."""
+"""The messages that models receive, and the parsing of the texts that they return."""
 
 from ctrl_megatron.prompts.code_block import (
     desanitize,

@@ -1,8 +1,8 @@
-"""Fenced code blocks of a Markdown text, as CommonMark finds them: on lines of their own, of
-backticks or tildes, inside lists and block quotes.
+"""Fenced code blocks of a Markdown text by CommonMark's rules: fences of backticks or tildes on
+separate lines, also inside lists and block quotes.
 
-Raw HTML is the one construct that is not looked for: models put their answers into tags of all
-kinds, and the fences in them count. Linear in the length of the text, also for hostile ones.
+Raw HTML is the only construct that is ignored: models write their answers into tags of all kinds,
+and fences in them count. The time is linear in the length of the text, also for hostile texts.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 _TAB_STOP = 4
 _INDENTED = 4
-"""Columns from which on a line is no marker of anything."""
+"""Least indentation, in columns, of a line that begins no fence, item or quote."""
 _DEEPEST = 32
-"""Lists and quotes within each other that are looked into."""
+"""Greatest depth of nested lists and quotes that is read."""
 _OPENING = re.compile(r"(`{3,})([^`]*)$|(~{3,})(.*)$")
 _RULE_OR_HEADING = re.compile(
     r"(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$|#{1,6}(?:[ \t]|$)"
@@ -26,14 +26,14 @@ _TAG = re.compile(r"[{.\s]*(?:lang(?:uage)?[-=]\W?)?([\w+#-]+)")
 
 
 class FencedBlock(NamedTuple):
-    """What is between two fences."""
+    """A block of code between two fences."""
 
     mark: str
     """The opening fence."""
     info: str
-    """What follows the opening fence in its line, stripped."""
+    """The text after the opening fence in its line, stripped."""
     code: str
-    """Its lines, each with a line break, without the margin of its list or quote."""
+    """The lines of the block, each with a line break, without the margin of its list or quote."""
     closed: bool
     """False where the text, or the list or quote around it, ends before the closing fence."""
 

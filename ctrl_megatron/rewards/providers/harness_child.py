@@ -1,4 +1,4 @@
-"""Runs one test of a program, in a process of its own, on a provider's machine.
+"""Runs one test of a program in a separate process on a provider's machine.
 
 This file is sent as text after the text of ``ctrl_megatron/sandbox/jail/codec.py``, whose
 ``encode`` it uses. It imports the standard library only. The report goes to a separate pipe and

@@ -1,7 +1,7 @@
 """The provider ``piston``: a Piston service (``/api/v2/execute``) over HTTP.
 
-Piston's default limits are low: 3 s per run and 1024 characters of output. So every test is a run
-of its own, and an error message names a limit that is too low.
+Piston's default limits are low: 3 s per run and 1024 characters of output. So every test is a
+separate run, and an error message names a limit that is too low.
 """
 
 from __future__ import annotations
