@@ -37,8 +37,10 @@ from ctrl_megatron.pipeline.inputs import (
 )
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.prompts import critique_messages
+from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards.build import check_rewards
 from ctrl_megatron.rewards.plan import plan_rewards
+from ctrl_megatron.rollout.engine import require_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +144,11 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
     if not config.data.val_files:
         raise UserError("data.val_files is empty; there is nothing to evaluate on")
     others = {f"{stage}={path}": path for stage, path in critics.items() if not is_written(path)}
+    rollout = config.actor_rollout_ref.rollout
     check_together(
         lambda: check_models(config, "rl", others),
+        lambda: require_engine(rollout.name, rollout.python),
+        lambda: sender_class(rollout.weight_transport),
         lambda: check_tokenizers(config, "rl", others),
         lambda: check_rewards(config),
     )
