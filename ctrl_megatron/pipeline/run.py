@@ -50,6 +50,7 @@ from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.node_fields import check_fields
 from ctrl_megatron.pipeline.node_keys import check_read
 from ctrl_megatron.pipeline.performance import device_memory
+from ctrl_megatron.pipeline.profile import check_profile, profiles
 from ctrl_megatron.pipeline.recorder import Recorder, banner
 from ctrl_megatron.pipeline.services import Services
 from ctrl_megatron.pipeline.session import session
@@ -86,6 +87,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: sender_class(rollout.weight_transport),
         lambda: check_tokenizers(config, "rl"),
         lambda: check_loggers(config),
+        lambda: check_profile(config),
         lambda: check_place(config),
         lambda: check_checkpoint(
             config,
@@ -145,6 +147,7 @@ def train(config: Config) -> bool:
                 resume_mode=trainer.resume_mode,
             ),
             memory=memory,
+            watchers=profiles(config, worker),
             # The names under which checkpoints hold them.
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
             constants=isolation,
