@@ -121,6 +121,9 @@ class Trainer:
     """Compare checksums of trainer and engine after every weight update."""
     max_ckpt_to_keep: int = key(2, COUNT_OR_MINUS_1)
     """Checkpoints that stay on disk; -1 keeps all."""
+    dump_steps: tuple[str, ...] = key((), _STEPS, stage="rl")
+    """Steps whose batch is kept as files below dumps/, from which ctrl-replay repeats the update or
+    the judging: a list, or all."""
     profile_steps: tuple[str, ...] = key((), _STEPS)
     """Steps whose phases on all ranks are written to profile/step_N.json, a trace that Perfetto and
     Chrome open: a list, or all."""
@@ -138,6 +141,10 @@ class Trainer:
     """Seconds until a silent rank or service counts as dead."""
     distributed_timeout: float = key(600.0, ABOVE_0)
     """Seconds until a collective, or an engine that starts, gives up."""
+
+    def dumps(self, step: int) -> bool:
+        """Whether the batch of step number ``step`` is kept."""
+        return _names(self.dump_steps, step)
 
     def profiles(self, step: int) -> bool:
         """Whether step number ``step`` is profiled."""

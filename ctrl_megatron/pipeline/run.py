@@ -31,6 +31,7 @@ from ctrl_megatron.pipeline.build import (
     total_steps,
 )
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
+from ctrl_megatron.pipeline.dump import StepDump
 from ctrl_megatron.pipeline.dynamic_sampling import check_sampling
 from ctrl_megatron.pipeline.executor import check_calls
 from ctrl_megatron.pipeline.graph import TaskGraph
@@ -147,7 +148,7 @@ def train(config: Config) -> bool:
                 resume_mode=trainer.resume_mode,
             ),
             memory=memory,
-            watchers=profiles(config, worker),
+            watchers=(StepDump(worker, steps), *profiles(config, worker)),
             # The names under which checkpoints hold them.
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
             constants=isolation,

@@ -40,6 +40,9 @@ INSIDE_A_CHECKPOINT = {
     "config.json",
     "optimizer.json",
 }
+INSIDE_A_DUMP = {
+    *("dump.json", "config.yaml", "metrics.json", "texts_0000.jsonl", "replay/replay.json"),
+}
 INSIDE_A_PROFILE = {"step_2.json", "step_N.json", "step_2.rank_0.torch.json"}
 ELSEWHERE = {"mine.py", ".jsonl"}
 PATH = re.compile(r"[\w.\-/]+(\.(py|sh|md|toml|yaml|json|jsonl|txt)|/)")
@@ -84,7 +87,7 @@ def load_tool(name: str) -> ModuleType:
 @each_page
 def test_every_path_exists(page: str) -> None:
     named = [t for t in quoted(page) if PATH.fullmatch(t) and not t.startswith(WRITTEN_BY_RUNS)]
-    written = INSIDE_A_CHECKPOINT | INSIDE_A_PROFILE | ELSEWHERE
+    written = INSIDE_A_CHECKPOINT | INSIDE_A_DUMP | INSIDE_A_PROFILE | ELSEWHERE
     missing = [t for t in named if t not in written and not (ROOT / t).exists()]
     assert missing == []
 
