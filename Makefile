@@ -2,6 +2,7 @@
 #             ENGINE=sglang or ENGINE=hf generates with another engine than vLLM
 # make study  compare critics with controls and three seeds: hours on a CPU; finished pieces are not
 #             repeated (docs/study.md)
+# make quick  check style and types, and run the tests that a change needs every few minutes
 # make test   style, types and all tests
 # make env    only the environment (.venv) with this package, editable; reused while
 #             requirements/cpu.txt and pyproject.toml are unchanged
@@ -30,7 +31,7 @@ LOCK_env-sglang-cuda := sglang-cuda
 PLAYWRIGHT := 1.65.2
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-cuda env-sglang-cuda test types tests test-long test-slurm test-page test-env-cuda demo study clean
+.PHONY: help env env-cuda env-sglang-cuda quick test types quick-tests tests test-long test-slurm test-page test-env-cuda demo study clean
 
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +43,16 @@ env env-cuda env-sglang-cuda:
 	@$(PYTHON) tools/make_env.py --venv $(VENV) --lock requirements/$(LOCK_$@).txt \
 	  -- $(PIP_FLAGS)
 
+# What nearly every change touches or breaks: the rules between rooms, the configuration, formulas,
+# prompts, metrics, and one recorded run from the command to the weights.
+QUICK := tests/architecture/test_rooms.py tests/architecture/test_names.py tests/architecture/test_dependencies.py \
+  tests/algorithms tests/config tests/metrics tests/prompts "tests/integration/test_golden.py::test_rl[ctrl_grpo]"
+
+quick: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory -j 2 types quick-tests
+
 test: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,6 +60,9 @@ test: env
 
 types:
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+quick-tests:
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(QUICK)
 
 tests:
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder

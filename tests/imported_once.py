@@ -1,11 +1,16 @@
 """What the process imports from which the tests' ranks and engines are forked; it must start no
 thread.
+
+A shell ignores SIGINT for jobs in its background (``nohup make test &``), and their children
+inherit that. Commands that a test interrupts must not, so the default handler is restored here: the
+fork server gives every fork the handlers that it had after this import.
 """
 
 # ruff: noqa: F401
 from __future__ import annotations
 
 import gc
+import signal
 
 import torch.distributed.run
 import transformers.models.llama.modeling_llama
@@ -18,6 +23,8 @@ import ctrl_megatron.pipeline.ctrl
 import ctrl_megatron.pipeline.dynamic_sampling
 import ctrl_megatron.pipeline.run
 import ctrl_megatron.rollout.hf_engine
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Forks share the pages of all this as long as no collection of theirs walks through it.
 gc.collect()

@@ -22,7 +22,7 @@ LOCK_FILE, MARKER_FILE = "run.lock", ".ctrl_megatron_run"
 _WRITTEN = (
     *("config.yaml", "metrics.jsonl", "timeline.jsonl", "examples.jsonl", "warnings.jsonl"),
     *("summary.json", "report.html", "checkpoints", "hf", "hf_exports", "engine.log"),
-    "tensorboard",
+    *("tensorboard", "dumps", "profile"),
 )
 _BEAT_SECONDS = 5.0
 _SEEN_SECONDS = 90.0

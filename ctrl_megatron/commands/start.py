@@ -8,6 +8,7 @@ its traceback once: the launcher ends the ranks that wait after the first.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import logging
 import os
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -233,30 +234,46 @@ def training_config(
     """
     parser = CommandParser(description)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
-    parser.add_argument(
-        "--nproc-per-node", type=count(), metavar="N", help="start N ranks on this machine"
-    )
-    parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.experiment_name=mine")
-    # Pipelines and reward functions of the user may be in the current directory.
-    sys.path.append(os.getcwd())
+    add_run_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
-    launch, ranks = read_launch(), options.nproc_per_node
-    if ranks is not None and (launch.launcher == "torchrun" or launch.world_size > 1):
-        raise UserError(
-            f"--nproc-per-node starts ranks, and {launch.launcher} has started this one; leave it "
-            "out"
-        )
+    launch, ranks = read_launch(), ranks_to_start(options)
     config = checked_config(options.config, options.overrides, purpose)
     check_world_size(config, launch.world_size if ranks is None else ranks, purpose)
     if ranks is None:
         keep_kernel_order(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
         return config
     check(config)
-    return _start_ranks(name, ranks, ["--config", options.config, *options.overrides])
+    return start_ranks(name, ranks, ["--config", options.config, *options.overrides])
 
 
-def _start_ranks(name: str, ranks: int, arguments: Sequence[str]) -> int:
-    """Run this program as ``ranks`` processes under torch's launcher; return the exit code."""
+def add_run_arguments(parser: CommandParser) -> None:
+    """Arguments of every command that runs on ranks: their number, and configuration settings."""
+    parser.add_argument(
+        "--nproc-per-node", type=count(), metavar="N", help="start N ranks on this machine"
+    )
+    parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.experiment_name=mine")
+    # Pipelines and reward functions of the user may be in the current directory.
+    sys.path.append(os.getcwd())
+
+
+def ranks_to_start(options: argparse.Namespace) -> int | None:
+    """``--nproc-per-node``; UserError where a launcher has started this process as a rank."""
+    launch, ranks = read_launch(), options.nproc_per_node
+    if ranks is not None and (launch.launcher == "torchrun" or launch.world_size > 1):
+        raise UserError(
+            f"--nproc-per-node starts ranks, and {launch.launcher} has started this one; leave it "
+            "out"
+        )
+    return ranks
+
+
+def start_ranks(
+    name: str, ranks: int, arguments: Sequence[str], *, expected: Collection[int] = ()
+) -> int:
+    """Run this program again as ``ranks`` processes under torch's launcher; its exit code, which is
+    reported unless the ranks have said why they end: it is one of ``expected``, or they refuse
+    their input or were stopped.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -275,7 +292,7 @@ def _start_ranks(name: str, ranks: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        if code not in (WRONG_INPUT, STOPPED):
+        if code not in (WRONG_INPUT, STOPPED, *expected):
             print(f"{name}: rank {rank} ended with exit code {code}", file=sys.stderr)
         return code if code > 0 else 128 - code  # negative: the signal that killed it
     return 0

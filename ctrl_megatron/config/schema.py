@@ -35,6 +35,8 @@ _TRACKED = Condition(
     (".logger",), lambda names: bool({"wandb", "mlflow"} & set(names)), "{0}=[wandb] or [mlflow]"
 )
 _IN_EPOCHS = when(".total_training_steps", None)
+_STEPS = Range("a list of steps (from 1), or all", re.compile(r"(all|[1-9][0-9]*)$").match)
+_PROFILED = Condition((".profile_steps",), bool, "{0}=[STEP]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,16 @@ class Trainer:
     """Compare checksums of trainer and engine after every weight update."""
     max_ckpt_to_keep: int = key(2, COUNT_OR_MINUS_1)
     """Number of checkpoints to keep; -1 keeps all."""
+    dump_steps: tuple[str, ...] = key((), _STEPS, stage="rl")
+    """Steps whose batch is kept as files below dumps/, from which ctrl-replay repeats the update or
+    the judging: a list, or all."""
+    profile_steps: tuple[str, ...] = key((), _STEPS)
+    """Steps whose phases on all ranks are written to profile/step_N.json, a trace that Perfetto and
+    Chrome open: a list, or all."""
+    profile_torch: bool = key(False, read=_PROFILED)
+    """Add a trace by torch.profiler for each rank to the profiled steps."""
+    profile_memory: bool = key(False, read=_PROFILED)
+    """Add the GPU memory's history of each rank to the profiled steps (needs a GPU)."""
     nnodes: int = key(1, AT_LEAST_1)
     """Hosts of the run; compared with the number that was started."""
     n_gpus_per_node: int = key(1, AT_LEAST_1)
@@ -130,10 +142,22 @@ class Trainer:
     distributed_timeout: float = key(600.0, ABOVE_0)
     """Time-out of a collective and of the start of an engine, in seconds."""
 
+    def dumps(self, step: int) -> bool:
+        """Whether the batch of step number ``step`` is kept."""
+        return _names(self.dump_steps, step)
+
+    def profiles(self, step: int) -> bool:
+        """Whether step number ``step`` is profiled."""
+        return _names(self.profile_steps, step)
+
     @property
     def run_dir(self) -> Path:
         """Directory of all files that the run writes."""
         return Path(self.default_local_dir) / self.experiment_name
+
+
+def _names(steps: tuple[str, ...], step: int) -> bool:
+    return "all" in steps or str(step) in steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -50,9 +51,20 @@ class Executor:
     collectives in the same order.
     """
 
-    def __init__(self, graph: TaskGraph, worker: Rank) -> None:
-        self.graph, self._worker = graph, worker
-        self._order = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
+    def __init__(
+        self,
+        graph: TaskGraph,
+        worker: Rank,
+        *,
+        runs: Callable[[Node], bool] = lambda node: True,
+        before_update: Callable[[TensorDict], None] = lambda batch: None,
+    ) -> None:
+        """A node for which ``runs`` is False is left out. In every step ``before_update`` is called
+        on all ranks, with the batch that the first node which changes weights is about to use.
+        """
+        self.graph, self._worker, self._before_update = graph, worker, before_update
+        every = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
+        self._order = [node for node in every if runs(node)]
         self._pending: dict[str, Future[NodeOutput] | None] = {}
 
     def run_step(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
@@ -68,7 +80,9 @@ class Executor:
                 ancestors = self.graph.get_ancestors(node.node_id)
                 for needed in [n for n in self._pending if n in ancestors]:
                     batch = _merge(batch, self._collect(needed), metrics)
-                stoppable = stoppable and not node.changes_weights
+                if stoppable and node.changes_weights:
+                    stoppable = False
+                    self._before_update(batch)
                 if stoppable and self._worker.stop.agreed(self._worker.groups):
                     raise StopRequested
                 if node.runs_aside:

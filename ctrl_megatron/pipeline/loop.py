@@ -4,7 +4,7 @@ differ only in the graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,6 +37,22 @@ class Trainee(Rank, Protocol):
 
     @property
     def trained(self) -> Mapping[str, ParallelModel]: ...  # what a checkpoint holds, by folder
+
+
+class StepWatcher(Protocol):
+    """Looks at steps and changes nothing of them. All methods are collective."""
+
+    def begin(self, step: int) -> None:
+        """Step number ``step`` (from 1) begins."""
+        ...
+
+    def before_update(self, step: int, batch: TensorDict) -> None:
+        """The next node of the step changes weights; ``batch`` is this rank's."""
+        ...
+
+    def end(self, step: int, batch: TensorDict, metrics: Mapping[str, float]) -> None:
+        """The last node of the step has run; ``metrics`` are the nodes'."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +94,7 @@ class TrainingLoop:
     """Metrics that every step repeats."""
     memory: DeviceMemory | None = None
     """Measures the worker's timeline where there is a GPU."""
+    watchers: Sequence[StepWatcher] = ()
     _state: dict[str, Any] | None = None
     _saved: int = 0
     """The step whose state is on disk; at step 0 the models equal their files."""
@@ -109,7 +126,7 @@ class TrainingLoop:
     def run(self) -> bool:
         """Train to the last step; False if a stop was requested. Saves in both cases."""
         worker, schedule = self.worker, self.schedule
-        executor = Executor(self.graph, worker)
+        executor = Executor(self.graph, worker, before_update=self._before_update)
         try:
             if schedule.val_before_train and worker.step == 0:
                 self._validate(f"before {schedule.stage}")
@@ -146,8 +163,14 @@ class TrainingLoop:
         drawn = epochs is not None and self.sampler.is_through(epochs, schedule.batch_size)
         return drawn or self.worker.step >= schedule.total_steps
 
+    def _before_update(self, batch: TensorDict) -> None:
+        for watcher in self.watchers:
+            watcher.before_update(self.worker.step + 1, batch)
+
     def _step(self, executor: Executor) -> None:
         worker, step, report = self.worker, self.worker.step + 1, self.graph.report
+        for watcher in self.watchers:
+            watcher.begin(step)
         self.recorder.begin_step(step)
         worker.timeline.begin_step()
         size = 0 if self.graph.draws_rows else self.schedule.batch_size
@@ -155,6 +178,8 @@ class TrainingLoop:
         batch, metrics = executor.run_step(TensorDict({"row": rows}, batch_size=[len(rows)]))
         worker.step = step
         phases, elapsed = worker.timeline.phases(), worker.timeline.elapsed()
+        for watcher in self.watchers:
+            watcher.end(step, batch, metrics)
         metrics |= seconds_by_name(phases)
         metrics |= {"time/step": elapsed, "perf/overlap_seconds": hidden_seconds(phases)}
         held = psutil.Process().memory_info().rss / (1 << 30)

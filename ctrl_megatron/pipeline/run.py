@@ -31,6 +31,7 @@ from ctrl_megatron.pipeline.build import (
     total_steps,
 )
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
+from ctrl_megatron.pipeline.dump import StepDump
 from ctrl_megatron.pipeline.dynamic_sampling import check_sampling
 from ctrl_megatron.pipeline.executor import check_calls
 from ctrl_megatron.pipeline.graph import TaskGraph
@@ -50,6 +51,7 @@ from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.node_fields import check_fields
 from ctrl_megatron.pipeline.node_keys import check_read
 from ctrl_megatron.pipeline.performance import device_memory
+from ctrl_megatron.pipeline.profile import check_profile, profiles
 from ctrl_megatron.pipeline.recorder import Recorder, banner
 from ctrl_megatron.pipeline.services import Services
 from ctrl_megatron.pipeline.session import session
@@ -86,6 +88,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: sender_class(rollout.weight_transport),
         lambda: check_tokenizers(config, "rl"),
         lambda: check_loggers(config),
+        lambda: check_profile(config),
         lambda: check_place(config),
         lambda: check_checkpoint(
             config,
@@ -145,6 +148,7 @@ def train(config: Config) -> bool:
                 resume_mode=trainer.resume_mode,
             ),
             memory=memory,
+            watchers=(StepDump(worker, steps), *profiles(config, worker)),
             # Under these names they are in checkpoints.
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
             constants=isolation,

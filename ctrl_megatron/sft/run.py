@@ -28,6 +28,7 @@ from ctrl_megatron.pipeline.inputs import (
 )
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.performance import device_memory, peak_flops_per_device
+from ctrl_megatron.pipeline.profile import check_profile, profiles
 from ctrl_megatron.pipeline.recorder import Recorder, banner
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.sft.examples import SftExample, read_examples
@@ -90,6 +91,7 @@ def train_sft(config: Config) -> bool:
             ),
             recorder=recorder,
             memory=memory,
+            watchers=profiles(config, worker),
             schedule=Schedule(
                 batch_size=config.sft.train_batch_size,
                 total_steps=steps,
@@ -124,6 +126,7 @@ def check_sft(config: Config) -> None:
         lambda: check_models(config, "sft"),
         lambda: check_tokenizers(config, "sft"),
         lambda: check_loggers(config),
+        lambda: check_profile(config),
         lambda: check_place(config),
         lambda: check_checkpoint(config, (POLICY_FOLDER,), ("sampler",)),
     )

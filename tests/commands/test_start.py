@@ -227,6 +227,11 @@ raise SystemExit(main())
 """
 
 
+def default_interrupt() -> None:
+    """In a child before it starts: a job in a shell's background inherits an ignored SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("whole_group", [True, False], ids=["from the terminal", "kill"])
 def test_a_signal_waits_until_the_other_command_has_ended(number: int, whole_group: bool) -> None:
@@ -236,6 +241,7 @@ def test_a_signal_waits_until_the_other_command_has_ended(number: int, whole_gro
         stderr=subprocess.PIPE,
         text=True,
         process_group=0,
+        preexec_fn=default_interrupt,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "works\n"
         for _ in range(2):  # an impatient hand

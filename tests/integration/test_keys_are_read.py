@@ -36,6 +36,7 @@ NOT_HERE = {
     ACTOR + "ppo_kl_coef": "the same",
     "trainer.project_name": "wandb and mlflow, which get the whole configuration",
     "reward.provider_options": "services outside",
+    "trainer.profile_torch": "a profiled step, as in test_profile.py",
 }
 """Keys that these runs do not read, and who reads them."""
 

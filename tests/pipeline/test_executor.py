@@ -152,3 +152,38 @@ def test_two_nodes_that_report_one_metric_are_an_error(worker: Any) -> None:
     nodes = [Node(name, NodeType.COMPUTE, func=report) for name in "ab"]
     with pytest.raises(ValueError, match=r"two nodes report the metrics \['same'\]"):
         Executor(graph_of(*nodes), worker).run_step(batch())
+
+
+def test_what_looks_at_a_step_sees_the_batch_before_its_first_update(worker: Any) -> None:
+    def field(name: str) -> Any:
+        return lambda worker, batch: NodeOutput(fields={name: batch["x"]}, metrics={name: 1.0})
+
+    frozen = {"node_type": NodeType.MODEL_TRAIN, "only_forward_compute": True}
+    graph = graph_of(
+        Node("before", func=field("before"), **frozen),  # type: ignore[arg-type]
+        Node("first", NodeType.MODEL_TRAIN, dependencies=["before"], func=field("first")),
+        Node("second", NodeType.MODEL_TRAIN, dependencies=["first"], func=field("second")),
+    )
+    seen: list[set[Any]] = []
+    executor = Executor(graph, worker, before_update=lambda batch: seen.append({*batch.keys()}))
+    after, _ = executor.run_step(batch())
+    assert seen == [{"x", "before"}] and {*after.keys()} == {"x", "before", "first", "second"}
+    executor.run_step(batch())
+    assert len(seen) == 2
+
+
+def test_nodes_can_be_left_out(worker: Any) -> None:
+    async def aside(worker: Any, batch: TensorDict) -> NodeOutput:
+        raise AssertionError("is left out")
+
+    def doubled(worker: Any, batch: TensorDict) -> NodeOutput:
+        return NodeOutput(fields={"twice": 2 * batch["x"]})
+
+    graph = graph_of(
+        Node("aside", NodeType.ENV_INTERACT, func=aside),
+        Node("doubled", NodeType.COMPUTE, dependencies=["aside"], func=doubled),
+    )
+    after, metrics = Executor(graph, worker, runs=lambda node: not node.runs_aside).run_step(
+        batch()
+    )
+    assert after["twice"].tolist() == [2.0, 4.0, 6.0] and metrics == {}

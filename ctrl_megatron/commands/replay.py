@@ -1,0 +1,132 @@
+"""Repeat a training step from its dump, and report where it differs.
+
+``ctrl-replay runs/mine/dumps/global_step_3 --update`` repeats what follows the rewards: log-probs,
+advantages, the update. It runs on any layout: ``--nproc-per-node 2
+actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2``, or under torchrun or srun.
+``--judge`` judges the recorded texts anew. ``trainer.dump_steps`` writes dumps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ctrl_megatron.commands.start import (
+    STOPPED,
+    add_run_arguments,
+    checked_config,
+    command,
+    ranks_to_start,
+    start_ranks,
+)
+from ctrl_megatron.config import Config, check_world_size
+from ctrl_megatron.config.environment import keep_kernel_order, read_launch
+from ctrl_megatron.config.flags import CommandParser, given_path, number
+from ctrl_megatron.errors import UserError
+
+DIFFERS = 1
+
+
+@command("replay")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 the step agrees, 1 it differs, 2 wrong input, 13 a process failed, 130 stopped
+    by a signal.
+    """
+    parser = CommandParser(__doc__)
+    parser.add_argument("dump", type=given_path, help="directory RUN/dumps/global_step_N")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--update", action="store_true", help="repeat log-probs and update")
+    what.add_argument("--judge", action="store_true", help="judge the recorded texts anew")
+    parser.add_argument(
+        "--weights",
+        type=given_path,
+        metavar="DIR",
+        help="weights before the step: a checkpoint or a Hugging Face directory",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=number(0),
+        default=1e-4,
+        help="largest difference that agrees, relative to max(1, size); default 1e-4",
+    )
+    add_run_arguments(parser)
+    options = parser.parse_intermixed_args(arguments)
+    launch, ranks = read_launch(), ranks_to_start(options)
+    world = launch.world_size if ranks is None else ranks
+    if options.judge and (world > 1 or options.weights):
+        raise UserError("--judge needs one process and no weights: leave the other flags out")
+    file = options.dump / "config.yaml"
+    if not file.is_file():
+        raise UserError(
+            f"{options.dump} is not a dump: it has no config.yaml",
+            remedy="name a directory RUN/dumps/global_step_N",
+        )
+    here = _settings(options.dump, world, launch.local_world_size if ranks is None else ranks)
+    config = checked_config(str(file), [*here, *options.overrides], "rl")
+    check_world_size(config, world)
+    if ranks is not None:
+        further = ["--weights", str(options.weights)] if options.weights else []
+        again = [str(options.dump), "--update", *further, f"--tolerance={options.tolerance}"]
+        return start_ranks("replay", ranks, [*again, *options.overrides], expected=(DIFFERS,))
+    keep_kernel_order(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
+    return _replay(config, options.dump, options.weights, options.judge, options.tolerance)
+
+
+def _settings(dump: Path, world: int, local_world: int) -> list[str]:
+    """Settings that go before the user's own: data and run directory are those of the dump, no
+    engine's layout counts, no verdict comes from a cache, and nothing is validated.
+    """
+    return [
+        *(f"data.train_files={dump / 'rows.parquet'}", "data.prompt_key=prompt"),
+        *("data.val_files=[]", "trainer.test_freq=-1", "trainer.val_before_train=false"),
+        *(f"trainer.default_local_dir={dump}", "trainer.experiment_name=replay"),
+        *(f"trainer.nnodes={world // local_world}", f"trainer.n_gpus_per_node={local_world}"),
+        *("trainer.dump_steps=[]", "trainer.profile_steps=[]"),
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        *("actor_rollout_ref.proxy.model.path=null", "reward.cache_path=null"),
+    ]
+
+
+def _replay(
+    config: Config, directory: Path, weights: Path | None, judges: bool, tolerance: float
+) -> int:
+    from ctrl_megatron.pipeline.dump import read_dump
+    from ctrl_megatron.pipeline.inputs import check_models
+    from ctrl_megatron.pipeline.replay import (
+        find_start,
+        replay_judging,
+        replay_update,
+        sample_names,
+    )
+    from ctrl_megatron.pipeline.run import check_names, pipeline_of
+
+    graph, dump = pipeline_of(config), read_dump(directory)
+    check_names(config)
+    if judges:
+        comparison = replay_judging(config, graph, dump)
+        print(f"step {dump.step}: {len(dump.batch)} samples judged anew")
+    else:
+        check_models(config, "rl")
+        start = find_start(dump, config, weights)
+        if read_launch().rank == 0:
+            recorded = " x ".join(f"{name} {size}" for name, size in dump.layout.items())
+            print(
+                f"step {dump.step}: {len(dump.batch)} samples, recorded on {recorded} "
+                f"({dump.device}); replayed from {start}",
+                flush=True,
+            )
+        comparison = replay_update(config, graph, dump, start)
+        if comparison is None:
+            return STOPPED
+    if read_launch().rank > 0:
+        return 0
+    for line in comparison.lines(tolerance, sample_names(dump)):
+        print(line)
+    if dump.metrics is None and not judges:
+        print("the recorded update did not end, so there are no recorded metrics")
+        return 0
+    return 0 if comparison.agrees(tolerance) else DIFFERS
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
