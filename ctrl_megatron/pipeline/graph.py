@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ctrl_megatron.config.import_path import imported
+from ctrl_megatron.config.options import accepted
 from ctrl_megatron.errors import UserError, did_you_mean, place_of
 from ctrl_megatron.pipeline.siirl_names import GraphNeighbours, NodeRole, NodeStatus, NodeType
 
@@ -137,13 +138,9 @@ class Node:
             inspect.signature(self.executable).bind(**{**self._own_options(), **kwargs})
 
     def _own_options(self) -> dict[str, Any]:
-        if not self.config:
+        if self.executable is None or not self.config:
             return {}
-        assert self.executable is not None
-        parameters = inspect.signature(self.executable).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            return self.config
-        return {name: value for name, value in self.config.items() if name in parameters}
+        return accepted(self.executable, self.config)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
