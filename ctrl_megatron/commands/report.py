@@ -42,9 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(options.runs) == 1:
         (folder,) = options.runs
         if options.out is not None:
-            raise UserError(
-                "--out is for several runs; the page of one run is in its directory"
-            )
+            raise UserError("--out is for several runs; the page of one run is in its directory")
         if evaluations:
             from ctrl_megatron.eval.report import write_evaluation_report
 
