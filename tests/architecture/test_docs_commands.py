@@ -152,7 +152,7 @@ def check(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
         assert code in (0, 2) and "--help shows what there is" not in said, said
         assert "unknown key" not in said and " is not read " not in said, said
         # Everything else that is refused is a file that nobody has made here.
-        missing = ("not exist", "not found", "No such file", "is not a", "is no", "holds none")
+        missing = ("not exist", "not found", "No such file", "is not a", "is no", "has none of")
         assert code == 0 or any(text in said for text in missing), said
 
 
