@@ -71,14 +71,19 @@ class SamplingParams:
     n: int = 1
     """Completions per prompt."""
     seed: int | None = None
-    """Base seed; an engine derives a random stream for each row and completion from it."""
-    first_row: int = 0
-    """Row number of the first prompt, so that a part of a request draws the same tokens as the
-    whole request would."""
+    """Completion j of the prompt called ``name`` has a random stream of its own, derived from
+    (seed, name, j). None leaves the draws to the engine."""
+    rows: tuple[str | int, ...] = ()
+    """Name of each prompt, such as the id of its row, so that a prompt's draws do not depend on the
+    other prompts of the request. Empty: the prompts are numbered from 0."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion; the stop token is its last token."""
     log_probs: bool = True
     """Whether the engine computes log-probs of the generated tokens."""
+
+    def names(self, prompts: int) -> tuple[str | int, ...]:
+        """The name of each of the request's ``prompts``."""
+        return self.rows or tuple(range(prompts))
 
 
 @dataclass(frozen=True, slots=True)

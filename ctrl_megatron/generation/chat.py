@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Protocol
 
 from ctrl_megatron.data.tokens import TextCodec
@@ -47,10 +46,11 @@ class Chat(Protocol):
         """``params.n`` answers per conversation, in order; none for a conversation that leaves no
         room for ``params.max_tokens``.
 
-        With ``params.seed``, sample j of conversation i (counted from ``params.first_row``) has its
-        own random stream. The model decides which tokens end an answer: ``params.stop_token_ids``
-        is not read. ``listener`` has received every text when this returns. Raises ``ChatError``
-        where the server fails and ``ValueError`` for an impossible request.
+        With ``params.seed``, each answer has its own random stream, derived from the seed, the
+        conversation's name (``params.rows``) and the answer's number. The model decides which
+        tokens end an answer: ``params.stop_token_ids`` is not read. ``listener`` has received every
+        text when this returns. Raises ``ChatError`` where the server fails and ``ValueError`` for
+        an impossible request.
         """
         ...
 
@@ -73,30 +73,27 @@ class EngineChat:
         params: SamplingParams,
         listener: TextListener | None = None,
     ) -> list[list[ChatAnswer]]:
-        params = replace(params, stop_token_ids=self._codec.eos_token_ids, log_probs=False)
-        prompts = [self._codec.encode_chat(messages) for messages in conversations]
-        answers: list[list[ChatAnswer]] = []
-        # Consecutive prompts that fit are one request, so that each keeps its row number.
+        encoded = [self._codec.encode_chat(messages) for messages in conversations]
         room = self._longest - params.max_tokens
-        for fits, group in groupby(prompts, key=lambda prompt: len(prompt) <= room):
-            run = list(group)
-            before = len(answers)
-            answers += await self._run(run, params, before, listener) if fits else [[] for _ in run]
-        return answers
-
-    async def _run(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        before: int,
-        listener: TextListener | None,
-    ) -> list[list[ChatAnswer]]:
-        texts = None if listener is None else _Texts(self._codec, listener, before * params.n)
-        drawn = await self._engine.generate(
-            prompts, replace(params, first_row=params.first_row + before), texts and texts.hear
+        asked = [place for place, prompt in enumerate(encoded) if len(prompt) <= room]
+        names = params.names(len(encoded))
+        params = replace(
+            params,
+            rows=tuple(names[place] for place in asked),
+            stop_token_ids=self._codec.eos_token_ids,
+            log_probs=False,
         )
-        answers = [
-            [
+        answers: list[list[ChatAnswer]] = [[] for _ in encoded]
+        if not asked:
+            return answers
+        texts = None
+        if listener is not None:
+            places = [place * params.n + j for place in asked for j in range(params.n)]
+            texts = _Texts(self._codec, listener, places)
+        prompts = [encoded[place] for place in asked]
+        drawn = await self._engine.generate(prompts, params, texts and texts.hear)
+        for place, prompt, group in zip(asked, prompts, drawn, strict=True):
+            answers[place] = [
                 ChatAnswer(
                     text=self._codec.decode(completion.token_ids),
                     finish_reason=completion.finish_reason,
@@ -105,8 +102,6 @@ class EngineChat:
                 )
                 for completion in group
             ]
-            for prompt, group in zip(prompts, drawn, strict=True)
-        ]
         if texts is not None:
             texts.finish(answer.text for group in answers for answer in group)
         return answers
@@ -117,12 +112,12 @@ class EngineChat:
 
 
 class _Texts:
-    """Sends the new text of every completion to a listener; completion 0 has the number
-    ``first``.
+    """Sends the new text of every completion to a listener, which knows completion i as
+    ``places[i]``.
     """
 
-    def __init__(self, codec: TextCodec, listener: TextListener, first: int) -> None:
-        self._codec, self._listener, self._first = codec, listener, first
+    def __init__(self, codec: TextCodec, listener: TextListener, places: Sequence[int]) -> None:
+        self._codec, self._listener, self._places = codec, listener, places
         self._tokens: dict[int, list[int]] = defaultdict(list)
         self._sent: dict[int, int] = defaultdict(int)
 
@@ -138,4 +133,4 @@ class _Texts:
     def _send(self, place: int, text: str) -> None:
         if new := text[self._sent[place] :]:
             self._sent[place] = len(text)
-            self._listener(self._first + place, new)
+            self._listener(self._places[place], new)

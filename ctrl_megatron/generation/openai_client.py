@@ -161,8 +161,10 @@ class OpenAIChat:
         request is not repeated once ``listener`` has received a part of its answer.
         """
         calls = [
-            partial(self._answers, messages, params, row, listener)
-            for row, messages in enumerate(conversations)
+            partial(self._answers, messages, params, place, name, listener)
+            for place, (name, messages) in enumerate(
+                zip(params.names(len(conversations)), conversations, strict=True)
+            )
         ]
         return await gathered(calls)
 
@@ -176,14 +178,15 @@ class OpenAIChat:
         self,
         messages: Sequence[Message],
         params: SamplingParams,
-        row: int,
+        place: int,
+        name: str | int,
         listener: TextListener | None,
     ) -> list[ChatAnswer]:
         calls = [
             partial(
                 self._answer,
-                self._body(messages, params, params.first_row + row, sample),
-                listener and partial(listener, row * params.n + sample),
+                self._body(messages, params, name, sample),
+                listener and partial(listener, place * params.n + sample),
             )
             for sample in range(params.n)
         ]
@@ -193,7 +196,7 @@ class OpenAIChat:
             return []
 
     def _body(
-        self, messages: Sequence[Message], params: SamplingParams, row: int, sample: int
+        self, messages: Sequence[Message], params: SamplingParams, name: str | int, sample: int
     ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
@@ -206,7 +209,7 @@ class OpenAIChat:
         if params.top_k != -1:
             body["top_k"] = params.top_k  # a parameter of vLLM, SGLang and llama.cpp, not of OpenAI
         if params.seed is not None:
-            body["seed"] = Random(f"{params.seed}/{row}/{sample}").getrandbits(31)
+            body["seed"] = Random(f"{params.seed}/{name}/{sample}").getrandbits(31)
         return body | self._extra
 
     async def _answer(self, body: dict[str, Any], tell: Callable[[str], None] | None) -> ChatAnswer:

@@ -62,7 +62,7 @@ class TreeOptions:
     solution: SamplingParams
     critique: SamplingParams
     revision: SamplingParams
-    """``n``, ``seed`` and ``first_row`` of the three are not read."""
+    """``n``, ``seed`` and ``rows`` of the three are not read."""
     critiques: int = 1
     """Number of critiques of a solution, whose majority decides."""
     stop_when_correct: bool = False
@@ -226,7 +226,7 @@ class SearchTree:
         self, depth: int, start: int, places: Sequence[tuple[SearchNode, int]], judge: Judge | None
     ) -> list[SearchNode]:
         asked = [generation_messages(self._problems[root.task_id]) for root, _ in places]
-        params = self._params(self._options.solution, "solution", depth, start)
+        params = self._params(self._options.solution, "solution", depth, start, len(asked))
         answers = await self._generator.complete(asked, params)
         nodes = []
         for (root, k), drawn in zip(places, answers, strict=True):
@@ -280,7 +280,7 @@ class SearchTree:
             )
             for i in revised
         ]
-        params = self._params(self._options.revision, "revision", depth, start)
+        params = self._params(self._options.revision, "revision", depth, start, len(asked))
         answers = await self._generator.complete(asked, params) if asked else []
         for i, drawn in zip(revised, answers, strict=True):
             if not drawn:
@@ -313,12 +313,14 @@ class SearchTree:
         asked: list[list[Message]] = [
             critique_messages(self._problems[node.task_id], node.solution) for node in nodes
         ]
-        params = self._params(self._options.critique, "critique", depth, start)
+        params = self._params(self._options.critique, "critique", depth, start, len(asked))
         return await self._critic.complete(asked, replace(params, n=self._options.critiques))
 
-    def _params(self, params: SamplingParams, what: str, depth: int, start: int) -> SamplingParams:
+    def _params(
+        self, params: SamplingParams, what: str, depth: int, start: int, count: int
+    ) -> SamplingParams:
         seed = Random(f"{self._options.seed}/{depth}/{what}").getrandbits(31)
-        return replace(params, n=1, seed=seed, first_row=start)
+        return replace(params, n=1, seed=seed, rows=tuple(range(start, start + count)))
 
     async def _judged(self, nodes: Sequence[SearchNode], judge: Judge | None) -> list[SearchNode]:
         """The nodes with the verdicts on their solutions."""

@@ -29,14 +29,16 @@ async def first_solutions(
     """
     asked = [generation_messages(problem) for problem in problems]
     found: dict[tuple[int, int], tuple[str, Fate]] = {}
-    rows = list(range(len(problems)))
+    rows, names = list(range(len(problems))), params.names(len(problems))
     for turn in range(1 + redraws):
         # A draw depends only on its problem, its number and the round.
         seed = None if params.seed is None else params.seed + turn * _REDRAWN
         calls = [(0, asked)] if turn == 0 else [(row, [asked[row]]) for row in rows]
         drawn = await asyncio.gather(
             *(
-                chat.complete(part, replace(params, seed=seed, first_row=params.first_row + first))
+                chat.complete(
+                    part, replace(params, seed=seed, rows=names[first : first + len(part)])
+                )
                 for first, part in calls
             )
         )

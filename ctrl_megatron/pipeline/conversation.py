@@ -13,6 +13,7 @@ from ctrl_megatron.eval.validation_rates import summarise
 from ctrl_megatron.pipeline.chain import Critique, criticise, judge_programs, revise
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.sampling import (
+    draw_seed,
     generate,
     greedy_params,
     rates_by_set,
@@ -41,6 +42,11 @@ class _Chain:
     result: Verdict | None = None
     """The verdict on ``row.solution``; None before the first turn, and where the judge failed."""
     turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the next prompt, which the chains of a row share in the first turn only."""
+        return f"{self.row.id}:{self.sample}" if self.turns else self.row.id
 
 
 @reads(*REVISIONS, *REWARDS)
@@ -83,12 +89,12 @@ def converse(
     ]
     chains = [chain for batch in batches for chain in batch]
     for turn in range(1, plan.turns + 1):
+        # The chains of a row share their prompt in the first turn only.
+        samples = plan.samples if turn == 1 else 1
+        params = _params(worker, plan, draw_seed(seed, "evaluation", turn), samples)
         with worker.timeline.phase("validate_critiques"):
             if written is None:
-                drawn = [
-                    _criticise(worker, batch, _params(worker, plan, seed, turn, number))
-                    for number, batch in enumerate(batches)
-                ]
+                drawn = [_criticise(worker, batch, params) for batch in batches]
             else:
                 drawn = [[_written(worker, written, c.row) for c in batch] for batch in batches]
         with worker.timeline.phase("validate_revisions"):
@@ -108,6 +114,8 @@ def _criticise(
     prompts = [_prompt(worker, chain) for chain in chains]
     asked = [i for i, prompt in enumerate(prompts) if len(prompt) <= longest][:: params.n]
     rows = [chains[i].row for i in asked]
+    names = tuple(chains[i].name for i in asked)
+    params = dataclasses.replace(params, rows=names)
     groups = criticise(worker, rows, [prompts[i] for i in asked], params)
     answers = iter([critique for group in groups for critique in group])
     return [next(answers) if len(prompt) <= longest else None for prompt in prompts]
@@ -127,21 +135,17 @@ def _written(worker: RolloutWorker, written: Mapping[str, str], row: Row) -> Cri
     return Critique(row=row, text=text, judgment=parse_judgment(text), tokens=tokens)
 
 
-def _params(
-    worker: RolloutWorker, plan: ChainPlan, seed: int, turn: int, batch: int
-) -> SamplingParams:
+def _params(worker: RolloutWorker, plan: ChainPlan, seed: int, samples: int) -> SamplingParams:
     limit, rollout = worker.config.data.max_response_length, worker.config.actor_rollout_ref.rollout
     if plan.temperature == 0:
         return greedy_params(worker, limit)
-    draw = seed * 1_000_003 + turn * 1009 + worker.groups.place.dp + batch * 15_485_863
     return SamplingParams(
         max_tokens=limit,
         temperature=plan.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
-        # Chains of one row have one prompt in the first turn only.
-        n=plan.samples if turn == 1 else 1,
-        seed=draw % 2**31,
+        n=samples,
+        seed=seed,
         stop_token_ids=tuple(worker.codec.eos_token_ids),
         log_probs=False,
     )
@@ -233,17 +237,19 @@ def judge_pairs(
     """
     place, ranks = worker.groups.place.dp, worker.groups.layout.data
     size, mine = worker.config.data.val_batch_size, []
-    for number, start in enumerate(range(0, len(pairs), size)):
+    params = _params(worker, plan, draw_seed(seed, "pairs"), plan.samples)
+    for start in range(0, len(pairs), size):
         part = pairs[start : start + size][place::ranks]
+        names = [[f"{pair.pair_id}:{number}" for number in range(4)] for pair in part]
         asked = [
             [worker.codec.encode_chat(m, add_generation_prompt=True) for m in pair_prompts(pair)]
             for pair in part
         ]
-        params = _params(worker, plan, seed, 1, number)
-        once = dataclasses.replace(params, n=1)
+        once = dataclasses.replace(params, n=1, rows=tuple(n for four in names for n in four[:2]))
         chosen = generate(worker, "actor", [p for four in asked for p in four[:2]], once)
         rows = [row for pair in part for row in _rows_of_pair(pair)]
-        groups = criticise(worker, rows, [p for four in asked for p in four[2:]], params)
+        named = dataclasses.replace(params, rows=tuple(n for four in names for n in four[2:]))
+        groups = criticise(worker, rows, [p for four in asked for p in four[2:]], named)
         answers = [worker.codec.decode(completion.token_ids) for (completion,) in chosen]
         for n, pair in enumerate(part):
             straight, swapped = answers[2 * n : 2 * n + 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -26,15 +27,17 @@ EXAMPLES_PER_STEP = 6
 def draw_samples(
     worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
 ) -> list[Sample]:
-    """The actor's ``rollout.n`` samples of this rank's share of ``rows`` (positions in the data).
+    """The actor's ``rollout.n`` samples of this data rank's share of ``rows`` (positions in
+    ``worker.train``).
 
-    Every mini-batch of ``mini_batch_size`` prompts is shared equally between data-parallel ranks.
-    ``attempt`` numbers the draws of one training step. Collective.
+    The data ranks share every mini-batch of ``mini_batch_size`` prompts equally. ``attempt``
+    numbers the draws of one training step. Collective.
     """
     mine = share_prompts(len(rows), mini_batch_size, worker.groups)
     positions = [rows[prompt] for prompt, _ in mine]
     prompts = [worker.train.prompts[position] for position in positions]
-    answers = generate(worker, "actor", prompts, sampling_params(worker, attempt=attempt))
+    names = [worker.train.rows[position].id for position in positions]
+    answers = generate(worker, "actor", prompts, sampling_params(worker, names, attempt=attempt))
     draw = f"{worker.config.trainer.experiment_name}/{worker.step}"
     draw += f"/{attempt}" if attempt else ""
     return [
@@ -71,18 +74,28 @@ def generate(
     return answers
 
 
-def sampling_params(worker: DAGWorker, *, attempt: int = 0) -> SamplingParams:
-    """How training draws; the seed differs by step, data-parallel rank and ``attempt``."""
+def draw_seed(seed: int, purpose: str, *numbers: int) -> int:
+    """31-bit seed of a request, from the run's ``seed``, what the request is for, and the
+    ``numbers`` that distinguish requests for that purpose, such as step and attempt.
+
+    With it a completion depends on its prompt's name (``SamplingParams.rows``: the id of the row,
+    which is unique over the files of a run) and its number in the group, and on nothing else.
+    """
+    text = "/".join(map(str, (seed, purpose, *numbers)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def sampling_params(worker: DAGWorker, rows: Sequence[str], *, attempt: int = 0) -> SamplingParams:
+    """The parameters of training's draws for prompts of the ``rows`` with these ids."""
     config, rollout = worker.config, worker.config.actor_rollout_ref.rollout
-    seed = rollout.seed * 1_000_003 + worker.step * 1009 + worker.groups.place.dp
-    seed += attempt * 15_485_863
     return SamplingParams(
         max_tokens=config.data.max_response_length,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         n=rollout.n,
-        seed=seed % 2**31,
+        seed=draw_seed(rollout.seed, "train", worker.step, attempt),
+        rows=tuple(rows),
         stop_token_ids=tuple(worker.codec.eos_token_ids),
     )
 

@@ -85,7 +85,7 @@ class SynthesisStages:
 
         async def draw(chat: Chat, part: tuple[int, list[Problem]]) -> Records:
             first, some = part
-            drawn = await first_solutions(chat, some, replace(params, first_row=first))
+            drawn = await first_solutions(chat, some, _numbered(params, first, some))
             return [
                 {"id": a.id, "problem_id": a.problem.id, "solution": a.solution, "fate": fate}
                 for a, fate in drawn
@@ -189,6 +189,11 @@ async def _nothing() -> AsyncIterator[None]:
     yield None
 
 
+def _numbered(params: SamplingParams, first: int, part: Sequence[object]) -> SamplingParams:
+    """The parameters for the items of a stage from number ``first`` on."""
+    return replace(params, rows=tuple(range(first, first + len(part))))
+
+
 async def _criticise(
     chat: Chat, part: tuple[int, list[tuple[Attempt, Verdict]]], params: SamplingParams
 ) -> Records:
@@ -197,7 +202,7 @@ async def _criticise(
         hint_messages(attempt.problem, attempt.solution, execution_hint(attempt, verdict).text)
         for attempt, verdict in judged
     ]
-    answers = await chat.complete(asked, replace(params, first_row=first))
+    answers = await chat.complete(asked, _numbered(params, first, asked))
     records: Records = []
     for (attempt, verdict), group in zip(judged, answers, strict=True):
         texts = [answer.text.strip() for answer in group] or [""]
@@ -212,7 +217,7 @@ async def _revise(
 ) -> Records:
     first, drafts = part
     asked = [_revision_messages(draft) for draft in drafts]
-    answers = await chat.complete(asked, replace(params, first_row=first, n=1))
+    answers = await chat.complete(asked, replace(_numbered(params, first, asked), n=1))
     return [
         {"id": draft.attempt.id, "revision": group[0].text if group else ""}
         for draft, group in zip(drafts, answers, strict=True)

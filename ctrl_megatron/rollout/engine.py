@@ -115,8 +115,9 @@ class Engine(Protocol):
         """Draw ``params.n`` completions per prompt, in the order of the prompts.
 
         Only ``params.stop_token_ids`` and ``params.max_tokens`` end a completion. With
-        ``params.seed`` set, sample j of row i (counted from ``params.first_row``) draws from a
-        stream of its own, derived from (seed, i, j). Raises ValueError for prompts that do not fit,
+        ``params.seed`` set, each completion draws from a stream of its own, which depends on the
+        seed, the prompt's name (``params.rows``) and the number of the completion, and not on the
+        engine or the other prompts. Raises ValueError for prompts that do not fit,
         EngineError while anything sleeps or the weights are forgotten, EngineBroken, EngineDied.
         """
         ...

@@ -123,8 +123,8 @@ class HfEngine:
         own = stream_seed(self._spec.seed, self._calls, 0)
         base = own if params.seed is None else params.seed
         return [
-            DecodingRow(prompt, torch.Generator().manual_seed(stream_seed(base, i, j)))
-            for i, prompt in enumerate(prompts, params.first_row)
+            DecodingRow(prompt, torch.Generator().manual_seed(stream_seed(base, row, j)))
+            for row, prompt in zip(params.names(len(prompts)), prompts, strict=True)
             for j in range(params.n)
         ]
 

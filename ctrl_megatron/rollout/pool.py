@@ -42,7 +42,7 @@ class EnginePool:
     Each prompt goes to the engine with the fewest outstanding tokens; all its completions come from
     there, so the prompt is computed once. Where all engines have ``at_once`` completions of this
     pool under way, further prompts wait until somebody has room: long answers hold up their own
-    engine only. Draws do not depend on who draws them (``SamplingParams.first_row``). The first
+    engine only. Draws do not depend on the engine (``SamplingParams.rows``). The first
     failure of an engine ends the call at once.
 
     ``joins_calls`` says that the engines draw for several calls together; engines that serve one
@@ -64,6 +64,7 @@ class EnginePool:
         self, prompts: list[list[int]], params: SamplingParams
     ) -> list[list[Completion]]:
         calls, tasks = self._calls(len(prompts), params.n), []
+        names = params.names(len(prompts))
         try:
             async with asyncio.TaskGroup() as group:
                 for call in range(calls):
@@ -74,8 +75,8 @@ class EnginePool:
                     tokens = sum(map(len, part)) + sequences * params.max_tokens
                     member.sequences += sequences
                     member.tokens += tokens
-                    numbered = replace(params, first_row=params.first_row + start)
-                    task = group.create_task(member.engine.generate(part, numbered))
+                    named = replace(params, rows=names[start:end])
+                    task = group.create_task(member.engine.generate(part, named))
                     # Also one that is cancelled before it has begun.
                     task.add_done_callback(partial(self._release, member, sequences, tokens))
                     tasks.append(task)

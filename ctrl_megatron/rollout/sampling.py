@@ -20,8 +20,10 @@ _GOLDEN, _MIX_1, _MIX_2 = (
 )
 
 
-def stream_seed(seed: int, row: int, sample: int) -> int:
-    """63-bit seed of completion ``sample`` of prompt ``row``; streams do not depend on batching."""
+def stream_seed(seed: int, row: str | int, sample: int) -> int:
+    """63-bit seed of completion ``sample`` of the prompt called ``row``; streams do not depend on
+    batching.
+    """
     digest = blake2b(f"{seed}:{row}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -73,7 +75,10 @@ def check_request(
         raise ValueError(f"top_p must lie in (0, 1], got {params.top_p}")
     if params.top_k < 1 and params.top_k != -1:
         raise ValueError(f"top_k must be positive, or -1 to keep all, got {params.top_k}")
-    for row, prompt in enumerate(prompts, params.first_row):
+    names = params.names(len(prompts))
+    if len(names) != len(prompts):
+        raise ValueError(f"{len(names)} rows name {len(prompts)} prompts; give each prompt a name")
+    for row, prompt in zip(names, prompts, strict=True):
         if not prompt:
             raise ValueError(f"prompt in row {row} is empty")
         if len(prompt) + params.max_tokens > max_model_len:

@@ -82,7 +82,7 @@ def _in_core(spec: EngineSpec) -> bool:
 
 
 def vllm_params(
-    params: SamplingParams, row: int, sample: int, *, heard: bool = False
+    params: SamplingParams, row: str | int, sample: int, *, heard: bool = False
 ) -> VllmSamplingParams:
     """vLLM's parameters for one completion."""
     return VllmSamplingParams(
@@ -150,11 +150,11 @@ class VllmEngine:
             asyncio.create_task(
                 self._one(
                     prompt,
-                    vllm_params(params, params.first_row + i, j, heard=listener is not None),
+                    vllm_params(params, row, j, heard=listener is not None),
                     next_tokens(listener, i * params.n + j) if listener else None,
                 )
             )
-            for i, prompt in enumerate(prompts)
+            for i, (row, prompt) in enumerate(zip(params.names(len(prompts)), prompts, strict=True))
             for j in range(params.n)
         ]
         try:

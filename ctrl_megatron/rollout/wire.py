@@ -34,7 +34,8 @@ def error_from_json(data: Json) -> Exception:
 
 def params_from_json(data: Json) -> SamplingParams:
     """Inverse of ``dataclasses.asdict``."""
-    return SamplingParams(**{**data, "stop_token_ids": tuple(data["stop_token_ids"])})
+    tuples = {name: tuple(data[name]) for name in ("rows", "stop_token_ids")}
+    return SamplingParams(**{**data, **tuples})
 
 
 def completion_to_json(completion: Completion) -> list[Any]:

@@ -62,7 +62,7 @@ def test_every_answer_is_a_request_with_a_seed_of_its_own() -> None:
     seeds = {body["seed"] for body in script.bodies}
     assert len(seeds) == 4 and script.bodies[0]["top_p"] == 0.9 and script.bodies[0]["top_k"] == 5
     part = Scripted(good())
-    second = SamplingParams(max_tokens=8, n=2, seed=7, first_row=1)
+    second = SamplingParams(max_tokens=8, n=2, seed=7, rows=(1,))
     talk(part, lambda chat: chat.complete(asked[1:], second))
     of_b = {b["seed"] for b in script.bodies if b["messages"][0]["content"] == "b"}
     assert {body["seed"] for body in part.bodies} == of_b
@@ -301,7 +301,7 @@ class _Echo:
                 )
             ]
             * params.n
-            for row, prompt in enumerate(prompts, params.first_row)
+            for row, prompt in zip(params.names(len(prompts)), prompts, strict=True)
         ]
         for place, completion in enumerate(c for group in done for c in group):
             for token in completion.token_ids if listener else ():
@@ -312,23 +312,23 @@ class _Echo:
         pass
 
 
-def test_an_engine_is_asked_with_rows_that_keep_their_numbers() -> None:
+def test_an_engine_is_asked_with_prompts_that_keep_their_names() -> None:
     engine = _Echo()
     chat: Chat = EngineChat(
         cast(Any, engine), cast(TextCodec, cast(object, _Words())), max_model_len=12
     )
     asked = [[{"role": "user", "content": text}] for text in ("ab", "c" * 5, "d", "ef")]
-    params = SamplingParams(max_tokens=8, n=2, seed=3, first_row=2)
+    params = SamplingParams(max_tokens=8, n=2, seed=3, rows=(2, 3, 4, "e"))
     answers = asyncio.run(chat.complete(asked, params))
     assert [[a.text for a in group] for group in answers] == [
         ["ab2"] * 2,
         [],
         ["d4"] * 2,
-        ["ef5"] * 2,
+        ["efe"] * 2,
     ]
     assert Counter(a.prompt_tokens for group in answers for a in group) == {2: 4, 1: 2}
     assert answers[0][0].completion_tokens == 4
-    assert [(n, p.first_row) for n, p in engine.asked] == [(1, 2), (2, 4)]
+    assert [(n, p.rows) for n, p in engine.asked] == [(3, (2, 4, "e"))]
     assert all(p.stop_token_ids == (0,) and not p.log_probs for _, p in engine.asked)
 
 

@@ -80,7 +80,10 @@ def test_the_value_model_learns_first_and_the_kl_coefficient_adapts(
     # It expected nothing before.
     assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
     assert all(step["critic/explained_variance"] != 0.0 for step in later)
-    assert later[-1]["critic/vf_loss"] < first["critic/vf_loss"]
+    # The loss depends on the step's returns, which are drawn anew; the share that is explained does
+    # not depend on their size.
+    *before, last = [step["critic/explained_variance"] for step in metrics]
+    assert last > max(*before, 0.0)
     assert len({step["actor/kl_coef"] for step in metrics}) == len(metrics)
 
 

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,12 @@ def test_a_draw_depends_on_seed_row_and_sample_only(bench: Bench) -> None:
     assert bench.generate(PROMPTS, n=3, seed=12, **sampled) != all_four
     twins = bench.generate([PROMPTS[0]] * 2, n=2, seed=11, **sampled)
     assert len({c.token_ids for group in twins for c in group}) == 4
+    # A prompt takes its draws along with its name, wherever it is in a request.
+    turned = bench.generate(PROMPTS[1::-1], n=3, seed=11, rows=(1, 0), **sampled)
+    first_two = [[c.token_ids for c in group] for group in all_four[:2]]
+    assert [[c.token_ids for c in group] for group in turned] == first_two[::-1]
+    other = bench.generate(PROMPTS[:1], n=3, seed=11, rows=("mbpp/0:1",), **sampled)
+    assert {c.token_ids for c in other[0]}.isdisjoint(first_two[0])
 
 
 def test_what_is_heard_while_it_is_drawn_is_what_comes_in_the_end(bench: Bench) -> None:
@@ -183,9 +190,13 @@ def test_what_is_heard_while_it_is_drawn_is_what_comes_in_the_end(bench: Bench) 
     def hear(place: int, tokens: Sequence[int]) -> None:
         heard[place].append(tuple(tokens))
 
-    for asked in ({"n": 2, "seed": 11}, {"temperature": 0.0, "log_probs": False}):
+    requests: list[dict[str, Any]] = [
+        {"n": 2, "seed": 11},
+        {"temperature": 0.0, "log_probs": False},
+    ]
+    for asked in requests:
         heard.clear()
-        params = SamplingParams(max_tokens=16, first_row=3, **asked)
+        params = SamplingParams(max_tokens=16, rows=("a", "b:0", 3, 0), **asked)
         answers = bench.run(bench.engine.generate(PROMPTS, params, hear))
         unheard = bench.run(bench.engine.generate(PROMPTS, params))
         drawn, same = ([c.token_ids for group in g for c in group] for g in (answers, unheard))
@@ -194,7 +205,7 @@ def test_what_is_heard_while_it_is_drawn_is_what_comes_in_the_end(bench: Bench) 
         # Several prompts share the machine, so not every token needs to come alone.
         assert all(len(pieces) > 4 for pieces in heard.values())
     with pytest.raises(ValueError, match="1024"):
-        bench.run(bench.engine.generate([[1] * 1024], params, hear))
+        bench.run(bench.engine.generate([[1] * 1024], replace(params, rows=("long",)), hear))
 
 
 def test_draws_without_a_seed_differ(bench: Bench) -> None:

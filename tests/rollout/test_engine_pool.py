@@ -43,13 +43,13 @@ class Clockwork:
         self.at_once = max(self.at_once, self.running)
         try:
             return [
-                await self.answers(params.first_row + i, prompt[0], prompt[1], params.n)
-                for i, prompt in enumerate(prompts)
+                await self.answers(row, prompt[0], prompt[1], params.n)
+                for row, prompt in zip(params.names(len(prompts)), prompts, strict=True)
             ]
         finally:
             self.running -= len(prompts) * params.n
 
-    async def answers(self, row: int, told: int, length: int, n: int) -> list[Completion]:
+    async def answers(self, row: Any, told: int, length: int, n: int) -> list[Completion]:
         assert row == told
         self.rows.append(row)
         for _ in range(length):
@@ -200,7 +200,7 @@ def test_who_draws_does_not_matter(processes: list[EngineProcess]) -> None:
         pool, alone = connected(processes), processes[0].connect()
         several = await pool.generate(prompts, asked)
         whole = await alone.generate(prompts, asked)
-        part = await alone.generate(prompts[5:], replace(asked, first_row=5))
+        part = await alone.generate(prompts[5:], replace(asked, rows=tuple(range(5, 12))))
         tokens = [[c.token_ids for c in group] for group in whole]
         assert [[c.token_ids for c in group] for group in several] == tokens
         assert [[c.token_ids for c in group] for group in part] == tokens[5:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ from ctrl_megatron.rollout.sampling import (
 from ctrl_megatron.types import SamplingParams, VersionSpan
 
 
-@given(st.integers(0, 2**40), st.integers(0, 50), st.integers(0, 50))
-def test_streams_are_seeds_that_torch_takes(seed: int, row: int, sample: int) -> None:
+@given(st.integers(0, 2**40), st.integers(0, 50) | st.text(), st.integers(0, 50))
+def test_streams_are_seeds_that_torch_takes(seed: int, row: int | str, sample: int) -> None:
     value = stream_seed(seed, row, sample)
     assert 0 <= value < 2**63
     text = f"{seed}:{row}:{sample}".encode()
@@ -62,6 +63,11 @@ def test_a_prompt_may_fill_the_length_exactly() -> None:
         check_request([[1], [1] * 5], params, max_model_len=8, vocab_size=10)
     with pytest.raises(ValueError, match="row 0 has token ids outside"):
         check_request([[1, -1]], params, max_model_len=8, vocab_size=10)
+    named = replace(params, rows=("a", "b"))
+    with pytest.raises(ValueError, match="row b is empty"):
+        check_request([[1], []], named, max_model_len=8, vocab_size=10)
+    with pytest.raises(ValueError, match="2 rows name 1 prompts"):
+        check_request([[1]], named, max_model_len=8, vocab_size=10)
 
 
 def kept_by_definition(probabilities: np.ndarray, top_p: float, top_k: int) -> set[int]:
