@@ -1,6 +1,7 @@
-"""The batch of a step: samples, how they become padded tensors, and what is read off them.
+"""The batch of a step: samples, the padded tensors made of them, and readers of its fields.
 
-B rows are samples of this data-parallel rank, P and R the longest prompt and response among them.
+B rows are samples of this data rank; P and R are the longest prompt and response among them, in
+tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ctrl_megatron.rewards import Scores
 from ctrl_megatron.types import Completion, VersionSpan
 
 Fields = Mapping[str, str | bool | int | float | None]
-"""What nodes know of one row beyond its tokens, by field of the batch."""
+"""Values of one row of the batch beyond its tokens, by the name of the field."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +27,11 @@ class Sample:
     """One completion of one prompt, before it is padded into the batch."""
 
     uid: str
-    """Names the group: all samples of one prompt in one step."""
+    """Unique id of the group: all samples of one row in one draw."""
     row_id: str
     """Id of the data's row that the prompt is about."""
     mini_batch: int
-    """Which optimizer step of this training step the sample belongs to."""
+    """Number of the optimizer step, within the training step, that trains on the sample."""
     prompt: tuple[int, ...]
     completion: Completion
     fields: Fields = dataclasses.field(default_factory=dict)
@@ -53,7 +54,7 @@ def with_fields(samples: Sequence[Sample], fields: Sequence[Fields]) -> list[Sam
 
 
 class LeftoverGroups:
-    """Judged groups that a step had no use for, oldest first; the same on every rank."""
+    """Judged groups that a step did not need, oldest first; the same on every rank."""
 
     def __init__(self) -> None:
         self._groups: list[Group] = []
@@ -64,7 +65,7 @@ class LeftoverGroups:
         return taken
 
     def keep(self, groups: list[Group]) -> None:
-        """Put groups aside."""
+        """Add groups for a later step."""
         self._groups += groups
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,7 +73,7 @@ class LeftoverGroups:
         return {"groups": [[_state(sample) for sample in group] for group in self._groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
+        """Take over the groups of ``state_dict``."""
         self._groups = [[_sample(row) for row in group] for group in state["groups"]]
 
 
@@ -128,8 +129,8 @@ def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
 
 
 def columns(rows: Sequence[Fields]) -> dict[str, Any]:
-    """The rows' fields as fields of the batch: texts as non-tensor data, truth values as bool,
-    everything else as float32 with NaN for None.
+    """The rows' fields as fields of the batch: texts become non-tensor data, truth values bool
+    tensors, and numbers float32 tensors with NaN for None.
     """
     return {name: _column([row[name] for row in rows]) for name in (rows[0] if rows else ())}
 
@@ -144,8 +145,8 @@ def _column(values: Sequence[Any]) -> Any:
 
 
 def reward_fields(scores: Scores) -> list[Fields]:
-    """Per row ``score`` (the weighted sum) and ``reward/NAME`` of every reward function; None where
-    nothing is known.
+    """For each item ``score`` (the weighted sum) and ``reward/NAME`` of every reward function; None
+    where the reward is unknown.
     """
     return [
         {"score": total, **{f"reward/{name}": part[row] for name, part in scores.parts.items()}}
@@ -197,15 +198,15 @@ def texts(field: Any) -> list[str]:
 
 
 def rows_of(table: PromptTable, batch: TensorDict) -> list[Row]:
-    """The row of the data that each row of the batch is about."""
+    """The row of the data for each row of the batch (B)."""
     return [table.row(row_id) for row_id in texts(batch["problem_id"])]
 
 
 def known(value: torch.Tensor) -> float | None:
-    """A number of the batch; None for NaN."""
+    """The number in ``value`` (); None for NaN."""
     return None if value.isnan() else float(value)
 
 
 def versions_of(completion: Completion) -> str:
-    """The weights that drew the completion, joined by ``+`` where there are several."""
+    """Versions of the weights that drew the completion, joined by ``+``."""
     return "+".join(dict.fromkeys(span.version for span in completion.spans))

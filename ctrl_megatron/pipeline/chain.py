@@ -35,7 +35,7 @@ class Critique:
     tokens: int = 0
     """Length of the critique; 0 for ReMax's greedy critique, whose length is not rewarded."""
     revision: str = ""
-    """The proxy's answer; empty where it was not asked."""
+    """The proxy's answer; empty without one."""
     revision_tokens: int | None = None
     """Length of the revision; None where there is none."""
     fits: bool = True
@@ -172,29 +172,27 @@ async def judge(worker: RolloutWorker, critiques: Sequence[Critique]) -> list[Fi
         if critique.fits
     ]
     known = iter(score_fields(await worker.score(items)))
-    unknown: Fields = {
-        **dict.fromkeys(("score", *map("reward/{}".format, worker.reward_weights))),
-        **_verdict_fields(RewardOutcome(reward=None, error=_LEFT_OUT)),
-    }
+    left_out = RewardOutcome(reward=None, error=_LEFT_OUT)
+    nothing: dict[str, list[float | None]] = {name: [None] for name in worker.reward_weights}
+    (unknown,) = score_fields(Scores(parts=nothing, totals=[None], outcomes=[left_out]))
     return [next(known) if critique.fits else unknown for critique in critiques]
 
 
 def score_fields(scores: Scores) -> list[Fields]:
-    """Per item ``reward_fields`` and, from the critic's verdict, ``pass_rate``, ``copied``,
+    """For each item ``reward_fields`` and, from the critic's verdict, ``pass_rate``, ``copied``,
     ``cached`` and ``detail``.
     """
-    pairs = zip(reward_fields(scores), scores.outcomes, strict=True)
-    return [{**rewards, **_verdict_fields(outcome)} for rewards, outcome in pairs]
-
-
-def _verdict_fields(outcome: RewardOutcome | None) -> Fields:
-    outcome = outcome or RewardOutcome(reward=None)
-    return {
-        "pass_rate": outcome.pass_rate,
-        "copied": outcome.copied,
-        "cached": outcome.cached,
-        "detail": outcome.detail,
-    }
+    outcomes = [outcome or RewardOutcome(reward=None) for outcome in scores.outcomes]
+    return [
+        {
+            **rewards,
+            "pass_rate": outcome.pass_rate,
+            "copied": outcome.copied,
+            "cached": outcome.cached,
+            "detail": outcome.detail,
+        }
+        for rewards, outcome in zip(reward_fields(scores), outcomes, strict=True)
+    ]
 
 
 def judge_programs(

@@ -1,4 +1,4 @@
-"""Chains of critiques and revisions, judged: what validation and evaluation draw."""
+"""Judged chains of critiques and revisions, for validation and evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Chain:
     """The turns that followed one first solution."""
 
     position: int
-    """Of the row in the validation table."""
+    """Place of the row in the validation table."""
     sample: int
     """Number of the chain among those of its row."""
     row: Row
@@ -112,11 +112,10 @@ def _criticise(
     """A critique per chain; None where the prompt is too long. Collective."""
     longest = worker.config.data.max_prompt_length
     prompts = [_prompt(worker, chain) for chain in chains]
-    asked = [i for i, prompt in enumerate(prompts) if len(prompt) <= longest][:: params.n]
-    rows = [chains[i].row for i in asked]
-    names = tuple(chains[i].name for i in asked)
+    heads = [i for i, prompt in enumerate(prompts) if len(prompt) <= longest][:: params.n]
+    rows, names = [chains[i].row for i in heads], tuple(chains[i].name for i in heads)
     params = dataclasses.replace(params, rows=names)
-    groups = criticise(worker, rows, [prompts[i] for i in asked], params)
+    groups = criticise(worker, rows, [prompts[i] for i in heads], params)
     answers = iter([critique for group in groups for critique in group])
     return [next(answers) if len(prompt) <= longest else None for prompt in prompts]
 
@@ -232,8 +231,8 @@ def judge_pairs(
     critic: str,
     seed: int,
 ) -> list[JudgedPair]:
-    """What the critic says of every pair, with ``plan.samples`` critiques of each response.
-    Collective.
+    """The critic's choices between the responses of every pair, and ``plan.samples`` critiques of
+    each response. Collective.
     """
     place, ranks = worker.groups.place.dp, worker.groups.layout.data
     size, mine = worker.config.data.val_batch_size, []
@@ -241,15 +240,15 @@ def judge_pairs(
     for start in range(0, len(pairs), size):
         part = pairs[start : start + size][place::ranks]
         names = [[f"{pair.pair_id}:{number}" for number in range(4)] for pair in part]
-        asked = [
+        prompts = [
             [worker.codec.encode_chat(m, add_generation_prompt=True) for m in pair_prompts(pair)]
             for pair in part
         ]
         once = dataclasses.replace(params, n=1, rows=tuple(n for four in names for n in four[:2]))
-        chosen = generate(worker, "actor", [p for four in asked for p in four[:2]], once)
+        chosen = generate(worker, "actor", [p for four in prompts for p in four[:2]], once)
         rows = [row for pair in part for row in _rows_of_pair(pair)]
         named = dataclasses.replace(params, rows=tuple(n for four in names for n in four[2:]))
-        groups = criticise(worker, rows, [p for four in asked for p in four[2:]], named)
+        groups = criticise(worker, rows, [p for four in prompts for p in four[2:]], named)
         answers = [worker.codec.decode(completion.token_ids) for (completion,) in chosen]
         for n, pair in enumerate(part):
             straight, swapped = answers[2 * n : 2 * n + 2]

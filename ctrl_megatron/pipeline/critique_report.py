@@ -1,4 +1,4 @@
-"""What is reported of critiques: while they are drawn, and once the step is finished."""
+"""Metrics and examples of critiques, as they are drawn and at the end of a step."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """CTRL's training step, from prompts to new weights, in the order in which it runs.
 
 Source: CTRL (arXiv 2502.03492). The actor criticises first solutions, the frozen proxy revises them
-after the critique, the revision's tests give the critique its reward, and the actor learns from it.
+after the critique (``chain``), the tests of the revision give the critique its reward, and the
+actor is trained on it.
 
-B rows are the critiques of this data-parallel rank, P and R their longest prompt and response.
-Every function runs on all ranks of a model copy, except ``judge_revisions``, which runs on its
-leader's event loop beside the log-probs.
+B rows are the critiques of this data rank; P and R are their longest prompt and response, in
+tokens. Every function runs on all ranks of a model copy, except ``judge_revisions``, which runs on
+the leader's event loop beside the log-probs.
 """
 
 from __future__ import annotations
@@ -86,11 +87,11 @@ JUDGES: dict[str, Any] = {
 
 
 def ctrl_pipeline(config: Config) -> TaskGraph:
-    """The graph of CTRL's step as the configuration asks for it.
+    """The graph of CTRL's step for the configuration.
 
-    The sandbox node stands before the log-probs and nothing up to the scores depends on it, so it
+    The sandbox node comes before the log-probs, and no node up to the scores depends on it, so it
     runs while they are computed. With dynamic sampling one node draws, revises and judges until
-    enough groups teach something; nothing can run beside it.
+    enough groups contain different rewards; no other node runs beside it.
     """
     report = StepReport(
         metrics=critique_metrics,
@@ -108,7 +109,9 @@ def ctrl_pipeline(config: Config) -> TaskGraph:
 
 
 def _add_chain_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[str]]:
-    """The nodes from prompts to verdicts; returns the last node that draws and those that judge."""
+    """Add the nodes from prompts to verdicts; returns the last node that draws, and the nodes that
+    judge.
+    """
     remax = config.algorithm.adv_estimator == "remax"
     if remax and "critic" not in config.reward.reward_funcs:
         raise ValueError(
@@ -132,11 +135,11 @@ def _add_chain_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[str]
 
 
 def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: list[str]) -> None:
-    """The second half of a step: from responses (written by the node ``drawn``) and their rewards
-    (by ``judged``) to new weights in the engine. Every built-in pipeline ends with it.
+    """Add the second half of a step: from the responses of the node ``drawn`` and the rewards of
+    the nodes ``judged`` to new weights in the engine. Every built-in pipeline ends with it.
 
-    Where nothing asks for ``old_log_probs`` before the update they are the update's own, and the
-    node that computes them is left out (``needs_old_log_prob``).
+    Without a setting that needs ``old_log_probs`` before the update (``needs_old_log_prob``), the
+    update computes them itself, and the node for them is left out.
     """
     forward: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN, "only_forward_compute": True}
     train: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN}
@@ -167,14 +170,15 @@ def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: 
 
 
 def needs_old_log_prob(config: Config) -> bool:
-    """Whether ``old_log_probs`` are wanted before the update (``asks_for_old_log_probs``)."""
-    return asks_for_old_log_probs(config) is not None
+    """Whether a setting needs ``old_log_probs`` before the update."""
+    return old_log_probs_setting(config) is not None
 
 
-def asks_for_old_log_probs(config: Config) -> str | None:
-    """The setting that wants ``old_log_probs`` before the update, if there is one: a second
-    optimizer step on the batch, a KL in the reward, a correction by the engine's probabilities, or
-    a loss that chooses tokens over the whole batch.
+def old_log_probs_setting(config: Config) -> str | None:
+    """The setting that needs ``old_log_probs`` before the update; None where there is none.
+
+    It is a second optimizer step on the batch, a KL in the reward, a correction by the engine's
+    probabilities, or a loss that chooses tokens over the whole batch.
     """
     actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
     family, mini = "actor_rollout_ref.actor", actor.ppo_mini_batch_size
@@ -199,7 +203,7 @@ def _correcting(config: Config) -> str | None:
     return None
 
 
-# What the nodes below need of the batch (``node_fields``)
+# The fields that the nodes below need (``node_fields``)
 
 
 def _needs_of_correction(config: Config) -> dict[str, str]:
@@ -219,7 +223,7 @@ def _needs_of_rewards(config: Config) -> dict[str, str]:
 def _needs_of_advantages(config: Config) -> dict[str, str]:
     name = config.algorithm.adv_estimator
     if name not in ADV_ESTIMATOR_REGISTRY:
-        return {}  # told by its key
+        return {}  # the check of the key reports it
     own = required_inputs(name) & {"values", "reward_baselines"}
     setting = f"algorithm.adv_estimator={name}"
     return {"token_level_rewards": "", **dict.fromkeys(sorted(own), setting)}
@@ -230,9 +234,9 @@ def _needs_of_update(config: Config) -> dict[str, str]:
     if config.actor_rollout_ref.actor.use_kl_loss:
         found["ref_log_prob"] = "actor_rollout_ref.actor.use_kl_loss=true"
     try:
-        before = asks_for_old_log_probs(config)
+        before = old_log_probs_setting(config)
     except ValueError:
-        return found  # an unknown loss is told by its key
+        return found  # the check of the key reports an unknown loss
     if before is not None:
         found["old_log_probs"] = before
     correcting = _correcting(config)
@@ -246,7 +250,7 @@ def _needs_of_update(config: Config) -> dict[str, str]:
 
 @writes(*DRAWN, "critique", "valid", "judged_correct", "problem_id")
 def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``row`` (positions of the global batch) -> the critique batch of this data rank."""
+    """From ``row`` (positions of the global batch) to the batch of this data rank's critiques."""
     size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
     samples, _ = criticise_samples(worker, batch["row"].tolist(), mini_batch_size=size)
     return sampled(worker, samples, measure_critiques)
@@ -255,9 +259,9 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 @reads(*node_keys.REVISIONS)
 @writes("revision", "revision_length", "revision_fits")
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``critique``, ``valid`` -> ``revision`` (B,) text, the frozen proxy's, empty for invalid
-    critiques; its ``revision_length`` (B,) float32 in tokens, NaN where there is none; and
-    ``revision_fits`` (B,) bool, False where the engine had no room for one.
+    """From ``critique``, ``valid`` to ``revision`` (B,) text by the frozen proxy, empty for invalid
+    critiques; ``revision_length`` (B,) float32 in tokens, NaN where there is none; and
+    ``revision_fits`` (B,) bool, False where the engine had no room for a revision.
     """
     critiques = revise(worker, critiques_of(worker, batch))
     fields = columns([critique.revised for critique in critiques])
@@ -268,13 +272,15 @@ def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 @reads(*node_keys.REWARDS)
 @writes("score", "pass_rate", "cached", "detail")
 async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``critique``, ``revision`` -> the fields of ``score_fields``. Runs beside the log-probs."""
+    """From ``critique``, ``revision`` to the fields of ``score_fields``. Runs beside the
+    log-probs.
+    """
     return NodeOutput(fields=columns(await judge(worker, critiques_of(worker, batch))))
 
 
 @reads(*node_keys.REVISIONS, *node_keys.REWARDS)
 def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
-    """The three functions above for dynamic sampling. Collective."""
+    """The work of the three nodes above, for dynamic sampling. Collective."""
     samples, critiques = criticise_samples(worker, rows, mini_batch_size=len(rows), attempt=attempt)
     critiques = revise(worker, critiques)
     scored = worker.ask(lambda: judge(worker, critiques))
@@ -287,7 +293,7 @@ def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list
 
 @writes("old_log_probs")
 def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``old_log_probs`` (B, R): the trainer's own log-probs before the update."""
+    """``old_log_probs`` (B, R) float32: the actor's log-probs before the update."""
     budget = worker.config.actor_rollout_ref.log_prob_token_budget
     log_probs, entropy = worker.policy.log_probs(
         tensors_of(batch), worker.temperature, token_budget=budget
@@ -299,7 +305,9 @@ def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 @writes("ref_log_prob")
 def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``ref_log_prob`` (B, R): the frozen reference's; nothing where the objective has no KL."""
+    """``ref_log_prob`` (B, R) float32: the reference's log-probs; no field where the objective has
+    no KL.
+    """
     if worker.reference is None:
         return NodeOutput()
     log_probs, _ = worker.reference.log_probs(tensors_of(batch), worker.temperature)
@@ -312,14 +320,16 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 @writes("values")
 @asks_values
 def compute_values(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``values`` (B, R): what the value model expects before each response token."""
+    """``values`` (B, R) float32: the return that the value model expects before each response
+    token.
+    """
     return NodeOutput(fields={"values": value_model(worker).values(tensors_of(batch))})
 
 
 def value_model(worker: DAGWorker) -> ValueModel:
-    """The worker's value model; RuntimeError where the run has none."""
+    """The worker's value model. Raises RuntimeError where the run has none."""
     if worker.value is None:
-        raise RuntimeError("this pipeline has nodes of a value model; set critic.enable=true")
+        raise RuntimeError("a node of the pipeline uses a value model; set critic.enable=true")
     return worker.value
 
 
@@ -329,18 +339,19 @@ def value_model(worker: DAGWorker) -> ValueModel:
 @needs(lambda config: {"score": ""})
 @writes("token_level_scores", "judged")
 def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``token_level_scores`` (B, R): ``score``, the weighted sum of rewards, on the last token.
+    """``token_level_scores`` (B, R) float32: ``score``, the weighted sum of rewards, on the last
+    token of each response.
 
-    Single functions' rewards are reported where the batch has them (``reward/NAME``).
-    A row without a reward (its sandbox failed) leaves the loss and its group: ``judged`` (B,) is
-    False, its mask becomes empty and its uid its own. RuntimeError where no row has one.
+    The rewards of single functions are reported where the batch has them (``reward/NAME``). A row
+    without a reward (its sandbox failed) leaves the loss and its group: ``judged`` (B,) is False,
+    its mask is emptied, and its uid is made unique. Raises RuntimeError where no row has a reward.
     """
     mask, total = batch["response_mask"], batch["score"]
     if len(huge := total[total.abs() > LARGEST_REWARD]):
         raise UserError(
-            f"the field score has {float(huge[0]):g}, and a reward may be at most "
+            f"the field score contains {float(huge[0]):g}, and a reward may be at most "
             f"{LARGEST_REWARD:g} in size",
-            remedy="look at the node that writes it; NaN is what is not known",
+            remedy="correct the node that writes it; NaN marks an unknown reward",
         )
     judged = ~total.isnan()
     if "reward_baselines" in batch:
@@ -364,15 +375,15 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         silent = [name for name in parts if known[name] not in metrics]
         if silent and all(":" in name for name in silent):
             raise UserError(
-                f"{', '.join(n.removeprefix('reward/') for n in silent)} gave None for every item "
-                "of the step",
+                f"{', '.join(n.removeprefix('reward/') for n in silent)} returned None for every "
+                "item of the step",
                 key="reward.reward_funcs",
-                remedy="give a number where one is known",
+                remedy="return a number for items whose reward is known",
             )
         raise RuntimeError(
-            "none of the step's answers could be judged: look at the faults of the sandbox or the "
-            "provider above, or raise reward.copying_threshold where reward.copying is mask; the "
-            "run goes on from its last checkpoint when it is started again"
+            "none of the step's answers could be judged: see the errors of the sandbox or the "
+            "provider above, or raise reward.copying_threshold where reward.copying is mask; when "
+            "started again, the run resumes from its last checkpoint"
         )
     return NodeOutput(
         fields={
@@ -388,8 +399,8 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 def reward_spread(
     rewards: torch.Tensor, scores: torch.Tensor, uids: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """How ``rewards`` and ``scores`` (B,) lie, NaN where nothing is known: vectors whose means are
-    the shares of the rewards' histogram, and the share of groups whose scores are all equal.
+    """Vectors whose means are the shares of a histogram of ``rewards``, and the share of groups
+    whose ``scores`` are all equal. ``rewards`` and ``scores`` (B,) are NaN where unknown.
     """
     known = ~scores.isnan()
     groups = [uid for uid, judged in zip(uids, known.tolist(), strict=True) if judged]
@@ -413,10 +424,10 @@ def reward_spread(
 @needs(_needs_of_correction)
 @writes("loss_mask", "rollout_is_weights")
 def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``loss_mask`` (B, R) bool and, where they are on, ``rollout_is_weights`` (B, R) float32.
+    """``loss_mask`` (B, R) bool and, where enabled, ``rollout_is_weights`` (B, R) float32.
 
-    How far the engine's probabilities are from the trainer's is reported wherever these are known:
-    not in steps of ``trainer.critic_warmup`` without the node ``old_log_prob``.
+    Metrics compare the engine's probabilities with the trainer's. They are missing in steps of
+    ``trainer.critic_warmup`` without the node ``old_log_prob``: the trainer computes none there.
     """
     if "old_log_probs" not in batch:
         return NodeOutput()
@@ -438,7 +449,9 @@ def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 @needs(_needs_of_rewards)
 @writes("token_level_rewards")
 def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``token_level_rewards`` (B, R): scores, less beta times KL where the KL is in the reward."""
+    """``token_level_rewards`` (B, R) float32: the scores, minus beta times the KL where the KL is
+    in the reward.
+    """
     algorithm, mask = worker.config.algorithm, batch["response_mask"]
     metrics: dict[str, float] = {}
     rewards = batch["token_level_scores"]
@@ -464,7 +477,9 @@ def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 def kl_to_reference(
     worker: DAGWorker, batch: TensorDict, log_probs: torch.Tensor
 ) -> dict[str, float]:
-    """``actor/kl_to_reference``: mean gap per token of the actor's ``log_probs`` (B, R)."""
+    """``actor/kl_to_reference``: mean over tokens of ``log_probs`` (B, R), the actor's, minus the
+    reference's.
+    """
     gap = (log_probs - batch["ref_log_prob"])[batch["response_mask"]]
     return worker.means({"actor/kl_to_reference": gap})
 
@@ -473,9 +488,8 @@ def kl_to_reference(
 @needs(_needs_of_advantages)
 @writes("advantages", "returns")
 def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``advantages``, ``returns`` (B, R) by the configured estimator; no group is split.
-
-    The estimator gets the inputs that it has parameters for, and its own options.
+    """``advantages``, ``returns`` (B, R) float32 by the configured estimator, which gets the inputs
+    that it has parameters for, and its own options. Every group is whole on its data rank.
     """
     algorithm, mask = worker.config.algorithm, batch["response_mask"]
     offered = {
@@ -511,9 +525,10 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 @writes()
 @asks_values
 def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``critic.ppo_epochs`` passes over the mini-batches; metrics are means over the steps.
+    """Train the value model for ``critic.ppo_epochs`` passes over the mini-batches; metrics are
+    means over the optimizer steps.
 
-    ``critic/explained_variance`` speaks of the values before the update.
+    ``critic/explained_variance`` is computed from the values before the update.
     """
     config, model = worker.config, value_model(worker)
     steps = []
@@ -522,7 +537,7 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         loss_agg_mode=config.actor_rollout_ref.actor.loss_agg_mode,
         response_limit=config.data.max_response_length,
     )
-    # Rows that leave the policy's loss for the engine's sake still have returns to learn.
+    # Tokens that the rollout correction removes from the actor's loss still have returns to learn.
     learned = batch.exclude("loss_mask")
     for rows in mini_batches(learned, worker.groups, epochs=config.value_epochs):
         steps.append(model.step(rows, loss))
@@ -532,7 +547,7 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     metrics = means_over_steps(steps, "critic")
     explained = explained_variance(sums)
     if explained == explained:
-        # Returns that do not vary leave nothing to explain.
+        # NaN where the returns do not vary.
         metrics["critic/explained_variance"] = explained
     return NodeOutput(metrics=metrics)
 
@@ -541,11 +556,13 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 @needs(_needs_of_update)
 @writes("old_log_probs")
 def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``ppo_epochs`` passes over the mini-batches; metrics are means over the optimizer steps.
+    """Train the actor for ``ppo_epochs`` passes over the mini-batches; metrics are means over the
+    optimizer steps.
 
-    The first step's ``ppo_kl`` is reported by itself: with the weights that computed
-    ``old_log_probs`` it must be 0. Without ``old_log_probs`` in the batch there is one optimizer
-    step, and its own log-probs are written there. During ``trainer.critic_warmup`` nothing happens.
+    ``actor/ppo_kl_first`` is the first step's ``ppo_kl``, which must be 0: its weights are those
+    that computed ``old_log_probs``. Without ``old_log_probs`` in the batch there is one optimizer
+    step, and the field gets the log-probs of that step. During ``trainer.critic_warmup`` the actor
+    is not trained.
     """
     if not worker.actor_learns:
         return NodeOutput()
@@ -555,8 +572,8 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     if "old_log_probs" not in batch:
         if needs_old_log_prob(worker.config):
             raise ValueError(
-                "the batch has no old_log_probs, which this configuration wants before the update; "
-                "give the pipeline the node old_log_prob"
+                "the batch has no old_log_probs, which this configuration needs before the update; "
+                "add the node old_log_prob to the pipeline"
             )
         step, log_probs, entropy = worker.policy.step_with_log_probs(
             tensors_of(batch), loss, worker.temperature

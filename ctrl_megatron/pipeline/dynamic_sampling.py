@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from ctrl_megatron.pipeline.worker import DAGWorker
 
 Draw = Callable[["DAGWorker", Sequence[int], int], list[Sample]]
-"""From (worker, positions of rows, number of the draw in this step) to this rank's samples with
-their ``fields``, rewards among them. Collective."""
+"""Takes the worker, positions of rows and the number of the draw in this step; returns this data
+rank's samples with rewards among their ``fields``. Collective."""
 Measure = Callable[[Sequence[Sample]], dict[str, torch.Tensor]]
-"""From this rank's samples to vectors whose means are reported."""
+"""Takes this data rank's samples; returns vectors whose means are reported."""
 
 
 class DynamicSampling:
-    """The node that stands for drawing and judging where ``algorithm.filter_groups`` is on.
+    """The node that draws and judges where ``algorithm.filter_groups`` is on.
 
-    Draws rows of the data itself, ``data.gen_batch_size`` at a time, until
-    ``data.train_batch_size`` groups have different rewards. The punishment of long responses is not
-    among these: all would have (DAPO filters by accuracy). Groups beyond
-    that wait for the next step, whose log-probs are then taken anew. Raises RuntimeError, on all
-    ranks, where ``max_num_gen_batches`` do not give enough groups.
+    It draws batches of ``data.gen_batch_size`` rows until ``data.train_batch_size`` groups contain
+    different rewards. The punishment of long responses does not count as one, because nearly every
+    group differs in it (DAPO filters by accuracy). Groups beyond that number wait for the next
+    step, which computes their log-probs. Raises RuntimeError, on all ranks, where
+    ``max_num_gen_batches`` batches do not give enough groups.
     """
 
     def __init__(self, draw: Draw, measure: Measure) -> None:
@@ -46,7 +46,7 @@ class DynamicSampling:
         self.writes = (*DRAWN, "score")
 
     def __call__(self, worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-        """This rank's rows of the step. Collective."""
+        """The step's batch of this data rank. Collective."""
         config, wanted = worker.config, worker.config.data.train_batch_size
         useful, drawn = worker.leftover.take(), list[Sample]()
         rounds = sampled = new = 0
@@ -89,8 +89,8 @@ def add_dynamic_sampling(pipeline: Pipeline, draw: Draw, measure: Measure) -> tu
 
 
 def check_sampling(config: Config, weights: Mapping[str, float]) -> None:
-    """Raise UserError where ``algorithm.filter_groups`` would look at no reward, so that no group
-    could ever have different ones. ``weights``: name of every reward function -> its weight.
+    """Raise UserError where ``algorithm.filter_groups`` would compare no reward, so that no group
+    could ever contain different ones. ``weights``: name of every reward function -> its weight.
     """
     if not config.algorithm.filter_groups.enable:
         return
@@ -109,8 +109,8 @@ def _counted(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def groups_that_teach(rows: Sequence[Sample], weights: Mapping[str, float]) -> list[Group]:
-    """Whole groups, in order, whose judged samples earned different rewards: sums by ``weights``,
-    the punishment of long responses left out.
+    """The groups, whole and in order, whose judged samples earned different rewards: sums weighted
+    by ``weights``, without the punishment of long responses.
     """
     counted = _counted(weights)
     parts: dict[str, Any] = {
@@ -132,7 +132,7 @@ def groups_that_teach(rows: Sequence[Sample], weights: Mapping[str, float]) -> l
 
 
 def _batch_of(worker: DAGWorker, groups: Sequence[Group]) -> TensorDict:
-    """This rank's share of the step's groups, numbered into mini-batches."""
+    """This data rank's share of the step's groups, divided into mini-batches."""
     size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
     rows = [
         dataclasses.replace(row, mini_batch=number // size)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -45,36 +46,30 @@ from ctrl_megatron.rollout.engine import require_engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationJob:
-    """What is evaluated, and how."""
+    """The critics that are evaluated, and the draws for each of them."""
 
     critics: Mapping[str, str]
-    """Name -> HF directory, all of the actor's architecture, or a ``.jsonl`` file of critiques."""
+    """Name -> HF directory with the actor's architecture, or ``.jsonl`` file of critiques."""
     plan: ChainPlan
     seeds: tuple[int, ...]
     pairs: Path | None = None
-    """A file in JudgeBench's format; None judges no pairs."""
+    """File of pairs in JudgeBench's format; None evaluates no pairs."""
     overwrite: bool = False
-    """Replace an evaluation with other settings."""
+    """Replace transcripts that are there, also where the settings differ."""
 
 
 def evaluate(config: Config, job: EvaluationJob) -> bool:
-    """Write the transcripts of every critic and seed that ``config.trainer.run_dir`` does not hold
-    yet; False if stopped by a signal. Revisions come from the configured proxy.
+    """Write the transcripts of every critic and seed that are not yet in
+    ``config.trainer.run_dir``; returns False if a signal stopped it. The configured proxy revises.
 
-    Raises UserError before anything starts for whatever is given that cannot be used.
+    Raises UserError, before any process starts, for every argument that cannot be used.
     """
-    out, settings, critics = Path(config.trainer.run_dir), dict[str, Any](), dict[str, Any]()
-    anew: list[str] = []
-
-    def open_directory() -> None:
-        settings.update(settings_of(config, job))
-        critics.update({name: _weights(path) for name, path in job.critics.items()})
-        anew.extend(open_evaluation(out, settings, critics, overwrite=job.overwrite))
-        with users_input("--out"):
-            check_run_directory(out, "--out")
-
     check_evaluation(config, job.critics)
-    check_together(open_directory)
+    out, settings = Path(config.trainer.run_dir), settings_of(config, job)
+    critics = {name: _weights(path) for name, path in job.critics.items()}
+    anew = open_evaluation(out, settings, critics, overwrite=job.overwrite)
+    with users_input("--out"):
+        check_run_directory(out, "--out")
     rewards, pairs = plan_rewards(config, ("critic",)), []
     inputs = read_inputs(config, rewards, trains=False, revises=True)
     if job.pairs is not None:
@@ -98,10 +93,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
         first = run.groups.is_first
         if first:
             aside = begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
-            for name in anew:
-                print(f"{name}: its weights have changed, so it is drawn anew", flush=True)
-            if aside is not None:
-                print(f"the transcripts of the weights before stand in {aside}", flush=True)
+            _say_what_changed(anew, aside)
         services = run.start_services(
             max_model_len=inputs.max_model_len, judges=inputs.rewards.runs_programs
         )
@@ -123,14 +115,21 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
             finished = True
         except StopRequested:
             if first:
-                print(f"stopped as asked; whole transcripts are kept in {out}", flush=True)
+                print(f"stopped by a signal; finished transcripts are in {out}", flush=True)
         run.watch.quiet()
         worker.close()
     return finished
 
 
+def _say_what_changed(anew: Sequence[str], aside: Path | None) -> None:
+    for name in anew:
+        print(f"{name}: its weights have changed; drawing it again", flush=True)
+    if aside is not None:
+        print(f"transcripts of the previous weights are now in {aside}", flush=True)
+
+
 def _missing(out: Path, job: EvaluationJob, anew: Sequence[str]) -> Iterable[tuple[str, int, str]]:
-    """(critic, seed, folder of the transcript), a critic's together."""
+    """The transcripts to write, as (critic, seed, folder), ordered by critic."""
     for critic in job.critics:
         for kind in (TURNS_FOLDER, *((PAIRS_FOLDER,) if job.pairs else ())):
             for seed in job.seeds:
@@ -140,7 +139,7 @@ def _missing(out: Path, job: EvaluationJob, anew: Sequence[str]) -> Iterable[tup
 
 
 def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
-    """UserError, with a line per problem, for what an evaluation is given and cannot be used."""
+    """Raise UserError with a line for every argument of an evaluation that cannot be used."""
     if not config.data.val_files:
         raise UserError("data.val_files is empty; there is nothing to evaluate on")
     others = {f"{stage}={path}": path for stage, path in critics.items() if not is_written(path)}
@@ -155,7 +154,7 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
 
 
 def settings_of(config: Config, job: EvaluationJob) -> dict[str, Any]:
-    """What all transcripts of one directory must share, so that critics can be compared."""
+    """The settings that all transcripts of a directory share, so that critics are comparable."""
     family, plan = config.actor_rollout_ref, job.plan
     tokenizer = family.model.tokenizer
     drawn = {"top_p": family.rollout.top_p, "top_k": family.rollout.top_k}
@@ -185,34 +184,36 @@ def _file(path: Path) -> dict[str, str]:
 
 
 def _weights(directory: str) -> dict[str, str]:
-    """The critic's path, and what changes when its weights or written critiques do."""
+    """The critic's path, and a digest of its weights or of its file of critiques."""
     if is_written(directory):
         return {"path": directory, "weights": _file(Path(directory))["digest"]}
     return {"path": directory, "weights": SafetensorsDirectory(directory).fingerprint()}
 
 
 def _read_written(path: str, job: EvaluationJob, inputs: RunInputs) -> dict[str, str]:
-    """The critiques of a file. UserError where they do not do for the job."""
+    """Row id -> critique, from a file. Raises UserError where the job cannot use them."""
     assert inputs.validation is not None
     for flag, asked in (("--turns", job.plan.turns > 1), ("--pairs", job.pairs is not None)):
         if asked:
             raise UserError(
-                f"{path} holds critiques of the first solutions only",
+                f"{path} contains critiques of the first solutions only",
                 key=flag,
-                remedy="leave it out, or name a model",
+                remedy="leave the flag out, or give a model instead of a file",
             )
     critiques = read_critiques(Path(path))
     for row in inputs.validation.rows:
         if row.id not in critiques:
             raise UserError(
                 f"{path} has no critique of {row.id} ({row.place})",
-                remedy="write one for every validation row",
+                remedy="add one: every validation row needs a critique",
             )
         text = critiques[row.id]
-        if inputs.codec.decode(inputs.codec.encode(text)) != text:
+        if (back := inputs.codec.decode(inputs.codec.encode(text))) != text:
+            place = next(i for i in count() if text[: i + 1] != back[: i + 1])
             raise UserError(
-                f"{path}: the critique of {row.id} has signs that the tokenizer does not keep",
-                remedy="leave special tokens and what is no text out",
+                f"{path}: the tokenizer does not reproduce the critique of {row.id} from character "
+                f"{place} on: {text[place : place + 20]!r}",
+                remedy="remove special tokens and characters that are not text",
             )
     return critiques
 
@@ -227,23 +228,23 @@ def _read_pairs(path: Path, config: Config, inputs: RunInputs) -> list[ResponseP
             )
             if tokens > longest:
                 raise UserError(
-                    f"{path}: the pair {pair.pair_id} makes a prompt of {tokens} tokens, more than "
-                    f"data.max_prompt_length={longest}",
-                    remedy="raise it, or leave the pair out",
+                    f"{path}: the prompt for the pair {pair.pair_id} has {tokens} tokens, more "
+                    f"than data.max_prompt_length={longest}",
+                    remedy="raise it, or remove the pair",
                 )
     return pairs
 
 
 def _check_turns(plan: ChainPlan, inputs: RunInputs) -> None:
-    """UserError where later turns would be asked for in other words than the first."""
+    """Raise UserError where the first turn's request is not the one that later turns use."""
     assert inputs.validation is not None
     if plan.turns == 1:
         return
     for row in inputs.validation.rows:
         if list(row.prompt) != critique_messages(row.attempt().problem, row.solution):
             raise UserError(
-                f"{row.place}: its prompt is not the built-in request for a critique, in which "
-                "later turns are asked for",
+                f"{row.place}: the row's prompt differs from the built-in request for a critique, "
+                "which later turns use",
                 key="--turns",
-                remedy="leave --turns out for prompts of your own",
+                remedy="leave --turns out for rows with prompts of your own",
             )

@@ -2,8 +2,8 @@
 
 Source: DeepSeekMath (arXiv 2402.03300). The column ``prompt`` of the data is the question; any
 functions of ``reward.reward_funcs`` reward the completion: ``code``, ``binary_code`` and
-``code_format`` of this package, or ``module:function`` of one's own. Everything after the rewards
-is the second half of CTRL's step.
+``code_format`` of this package, or your own as ``module:function``. The nodes after the rewards are
+those of CTRL's step (``add_update_nodes``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ from ctrl_megatron.rewards import RewardItem
 
 
 def grpo_pipeline(config: Config) -> TaskGraph:
-    """The graph of a step as the configuration asks for it; ValueError for what it cannot do."""
+    """The graph of a step for the configuration. Raises ValueError for settings that only CTRL's
+    pipeline supports.
+    """
     if "critic" in config.reward.reward_funcs:
         raise ValueError(
             "reward.reward_funcs: critic rewards critiques by their revisions, and this pipeline "
@@ -74,7 +76,9 @@ def grpo_pipeline(config: Config) -> TaskGraph:
 
 @writes(*DRAWN, "completion", "problem_id")
 def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``row`` (positions of the global batch) -> this rank's completions, ``completion`` (B,)."""
+    """From ``row`` (positions of the global batch) to the batch of this data rank with the field
+    ``completion`` (B,) text.
+    """
     size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
     samples = draw_completions(worker, batch["row"].tolist(), mini_batch_size=size)
     return sampled(worker, samples, measure_completions)
@@ -83,8 +87,8 @@ def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 @reads(*REWARDS)
 @writes("score")
 async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``completion`` -> ``score`` and ``reward/NAME`` (B,) of every function. Runs beside the
-    log-probs.
+    """From ``completion`` to ``score`` and every function's ``reward/NAME``, (B,) float32 each.
+    Runs beside the log-probs.
     """
     sizes = batch["response_mask"].sum(dim=1).tolist()
     items = completion_items(rows_of(worker.train, batch), texts(batch["completion"]), sizes)
@@ -93,7 +97,7 @@ async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput
 
 @reads(*REWARDS)
 def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
-    """The two functions above for dynamic sampling. Collective."""
+    """The work of the two nodes above, for dynamic sampling. Collective."""
     samples = draw_completions(worker, rows, mini_batch_size=len(rows), attempt=attempt)
     items = completion_items(
         [worker.train.row(sample.row_id) for sample in samples],
@@ -124,7 +128,7 @@ def completion_items(
 
 
 def measure_completions(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Lengths of completions as they were drawn."""
+    """Vectors whose means are reported: lengths of the completions."""
     return length_metrics(samples, "response")
 
 
@@ -151,8 +155,8 @@ def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, 
 def validate_completions(worker: RolloutWorker) -> dict[str, float]:
     """Mean of every reward over one greedy completion per validation row. Collective.
 
-    ``unjudged`` counts rewards that a failing service could not give. Of several validation files
-    each has means of its own too.
+    ``unjudged`` counts rewards that are unknown because a service failed. With several validation
+    files, each has means of its own too.
     """
     table = worker.validation
     assert table is not None
@@ -175,8 +179,8 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
 
 
 def mean_rewards(rewards: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """``reward/NAME`` of every function over the texts that it could judge; ``unjudged`` counts the
-    others.
+    """``reward/NAME``: the mean of every function over the texts that it could judge; ``unjudged``
+    counts the others.
     """
     means = {"unjudged": 0.0}
     for name in rewards[0] if rewards else ():

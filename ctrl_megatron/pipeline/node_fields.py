@@ -1,8 +1,8 @@
-"""Which fields of the batch the nodes of a step need and write, so that a graph which lacks what
-its keys ask for is refused before it starts.
+"""The fields of the batch that the nodes of a step need and write. A graph without a field that
+one of its nodes needs is refused before the run starts.
 
-A function that declares nothing may write any field but those of models, which it writes only in a
-node of the model's role (``OF_MODELS``).
+A function that declares nothing may write any field, except those of ``OF_MODELS``, which it may
+write only in a node of the model's role.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeType
 
 F = TypeVar("F", bound=Callable[..., object])
 Needs = Callable[[Config], Mapping[str, str]]
-"""From the configuration to the fields that a function needs, each with the setting that asks for
-it; "" where it needs the field whatever is set."""
+"""Takes the configuration; returns the fields that a function needs, each with the setting that
+makes it necessary, or "" where it is always necessary."""
 OF_MODELS = {
     "old_log_probs": NodeRole.ACTOR,
     "ref_log_prob": NodeRole.REFERENCE,
     "values": NodeRole.CRITIC,
 }
-"""What only a model can say, and the role of the node that asks it."""
+"""Fields that only a model can compute, and the role of the node that runs the model."""
 DRAWN = ("input_ids", "response_mask", "rollout_log_probs", "mini_batch", "uid")
-"""What samples have from the start (``batch.make_batch``)."""
+"""Fields that every batch of samples has (``batch.make_batch``)."""
 
 
 def writes(*fields: str) -> Callable[[F], F]:
-    """Decorator of a node's function: the fields that it may write, which are all of them."""
+    """Decorator of a node's function that declares every field that it may write."""
 
     def mark(function: F) -> F:
         function.writes = fields  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def writes(*fields: str) -> Callable[[F], F]:
 
 
 def needs(fields: Needs) -> Callable[[F], F]:
-    """Decorator of a node's function: the fields that it cannot do without."""
+    """Decorator of a node's function that declares the fields that it needs."""
 
     def mark(function: F) -> F:
         function.needs = fields  # type: ignore[attr-defined]
@@ -50,23 +50,23 @@ def needs(fields: Needs) -> Callable[[F], F]:
 
 
 def asks_values(function: F) -> F:
-    """Decorator of a node's function that works on the run's value model."""
+    """Decorator of a node's function that uses the run's value model."""
     function.asks_values = True  # type: ignore[attr-defined]
     return function
 
 
 def check_fields(config: Config, graph: TaskGraph) -> None:
-    """UserError with a line for every field that a node needs and no node before it writes, and for
-    a model that the keys ask for and no node uses.
+    """Raise UserError with a line for every field that a node needs and no node before it writes,
+    and for every model that the configuration enables and no node uses.
     """
     order = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
     problems = []
     for place, node in enumerate(order):
-        asked: Mapping[str, str] = getattr(node.executable, "needs", lambda config: {})(config)
+        needed: Mapping[str, str] = getattr(node.executable, "needs", lambda config: {})(config)
         ancestors = graph.get_ancestors(node.node_id)
         # The output of a coroutine function is there once a node that depends on it has waited.
         before = [n for n in order[:place] if not n.runs_aside or n.node_id in ancestors]
-        for field, setting in asked.items():
+        for field, setting in needed.items():
             if not any(_may_write(writer, field) for writer in before):
                 why = f"{setting}: " if setting else ""
                 problems.append(
@@ -105,7 +105,7 @@ def _unused_models(config: Config, graph: TaskGraph) -> list[UserError]:
         key = "actor_rollout_ref.actor.use_kl_loss" if on else "algorithm.use_kl_in_reward"
         problems.append(
             UserError(
-                f"{key}=true: no node of the pipeline {graph.graph_id} asks the reference",
+                f"{key}=true: no node of the pipeline {graph.graph_id} uses the reference",
                 remedy=_remedy("ref_log_prob"),
             )
         )
@@ -133,8 +133,8 @@ def _unused_models(config: Config, graph: TaskGraph) -> list[UserError]:
     if critics and not config.needs_values:
         problems.append(
             UserError(
-                f"{setting}: the node {critics[0]!r} of the pipeline {graph.graph_id} works on a "
-                "value model, which the run has not",
+                f"{setting}: the node {critics[0]!r} of the pipeline {graph.graph_id} uses a "
+                "value model, and the run has none",
                 remedy="set critic.enable=true, or leave the node out",
             )
         )

@@ -1,7 +1,7 @@
-"""Which keys of the configuration the nodes of a step read, so that one which nobody reads is
-refused in a pipeline of somebody's own too.
+"""The keys of the configuration that the nodes of a step read. A key that is set and that no node
+of the pipeline reads is refused, also in a user's own pipeline.
 
-A key that is not named here belongs to what every run has: models, engines, data, the loop.
+Keys that are not listed here belong to every run: models, engines, data, the loop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OF_NODES = (
 
 
 def reads(*keys: str) -> Callable[[F], F]:
-    """Decorator of a node's function: the keys, or groups of keys, that it reads."""
+    """Decorator of a node's function that declares the keys, or groups of keys, that it reads."""
 
     def mark(function: F) -> F:
         function.reads = keys  # type: ignore[attr-defined]
@@ -56,9 +56,10 @@ def reads(*keys: str) -> Callable[[F], F]:
 
 
 def check_read(config: Config, graph: TaskGraph) -> None:
-    """UserError for a key that somebody wrote and only nodes read that ``graph`` does not have.
+    """Raise UserError for every key that is set and that only nodes outside of ``graph`` read.
 
-    A key of the file that serves another pipeline is meant for that one.
+    Keys of the configuration file are not refused where the pipeline is chosen by an override: the
+    file may have been written for another pipeline.
     """
     read = (*graph.reads, *(_VALIDATION if graph.report.validate else ()))
     written, pipeline = config.written, config.written.get("dag.custom_pipeline_fn")

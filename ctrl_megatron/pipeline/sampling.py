@@ -1,4 +1,4 @@
-"""What the engine draws for a step, and how it is shared between the data-parallel ranks."""
+"""Draws a step's samples from the engine, and shares them between the data ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 EXAMPLES_PER_STEP = 6
-"""Samples of a step that are kept for the report."""
+"""Most samples of a step that the report shows."""
 
 
 def draw_samples(
@@ -56,10 +56,11 @@ def draw_samples(
 def generate(
     worker: RolloutWorker, role: Role, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> list[list[Completion]]:
-    """``params.n`` completions of each prompt from the role's weights, which the engine is given.
+    """``params.n`` completions of each prompt, from the role's weights, which are pushed first
+    where the engine has others.
 
-    Collective; the ranks of a model copy give and get the same. Raises RuntimeError if other
-    weights drew any token.
+    Collective: the ranks of a model copy pass the same arguments and get the same completions.
+    Raises RuntimeError if other weights drew any token.
     """
     version = worker.device.to_engine(role, worker.step)
 
@@ -101,7 +102,9 @@ def sampling_params(worker: DAGWorker, rows: Sequence[str], *, attempt: int = 0)
 
 
 def greedy_params(worker: RolloutWorker, max_tokens: int) -> SamplingParams:
-    """The likeliest completion, once; nobody learns from it, so nobody asks how likely it was."""
+    """Parameters for the likeliest completion of each prompt, without log-probs: no model is
+    trained on it.
+    """
     stop = tuple(worker.codec.eos_token_ids)
     return SamplingParams(
         max_tokens=max_tokens, temperature=0.0, n=1, stop_token_ids=stop, log_probs=False
@@ -113,8 +116,8 @@ def sampled(
     samples: list[Sample],
     measure: Callable[[Sequence[Sample]], dict[str, torch.Tensor]],
 ) -> NodeOutput:
-    """The samples as this rank's batch, levelled over the data-parallel ranks, with the means of
-    ``measure``. Collective.
+    """The samples, shared between the data ranks by ``share_rows``, as this rank's batch, with the
+    means of ``measure`` as metrics. Collective.
     """
     shared = worker.config.actor_rollout_ref.model.shared_prefix
     samples = level_over_data_ranks(samples, worker.groups, shared_prefix=shared)
@@ -123,7 +126,7 @@ def sampled(
 
 
 def length_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, torch.Tensor]:
-    """Per sample (B,) float32: response tokens, and 1 where ``max_tokens`` cut it."""
+    """(B,) float32 each: tokens of every response, and 1 where ``max_tokens`` cut it."""
     completions = [s.completion for s in samples]
     cut = [float(c.finish_reason == "length") for c in completions]
     return {
@@ -133,9 +136,10 @@ def length_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, torch.Te
 
 
 def validation_batches(worker: RolloutWorker) -> list[list[int]]:
-    """Positions of this rank's validation rows, ``data.val_batch_size`` at a time over all ranks.
+    """Positions of this data rank's validation rows, in batches of ``data.val_batch_size`` rows
+    over all ranks.
 
-    The same number of batches on every rank, because generating is collective.
+    Every rank gets the same number of batches, because generating is collective.
     """
     assert worker.validation is not None
     size, total = worker.config.data.val_batch_size, len(worker.validation.rows)
@@ -151,8 +155,8 @@ def rates_by_set(
     results: Sequence[tuple[str, T]],
     rates: Callable[[list[T]], Mapping[str, float]],
 ) -> dict[str, float]:
-    """``rates`` of all ``results``, each with the id of its row, and under ``NAME/`` of those in
-    each of ``sets``.
+    """``rates`` over all ``results``, which are pairs of a row's id and a result; and, with the
+    prefix ``NAME/``, over the results of the rows in each of ``sets``.
     """
     found = dict(rates([result for _, result in results]))
     for name, ids in sets.items():
@@ -164,7 +168,9 @@ def rates_by_set(
 def share_prompts(
     num_prompts: int, mini_batch: int, groups: ProcessGroups
 ) -> list[tuple[int, int]]:
-    """(prompt index, its mini-batch) for this rank: an equal part of every mini-batch."""
+    """This data rank's equal part of every mini-batch: pairs of a prompt's index and the number of
+    its mini-batch.
+    """
     part = mini_batch // groups.layout.data
     first = groups.place.dp * part
     return [
@@ -177,7 +183,7 @@ def share_prompts(
 def level_over_data_ranks(
     rows: list[Sample], groups: ProcessGroups, *, shared_prefix: bool
 ) -> list[Sample]:
-    """This rank's rows when all ranks' rows are shared anew by ``share_rows``. Collective."""
+    """This data rank's share, by ``share_rows``, of the samples of all ranks. Collective."""
     if groups.layout.data == 1:
         return rows
     everything = [row for part in groups.from_data_ranks(rows) for row in part]
@@ -187,11 +193,11 @@ def level_over_data_ranks(
 def share_rows(
     everything: Sequence[Sample], groups: ProcessGroups, *, shared_prefix: bool
 ) -> list[Sample]:
-    """This rank's share of the global rows: about as many tokens as every other rank's, of which a
-    group's prompt is one row's where it is computed once (``shared_prefix``).
+    """This data rank's share of the samples of all ranks: about as many tokens as every other
+    rank's. With ``shared_prefix`` the prompt of a group counts once, as it is computed.
 
     Groups stay whole and inside their mini-batch, and every rank gets equally many of them: group
-    statistics stay local, and no optimizer step lacks rows on a rank.
+    statistics stay local, and every optimizer step has rows on every rank.
     """
     mine: list[Sample] = []
     for step in sorted({row.mini_batch for row in everything}):

@@ -70,5 +70,5 @@ def test_a_pipeline_that_forgot_the_node_is_told() -> None:
     ones = torch.ones(2, 3)
     batch = TensorDict({"response_mask": ones.bool(), "advantages": ones}, batch_size=[2])
     batch["uid"] = NonTensorStack("a", "b")
-    with pytest.raises(ValueError, match="give the pipeline the node old_log_prob"):
+    with pytest.raises(ValueError, match="add the node old_log_prob to the pipeline"):
         update_actor(worker, batch)

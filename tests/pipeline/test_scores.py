@@ -52,7 +52,9 @@ def test_a_step_without_any_reward_ends_the_run() -> None:
 
 
 def test_a_function_of_the_users_that_never_knows_is_named() -> None:
-    with pytest.raises(UserError, match=r"^reward\.reward_funcs: mine:f gave None for every item"):
+    with pytest.raises(
+        UserError, match=r"^reward\.reward_funcs: mine:f returned None for every item"
+    ):
         scores_of([NAN, NAN], name="mine:f", parts=True)
     with pytest.raises(RuntimeError, match="could be judged"):
         scores_of([NAN, NAN], parts=True)
@@ -60,7 +62,7 @@ def test_a_function_of_the_users_that_never_knows_is_named() -> None:
 
 @pytest.mark.parametrize("score", [float("inf"), -float("inf"), 1e30])
 def test_a_score_that_no_update_could_bear_is_refused(score: float) -> None:
-    with pytest.raises(UserError, match=r"the field score has .*at most 1e"):
+    with pytest.raises(UserError, match=r"the field score contains .*at most 1e"):
         scores_of([0.5, NAN, score])
 
 
