@@ -196,6 +196,13 @@ def test_no_two_trainings_of_a_block_share_a_run_directory(page: str) -> None:
         assert len({" ".join(names) for names in named}) == len(trainings), trainings
 
 
+def test_every_page_is_linked_from_its_index() -> None:
+    for folder, index in (("docs", "index.md"), ("docs/experiments", "README.md")):
+        linked = set(re.findall(r"\]\(([\w/]+\.md)\)", TEXTS[f"{folder}/{index}"]))
+        pages = {page.name for page in (ROOT / folder).glob("*.md")} - {index}
+        assert pages - linked == set()
+
+
 def test_the_readme_is_short() -> None:
     assert len(TEXTS["README.md"].splitlines()) <= 150
 
