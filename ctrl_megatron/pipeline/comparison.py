@@ -62,7 +62,7 @@ class Comparison:
         """For the terminal; ``names`` say which sample is which."""
         shown = [f"{'metric':34} {'recorded':>14} {'replayed':>14}"]
         for pair in self.metrics:
-            mark = "" if pair.agrees(tolerance) else "   differs"
+            mark = "" if pair.recorded is None or pair.agrees(tolerance) else "   differs"
             shown.append(f"{pair.name:34} {_words(pair.recorded)} {_words(pair.replayed)}{mark}")
         for field in self.fields:
             beyond, largest = field.differing(tolerance), max(field.gaps.values(), default=0.0)
