@@ -68,7 +68,7 @@ def test_weights_reach_the_engine_without_a_node_for_it_and_through_a_medium_of_
     assert drawn_by == ["actor@0", "actor@1", "actor@2"]
     gaps = [record["metrics"]["rollout/probs_diff_mean"] for record in run.metrics()]
     assert len(gaps) == 3 and max(gaps) < 1e-4
-    folders = re.findall(r"weights go through (\S*file-sender-\S+)", run.output)
+    folders = re.findall(r"weights go through (\S*?file-sender-\w{8})", run.output)
     # One push before each step, by two ranks.
     assert len(folders) == 6 and len(set(folders)) == 3
     assert not any(Path(folder).exists() for folder in folders)

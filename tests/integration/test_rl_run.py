@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from launched_run import Job, Run
 from pytest import approx
@@ -70,7 +72,7 @@ def test_rewards_follow_from_what_was_written(whole_run: Run) -> None:
     assert examples
     for example in examples:
         valid = example["judgment"] == "valid"
-        assert valid == ("Overall judgment: " in example["critique"])
+        assert valid == bool(re.search("Overall judgment: (Inc|C)orrect", example["critique"]))
         assert example["revision"] == ("print(7)" if valid else "")
         assert example["reward"] == float(valid and "spider" not in example["problem"])
         spoken_by = f"critique by actor@{example['step'] - 1}, revision by proxy"

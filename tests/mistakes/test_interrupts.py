@@ -171,5 +171,5 @@ def test_an_evaluation_that_is_stopped_closes_its_connections(world: Path) -> No
     code, output = run("ctrl_megatron.commands.evaluate", arguments, world, interrupt=interrupt)
     assert code == 130, output[-4000:]
     said_once(output)
-    assert "whole transcripts are kept in evaluation" in output
+    assert "finished transcripts are in evaluation" in output
     assert "asyncio" not in output, output[-4000:]

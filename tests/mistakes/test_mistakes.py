@@ -966,7 +966,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         *("ctrl_megatron.pipeline.run.session", "ctrl_megatron.sft.run.session"),
         "ctrl_megatron.pipeline.evaluation.session",
         *(
-            "ctrl_megatron.commands.start._start_ranks",
+            "torch.distributed.run.main",
             "ctrl_megatron.commands.synthesize.make_training_files",
         ),
         *(

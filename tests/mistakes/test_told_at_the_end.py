@@ -39,7 +39,7 @@ def test_a_service_that_does_not_answer_is_a_line(
     async def unanswered(*_: object) -> None:
         raise error("http://127.0.0.1:1 cannot be reached")
 
-    monkeypatch.setattr(f"{MODULES['synthesize']}._run", unanswered)
+    monkeypatch.setattr(f"{MODULES['synthesize']}.make_training_files", unanswered)
     assert import_module(MODULES["synthesize"]).main(SYNTHESISE) == 2
     said = capsys.readouterr().err.strip().splitlines()
     kept = "data keeps what is finished: run it again"

@@ -24,6 +24,7 @@ COMMANDS = {
     "ctrl_megatron.commands.evaluate": "--config run.yaml a=model",
     "ctrl_megatron.commands.generate": "--problems here --out new --generator model",
     "ctrl_megatron.commands.serve_critic": "--critic model",
+    "ctrl_megatron.commands.replay": "here --update",
     "ctrl_megatron.commands.report": "runs/mine",
     "ctrl_megatron.commands.convert_hf_to_megatron": "--hf model --out new",
     "ctrl_megatron.commands.convert_megatron_to_hf": "--checkpoint here --out new",

@@ -208,6 +208,7 @@ def test_sanitize_is_idempotent(text: str) -> None:
 )
 def test_round_trip_gives_the_stripped_code(code: str) -> None:
     assert desanitize(fenced(code)) == code.strip()
+    code = code.replace("\r\n", "\n")  # as Python reads it
     assert extract_code(f"Sure.\n{fenced(code)}") == code.strip()
     assert extract_code(f"```python\n{code}") == code.strip()
 
