@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--tolerance",
-        type=number(0),
+        type=number(0, 1),
         default=1e-4,
         help="largest difference that agrees, relative to max(1, size); default 1e-4",
     )

@@ -869,8 +869,8 @@ CASES = [
             ("cold", "--temperature -1", "--temperature=-1.0", lambda f: None),
             ("greedy draws", "--samples 4", "--temperature", lambda f: None),
             ("a seed twice", "--temperature 1 --seeds 3 3", "names a seed twice", lambda f: None),
-            ("onto others' files", "--out model", "model is there and holds no", lambda f: None),
-            ("onto a run", "--out made", "made is there and holds no", _metrics("")),
+            ("onto others' files", "--out model", "model exists and is no evaluation", lambda f: None),
+            ("onto a run", "--out made", "made exists and is no evaluation", _metrics("")),
             ("other settings", "--out made", "turns: 2 -> 1", _evaluation(turns=2)),
             *(
                 (f"other {name}", "--out made", f"{name}: 0.5 -> {now}", _evaluation(**{name: 0.5}))
@@ -883,14 +883,14 @@ CASES = [
             ("no settings", "--out made", "is no file of ctrl-evaluate", _settings("{}")),
             ("no pairs", "--pairs none.jsonl", "none.jsonl", lambda f: None),
             ("pair without label", "--pairs p.jsonl", "'label'", _text("p.jsonl", _PAIR)),
-            ("long pair", "--pairs p.jsonl", "the pair 1 makes", _text("p.jsonl", _LONG_PAIR)),
+            ("long pair", "--pairs p.jsonl", "the pair 1 has", _text("p.jsonl", _LONG_PAIR)),
             ("own words", "--turns 2", "--turns: ", _cell("prompt", "Is it right?")),
         )
     ),
     evaluation(
         "names alike",
         "a.b=model a.b.=model --set data.val_files=train.parquet",
-        "differ in signs only",
+        "differ in punctuation only",
     ),
     *(
         evaluation(name, f"a=said.jsonl {flags} --set data.val_files=train.parquet", named, spoil)
