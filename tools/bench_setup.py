@@ -1,5 +1,5 @@
-"""What the benches of engines share: an engine in a process of its own behind the product's server,
-further routes beside it, prompts of random tokens, and how long drawing takes.
+"""The common parts of the benches of engines: an engine in its own process behind the product's
+server with further routes, prompts of random tokens, and the time that drawing takes.
 
 A bench calls itself with ``--host-engine`` for the engine's process: see :class:`HostedEngine`.
 """
@@ -126,7 +126,9 @@ async def ask(engine: RemoteEngine, path: str, body: object) -> Any:
 
 
 def given_spec() -> EngineSpec:
-    """In the engine's process: the engine that the bench wants. The process ends with the bench."""
+    """Read the engine's spec from standard input, in the engine's process, which ends with the
+    bench.
+    """
     spec = EngineSpec(**json.loads(sys.stdin.readline()))
     end_with_parent()
     return spec

@@ -40,7 +40,7 @@ class Trainer:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         launch = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-        # As under torchrun.
+        # torchrun sets this too.
         launch |= (
             {"OMP_NUM_THREADS": 1} if ranks > 1 and "OMP_NUM_THREADS" not in os.environ else {}
         )

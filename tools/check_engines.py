@@ -61,7 +61,7 @@ class Asked:
         return [answer for (answer,) in self.loop.run(self.engine.generate(prompts, params))]
 
     def megabytes(self) -> float:
-        """Memory of its own that the engine's processes hold together, shared memory left out."""
+        """Private memory of all processes of the engine in MiB, without shared memory."""
         held = 0
         for pid in group_members(self.engine.address.pid):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -88,7 +88,7 @@ def logits(model: Any, prompt: list[int], answer: Completion) -> torch.Tensor:
 
 
 def compare_texts(model: Any, prompts: list[list[int]], said: list[Completion]) -> str:
-    """How many greedy answers consist of likeliest tokens only, and how the others part."""
+    """How many greedy answers consist of likeliest tokens only, and where the others diverge."""
     equal, parted = 0, list[float]()
     for prompt, answer in zip(prompts, said, strict=True):
         exact = logits(model, prompt, answer)
@@ -232,7 +232,7 @@ def main() -> None:
 
 
 def show(line: str) -> None:
-    """What was found, as soon as it was."""
+    """Print a finding at once."""
     print(f"    {line}", flush=True)
 
 

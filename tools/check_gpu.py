@@ -140,8 +140,8 @@ class Checks:
         return f"{len(self.run)} steps with {self.engine}, the last in {last['time/step']:.1f} s"
 
     def memory_by_phase(self) -> str:
-        """What all processes hold on the fullest GPU at the end of each phase; the plan's figures
-        within 1 GiB.
+        """GiB in use by all processes on the fullest GPU at the end of each phase. Each figure must
+        be within 1 GiB of the plan.
         """
         found, planned = self.device_memory()[-1], self.planned()
         lines, wrong = [], 0
@@ -229,7 +229,7 @@ class Checks:
             f"the trainer, push {last['sync/gigabytes_per_second']:.2f} GB/s"
         )
 
-    # What they share
+    # Properties that several checks use
 
     @property
     def dtype(self) -> str:
@@ -488,7 +488,7 @@ def write_examples_to(path: Path) -> None:
 def compare(layers: str, directory: str, dtype: str) -> dict[str, Any]:
     """Log-probs and gradients of Megatron's model and of transformers' on one packed batch."""
     if layers == "local":
-        # Where Transformer Engine is installed, as if it were not.
+        # Hides an installed Transformer Engine.
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -595,7 +595,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given=options.model,
         timeout=options.timeout,
     )
-    print(f"{gpus} GPUs" if gpus else "no GPU: the CPU platform stands in")
+    print(f"{gpus} GPUs" if gpus else "no GPU: the checks run on the CPU platform")
     failed = 0
     for name, item in checks.items().items():
         if options.only and not any(word in name for word in options.only):

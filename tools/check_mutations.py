@@ -157,8 +157,8 @@ async def accepted(client: SandboxClient, item: Accepted, code: str) -> bool:
 
 
 async def equal_by_rule(client: SandboxClient, item: Accepted, mutation: str) -> bool:
-    """Whether the mutant gives just what the right program gives: the mutation changed nothing, as
-    the sign of 0 or the case of a number. Told by the interpreter, not by the graders.
+    """Whether the mutant prints exactly what the right program prints, because the mutation changed
+    nothing, such as the sign of 0. The interpreter decides this, not the graders.
     """
     if item.kind == "MBPPDataset":
         tests = "\n".join(item.data["test_list"])

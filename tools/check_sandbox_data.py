@@ -118,7 +118,7 @@ def solutions(data: Path) -> Iterator[Known]:
         tests = {
             "test_list": row["tests"],
             "test_setup_code": row["setup"],
-            # Of some problems the data set names another function than its tests call.
+            # The data set names, for some problems, another function than their tests call.
             "entry_point": row["stub"] if called else None,
             "prompt": row["prompt"],
         }

@@ -152,7 +152,7 @@ MUTATIONS: dict[str, Callable[[str], str]] = {
 
 
 def means_the_same(got: str, want: str, rule: str) -> bool:
-    """What the documentation of ``rule`` says of the output ``got`` where ``want`` is expected."""
+    """Whether ``rule``, as documented, accepts the output ``got`` where ``want`` is expected."""
     left, right = got.encode(), want.encode()
     if rule == "strict":
         return _ends_cut(left) == _ends_cut(right)
@@ -276,8 +276,8 @@ RESULT_MUTATIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def results_the_same(got: Any, want: Any, rule: str) -> bool:
-    """What the documentation of ``rule`` says of a returned value; Python's numbers are equal to
-    truth values of the same number.
+    """Whether ``rule``, as documented, accepts the returned value ``got`` where ``want`` is
+    expected. Python's numbers are equal to truth values of the same number.
     """
     absolute, _ = RESULT_RULES[rule]
     if isinstance(want, list):

@@ -271,13 +271,13 @@ def markdown(test: str, turns: Sequence[Turn]) -> str:
 
 
 def _counted(turns: Sequence[Turn]) -> str:
-    """What the rates are of."""
+    """The sentence that says what the rates count."""
     attempts = {turn.attempt for turn in turns}
     problems = {turn.problem_id for turn in turns}
     return (
         f"{len(attempts)} first solutions of {len(problems)} problems; every problem counts the "
-        f"same. pass@{SAMPLES} stands where every problem has {SAMPLES} chains, F1 where first "
-        "solutions are right and wrong."
+        f"same. pass@{SAMPLES} is shown if every problem has {SAMPLES} chains, F1 if some first "
+        "solutions are right and some wrong."
     )
 
 

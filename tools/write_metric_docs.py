@@ -18,7 +18,7 @@ hand.
 
 A step logs the names below to every sink of `trainer.logger`: the terminal's table,
 `runs/NAME/metrics.jsonl`, TensorBoard, Weights & Biases, MLflow; `runs/NAME/report.html` draws
-them. Values are means over the whole global batch where nothing else is said. A name is absent
+them. Values are means over the whole global batch unless the text says otherwise. A name is absent
 where there is nothing to report (no KL, no value model, one engine): the unknown is not a 0. A
 capital NAME is a placeholder that the run fills in. Your own pipelines, losses and reward functions
 log further names, which the report draws too.

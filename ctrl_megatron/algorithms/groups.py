@@ -48,7 +48,7 @@ class GroupedScores:
         return self.sum(self.scores) / self.count
 
     def std(self) -> torch.Tensor:
-        """Of the group's scores, unbiased; NaN in a group of one."""
+        """Unbiased standard deviation of the group's scores; NaN in a group of one."""
         # Two passes: the sum of squares less the squared sum would cancel where rewards are alike.
         return (self.sum((self.scores - self.mean()).square()) / (self.count - 1)).sqrt()
 

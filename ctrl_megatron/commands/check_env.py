@@ -280,7 +280,7 @@ def shared_memory() -> Iterator[Finding]:
     """Free space in /dev/shm for NCCL and vLLM. Buckets of weights need none."""
     free = shutil.disk_usage("/dev/shm").free
     found = f"{free / 2**30:.1f} GiB free, {_SHM_NEEDED / 2**30:.1f} needed"
-    remedy = "a container wants --shm-size or the host's /dev/shm; elsewhere mount it larger"
+    remedy = "a container needs --shm-size or the host's /dev/shm; elsewhere mount it larger"
     yield Finding("pass" if free >= _SHM_NEEDED else "FAIL", "/dev/shm", found, remedy)
 
 
@@ -296,7 +296,7 @@ def limits() -> Iterator[Finding]:
     if locked == resource.RLIM_INFINITY:
         yield Finding("pass", "ulimit: locked memory", "unlimited")
     else:
-        remedy = "InfiniBand wants unlimited (limits.conf, or slurmd's LimitMEMLOCK)"
+        remedy = "InfiniBand needs unlimited (limits.conf, or slurmd's LimitMEMLOCK)"
         yield Finding("warn", "ulimit: locked memory", f"{locked >> 10} KiB", remedy)
 
 
@@ -327,7 +327,7 @@ def sandbox(config: Config | None) -> Iterator[Finding]:
 
     with EmbeddedSandbox.start(workers=1, isolation=wanted) as service:
         level = asyncio.run(reached(service.endpoint))
-    remedy = "strict wants unprivileged user namespaces (docs/sandbox.md)"
+    remedy = "strict needs unprivileged user namespaces (docs/sandbox.md)"
     status: Status = "pass" if level == "strict" or wanted == "none" else "warn"
     yield Finding(status, "sandbox", f"isolation {level}, configured {wanted}", remedy)
 

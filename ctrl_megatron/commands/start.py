@@ -70,13 +70,13 @@ def command(
                 except BaseException as error:
                     if isinstance(error, OSError) and _unread():
                         return _OUTPUT_CLOSED
-                    # A signal in the middle of an import comes out as what the import made of it.
+                    # A signal in the middle of an import may be raised as another exception.
                     fault = None if received else _output_fault(error) or user_fault(error)
                     if not received and fault is None:
                         try:
                             _let_rank_0_speak()
                         except KeyboardInterrupt:
-                            return STOPPED  # the launcher's signal: rank 0 has spoken
+                            return STOPPED  # the launcher's signal: rank 0 has reported the error
                         raise
             return _stopped(name, stopped) if fault is None else refuse(name, fault)
 
@@ -188,7 +188,7 @@ def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Con
     UserError.
     """
     logging.basicConfig(level=read_log_level())
-    # It logs at each start that it is disabled.
+    # This logger reports at each start that its feature is disabled.
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     config = load_config(path, overrides, purpose)
     check_files(config, purpose)
@@ -270,9 +270,9 @@ def ranks_to_start(options: argparse.Namespace) -> int | None:
 def start_ranks(
     name: str, ranks: int, arguments: Sequence[str], *, expected: Collection[int] = ()
 ) -> int:
-    """Run this program again as ``ranks`` processes under torch's launcher; its exit code, which is
-    reported unless the ranks have said why they end: it is one of ``expected``, or they refuse
-    their input or were stopped.
+    """Run this program again as ``ranks`` processes under torch's launcher and return its exit
+    code. The code is reported, unless the ranks have printed the reason themselves: it is one of
+    ``expected``, or they refuse their input or were stopped.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -270,7 +270,7 @@ def _objective(config: Config) -> Iterator[str]:
     if actor.policy_loss == "clip_cov" and actor.clip_cov_lb > actor.clip_cov_ub:
         yield (
             f"{_A}clip_cov_lb={actor.clip_cov_lb} is above {_A}clip_cov_ub={actor.clip_cov_ub}; "
-            f"no covariance lies between, lower it or raise the other"
+            f"no covariance can be between them; lower the first or raise the second"
         )
     keys = algorithm.rollout_correction
     upper, lower = keys.rollout_rs_threshold, keys.rollout_rs_threshold_lower

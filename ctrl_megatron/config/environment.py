@@ -48,7 +48,7 @@ class Launch:
     """Rank of this process, and the number of processes, over all hosts."""
     local_rank: int
     local_world_size: int
-    """The same on this host."""
+    """Rank of this process, and the number of processes, on this host."""
     master_addr: str
     master_port: int
     """The port on which rank 0 listens; 0 (single process only) lets the system choose."""

@@ -120,7 +120,7 @@ ABSENT: Mapping[str, str] = {
         "dedicated engines run on the trainer's hosts, with actor_rollout_ref.rollout."
         "n_gpus_per_node GPUs on each"
     ),
-    _ROLLOUT + "mode": "the engine is a process of its own and always answers asynchronously",
+    _ROLLOUT + "mode": "the engine is a separate process and always answers asynchronously",
     "reward.compare_lax": "expected results never enter the process of a program",
     _ROLLOUT + "revision_n": "a critique's reward is that of one greedy revision",
     "algorithm.workflow_type": (

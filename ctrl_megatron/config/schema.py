@@ -234,7 +234,7 @@ class Config:
 
     @property
     def writes_revisions(self) -> bool:
-        """False if the pipeline has no revisions, hence no proxy."""
+        """False if the pipeline has no revisions, and therefore no proxy."""
         return REVISIONS.is_met(self)
 
     @property

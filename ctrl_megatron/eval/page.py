@@ -165,7 +165,7 @@ def _example(kind: str, turn: Turn) -> Example:
     parts: list[Part] = [
         ("first solution", _cut(turn.solution)),
         ("critique", _cut(turn.critique or "")),
-        # Of the programs only, not of the texts around them.
+        # The comparison shows the programs only, not the texts around them.
         changes(extract_code(turn.solution), extract_code(turn.revision)),
         ("revision", _cut(turn.revision)),
     ]

@@ -63,7 +63,7 @@ class EngineUse:
 
     @property
     def awake(self) -> int:
-        """What it takes while it generates."""
+        """Bytes on the device while the engine generates."""
         return self.outside + self.share
 
 

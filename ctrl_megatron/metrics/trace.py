@@ -33,8 +33,8 @@ def chrome_trace(ranks: Sequence[Sequence[Phase]], step: int) -> dict[str, Any]:
 
 
 def tracks_of(phases: Sequence[Phase]) -> list[list[Phase]]:
-    """The phases, by start, on as few tracks as their first-fit order needs: on each, one lies
-    within another or they do not meet.
+    """The phases, by start, on as few tracks as their first-fit order needs: any two phases of a
+    track are nested or do not overlap.
     """
     tracks: list[list[Phase]] = []
     for phase in sorted(phases, key=lambda p: (p.start, -p.end)):

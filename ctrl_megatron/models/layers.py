@@ -169,7 +169,7 @@ class RotatedSelfAttention(SelfAttention):
         rotary_pos_emb: torch.Tensor,
         **arguments: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron's; hidden_states (T / sequence ranks, 1, H)."""
+        """Megatron's forward pass for hidden_states (T / sequence ranks, 1, H)."""
         self._tables = _tables(rotary_pos_emb, self.config.params_dtype)
         return super().forward(hidden_states, attention_mask, **arguments)
 

@@ -22,7 +22,7 @@ class MetricPair:
     replayed: float | None
 
     def agrees(self, tolerance: float) -> bool:
-        """Whether both are there and within ``tolerance`` x max(1, their size)."""
+        """Whether both values exist and differ by at most ``tolerance`` x max(1, their size)."""
         if self.recorded is None or self.replayed is None:
             return False
         recorded, replayed = torch.tensor([[self.recorded], [self.replayed]], dtype=torch.float64)
@@ -53,13 +53,13 @@ class Comparison:
     fields: Sequence[FieldGap]
 
     def agrees(self, tolerance: float) -> bool:
-        """Whether no metric and no sample differs by more."""
+        """Whether no metric and no sample differs by more than ``tolerance``."""
         return all(pair.agrees(tolerance) for pair in self.metrics) and not any(
             gap.differing(tolerance) for gap in self.fields
         )
 
     def lines(self, tolerance: float, names: Sequence[str]) -> list[str]:
-        """For the terminal; ``names`` say which sample is which."""
+        """The comparison as lines for the terminal; ``names`` are the names of the samples."""
         shown = [f"{'metric':34} {'recorded':>14} {'replayed':>14}"]
         for pair in self.metrics:
             mark = "" if pair.recorded is None or pair.agrees(tolerance) else "   differs"

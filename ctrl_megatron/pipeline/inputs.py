@@ -206,7 +206,7 @@ def check_tokenizers(
             problems.append(
                 UserError(
                     f"the tokenizer of {path} differs in its {part} from that of {ours}, which "
-                    "all models of the run are given their tokens by",
+                    "encodes the texts of all models of the run",
                     key=key,
                     remedy=f"name a model with the same tokenizer, or another {own}",
                 )

@@ -35,8 +35,8 @@ class StepProfile:
         self._torch: torch.profiler.profile | None = None
 
     def begin(self, step: int) -> None:
-        """Start what was asked for. Collective: ranks leave together, so that their times count
-        from the same moment.
+        """Start the configured recordings of a profiled step. Collective: ranks leave together, so
+        that their times count from the same moment.
         """
         if not self._trainer.profiles(step):
             return
@@ -80,10 +80,10 @@ def profiles(config: Config, worker: Rank) -> tuple[StepProfile, ...]:
 
 
 def check_profile(config: Config) -> None:
-    """UserError where the memory of a GPU is asked for and there is none."""
+    """Raise UserError if ``trainer.profile_memory`` is set and there is no GPU."""
     if config.trainer.profile_memory and not torch.cuda.is_available():
         raise UserError(
-            "there is no GPU whose memory could be recorded",
+            "there is no GPU whose memory can be recorded",
             key="trainer.profile_memory",
             remedy="leave it out; trainer.profile_torch=true works without one",
         )

@@ -180,7 +180,7 @@ def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWork
 
 
 class _NoEngines:
-    """What models and nodes use of ``DeviceOwner``, for a trainer without engines."""
+    """The methods of ``DeviceOwner`` that models and nodes call, for a trainer without engines."""
 
     def adopt(self, model: ParallelModel, role: Role | None = None) -> None:
         """The model is never pushed."""
@@ -271,7 +271,7 @@ def _by_sample(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedJudge:
-    """What nodes that judge use of a ``DAGWorker``."""
+    """The attributes of a ``DAGWorker`` that judging nodes use."""
 
     config: Config
     train: PromptTable
@@ -284,10 +284,10 @@ class RecordedJudge:
 
 
 def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> Comparison:
-    """The rewards of the recorded texts, given anew, in this process. Starts a sandbox where the
-    run used its own.
+    """Judge the recorded texts again in this process and compare the rewards. Starts a sandbox if
+    the run used its own.
 
-    UserError for a dump without rows or texts that are rewarded.
+    Raises UserError for a dump without rows or without texts that are rewarded.
     """
     judging: list[Any] = [node.run for node in graph.nodes.values() if node.runs_aside]
     if not dump.rows:
@@ -314,7 +314,7 @@ def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> Comparison:
             config=config, train=_table(dump), rewards=rewards, reward_weights=plan.weights
         )
         batch, fields = dump.batch.copy(), dict[str, Any]()
-        # Where a sample was not judged, its mask has been emptied since.
+        # The recorded mask of a sample that was not judged is empty.
         batch["response_mask"] = batch["attention_mask"][:, batch["prompts"].shape[1] :].bool()
         for judges in judging or _judging_of(dump):
             fields |= background.run(judges(worker=judge, batch=batch)).fields
@@ -331,7 +331,7 @@ def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> Comparison:
 
 
 def _judging_of(dump: Dump) -> list[Any]:
-    """What judges the samples of a graph whose drawing node judges as well."""
+    """The judging functions of a graph whose drawing node judges as well."""
     if "revision" in dump.batch:
         return [judge_revisions]
     if "completion" in dump.batch:

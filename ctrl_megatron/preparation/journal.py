@@ -35,7 +35,7 @@ class StageJournal:
         if differ:
             raise UserError(
                 f"{folder} was begun with other {', '.join(dict.fromkeys(differ))}",
-                remedy="give the same again, name another --out, or begin anew with --overwrite",
+                remedy="give the same again, name another --out, or start over with --overwrite",
             )
 
     def finished(self, stage: str) -> list[Records]:

@@ -47,7 +47,7 @@ class Recipe:
     critiques: SamplingParams
     revisions: SamplingParams
     balance: bool
-    """As many right attempts as wrong ones are kept for fine-tuning."""
+    """True: fine-tuning keeps as many right first solutions as wrong ones."""
     val_size: int
     """Most attempts in ``val.parquet``."""
     seed: int
@@ -98,7 +98,7 @@ class TrainingFiles:
 
 
 def check_parts(problems: Sequence[Problem], shares: Shares) -> None:
-    """Raise ``UserError`` if a part that ``shares`` asks for gets none of the problems."""
+    """Raise ``UserError`` if a part with a positive share gets none of the problems."""
     parts = {shares.part_of(problem.id) for problem in problems}
     for part, wanted, what in (
         ("rl", shares.sft < 1, "reinforcement learning; lower --sft-share or --val-share"),
@@ -211,6 +211,6 @@ def _examples(
 
 
 def _reasons(counts: Mapping[str, int]) -> str:
-    """What was dropped, for a message."""
+    """The numbers of dropped items and the reasons, for a message."""
     kept = ("kept", "of them right", "solved")
     return ", ".join(f"{times} {what}" for what, times in counts.items() if what not in kept)

@@ -1,11 +1,11 @@
-"""Rules of equality: of a program's output and the expected output, and of a function's result and
-the expected result. The row or its data set names the rule. Both comparisons are made outside the
+"""Rules that compare a program's output with the expected output, and a function's result with the
+expected result. The row or its data set names the rule. Both comparisons are made outside the
 program.
 
-The rule of a data set accepts what the set's own judge is meant to accept, and no more. A number is
+The rule of a data set accepts what the set's own judge intends to accept, and no more. A number is
 finite, written in ASCII digits and compared by its exact value, so that neither ``inf`` nor six
 digits of a hundred are accepted for another number. Only ``sandbox_fusion`` ignores case, unless
-the record asks for it.
+the record requests it.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class EnginePool:
 
     Each prompt goes to the engine with the fewest outstanding tokens; all its completions come from
     there, so the prompt is computed once. Where all engines have ``at_once`` completions of this
-    pool under way, further prompts wait until somebody has room: long answers hold up their own
+    pool under way, further prompts wait until an engine has room: long answers hold up their own
     engine only. Draws do not depend on the engine (``SamplingParams.rows``). The first
     failure of an engine ends the call at once.
 

@@ -62,8 +62,8 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "disable_log_stats": True,
     }
     if current_platform.is_cpu():
-        # For a prompt in several parts vLLM rewinds the request's generator, which CPU generators
-        # cannot do: prompts stay whole.
+        # vLLM rewinds the request's generator for a prompt in several parts. CPU generators cannot
+        # be rewound, so prompts stay whole.
         chosen |= {
             # The smallest block that its attention allows; the default is 128 tokens here. Whole
             # blocks of a prompt are computed once for all completions.

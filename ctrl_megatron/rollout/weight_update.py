@@ -217,8 +217,8 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     times as fast: 4 GB/s on a core with AVX-512.
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    # As integers in numpy: torch would start its own threads for every piece. By dlpack, because
-    # after Tensor.numpy() the tensor's storage could never be emptied, as a sleep does.
+    # numpy reads the integers, because torch would start its own threads for every piece. dlpack
+    # shares them, because Tensor.numpy() would keep sleep from emptying the tensor's storage.
     numbers: Any = np.from_dlpack(flat.view(_BITS[flat.element_size()]))
     negative_zero = np.iinfo(numbers.dtype).min
     checksum = blake3()

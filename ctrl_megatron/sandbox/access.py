@@ -72,7 +72,7 @@ def require_safe_address(host: str, token: str | None, *, allow_open: bool) -> N
     if token is None and not allow_open and not _is_loopback(host):
         raise OpenAddress(
             f"--host {host} is reached from other machines: give --token-file, or --allow-open to "
-            "run programs for anybody who reaches it"
+            "run programs for every client that reaches it"
         )
 
 

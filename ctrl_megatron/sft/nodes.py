@@ -41,7 +41,7 @@ class SftWorker:
     examples: list[tuple[Tokens, Tokens]]
     """(prompt, response with its end-of-text token) of every training example."""
     held_out: list[tuple[Tokens, Tokens]]
-    """The same for every validation example."""
+    """(prompt, response with its end-of-text token) of every validation example."""
     peak_flops: float
     """Peak rate of one device in FLOP/s."""
     timeline: Timeline = field(default_factory=Timeline)

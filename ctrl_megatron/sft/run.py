@@ -147,7 +147,9 @@ def check_rows(config: Config) -> tuple[TextCodec, list[SftExample], list[SftExa
 def tokenise(
     codec: TextCodec, examples: Sequence[SftExample], config: Config
 ) -> tuple[list[tuple[Tokens, Tokens]], int]:
-    """(prompt and response tokens of each example within ``sft.max_length``, number of others)."""
+    """Return (prompt and response tokens of each example within ``sft.max_length``, the number of
+    longer examples). Raises UserError if every example is longer.
+    """
     rows, dropped = [], 0
     for example in examples:
         prompt = tuple(codec.encode_chat(example.prompt, add_generation_prompt=True))
@@ -164,7 +166,7 @@ def tokenise(
 
 
 def total_steps(config: Config, rows: int) -> int:
-    """Optimizer steps of the run. Raises ValueError if the rows do not fill one batch."""
+    """Optimizer steps of the run. Raises UserError if the rows do not fill one batch."""
     per_epoch = rows // config.sft.train_batch_size
     if per_epoch == 0:
         raise UserError(

@@ -93,7 +93,7 @@ def _prompt_code(prompt: str, written: Iterable[Any]) -> str:
         for node in _prompt_body(prompt)
         if isinstance(node, kinds)
         and getattr(node, "name", None) not in names
-        # It would have to be the first statement, and would affect this text only.
+        # A __future__ import must be the first statement, and would affect this text only.
         and not (isinstance(node, ast.ImportFrom) and node.module == "__future__")
         and not (
             isinstance(node, (ast.Assign, ast.AnnAssign))
@@ -134,8 +134,8 @@ def calls_problem(
     )
     return replace(
         read,
-        # For the program only: in the judge it would hide a problem's function that has the name
-        # of a library function.
+        # Only the program gets the prelude: in the judge it would hide a problem's function that
+        # has the name of a library function.
         prelude=preambles.FUNCTIONS,
         adapter=_ADAPTER.format(name=name),
         cases=shown,

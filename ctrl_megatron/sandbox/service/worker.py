@@ -150,7 +150,7 @@ class SandboxWorker:
                 files.remove_tree(folder)
             except OSError as error:
                 # The worker has ended anyway, and its place is needed.
-                _log.warning("%s of an ended worker stays behind: %s", folder, error)
+                _log.warning("%s of an ended worker was not removed: %s", folder, error)
 
     async def _introduce(self, settings: WorkerSettings, scratch: str, number: int) -> None:
         self._folders = staging, private = (
