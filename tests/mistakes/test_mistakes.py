@@ -869,7 +869,12 @@ CASES = [
             ("cold", "--temperature -1", "--temperature=-1.0", lambda f: None),
             ("greedy draws", "--samples 4", "--temperature", lambda f: None),
             ("a seed twice", "--temperature 1 --seeds 3 3", "names a seed twice", lambda f: None),
-            ("onto others' files", "--out model", "model exists and is no evaluation", lambda f: None),
+            (
+                "onto others' files",
+                "--out model",
+                "model exists and is no evaluation",
+                lambda f: None,
+            ),
             ("onto a run", "--out made", "made exists and is no evaluation", _metrics("")),
             ("other settings", "--out made", "turns: 2 -> 1", _evaluation(turns=2)),
             *(
