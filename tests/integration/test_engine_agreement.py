@@ -23,7 +23,7 @@ PROMPTS = [
 GATE = 0.005
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.long)])
 def test_engine_and_trainer_agree_and_updates_are_followed(engine: str, smollm2_path: Path) -> None:
     if engine not in available_engines():
         pytest.skip(f"{engine} is not installed; `make env` brings it")

@@ -39,10 +39,11 @@ def _in_a_step(run: Run) -> bool:
             _in_a_step,
             r"(rollout engine|engine vllm) \(pid \d+\b.* (died|is gone|exited)",
         ),
-        (
+        pytest.param(
             "sglang scheduler",
             _in_a_step,
             r"(rollout engine|engine sglang) \(pid \d+\b.* (died|is gone|exited)",
+            marks=pytest.mark.long,
         ),
         # It lives and says nothing any more; no collective waits for it that could give up.
         ("silent engine", _in_a_step, r"rollout engine \(pid {pid}\) runs but has not answered"),

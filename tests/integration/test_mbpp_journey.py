@@ -110,6 +110,7 @@ def test_every_stage_leaves_something_to_the_next(whole: Path) -> None:
     assert found["critic/model.safetensors"] != found["sft/hf/model.safetensors"]
 
 
+@pytest.mark.long
 def test_kills_in_every_stage_change_no_final_file(shell: Shell, model: Path, whole: Path) -> None:
     for moment in MOMENTS:
         out = from_mbpp(shell, model, moment)

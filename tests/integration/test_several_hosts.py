@@ -38,7 +38,7 @@ COPIES = ()
     ("extra", "ranks", "engines"),
     [
         (STAGES, 2, {"engine.log", "engine.1.log", "engine.2.log", "engine.3.log"}),
-        (COPIES, 1, {"engine.log", "engine.1.log"}),
+        pytest.param(COPIES, 1, {"engine.log", "engine.1.log"}, marks=pytest.mark.long),
     ],
     ids=["stages", "copies"],
 )
