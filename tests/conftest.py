@@ -14,7 +14,7 @@ _FIRST, _LAST = ("integration", "rollout"), ("distributed", "sandbox", "hostile"
 """Folders with long files: those whose tests keep all cores busy, and, from the end, those whose
 tests mostly wait for time limits. Short ones between them, where the workers meet."""
 _TOGETHER = {"test_rl_run.py": "whole_run", "test_resume.py": "whole_run"}
-"""Files that compare with the same long run, which each worker would make anew."""
+"""Files that compare with the same long run, which each worker would repeat."""
 
 # A busy machine is not a failure: no test asserts how long an example takes.
 settings.register_profile("no_deadline", deadline=None)
@@ -23,14 +23,14 @@ settings.load_profile("no_deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What computes first, what waits last, short files between; see ``FileScheduling``."""
+    """Tests that compute run first, tests that wait last; see ``FileScheduling``."""
     order = {name: number for number, name in enumerate((*_FIRST, None, *_LAST))}
     root = Path(__file__).parent
     items.sort(key=lambda item: order.get(item.path.relative_to(root).parts[0], order[None]))
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: collections need not look at it again and again."""
+    """Exempt imported objects from garbage collections, which would scan them each time."""
     gc.freeze()
 
 

@@ -10,8 +10,8 @@ _BELOW_EPHEMERAL = range(20_000, 32_000)
 
 
 def free_port() -> int:
-    """One that nobody listens at. Below those that the system gives to whoever connects: one of
-    them may be taken before the rendezvous has begun.
+    """A free port below the range from which the system chooses ports of outgoing connections,
+    which could take it before the rendezvous has begun.
     """
     for port in random.SystemRandom().sample(_BELOW_EPHEMERAL, 100):
         with closing(socket.socket()) as probe:

@@ -1,4 +1,4 @@
-"""What the process imports from which the tests' ranks and engines are forked; it must start no
+"""The imports of the process from which the tests' ranks and engines are forked. They must start no
 thread.
 
 A shell ignores SIGINT for jobs in its background (``nohup make test &``), and their children

@@ -73,7 +73,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class WgradKernel:
-    """What Megatron's linear layers call to add a weight's gradient inside its product."""
+    """The function that Megatron's linear layers call to add a weight's gradient in its product."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(
@@ -187,7 +187,7 @@ def installed(active: bool = True) -> Iterator[None]:
     from ctrl_megatron.models.layer_spec import RMSNorm
 
     class Linear:
-        """Adds a weight's gradient to its ``main_grad`` itself, once it is told to."""
+        """Adds a weight's gradient to its ``main_grad`` itself, once that is enabled."""
 
         gradient_accumulation_fusion: bool
 

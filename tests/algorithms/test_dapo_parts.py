@@ -1,4 +1,4 @@
-"""Which groups carry a signal."""
+"""The groups that have a learning signal."""
 
 from __future__ import annotations
 

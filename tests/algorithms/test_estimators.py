@@ -394,7 +394,7 @@ def test_a_batch_without_any_advantage_stays_zero() -> None:
         assert float(advantages.abs().max()) < 1e-6, name
 
 
-def test_a_shared_best_score_leads_nobody() -> None:
+def test_a_shared_best_score_has_no_lead() -> None:
     data = {
         "token_level_rewards": torch.tensor([[1.0], [1.0], [0.0], [0.0], [0.5]]),
         "response_mask": torch.ones(5, 1),

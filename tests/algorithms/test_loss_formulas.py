@@ -133,7 +133,7 @@ def batch(seed: int, rows: int = 6, width: int = 5) -> dict[str, Any]:
 
 
 def taken(name: str, data: dict[str, Any]) -> dict[str, Any]:
-    """What the loss takes of the batch."""
+    """The fields of the batch that the loss uses."""
     return {k: v for k, v in data.items() if k != "selected" or name in SELECTING}
 
 

@@ -27,7 +27,7 @@ from ctrl_megatron.algorithms import (
     penalise,
 )
 
-# As many rows as columns: (4,) beside (4, 4) broadcasts.
+# The number of rows equals that of columns, so that (4,) would broadcast with (4, 4).
 SIDE = 4
 WRONG = {"(B,)": (SIDE,), "(B, 1)": (SIDE, 1), "(B, R + 1)": (SIDE, SIDE + 1), "()": ()}
 shapes = pytest.mark.parametrize("shape", WRONG.values(), ids=WRONG.keys())

@@ -1,4 +1,4 @@
-"""Which modules the files of the package import."""
+"""The modules that the files of the package import."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_every_dotted_python_name_exists(page: str) -> None:
 
 
 def said(*args: str) -> str:
-    """What ``python ARGS`` prints, as a fork of a process that has imported torch already."""
+    """The output of ``python ARGS``, run as a fork of a process that has imported torch already."""
     with tempfile.NamedTemporaryFile("r") as log:
         code = ForkedProgram([*args], Path(log.name), below=()).wait(timeout=120)
         text = log.read()
@@ -146,7 +146,7 @@ def said(*args: str) -> str:
 
 @cache
 def help_of(script: str) -> str:
-    """What ``--help`` of a Python file prints; empty for a script of the shell."""
+    """The output of ``--help`` of a Python file; empty for a shell script."""
     if not script.endswith(".py"):
         return ""
     if script.startswith("ctrl_megatron/"):

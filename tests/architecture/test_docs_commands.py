@@ -1,4 +1,4 @@
-"""Every command of README and docs can be given as it stands: its arguments are parsed, and the
+"""Every command of README and docs works as it is printed: its arguments are parsed, and the
 configuration that it names is loaded and checked. What is cheap runs; the journeys run whole
 (``tests/integration/test_journeys.py``), the rest where this file says.
 """
@@ -32,7 +32,7 @@ NOT_HERE = {
     "tools/study.py": "hours; tests/tools/test_study.py",
     "examples/journeys/mbpp_to_critic.sh": "MBPP's own file, and an hour",
 }
-"""Commands that nobody runs here, with what they need."""
+"""Commands that these tests do not run, with what they need."""
 SHELL = {"export", "mv", "ln", "mkdir", "source"}
 CONFIG_OF = {"ctrl_7b": "ctrl_7b", "ctrl_70b": "ctrl_70b", "sft_70b": "ctrl_70b"}
 JOURNEYS = {
@@ -83,7 +83,7 @@ def shown() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("script", JOURNEYS)
 def test_the_page_of_a_journey_shows_its_script(script: str) -> None:
-    """All of it, in its order, and says where it stands."""
+    """The page has every paragraph of the script, in order, and the script's path."""
     page = ROOT / JOURNEYS[script]
     found, wanted = blocks(page), paragraphs(script)
     assert [block for block in found if block in wanted] == wanted
@@ -151,7 +151,7 @@ def check(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
         code, said = run(tool, given, capfd)
         assert code in (0, 2) and "--help shows what there is" not in said, said
         assert "unknown key" not in said and " is not read " not in said, said
-        # Everything else that is refused is a file that nobody has made here.
+        # Every other refusal is about a file that does not exist here.
         missing = ("not exist", "not found", "No such file", "is not a", "is no", "has none of")
         assert code == 0 or any(text in said for text in missing), said
 
@@ -165,7 +165,7 @@ def program(words: list[str]) -> tuple[int, str]:
             return place, word
         if re.fullmatch(r"tools/\w+\.py", word):
             return place, Path(word).stem
-    assert words[0] in SHELL or words[0] in ("make", "curl"), f"nobody knows what {words} is"
+    assert words[0] in SHELL or words[0] in ("make", "curl"), f"unknown command {words}"
     return 0, words[0]
 
 

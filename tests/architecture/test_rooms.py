@@ -66,7 +66,7 @@ OWNERS = {
         *("data/", "sft/examples.py", "preparation/records.py", "generation/search_nodes.py"),
     ),
 }
-"""Where a library may be imported at all: paths inside the package, by their beginnings."""
+"""Beginnings of paths inside the package below which a library may be imported."""
 
 
 def room_of(module: str) -> str | None:
@@ -209,7 +209,7 @@ def test_every_owner_imports_its_library() -> None:
 
 
 def test_engines_are_loaded_only_when_they_are_used() -> None:
-    """An engine's files load it; nobody loads these files before an engine is asked for."""
+    """Only an engine's own files import it, and they are imported when that engine is used."""
     engines = {"vllm", "sglang", "ray"}
     adapters = {
         module_name(file)

@@ -85,7 +85,7 @@ def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> No
     assert [path.name for path in left] == ["global_step_5", "global_step_6"]
     assert all((path / STATE_FILE).is_file() for path in left)
     assert steps_of(store) == [2]
-    # The same command after a stop goes on, and leaves nothing.
+    # The same command continues after a stop and leaves no temporary file.
     store_with(tmp_path / "runs", "global_step_3")
     again = store.find(back)
     assert again is not None and again.step == 3

@@ -179,7 +179,7 @@ def test_a_conversion_holds_at_most_two_files_in_memory(tmp_path: Path) -> None:
     folders = [str(source), str(tmp_path / "checkpoint"), str(tmp_path / "back")]
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, str(file_bytes), *folders],
-        # As of large tensors, the memory of these goes back when they are freed.
+        # Freed tensors return their memory to the system, as large ones always do.
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

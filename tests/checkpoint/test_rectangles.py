@@ -1,4 +1,4 @@
-"""Every element of a shard, however it is cut, lies once in the whole tensors."""
+"""Every element of a shard, however it is cut, is in the whole tensors once."""
 
 from __future__ import annotations
 

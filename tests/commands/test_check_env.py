@@ -76,7 +76,7 @@ exit {code}
 def nvidia_smi(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Finding]]:
-    """What ``gpus`` finds where nvidia-smi prints such rows."""
+    """The findings of ``gpus`` if nvidia-smi prints these rows."""
 
     def find(rows: str, code: int = 0, cuda: str = "13.0") -> dict[str, Finding]:
         import torch
@@ -176,7 +176,7 @@ def test_a_check_that_breaks_is_a_line_and_the_next_ones_follow(
         ((9, 0), "float32", "scaled_dot_product_attention", "use bfloat16"),
     ],
 )
-def test_attention_that_transformer_engine_does_not_compute_is_told(
+def test_attention_that_transformer_engine_does_not_compute_is_reported(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     dtype: str,

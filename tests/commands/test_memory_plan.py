@@ -1,4 +1,4 @@
-"""ctrl-plan and the check that a run makes of its own GPU."""
+"""ctrl-plan, and a run's check of its GPU."""
 
 from __future__ import annotations
 

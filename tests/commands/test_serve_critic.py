@@ -11,7 +11,7 @@ from ctrl_megatron.errors import UserError
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_port_in_use_is_told_at_once(host: str) -> None:
+def test_a_port_in_use_is_reported_at_once(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as taken:
         port = taken.getsockname()[1]

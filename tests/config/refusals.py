@@ -1,4 +1,4 @@
-"""What a configuration is refused for."""
+"""Configurations that are refused, and the reasons."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_key_of_another_trainer_is_refused_with_what_holds_here() -> None:
         ("['my set (2).parquet', b.parquet]", ("my_set__2_", "b")),
     ],
 )
-def test_validation_files_are_told_apart_by_their_names(files: str, names: tuple[str, ...]) -> None:
+def test_validation_files_need_different_names(files: str, names: tuple[str, ...]) -> None:
     assert load_config(None, [f"data.val_files={files}"], "none").data.val_sets == names
 
 
@@ -235,7 +235,7 @@ def test_tables_of_options_are_what_the_algorithms_read() -> None:
 
 
 def test_every_number_has_a_range() -> None:
-    """A number that nobody bounded accepts nonsense in silence; only seeds are free."""
+    """Every number except seeds has bounds; without them nonsense would be accepted."""
     for key in KEYS.values():
         is_number = {int, float} & {key.type, *typing.get_args(key.type)}
         if not is_number or key.name.endswith("seed"):

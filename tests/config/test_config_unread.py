@@ -117,7 +117,7 @@ def test_what_nothing_reads_is_one_line(
     assert messages(option, *others, *settings[:1], *read_with) == []
 
 
-def test_only_what_somebody_wrote_is_judged(tmp_path: Path) -> None:
+def test_only_keys_that_are_set_are_checked(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("algorithm:\n  adv_estimator: grpo\n  kl_ctrl:\n    kl_coef: 0.001\n")
     with pytest.raises(ValueError) as caught:

@@ -1,4 +1,4 @@
-"""What a user of verl types is a key here, or is answered with what it is called."""
+"""A key of verl is a key here, or the error names the key that replaces it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_group_of_theirs_is_answered_key_by_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["trainer.log_val_generations", "critic.megatron.anything.else"])
-def test_what_lies_below_a_group_of_theirs_is_answered(name: str) -> None:
+def test_keys_below_a_group_of_theirs_are_answered(name: str) -> None:
     assert any(answer in foreign_key(name) for answer in ABSENT.values())
     assert foreign_key("nobodys.key") == foreign_key("actor_rollout_ref.actor.lrr") == ""
 

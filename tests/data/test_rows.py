@@ -278,7 +278,7 @@ def test_bad_cases_are_named(tmp_path: Path, tests: Any) -> None:
 
 
 def test_a_row_that_occurs_twice_is_one_row(tmp_path: Path) -> None:
-    """As where the same file is given for training and for validation."""
+    """This happens if the same file is used for training and for validation."""
     one = write_raw(tmp_path / "1.parquet", record(time_limit=math.nan), record(id="b", score=1.0))
     two = write_raw(tmp_path / "2.parquet", record(id="c"), record(id="b", score=1.0))
     assert [row.id for row in read_rows([one, one, two])] == ["a", "b", "c"]

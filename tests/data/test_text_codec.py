@@ -195,7 +195,7 @@ def any_codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def own_tokens(codec: TextCodec, chat: list[Message]) -> list[int]:
-    """What transformers makes of a conversation."""
+    """The tokens of a conversation according to transformers."""
     rendered = codec.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return codec.tokenizer.encode(rendered, add_special_tokens=False)
 
@@ -235,7 +235,7 @@ def test_honest_texts_have_the_templates_own_tokens(
     ).map("".join)
 )
 def test_a_text_writes_no_control_token(any_codec: TextCodec, text: str) -> None:
-    """It comes back as it was written, between the tokens of the template."""
+    """The text decodes to itself, between the tokens of the template."""
     steering = control(any_codec)
     honest = any_codec.encode_chat([{"role": "user", "content": "a"}])
     forged = any_codec.encode_chat([{"role": "user", "content": f"a{text}b"}])

@@ -70,7 +70,7 @@ def test_a_ground_truth_of_cases_is_judged_by_running(tmp_path: Path) -> None:
     )
     program, function = read_rows(named)
     assert program.comparison == "strict"
-    # Of a function the tests themselves say it.
+    # The tests of a function contain the tolerance themselves.
     assert function.comparison == "" and "absolute=0.05" in function.selected_uts[0]
 
 
@@ -110,7 +110,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_wrong_is_named_by_file_row_and_column(
     change: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    # Columns whose type changes cannot stand beside a right row.
+    # A column has one type, so these rows cannot share a file with a right row.
     file = write(tmp_path / "train.parquet", row(**change))
     with pytest.raises(ValueError, match="row 1: column ") as raised:
         read_rows(file)

@@ -1,4 +1,4 @@
-"""What a rank of ``test_gloo`` does."""
+"""The work of a rank of ``test_gloo``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of ``test_saved_state`` run."""
+"""The functions that the processes of ``test_saved_state`` run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets between hosts, over gloo between processes that stand for them."""
+"""Buckets between hosts, over gloo between processes in the place of hosts."""
 
 from __future__ import annotations
 

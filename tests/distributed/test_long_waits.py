@@ -1,4 +1,4 @@
-"""What takes longer than a collective may last does not end a run; real ranks, a real engine."""
+"""Work beyond the time limit of a collective does not end a run; real ranks and a real engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tiny_models import save_tiny
 from world import run_world
 
 LIMIT = 5.0
-"""Seconds after which gloo gives up."""
+"""Time limit of gloo's collectives, in seconds."""
 
 
 def test_waiting_outlasts_the_time_limit_of_collectives(tmp_path: Path) -> None:

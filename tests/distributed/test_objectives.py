@@ -70,7 +70,7 @@ def whole(model: Path) -> dict[str, dict[str, float]]:
 
 
 def gradient(model: Path, stepped: Path) -> torch.Tensor:
-    """How far the step has moved every weight."""
+    """The change of every weight in the step."""
     before, after = (load_file(path / "model.safetensors") for path in (model, stepped))
     return torch.cat([(after[k].double() - before[k].double()).flatten() for k in before])
 
@@ -107,7 +107,7 @@ KEPT = ([True, False] * 4, [False, True, False, False, True, False, True, False]
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_rows_that_a_filter_leaves_out_count_nowhere_and_hang_nobody(
+def test_rows_that_a_filter_leaves_out_count_nowhere_and_hang_no_rank(
     model: Path, kept: list[bool], tmp_path: Path
 ) -> None:
     """The rows in two mini-batches, on one rank and on two; and the step of the kept rows alone."""

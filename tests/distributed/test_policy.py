@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For layouts that cut nothing between layers (``layers_for``)."""
+    """Directory of the model for layouts without pipeline stages (``layers_for``)."""
     root = tmp_path_factory.mktemp("shallow")
     return {family: save_tiny(family, root / family, num_hidden_layers=2) for family in FAMILIES}
 

@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "vpp2": ("untied", "bfloat16"),
     "tp2_pp2_dp2": ("bfloat16", "plain_optimizer"),
 }
-"""What is saved on each layout: what it could get wrong."""
+"""The settings that are saved on each layout, chosen by what the layout could break."""
 
 
 def ranks(layout: dict[str, Any]) -> int:
@@ -186,7 +186,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
 @pytest.mark.skipif("vllm" not in available_engines(), reason="the optional vllm is not installed")
 def test_what_a_running_model_exports_generates_in_vllm(tmp_path: Path) -> None:
-    # Its attention on a CPU wants heads of 32.
+    # Its attention on a CPU requires heads of 32.
     model = save_tiny("qwen2_tied", tmp_path / "model", hidden_size=128)
     run_world(
         "saving:save_aside",

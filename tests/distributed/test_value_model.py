@@ -36,14 +36,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For layouts that cut nothing between layers (``layers_for``)."""
+    """Directory of the model for layouts without pipeline stages (``layers_for``)."""
     root = tmp_path_factory.mktemp("shallow")
     return {f: save_value_model(f, root / f, num_hidden_layers=2) for f in FAMILIES}
 
 
 @torch.no_grad()
 def reference_values(directory: Path, batch: dict) -> torch.Tensor:
-    """transformers' values before each response token, one unpadded row at a time."""
+    """transformers' values before each response token, computed row by row without padding."""
     model = transformers.AutoModelForTokenClassification.from_pretrained(directory)
     values = torch.zeros(batch["response_mask"].shape)
     for row, (ids, seen, mask) in enumerate(

@@ -38,8 +38,8 @@ FAMILIES = {
 
 
 def layers_for(layout: dict) -> int:
-    """What a layout needs: two layers on each of two stages, or one on each of their chunks; fewer
-    where nothing is cut between layers, since half of the layers take half of the time.
+    """The number of layers that a layout needs: two on each of two stages, or one on each of their
+    chunks. Layouts without stages get two, which take half of the time.
     """
     return 4 if "pipeline" in layout else 2
 
@@ -93,7 +93,7 @@ def random_batch(
 def reference_log_probs(
     directory: Path, batch: dict, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers' log-probs and entropies, one unpadded row at a time."""
+    """transformers' log-probs and entropies, computed row by row without padding."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     log_probs = torch.zeros(batch["response_mask"].shape)
     entropy = torch.zeros_like(log_probs)

@@ -1,4 +1,4 @@
-"""What the processes of the distributed tests run."""
+"""The functions that the processes of the distributed tests run."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def start(layout: dict[str, Any]) -> Any:
 
 
 def with_each_spec(rank: int, of: str, out: str, **arguments: Any) -> dict[str, Any]:
-    """What the function ``of`` gives with the package's layers and AdamW of torch, and with
-    Transformer Engine's stand-ins, by the names of ``SPECS``; files are left below ``out/SPEC``."""
+    """The results of the function ``of`` by name of ``SPECS``: with the package's layers and
+    torch's AdamW, and with the stand-ins for Transformer Engine. Files are written below
+    ``out/SPEC``."""
     found = {}
     for spec, te in te_stand_ins.SPECS.items():
         with te_stand_ins.installed(te):
@@ -147,7 +148,7 @@ def parity(
     for family, directory in directories.items():
         policy = make_policy(groups, directory, token_budget=64, logprob_chunk=7)
         results[family] = policy.log_probs(batch, temperature)
-        # All rows in one micro-batch; and a budget of its own that no row fits.
+        # All rows in one micro-batch; and a separate budget that no row fits.
         for one, many in zip(
             policy.log_probs(batch, temperature, token_budget=4096), results[family], strict=True
         ):
@@ -258,7 +259,7 @@ def reduced(
             finish(chunks, *given, **named)
 
         policy.config.finalize_model_grads_func = finalise
-        # One that nothing can be learnt from ends the steps of the last data-parallel rank.
+        # The last step of all data ranks but the first has a loss without a gradient.
         losses = [policy_loss, policy_loss, _constant_loss if groups.place.dp else policy_loss]
         found[name]["metrics"] = [policy.step(mine, loss) for loss in losses]
         weights = [p.detach().clone() for model in policy.models for p in model.parameters()]
@@ -295,7 +296,7 @@ def ragged_groups(rank: int, directory: str, examples: int) -> int:
         nonlocal shared
         batch = random_batch(seed, count * size, *widths, group=size)
         batch["loss_mask"] = batch["response_mask"].clone()
-        batch["response_mask"][1:2] = batch["loss_mask"][1:2] = False  # a row nobody could judge
+        batch["response_mask"][1:2] = batch["loss_mask"][1:2] = False  # a row that was not judged
         found = []
         for on in (True, False):
             policy.options = replace(
@@ -597,7 +598,7 @@ def vocab_log_probs(
             found.append({})
             continue
         first, real, share = vocab_range(vocab, rank, size)
-        # What lies in the padding must not matter.
+        # The content of the padding must not matter.
         weight = torch.full((share, 6), 1e3)
         weight[:real] = whole[first : first + real]
         own_hidden, weight = hidden.clone().requires_grad_(), weight.requires_grad_()

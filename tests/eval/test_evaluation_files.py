@@ -143,7 +143,7 @@ def test_a_file_or_directory_is_known_by_its_content(tmp_path: Path) -> None:
         open_evaluation(folder, settings("x", "2"), _weights("a"), overwrite=False)
 
 
-def test_names_that_make_one_file_are_told_over_several_commands(tmp_path: Path) -> None:
+def test_names_that_make_one_file_are_reported_over_several_commands(tmp_path: Path) -> None:
     folder = made(tmp_path / "e", critics=("after SFT",))
     with pytest.raises(UserError, match="'after SFT' and 'after_SFT'"):
         open_evaluation(folder, SETTINGS, _weights("after_SFT"), overwrite=False)
@@ -201,7 +201,7 @@ def test_the_page_shows_every_number_and_runs_nothing(tmp_path: Path) -> None:
     assert last == pytest.approx({"value": 1 / 2, "low": 1 / 6, "high": 5 / 6})
 
 
-def test_evaluations_stand_side_by_side_beside_nobody_elses_files(
+def test_several_evaluations_share_a_folder_and_keep_other_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = made(tmp_path / "a"), made(tmp_path / "b")

@@ -48,7 +48,7 @@ def test_pass_at_k_of_nothing_is_an_error(n: int, c: int, k: int) -> None:
 
 
 def rates(judged: Sequence[tuple[bool | None, bool]]) -> dict[str, float]:
-    """Those that have a value."""
+    """The rates that have a value."""
     found = discrimination(judgment_counts(judged))
     return {name: float(value) for name, value in found.items() if not isnan(value)}
 
@@ -133,7 +133,7 @@ def test_wilsons_ends_are_shares_that_just_explain_what_was_seen(right: int, n: 
     z = NormalDist().inv_cdf(0.95)
 
     def end(first: float, last: float) -> float:
-        """Where the observed share is z standard errors away, by bisection."""
+        """The share at z standard errors from the observed one, by bisection."""
         for _ in range(100):
             middle = (first + last) / 2
             away = abs(right / n - middle) > z * sqrt(middle * (1 - middle) / n)

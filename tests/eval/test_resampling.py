@@ -15,7 +15,7 @@ SHARE += [(1, 0, (2.0, 2.0)), (1, 1, (1.0, 2.0)), (1, 2, (0.0, 1.0)), (1, 3, (1.
 
 
 def spelt_out(plan: Resampling, cells: np.ndarray) -> list[float]:
-    """The ratio of every draw, from a list in which a problem stands as often as it was drawn."""
+    """The ratio of every draw, from a list that has each problem as often as it was drawn."""
     values = []
     for problems, seeds in zip(plan.problem_counts, plan.seed_counts, strict=True):
         drawn = [

@@ -170,9 +170,9 @@ def test_a_lost_verdict_takes_its_first_solution_alone_out_of_the_gains() -> Non
 
 
 @pytest.mark.parametrize("samples", [(3, 1), (2, 2), (1, 3)])
-def test_pass_at_k_is_there_where_every_problem_has_k_chains(samples: tuple[int, int]) -> None:
-    """Of the few problems that happen to have k it would say another thing than pass@1 beside it,
-    whether their chains are samples or begin with several first solutions.
+def test_pass_at_k_is_shown_if_every_problem_has_k_chains(samples: tuple[int, int]) -> None:
+    """A pass@k over only those problems that have k chains could not be compared with pass@1. It
+    does not matter if a problem's chains are samples or begin with several first solutions.
     """
     turns = [
         turn

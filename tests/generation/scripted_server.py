@@ -34,7 +34,7 @@ def streamed(*texts: str, finish: str | None = "stop", usage: Any = None, more: 
 
 class Scripted:
     """Answers requests with the given replies in turn, the last one for ever: an object as JSON,
-    ``(status, body)``, ``(status, body, headers)``, text as it stands, ``"hang up"``,
+    ``(status, body)``, ``(status, body, headers)``, text sent unchanged, ``"hang up"``,
     ``"hang"``, or what a function makes of the request's body.
     """
 

@@ -174,7 +174,7 @@ def test_a_waiting_retry_holds_no_place() -> None:
 
 
 def hear(script: Scripted, params: SamplingParams = PARAMS, **options: Any) -> tuple[Any, Any]:
-    """The answers to two conversations, and what was heard of each."""
+    """The answers to two conversations, and the pieces that a listener received of each."""
     heard: dict[int, list[str]] = defaultdict(list)
     answers, _ = talk(
         script,
@@ -234,7 +234,7 @@ def test_the_budget_waits_for_what_is_under_way() -> None:
     assert len(answers) == 7 and budget.spent == 14
 
 
-def test_usage_that_is_not_told_is_unknown_and_no_zero() -> None:
+def test_usage_that_is_not_reported_is_unknown_and_no_zero() -> None:
     reply = good()
     del reply["usage"]
     answers, chat = ask(Scripted(reply))

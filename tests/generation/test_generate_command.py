@@ -16,7 +16,7 @@ RIGHT, WRONG = "return a + b", "return a - b"
 
 
 def reply(body: dict[str, Any]) -> Any:
-    """Every other first solution is right; critiques are right; revisions do as they are told."""
+    """Every other first solution is right; critiques are right; revisions follow them."""
     asked = body["messages"][-1]["content"]
     if asked.startswith("Review"):
         return good(f"Overall judgment: {'Correct' if RIGHT in asked else 'Incorrect'}")

@@ -150,7 +150,7 @@ class Shown:
     def __init__(self, page: Any) -> None:
         self.page = page
         self.errors: list[str] = []
-        """What the browser complained of."""
+        """Errors that the browser reported."""
 
     def write(self, **fields: str) -> None:
         for name, text in fields.items():
@@ -170,7 +170,7 @@ class Shown:
         return self.page.locator(f"#{place} > span").all_text_contents()
 
     def results(self) -> list[list[str]]:
-        """Of each test the words in its cells."""
+        """The words in the cells of each test."""
         rows = self.page.locator("#results tr").all()
         return [row.locator("td:first-child, .badge").all_text_contents() for row in rows]
 
@@ -183,7 +183,7 @@ class Shown:
 
 @pytest.fixture
 def open_page(browser: Any, sandbox: str) -> Iterator[Callable[..., Shown]]:
-    """Opens the page over a script; afterwards: no dialog, no error, nobody else was asked."""
+    """Opens the page over a script; fails afterwards on a dialog, an error or a foreign request."""
     ends: list[Callable[[], None]] = []
 
     def opened(chat: Script, *, token: str | None = None, **context: Any) -> Shown:
@@ -195,7 +195,7 @@ def open_page(browser: Any, sandbox: str) -> Iterator[Callable[..., Shown]]:
         shown, dialogs, asked = Shown(page), [], []
 
         def hear(said: Any) -> None:
-            # Statuses that are none of 2xx are said here, too.
+            # The browser reports statuses other than 2xx here, too.
             if said.type == "error" and not said.text.startswith("Failed to load resource"):
                 shown.errors.append(said.text)
 
@@ -238,7 +238,7 @@ def test_empty_input_is_not_sent(open_page: Callable[..., Shown]) -> None:
     shown.write(solution=RIGHT, critiques="0")
     shown.page.click("#send")
     assert "from 1 to 16" in shown.text("error")
-    # What the page would not send is refused by the service, in a sentence.
+    # The service refuses, with a sentence, input that the page would not send.
     shown.write(critiques="1", tests="assert add(1, 2 == 3")
     shown.page.click("#send")
     shown.wait("error", "That failed: ")
@@ -364,7 +364,7 @@ def test_a_fault_is_a_sentence(open_page: Callable[..., Shown], place: str) -> N
     shown.page.click("#send")
     shown.wait("error", "That failed: the model's server ")
     assert shown.page.is_enabled("#send") and not shown.text("status")
-    # What had come stays.
+    # The text received so far stays.
     assert shown.visible("critique-part") == (place != "at once")
     shown.picture(f"fault_{place.replace(' ', '_')}")
 

@@ -78,7 +78,7 @@ def _state(pid: int) -> str:
 
 
 def _uid(pid: int) -> int | None:
-    # Of the process, not of its directory: that one is root's for a process that is not dumpable.
+    # The owner of the directory is root for a process that is not dumpable, so status is read.
     for line in _read(f"/proc/{pid}/status").splitlines():
         if line.startswith("Uid:"):
             return int(line.split()[1])

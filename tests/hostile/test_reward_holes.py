@@ -232,7 +232,7 @@ def test_a_value_that_takes_long_to_read_is_a_failure(
 ) -> None:
     before = faults(service)["faults"]
     data = {"test_list": ["assert f(1) == 1", "assert f(2) == 2"], "entry_point": "f"}
-    # As plain integers, which they are in the judge, all of them have hash 0.
+    # In the judge they are plain integers, all with hash 0.
     code = (
         "class I(int):\n    def __hash__(s): return id(s)\n"
         "def f(x): return {I(i * (2**61 - 1)) for i in range(60_000)} if x == 1 else x"
@@ -259,7 +259,7 @@ def test_more_files_than_may_be_fetched_are_a_failure(service: EmbeddedSandbox) 
     assert response.status == "Failed" and not response.files
     result = response.run_result
     assert result is not None and result.status is CommandRunStatus.FINISHED
-    # Without a file system of its own each name counts as a file.
+    # Without a private file system each name counts as a file.
     wanted = ("the files to fetch take more than 32 MiB", "disk limit exceeded")
     assert (result.stderr or "").endswith(wanted)
 

@@ -29,7 +29,7 @@ def actor_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def job(actor_path: Path, smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """What a run of a few seconds needs; the recorded runs of ``golden_runs`` need the same."""
+    """Models and data of a run of a few seconds; the recorded runs of ``golden_runs`` use them."""
     folder = tmp_path_factory.mktemp("runs")
     proxy = chain_model(folder / "proxy", smollm2_path, [PROGRAM], 0.9)
     data = write_problems(folder / "train.parquet")

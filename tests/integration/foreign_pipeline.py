@@ -66,7 +66,7 @@ def build(*, vowel_weight: float = 1.0) -> TaskGraph:
 
 
 def build_without_sync() -> TaskGraph:
-    """The same without the node that reports pushes."""
+    """The pipeline without the node that reports pushes."""
     return up_to_update(1.0).build()
 
 
@@ -126,11 +126,11 @@ def add_rewards(worker: Any, batch: TensorDict, vowel_weight: float) -> NodeOutp
 
 
 def spread(worker: Any, batch: TensorDict) -> dict[str, float]:
-    """What this pipeline says of its steps."""
+    """The metrics that this pipeline adds to a step."""
     return worker.means({"foreign/short": batch["short"], "foreign/vowels": batch["vowels"]})
 
 
 def shown(worker: Any, batch: TensorDict) -> list[dict[str, Any]]:
-    """What the report shows."""
+    """The examples that the report shows."""
     first = {name: texts(batch[name])[0] for name in ("answer", "version")}
     return [{**first, "vowels": float(batch["vowels"][0])}]

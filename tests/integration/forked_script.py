@@ -49,10 +49,10 @@ class Shell:
     def run(
         self, script: Path, environment: Mapping[str, str], killed_at: str | None = None
     ) -> str:
-        """What the script prints; it must end with 0.
+        """Run the script and return its output; it must end with 0.
 
         ``killed_at`` is ``PROGRAM MODULE:NAME NTH``: when that program of the script begins the nth
-        call of what is looked up there, SIGKILL takes the script's process group and, where it is
+        call of the function of that name, SIGKILL takes the script's process group and, where it is
         another one, that of the process that makes the call.
         """
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"

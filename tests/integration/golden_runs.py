@@ -1,7 +1,7 @@
 """Short runs with fixed seeds and the numbers and texts they must give, to the last digit.
 
-``python tests/integration/golden_runs.py`` records ``golden/*.json`` anew: after a change that is
-meant to change what a run computes, and never to make a refactoring pass.
+``python tests/integration/golden_runs.py`` records ``golden/*.json`` again. Use it after a change
+that intends to change what a run computes, and never to make a refactoring pass.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def steps_of(run: ForkedRun) -> list[dict[str, Any]]:
 
 
 def machine() -> str:
-    """What rounding depends on."""
+    """The properties of the machine that rounding depends on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     # A virtual machine's processors of different kinds may share a name.

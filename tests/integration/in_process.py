@@ -17,7 +17,7 @@ from tiny_run import REPOSITORY
 
 
 def in_process(function: str, timeout: float = 280.0, **arguments: Any) -> dict[str, Any]:
-    """What ``policy_workers.<function>(**arguments)`` returns; fails with the process's output."""
+    """The result of ``policy_workers.<function>(**arguments)``; fails with the process's output."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save(arguments, f"{folder}/arguments.pt")
         process = fork_context().Process(target=_run, args=(function, folder))

@@ -127,7 +127,7 @@ class Run:
     seen: dict[int, psutil.Process] = field(default_factory=dict)
 
     def output(self) -> str:
-        """What launcher and ranks have printed."""
+        """The output of launcher and ranks."""
         return self.log.read_text(errors="replace")
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -184,13 +184,13 @@ class Run:
         return self.process.returncode
 
     def kill(self) -> None:
-        """End whatever still runs, as the kernel would: nobody gets to say a word."""
+        """End every process that still runs with SIGKILL, as the kernel would."""
         for process in [*self.look()]:
             _end(process)
         if self.process.poll() is None:
             os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
-        # What was started in between.
+        # End processes that were started meanwhile.
         for process in self.look():
             _end(process)
 
@@ -212,5 +212,5 @@ def _end(process: psutil.Process) -> None:
     try:
         process.kill()
     except psutil.NoSuchProcess:
-        # Gone by itself.
+        # The process has already ended.
         return

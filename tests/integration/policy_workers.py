@@ -1,4 +1,4 @@
-"""What the processes of ``in_process`` run."""
+"""The functions that the processes of ``in_process`` run."""
 
 from __future__ import annotations
 

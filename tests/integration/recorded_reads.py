@@ -1,4 +1,4 @@
-"""Which keys of a configuration are read, noted by the configuration's own classes."""
+"""The keys of a configuration that are read, recorded by the configuration's own classes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sc
 PATIENCE = 240.0
 """Seconds; a machine may be several times slower than an idle one."""
 
-# Sites that bind tasks to processors by themselves are the ones that go wrong, so this one does.
+# Sites that bind tasks to processors by default are the ones that fail, so this one does.
 # Requeued jobs wait until their credentials have expired, two minutes by default.
 CONFIGURATION = """
 ClusterName=test
@@ -60,7 +60,7 @@ hostname "$0" && mount -t tmpfs none /dev/shm && mount --bind "$1" /etc/hosts &&
 
 
 def missing() -> str | None:
-    """Why there can be no cluster here; None where there can."""
+    """The reason why no cluster can be started here; None if one can."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"no {', '.join(absent)}; apt install slurmctld slurmd slurm-client munge util-linux"
@@ -83,7 +83,7 @@ class Cluster:
     """Name -> its slurmd."""
 
     def run(self, *command: str, extra: dict[str, str] | None = None) -> str:
-        """What a command of SLURM's prints."""
+        """The output of one of SLURM's commands."""
         done = subprocess.run(
             command,
             env={**self.environment, **(extra or {})},
@@ -198,7 +198,7 @@ def write_configuration(folder: Path, names: Sequence[str], *, cpus: int, gpus: 
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Free ports of loopback."""
     with ExitStack() as probes:
         sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
         for probe in sockets:

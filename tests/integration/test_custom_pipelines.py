@@ -24,7 +24,7 @@ NOBODY_REVISES = (
     "actor_rollout_ref.rollout.revision_max_tokens",
 )
 UNREAD = (*NOBODY_REVISES, "sandbox.workers")
-"""By a graph in which no node revises or asks for rewards."""
+"""The graph has no node that revises or rewards."""
 DAPO = (
     *("algorithm.filter_groups.enable=true", "data.gen_batch_size=6"),
     "actor_rollout_ref.rollout.n=4",
@@ -89,7 +89,7 @@ def test_a_pipeline_of_a_foreign_shape_runs_is_reported_saved_and_resumed(job: J
             assert run.codes == (0, 0), run.output[-8000:]
         runs[name] = [record["metrics"] for record in run.metrics()]
         report = (run.folder / "report.html").read_text()
-        # What was logged is drawn, and no reward that nobody gave.
+        # The report draws the logged metrics, and no reward, because there is none.
         assert "Foreign: vowels" in report and "Foreign: short" in report
         assert ">Reward<" not in report
         assert (run.folder / "checkpoints/global_step_4/trainer_state.json").is_file()
@@ -100,7 +100,7 @@ def test_a_pipeline_of_a_foreign_shape_runs_is_reported_saved_and_resumed(job: J
         # The loss and the pipeline were called with their options from the configuration.
         assert step["actor/pg_clipfrac_lower"] == pytest.approx(0.5, rel=1e-6)
         assert step["foreign/vowel_weight"] == 0.25
-    # No node asks for a sandbox, so there is none whose programs could be held.
+    # No node requires a sandbox, so none is started whose programs could be suspended.
     assert not any("sandbox/isolation" in step for step in runs["foreign"])
     for whole, stopped in zip(runs["foreign"], runs["foreign_stopped"], strict=True):
         for name in ("foreign/short", "foreign/vowels", "actor/loss", "actor/grad_norm"):

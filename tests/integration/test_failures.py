@@ -33,7 +33,7 @@ def _in_a_step(run: Run) -> bool:
         ("rank 0", _in_a_push, r"rank 0 \(pid {pid}\) died"),
         ("rank 1", _in_a_push, r"rank 1 \(pid {pid}\) died"),
         ("engine", _in_a_step, r"(rollout engine|engine hf) \(pid {pid}\b.* (died|is gone|killed)"),
-        # What computes inside the vLLM engine; the process that serves it is told by its absence.
+        # The process that computes inside the vLLM engine; its server notices that it has ended.
         (
             "vllm core",
             _in_a_step,
@@ -45,7 +45,7 @@ def _in_a_step(run: Run) -> bool:
             r"(rollout engine|engine sglang) \(pid \d+\b.* (died|is gone|exited)",
             marks=pytest.mark.long,
         ),
-        # It lives and says nothing any more; no collective waits for it that could give up.
+        # The process is alive but silent; no collective waits for it and could time out.
         ("silent engine", _in_a_step, r"rollout engine \(pid {pid}\) runs but has not answered"),
         ("sandbox", _in_a_step, r"sandbox service \(pid {pid}\) died"),
         ("launcher", _in_a_step, r"launcher"),
@@ -65,7 +65,7 @@ def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: s
     patience = ("trainer.failure_timeout=8",) if silent else ()
     extra = (f"{rollout}name={engine}", *cache, *patience)
     name = f"without {victim}".replace(" ", "_")
-    # How a launcher and its ranks are started is another test's; its own death is this one's.
+    # Another test covers the start of a launcher and its ranks; this one covers its death.
     preloaded = victim != "launcher"
     with job.launch(name, steps=10_000, extra=extra, preloaded=preloaded) as run:
         run.wait_for_steps(1)

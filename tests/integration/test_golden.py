@@ -24,7 +24,7 @@ Steps = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def golden_job(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """The same models and data as everywhere, in a folder where no other test's runs go on."""
+    """The models and data of all integration tests, in a folder that no other test uses."""
     return replace(job, folder=tmp_path_factory.mktemp("golden") / "runs")
 
 
@@ -77,7 +77,7 @@ def test_the_value_model_learns_first_and_the_kl_coefficient_adapts(
     assert "actor/grad_norm" not in first and first["critic/grad_norm"] > 0
     assert all(step["actor/grad_norm"] > 0 for step in later)
     assert later[0]["actor/ppo_kl_first"] == 0.0 == later[0]["actor/kl_to_reference"]
-    # It expected nothing before.
+    # The value model explains nothing before its first update.
     assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
     assert all(step["critic/explained_variance"] != 0.0 for step in later)
     # The loss depends on the step's returns, which are drawn anew; the share that is explained does

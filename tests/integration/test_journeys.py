@@ -122,7 +122,7 @@ def test_one_node(shell: Shell, actor_path: Path, solved: dict[str, str]) -> Non
     assert "stopped" in log.partition("run one_node/rl: 8 steps")[2]
     first = json.loads((out / "rl/timeline.jsonl").read_text().splitlines()[0])
     assert first["step"] == 1
-    # What the page's command for TensorBoard looks for.
+    # The files that the page's command for TensorBoard reads.
     assert list((out / "rl/tensorboard").glob("events.out.*"))
     assert (out / "rl/report.html").is_file() and (out / "rl/engine.log").is_file()
 
@@ -133,7 +133,7 @@ def test_own_reward(shell: Shell, solver: Path) -> None:
     trained = steps(out / "solver")
     assert len(trained) == 2 and all("reward/mean" in step for step in trained)
     reward = table(out / "solver")["after RL"]["reward/examples.journeys.own_reward:last_number"]
-    # Of 64 sums five are 8, six are 9.
+    # Five of 64 sums are 8, six are 9.
     assert reward in (5 / 64, 6 / 64)
 
 

@@ -43,7 +43,7 @@ UNFINISHED = {
     "convert_megatron_to_hf": "critic",
     "evaluate": "evaluation/results.json",
 }
-"""What a stage has not written before its end."""
+"""Files that a stage writes only at its end."""
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def judged(actor_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     overrides = [
         *(f"data.train_files={data}", "data.val_files=[]", f"{family}.model.path={actor_path}"),
         *(f"{family}.model.dtype=float32", f"{family}.rollout.name=hf"),
-        # A second optimizer step on the batch wants the log-probs from before the first.
+        # A second optimizer step on the batch needs the log-probs from before the first.
         f"{family}.actor.ppo_epochs=2",
     ]
     found = in_process("judge_beside_log_probs", overrides=overrides, rows=rows, lost=LOST)
@@ -97,7 +97,7 @@ def test_invalid_critiques_never_reach_the_sandbox(judged: dict[str, Any]) -> No
     # Nine rows, two without a judgment, and rows 6 and 7 share one program.
     assert len(judged["programs"]) == 6 and len(set(judged["programs"])) == 6
     assert judged["requests"] == 5
-    # Of the eight that were judged.
+    # The rate counts the eight samples that were judged.
     assert judged["metrics"]["reward/cached_rate"] == pytest.approx(1 / 8)
 
 

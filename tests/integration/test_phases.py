@@ -20,7 +20,7 @@ LEAVING = tuple(f"{MEGATRON}{part}_offload=true" for part in ("param", "grad", "
 
 
 def events_of(folder: Path) -> list[list[str]]:
-    """What each rank noted."""
+    """The notes of each rank."""
     return [(folder / str(rank)).read_text().splitlines() for rank in (0, 1)]
 
 
@@ -56,7 +56,7 @@ def train(
     stop_at: int = 0,
     te: bool = False,
 ) -> list[str]:
-    """What the first rank of a run of two steps noted; with ``stop_at`` it is stopped."""
+    """The notes of the first rank of a run of two steps; with ``stop_at`` it is stopped."""
     given = (*extra, *LEAVING, f"data.val_files={job.data}", "trainer.test_freq=1")
     run = run_forked(job, name, steps=2, extra=given, phases=phases, stop_at=stop_at, te=te)
     assert run.codes == ((130, 130) if stop_at else (0, 0)), run.output[-8000:]
@@ -106,6 +106,6 @@ def test_fine_tuning(job: Job, tmp_path: Path) -> None:
         )
         assert run.codes == (0, 0), run.output[-8000:]
         for events in events_of(folder):
-            # A checkpoint needs no gradients; the next step makes them anew.
+            # A checkpoint needs no gradients; the next step allocates them again.
             loaded = ["load", "offload", "onload"] if steps == 2 else []
             assert events == ["build", *loaded, "pass", "save", "offload"]

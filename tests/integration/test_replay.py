@@ -61,7 +61,7 @@ def test_a_dump_holds_the_step(dumped: ForkedRun) -> None:
         assert dump.metrics is not None
         known = recorded(dumped, step)
         assert {n: known[n] for n in dump.metrics} == dict(dump.metrics)
-        # What the update computed itself is not what it was computed from.
+        # A field that the update computes is no input of the update.
         assert "old_log_probs" in dump.updated and "old_log_probs" not in dump.batch
         assert {row.id for row in dump.rows} == set(dump.batch["problem_id"].tolist())
         # Texts, as drawn: each of two samples for four rows.

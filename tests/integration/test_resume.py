@@ -33,7 +33,7 @@ def test_a_killed_run_repeats_the_uninterrupted_one(job: Job, whole_run: Run) ->
         run.kill()
     done = [record["step"] for record in run.metrics()]
     assert done[-1] < 4
-    # Each step tells of the save before it.
+    # Each step reports the save before it.
     told = ["checkpoint/blocked_seconds" in record["metrics"] for record in run.metrics()]
     assert told == [False] + [True] * (len(told) - 1)
     with job.launch("killed", steps=4, extra=saving, preloaded=True) as again:

@@ -1,7 +1,7 @@
 """The training scripts in a real SLURM: ``make test-slurm``.
 
 One job, as a cluster treats it over days: its time limit comes near, a machine is lost, a rank
-crashes, and somebody cancels it. Each time but the last it must go on where it was.
+crashes, and a user cancels it. Each time but the last it must go on where it was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the runs of this folder train on: models that can speak two words, and problems they solve.
+"""Models and data of this folder's runs: models that write two words, and problems they solve.
 
 A random model never writes a judgment, so it would never be judged either. The critic here has been
 taught one chain of tokens per judgment and draws a whole one about every second time; the proxy
@@ -61,7 +61,7 @@ def chain_model(
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            # vLLM's CPU attention wants heads of at least 32.
+            # vLLM's CPU attention requires heads of at least 32.
             "head_dim": 32,
             "initializer_range": 0.05,
         }

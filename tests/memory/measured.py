@@ -1,4 +1,4 @@
-"""Bytes that real models really hold, counted in a process of its own.
+"""Bytes that real models really use, counted in a separate process.
 
 Layouts of many ranks are built rank by rank under torch's fake process group: its collectives
 return at once, and all memory is allocated as it would be. Models too large for a host are built
@@ -154,7 +154,7 @@ def build(kind: str, shape: ModelShape, groups: Any, *, chunk: int = 128, **opti
 
 
 def tokens(shared: bool) -> int:
-    """Of the batch; ``shared``: of that in which half of each response is a prompt of all."""
+    """Tokens of the batch; if ``shared``, with half of each response as a prompt of all rows."""
     if shared:
         return RESPONSE // 2 + PROMPT + ROWS * RESPONSE // 2
     return ROWS * (PROMPT + RESPONSE)
@@ -228,7 +228,7 @@ def total(tensors: Sequence[torch.Tensor]) -> int:
     return sum({storage(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-# What the tests ask for
+# Functions that the tests call
 
 
 def large_ranks(config: str, layout: dict[str, int], ranks: Sequence[int]) -> list[dict[str, int]]:
@@ -243,7 +243,7 @@ def large_ranks(config: str, layout: dict[str, int], ranks: Sequence[int]) -> li
 
 
 def small_ranks(cases: Sequence[dict[str, Any]]) -> list[dict[str, int]]:
-    """What the first rank of each stage holds in host memory, for every case and stage."""
+    """Bytes of the first rank of each stage in host memory, for every case and stage."""
     found = []
     for case in cases:
         layout = Layout(**case["layout"])
@@ -343,7 +343,7 @@ def resident(model: Any) -> set[int]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of storages that operations make, while they live, and the most of them at a time."""
+    """Counts the bytes of storages that operations make and that still exist, and their peak."""
 
     def __init__(self, known: set[int]) -> None:
         super().__init__()

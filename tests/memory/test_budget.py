@@ -1,4 +1,4 @@
-"""What fits, what is refused, and in which words."""
+"""Configurations that fit, configurations that are refused, and the messages."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused_in_a_line_whose_remedy_helps(name: str) ->
         require_fit(changed, shapes, gpu_memory=MEMORY)
 
 
-def test_a_model_too_large_for_its_gpus_is_told_to_spread_out() -> None:
+def test_a_model_too_large_for_its_gpus_gets_a_larger_layout_as_remedy() -> None:
     config, shapes = example("ctrl_7b.yaml")
     large = shape_of("qwen2.5-72b.json")
     shapes = ModelShapes(actor=large, reference=large, value=None)
@@ -157,7 +157,7 @@ def test_an_engine_without_room_for_one_sequence_is_refused() -> None:
 
 
 def test_the_old_7b_example_would_not_have_fitted() -> None:
-    """It had no offloading, selective recomputation and micro-batches of 16384 tokens."""
+    """The run had no offloading, selective recomputation and micro-batches of 16384 tokens."""
     old = [f"{M}{key}_offload=false" for key in ("param", "optimizer", "grad")]
     old += [f"{M}recompute_granularity=selective"]
     old += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384"]
@@ -237,7 +237,7 @@ def test_micro_batches_under_way_are_those_of_megatrons_schedule(
 
     pp = data.draw(st.integers(0, stages - 1))
     if virtual > 1:
-        micro *= stages  # the interleaved schedule wants whole rounds
+        micro *= stages  # the interleaved schedule requires whole rounds
     group = SimpleNamespace(size=lambda: stages, rank=lambda: pp)
     virtual_size = virtual if virtual > 1 else None
     talker: Any = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=virtual_size)

@@ -179,7 +179,7 @@ def test_a_whole_step_over_gloo_takes_what_is_planned(tmp_path: Path) -> None:
 
 
 def test_fused_swiglu_keeps_three_fifths(tmp_path: Path) -> None:
-    """What Transformer Engine's plan counts on, by Megatron's own kernel."""
+    """The plan's assumption about Transformer Engine, checked with Megatron's own kernel."""
     megatrons = {"use_te_activation_func": False}
     plain = case(overrides=megatrons)
     fused = case(overrides={**megatrons, "bias_activation_fusion": True})

@@ -1,4 +1,4 @@
-"""What a run writes to its disk, and that it is refused at start where there is no room."""
+"""The bytes that a run writes to disk; a run without room for them is refused at start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ctrl_megatron.models.families import hf_names, hf_shape
 from ctrl_megatron.pipeline import inputs
 
 PARAMETERS = 7_615_616_512
-"""Of Qwen2.5-7B, as its model card counts them."""
+"""Parameters of Qwen2.5-7B according to its model card."""
 
 
 def test_a_checkpoint_has_weights_moments_and_master_weights() -> None:
@@ -54,7 +54,7 @@ def test_as_many_are_there_at_once_as_are_kept_and_written(
     trainer = replace(config.trainer, **{"total_training_steps": None, **given})
     use = disk_use(replace(config, trainer=trainer), shapes, "rl")
     assert (use.checkpoints, use.exports) == (checkpoints, exports)
-    # What an earlier start has left is there already; the newest needs room in any case.
+    # Checkpoints of an earlier start already have their room; a new one always needs some.
     least = use.still_needed(10**15)
     assert least >= use.checkpoint
     assert use.still_needed(use.checkpoint) == max(use.total - use.checkpoint, least)

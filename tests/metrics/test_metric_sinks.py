@@ -210,7 +210,7 @@ def wandb_stand_in(calls: list[tuple[str, dict[str, Any]]]) -> ModuleType:
         *,
         resume: str | bool | None = None,
     ) -> WandbRun:
-        # What wandb refuses.
+        # Values that wandb refuses.
         assert id is not None and not set(id) & set(":;,#?/'")
         told = {"project": project, "dir": dir, "id": id, "name": name, "resume": resume}
         calls.append(("init", {**told, "config": config}))

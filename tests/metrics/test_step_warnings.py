@@ -1,4 +1,4 @@
-"""Metrics that should make somebody look are told, and others are not."""
+"""Suspicious metrics cause a warning, and others do not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_warning_has_its_example() -> None:
 
 
 @pytest.mark.parametrize("name", WORRYING)
-def test_a_worrying_step_is_told(name: str) -> None:
+def test_a_suspicious_step_is_reported(name: str) -> None:
     warnings, (metric, value) = StepWarnings(), WORRYING[name]
     assert warnings.of(HEALTHY) == {} and warnings.of({}) == {}
     assert set(warnings.of({**HEALTHY, metric: value})) == {name}

@@ -1,4 +1,4 @@
-"""A command in a process of its own that begins with everything imported: a test may let it get a
+"""A command in a separate process that begins with everything imported: a test may let it get a
 signal at an exact place, run it as an ordinary user, and look at how it ends.
 """
 
@@ -82,7 +82,7 @@ def started(
 
 
 def run(module: str, arguments: list[str], folder: Path, **more: Any) -> tuple[int, str]:
-    """(exit code, output) of a command that ends by itself."""
+    """(exit code, output) of a command that ends without a signal."""
     with started(module, arguments, folder, **more) as command:
         return command.ends(), command.output()
 

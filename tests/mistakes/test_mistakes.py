@@ -53,9 +53,9 @@ class Case:
     name: str
     tool: str
     arguments: str
-    """Of the command, after the configuration file."""
+    """Arguments of the command, after the configuration file."""
     named: str
-    """What the message must say, in any case."""
+    """Text that the message must contain, in upper or lower case."""
     spoil: Spoil = lambda folder: None
     environment: tuple[tuple[str, str], ...] = ()
     only_alone: bool = False
@@ -506,7 +506,7 @@ CASES = [
     rl("unknown loss", _A + "actor.policy_loss=none", "policy_loss"),
     rl("no such logger", "trainer.logger=[console,mlflow]", "mlflow"),
     rl("unknown logger", "trainer.logger=[paper]", "trainer.logger"),
-    # Where it writes and continues.
+    # The folder in which the command writes and continues.
     rl("a file is there", "trainer.default_local_dir=run.yaml", "run.yaml"),
     rl(
         "files of others",
@@ -987,7 +987,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def starts_ranks(case: Case) -> bool:
-    """Whether it is told before ranks are started."""
+    """Whether the command also reports the mistake before it starts ranks."""
     own = case.only_alone or case.environment or "--nproc-per-node" in case.arguments
     return case.tool in TRAINING and not own
 

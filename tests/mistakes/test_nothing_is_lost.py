@@ -1,4 +1,4 @@
-"""A full disk, a folder of somebody else, a second run, files of the user: nothing is lost."""
+"""A full disk, another user's folder, a second run, files of the user: nothing is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Path]:
-    """Where every user may look."""
+    """A folder that every user may read."""
     folder = Path(tempfile.mkdtemp(prefix="ctrl-world-"))
     folder.chmod(0o755)
     try:

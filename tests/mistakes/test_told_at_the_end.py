@@ -1,4 +1,4 @@
-"""What is noticed only while a command works: servers, empty results, an output that is full."""
+"""Mistakes that a command notices only while it works: servers, empty results, a full output."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Started(Exception):
 def refusal(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
 ) -> str:
-    """What the command says when it refuses; it must be a line."""
+    """The command's refusal, which must be one line."""
 
     def starts(*_: object, **__: object) -> None:
         raise Started

@@ -41,7 +41,7 @@ NO_FILES = ("none/at/all", "/dev/full", "/dev/zero", "n" * 300)
 
 
 class Parsed(BaseException):
-    """What a command was about to read."""
+    """The file that a command was about to read."""
 
 
 def actions_of(module: str, monkeypatch: pytest.MonkeyPatch) -> list[argparse.Action]:

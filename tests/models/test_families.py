@@ -106,7 +106,7 @@ def whole_parameter(
     tensor: int,
     tp: int,
 ) -> torch.Tensor:
-    """What Megatron's rank must hold, from Megatron's own description of its layers."""
+    """The tensors of a rank, from Megatron's own description of its layers."""
     at = f"model.layers.{layer}."
     groups, head = shape.num_query_groups, shape.head_dim
     if "linear_qkv" in param.name:
@@ -162,7 +162,7 @@ def test_shards_hold_what_megatron_expects(name: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_split_dim_tells_which_dimension_is_cut(name: str, layout: Layout) -> None:
+def test_split_dim_is_the_dimension_that_is_cut(name: str, layout: Layout) -> None:
     _, shape = family(name)
     alone = {
         param.name: param.shape

@@ -72,7 +72,7 @@ def test_copies_lie_behind_each_other_and_later_tensors_get_a_block_of_their_own
         assert len(storages) == len(tensors) - 1
         away.come_back()
         assert all(t.equal(w) for t, w in zip(tensors, wanted, strict=True))
-        # As an optimizer's moments do.
+        # An optimizer's moments do the same.
         if len(tensors) == 2:
             tensors.append(torch.full((7,), 2.0))
             wanted.append(tensors[-1].clone())

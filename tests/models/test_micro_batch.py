@@ -89,7 +89,7 @@ def grouped(seed: int, groups: int, size: int) -> dict[str, torch.Tensor]:
 
 @settings(deadline=None)
 @given(st.integers(0, 2**31 - 1), st.integers(1, 3), st.integers(1, 5), st.integers(P + R, 40))
-def test_a_prompt_stands_once_before_the_responses_that_follow_it(
+def test_a_prompt_occurs_once_before_the_responses_that_follow_it(
     seed: int, groups: int, size: int, budget: int
 ) -> None:
     batch = grouped(seed, groups, size)
@@ -112,7 +112,7 @@ def test_a_prompt_stands_once_before_the_responses_that_follow_it(
         distinct = {place.prompt_end for place in micro.packed.layout.rows}
         if budget == 40 and groups == 1:
             assert len(distinct) == len(set(keys))
-        # Every response token is predicted by what stands before it in its row.
+        # Every response token is predicted by the tokens before it in its row.
         for local, column, before, target in zip(
             *(x.tolist() for x in (micro.row_of, micro.column_of, micro.predictors, micro.targets)),
             strict=True,

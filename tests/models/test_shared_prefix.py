@@ -148,7 +148,7 @@ def never(*_: Any, **__: Any) -> torch.Tensor:
 
 
 def in_its_place(kernel: str) -> Callable[..., torch.Tensor]:
-    """Where Transformer Engine is installed and has no kernel for this GPU or type."""
+    """Transformer Engine is installed and has no kernel for this GPU or type."""
 
     def compute(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
         with pytest.MonkeyPatch.context() as patch:

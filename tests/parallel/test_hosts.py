@@ -17,7 +17,7 @@ def test_this_process_and_its_neighbour_are_on_one_host() -> None:
 
 
 def test_a_host_is_known_by_the_address_that_others_reach() -> None:
-    """Rank 0's own name often leads to loopback where it stands."""
+    """Rank 0's own name often resolves to loopback on its own host."""
     hosts = number_hosts([("east", 0), ("east", 0), ("west", 0), ("south", 0), ("south", 0)])
     ways = [
         *[Way(own="127.0.0.1", peer="127.0.1.1")] * 2,

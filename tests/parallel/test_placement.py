@@ -1,4 +1,4 @@
-"""Which engine runs where: every GPU in exactly one engine."""
+"""The placement of engines: every GPU is in exactly one engine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_hosts_may_differ(first: int, second: int, tensor: int) -> None:
     assert (len(plan.on(0)), len(plan.on(1))) == (first, second)
 
 
-def test_a_host_on_a_cpu_has_one_engine_unless_it_is_told_otherwise() -> None:
+def test_a_host_on_a_cpu_has_one_engine_by_default() -> None:
     assert len(placed(2, 4, 1, visible=None).engines) == 2
     assert len(placed(2, 4, 3, visible=None).engines) == 2
     assert len(placed(2, 2, 1, gpus=2, visible=None).engines) == 4

@@ -204,7 +204,7 @@ def test_logits_that_fit_into_a_chunk_are_computed_once(monkeypatch: pytest.Monk
             )
         return found, seen.count
 
-    # As many bytes as a chunk in float32, and a token less.
+    # The bytes of a chunk in float32, less one token.
     (kept, products), (anew, more) = results(tokens // 2), results(tokens // 2 - 1)
     assert (products, more) == (3 * tiles, 4 * tiles)
     for left, right in zip(kept, anew, strict=True):
@@ -225,7 +225,7 @@ def test_tiles_of_any_size_and_megatrons_buffer_give_the_same_gradients(
     monkeypatch.setattr(vocab, "_COLUMNS", 16)
     hidden.requires_grad_()
     weight.requires_grad_()
-    # What another micro-batch has left there.
+    # Values left over from another micro-batch.
     weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
     log_probs, entropy = linear_log_probs(
         hidden, weight, targets, vocab_size=300, chunk=chunk, is_embedding=is_embedding

@@ -1,4 +1,4 @@
-"""What a run refuses when it starts, since only then it can be known."""
+"""Mistakes in a graph that a run can only find, and refuses, when it starts."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_what_a_node_says_to_read_may_be_given(start: Callable[..., Config]) -> 
 def test_a_file_of_another_pipeline_may_be_used(
     start: Callable[..., Config], tmp_path: Path
 ) -> None:
-    """What the file says is refused only where the file names the pipeline too."""
+    """Settings of the file are refused only if the file names the pipeline too."""
     start(function="foreign")
     file = tmp_path / "run.yaml"
     file.write_text("reward: {run_timeout: 3}\n")

@@ -1,4 +1,4 @@
-"""What is told of a GPU's memory, against stand-ins for PyTorch's counters."""
+"""The metrics of a GPU's memory, against stand-ins for PyTorch's counters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_phases_keep_their_own_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
             allocator.engine = 30
     with timeline.phase("update"):
         allocator.pass_with(5)
-    # What runs aside is no phase of the device.
+    # A node that runs aside is no phase of the device.
     with timeline.phase("sandbox", kind="host"):
         allocator.pass_with(70)
     with timeline.phase("save"):

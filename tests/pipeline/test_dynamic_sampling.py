@@ -1,4 +1,4 @@
-"""Which groups dynamic sampling keeps, and what it keeps over a checkpoint."""
+"""The groups that dynamic sampling keeps, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def judged(uid: str, reward: float | None, *, style: float = 0.0) -> Sample:
 def test_only_groups_with_different_rewards_are_useful() -> None:
     rows = [
         *(judged("mixed", 0.0), judged("equal", 1.0), judged("mixed", 0.5), judged("equal", 1.0)),
-        # What could not be judged says nothing, but stays with its group.
+        # A sample that was not judged carries no signal, but stays in its group.
         *(judged("lost", None), judged("lost", 1.0), judged("mixed", None)),
     ]
     weights = {"format": 1.0, "critic": 2.0, "overlong": 1.0, "soft_overlong_punishment": 1.0}

@@ -1,4 +1,4 @@
-"""Who is named when an engine has not been heard of."""
+"""The error about a silent engine names the right process."""
 
 from __future__ import annotations
 

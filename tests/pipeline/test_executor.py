@@ -1,4 +1,4 @@
-"""How a graph is walked: branches, host nodes that retry, nodes that filter rows."""
+"""The execution of a graph: branches, host nodes that retry, nodes that filter rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ctrl_megatron.pipeline.graph import NodeOutput
 
 @pytest.fixture
 def worker() -> Iterator[Any]:
-    """One rank that is its own leader and that nobody asks to stop."""
+    """A single rank, its own leader, that is never stopped."""
     background = BackgroundLoop()
     yield SimpleNamespace(
         groups=SimpleNamespace(

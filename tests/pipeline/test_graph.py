@@ -281,7 +281,7 @@ def test_order_of_random_graphs(data: st.DataObject) -> None:
     assert sorted(order) == sorted(f"n{i}" for i in range(size))
     done: set[str] = set()
     for node_id in order:
-        # Of everything that could run now, the first inserted runs.
+        # If several nodes can run, the first inserted one runs.
         ready = [n for n in graph.nodes if n not in done and set(graph.rev_adj[n]) <= done]
         assert node_id == ready[0]
         assert graph.get_ancestors(node_id) <= done

@@ -49,5 +49,5 @@ def test_a_group_is_judged_once_and_all_its_rows_get_the_baseline() -> None:
     assert [item.judgment for item in seen] == [True, None, False]
     baselines = output.fields["reward_baselines"]
     assert baselines[[0, 2, 3]].tolist() == [0.25, 0.25, 0.5]
-    # What could not be judged is no baseline.
+    # A critique that was not judged is no baseline.
     assert torch.isnan(baselines[1])

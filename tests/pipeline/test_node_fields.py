@@ -38,7 +38,7 @@ def config_of(*overrides: str) -> Config:
 
 
 def check(config: Config, *without: str, **instead: tuple[Callable[..., Any], dict]) -> None:
-    """Of the chain of all nodes but those ``without``, in its order."""
+    """The chain of all nodes except ``without``, in its order."""
     pipeline, before = Pipeline("mine"), list[str]()
     for name, (function, options) in ({**CHAIN, **instead}).items():
         if name not in without:
@@ -76,7 +76,7 @@ def check(config: Config, *without: str, **instead: tuple[Callable[..., Any], di
         ((), ("draw", *OF_VALUES), "the node 'correction' .* needs the field rollout_log_probs"),
     ],
 )
-def test_what_a_graph_lacks_is_told_by_key_and_node(
+def test_a_missing_field_is_reported_with_key_and_node(
     overrides: tuple[str, ...], lacks: tuple[str, ...], said: str
 ) -> None:
     config = config_of(*overrides)

@@ -1,4 +1,4 @@
-"""Which steps compute ``old_log_probs`` before the update, and which take the update's own."""
+"""Steps that compute ``old_log_probs`` before the update, and steps that use the update's own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_one_step_on_the_weights_that_drew_the_batch_needs_none(overrides: tuple
     graph = ctrl_pipeline(config_of(*overrides))
     assert "old_log_prob" not in graph.nodes
     order = graph.get_topological_sort()
-    # What is reported of them waits until the update has computed them.
+    # Their metrics are reported after the update has computed them.
     assert order.index("actor_update") < order.index("rollout_correction")
 
 
@@ -65,7 +65,7 @@ def test_the_pipeline_without_critiques_ends_the_same_way() -> None:
     assert "old_log_prob" in grpo_pipeline(config_of(*keys, _A + "ppo_epochs=3")).nodes
 
 
-def test_a_pipeline_that_forgot_the_node_is_told() -> None:
+def test_a_pipeline_without_the_node_is_refused() -> None:
     worker: Any = SimpleNamespace(actor_learns=True, config=config_of(_A + "ppo_epochs=2"))
     ones = torch.ones(2, 3)
     batch = TensorDict({"response_mask": ones.bool(), "advantages": ones}, batch_size=[2])

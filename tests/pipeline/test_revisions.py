@@ -87,7 +87,7 @@ def test_equal_critiques_of_one_solution_are_answered_once(monkeypatch: pytest.M
 def test_a_critique_that_leaves_no_room_for_a_revision_is_left_out_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The engine is asked for what fits alone, and nothing is said of the rest."""
+    """The engine gets only the prompts that fit, and the rest causes no message."""
 
     def generate(worker: Any, role: str, prompts: Any, params: Any) -> Any:
         assert max(map(len, prompts), default=0) + params.max_tokens <= worker.max_model_len

@@ -169,7 +169,7 @@ def test_a_shared_prompt_weighs_once() -> None:
         assert [{r.uid for r in part} for part in dealt] == wanted
 
 
-def test_one_rank_keeps_its_rows_and_asks_nobody() -> None:
+def test_one_rank_keeps_its_rows_without_communication() -> None:
     rows = [row("a", 3)]
     alone = SimpleNamespace(layout=SimpleNamespace(data=1))
     assert level_over_data_ranks(rows, alone, shared_prefix=True) is rows  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ def test_rows_of_unequal_number_are_refused() -> None:
 def test_how_rewards_lie(rewards: list[float], sizes: list[int]) -> None:
     """Shares of a histogram are a whole; a group of equal rewards teaches nothing."""
     uids = [f"u{n}" for n, size in enumerate(sizes) for _ in range(size)][: len(rewards)]
-    # As where a format is right in all of them: groups are compared by what they are trained on.
+    # A format may be right in all of them; groups are compared by the score that trains.
     found = reward_spread(torch.tensor(rewards), torch.tensor(rewards) * 2 + 1, uids)
     same = found.pop("advantage/zero_std_rate").tolist()
     known = [(uid, r) for uid, r in zip(uids, rewards, strict=True) if not math.isnan(r)]

@@ -1,4 +1,4 @@
-"""What becomes of rows whose rewards are lost."""
+"""The treatment of rows whose rewards are lost."""
 
 from __future__ import annotations
 

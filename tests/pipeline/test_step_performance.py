@@ -1,4 +1,4 @@
-"""What a step reports about its own speed, and the critiques that it shows."""
+"""The metrics of a step's speed, and the critiques that it shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ctrl_megatron.pipeline.performance import step_performance
 
 
 def model(passes: int, updates: int) -> Any:
-    """What has computed so many operations."""
+    """A model that has computed this many operations."""
     return SimpleNamespace(take_flops=lambda: (passes, updates))
 
 
@@ -54,7 +54,7 @@ def test_speed_counts_every_rank_and_every_pass() -> None:
     batch = TensorDict(masks, batch_size=[2])
     found = step_performance(stage, batch)
     assert found["perf/tokens_per_second"] == pytest.approx((3 + 2 + 3) / 12)
-    # Of the policy's passes and updates and the reference's passes, in seven seconds.
+    # The sum of the policy's passes and updates and the reference's passes, in seven seconds.
     assert "perf/engine_balance" not in found
     assert found["perf/mfu"] == pytest.approx((100 + 6000 + 200 + 3) / (7 * 4 * 1e3))
 

@@ -1,4 +1,4 @@
-"""What a step reports of the weights that it pushed."""
+"""The metrics of a push."""
 
 from __future__ import annotations
 

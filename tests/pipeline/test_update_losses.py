@@ -1,5 +1,5 @@
-"""What the optimizers minimise, against formulas in plain Python: every term with its sign and its
-share of the mini-batch."""
+"""The losses that the optimizers minimise, against formulas in plain Python: every term
+with its sign and its share of the mini-batch."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_the_value_models_loss_is_half_the_larger_square(mode: str) -> None:
 
 @pytest.fixture
 def own_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten when it ends."""
+    """Remove the registrations of a test when it ends."""
     monkeypatch.setattr(POLICY_LOSS_REGISTRY, "_entries", dict(POLICY_LOSS_REGISTRY._entries))
 
 

@@ -25,7 +25,7 @@ def completion(token: int) -> Completion:
 
 
 class Rank:
-    """One of several data-parallel ranks; notes what it asks for and what it judges."""
+    """One of several data ranks; records the prompts that it sends and the rows that it judges."""
 
     def __init__(self, rows: int, size: int, rank: int, ranks: int, lost: int | None) -> None:
         self.config = load_config(
@@ -115,7 +115,7 @@ def test_every_file_of_several_has_rates_of_its_own() -> None:
     worker.validation.sets = {"easy": {"0", "1"}, "hard": {"1", "2", "3"}, "lost": {"2"}}
     rates = conversation.validate(worker)  # type: ignore[arg-type]
     assert rates["rounds"] == 3.0 and rates["unjudged"] == 1.0
-    # A row that stands in two files counts in both, and once in all.
+    # A row that is in two files counts in both, and once in the total.
     assert rates["easy/rounds"] == 2.0 and "easy/unjudged" not in rates
     assert (rates["hard/rounds"], rates["hard/unjudged"]) == (2.0, 1.0)
     assert rates["lost/rounds"] == 0.0 and "lost/solved_after" not in rates

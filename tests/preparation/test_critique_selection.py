@@ -216,7 +216,7 @@ def test_problems_fall_into_three_parts_by_their_names() -> None:
     shares = Shares(val=0.2, sft=0.5)
     parts = [shares.part_of(name) for name in names]
     assert all(abs(parts.count(p) / 4000 - s) < 0.03 for p, s in (("val", 0.2), ("sft", 0.4)))
-    # What is held out stays so, whatever the other share is.
+    # Problems that are held out stay so, whatever the other share is.
     other = [Shares(val=0.2, sft=0.1).part_of(name) for name in names]
     assert [p == "val" for p in parts] == [p == "val" for p in other]
     assert {Shares(val=0, sft=0).part_of(name) for name in names} == {"rl"}

@@ -137,7 +137,7 @@ def test_a_file_that_an_editor_of_windows_wrote_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b'{"id": "\xff"}\n', b"\xff\xfe{\x00}\x00\n\x00", b"\x1f\x8bxx"])
-def test_bytes_that_are_no_text_are_told_with_their_line(tmp_path: Path, data: bytes) -> None:
+def test_bytes_that_are_no_text_are_reported_with_their_line(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "x.jsonl"
     file.write_bytes(json.dumps(FUNCTION).encode() + b"\n" + data)
     with pytest.raises(ValueError, match=r"x\.jsonl line 2 is no UTF-8"):

@@ -344,7 +344,7 @@ def test_every_format_becomes_problems_that_are_judged_rightly(
         *(2, 4, 2)
     ]
     assert problems["taco/1"].time_limit == 2.5
-    # What a set says around its statements is left out; our prompts have their own words.
+    # A set's texts around its statements are left out; our prompts have their own words.
     assert problems["open_r1/vcp_1"].statement == "Add two numbers."
     assert problems["verl/taco/1"].statement == "Add two."
     assert problems["codeforces/4/A"].statement == (

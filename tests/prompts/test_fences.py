@@ -1,4 +1,4 @@
-"""Where fenced blocks are, against the CommonMark parser markdown-it."""
+"""The places of fenced blocks, against the CommonMark parser markdown-it."""
 
 from __future__ import annotations
 

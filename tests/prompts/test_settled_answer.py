@@ -1,4 +1,4 @@
-"""Answers with odd fences: put right, left alone or told to be unreadable."""
+"""Answers with odd fences: corrected, left alone or reported as unreadable."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ CASES = {
 
 
 @pytest.mark.parametrize(("text", "kind", "program"), CASES.values(), ids=CASES)
-def test_the_program_is_where_everybody_looks(text: str, kind: str, program: str | None) -> None:
+def test_an_answer_settles_to_the_expected_program(
+    text: str, kind: str, program: str | None
+) -> None:
     settled = settle_answer(text)
     assert settled.kind == kind
     if kind != "normalised":

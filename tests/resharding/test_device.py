@@ -1,4 +1,4 @@
-"""Who holds the device: what engine and models are told, in which order, and what is refused."""
+"""The owner of the device: the order of calls to engine and models, and the refused calls."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class OneTensor:
 
 
 class NotedEngine:
-    """Writes down what it is asked for; refuses what a sleeping engine could not do."""
+    """Records its calls; refuses those that a sleeping engine could not execute."""
 
     def __init__(self, events: list[str]) -> None:
         self.events, self.asleep = events, set[str]()

@@ -30,7 +30,7 @@ class OneRank:
     is_first_here = True
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """There is no other rank to wait for."""
 
     def from_first_here(self, value: Any) -> Any:
         return value

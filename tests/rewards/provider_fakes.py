@@ -66,7 +66,7 @@ async def execute(*command: str, stdin: str, seconds: float) -> tuple[str, str, 
 
 @dataclass
 class FakeService:
-    """What the fakes do besides working, and what they saw."""
+    """The faults that the fakes should produce, and the requests that they received."""
 
     faults: list[tuple[int, Any]] = field(default_factory=list)
     """(HTTP status, JSON) of the next answers, before real ones."""
@@ -162,7 +162,7 @@ class Machines:
 
 
 async def in_shell(folder: Path, command: str, seconds: float) -> tuple[str, str, int]:
-    """As a machine would run it; its temporary folder is ``folder``."""
+    """Run it as a machine would; its temporary folder is ``folder``."""
     local = command.replace("/tmp/job", str(folder / "job"))
     out, err, code = await execute("bash", "-c", local, stdin="", seconds=seconds)
     return out, err, 128 + signal.SIGKILL if code is None else code

@@ -9,7 +9,7 @@ from ctrl_megatron.types import Verdict
 
 
 def named(name: str) -> Verdict:
-    """A verdict that is told apart by its name; ``unsure`` is a time-out."""
+    """A verdict with this name as its mark; ``unsure`` is a time-out."""
     return Verdict(passed=(True,), total=1, detail=(name,), timed_out=name == "unsure")
 
 

@@ -41,7 +41,7 @@ Make = Callable[..., tuple[RewardModelForCritic, ScriptedSandbox]]
 
 def by_marker(request: SubmitRequest) -> list[bool | None]:
     """The program says what it passes: ``# +-?`` passes, fails, runs out of time. Stops early
-    unless told not to.
+    unless ``run_all_cases`` is set.
     """
     marks = request.completion.partition("# ")[2].partition("\n")[0]
     verdicts: list[bool | None] = [{"+": True, "-": False, "?": None}[mark] for mark in marks]
@@ -379,7 +379,7 @@ class TestFaults:
         assert "for 3 test(s)" in outcome.error
 
 
-def test_an_outcome_tells_what_happened(make: Make) -> None:
+def test_an_outcome_records_what_happened(make: Make) -> None:
     model, _ = make()
     (outcome,) = asyncio.run(judge(model, [INCORRECT], [block("# +-+")], [function_row()]))
     verdict = Verdict(passed=(True, False, True), total=3, detail=("", "ValueError: no", ""))
@@ -418,7 +418,7 @@ def test_a_batch_reads_the_tests_of_a_row_and_a_program_once(
     assert calls == {"_tests_of": 3, "extract_code": 12}
     assert [r.config.run_timeout for r in sandbox.requests] == [2.0, 2.0, 1.0] * 4
 
-    # A row of its own with the same id is not taken for the other.
+    # Another row with the same id is not taken for this one.
     changed = replace(rows[0], selected_uts=("assert add(9, 9) == 18",), solution="new")
     asyncio.run(judge(model, [CORRECT] * 2, [block("# +++"), block("# +")], [rows[0], changed]))
     data: list[Any] = [request.config.provided_data for request in sandbox.requests[-2:]]

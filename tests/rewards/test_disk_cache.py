@@ -227,7 +227,9 @@ def test_a_file_that_breaks_later_is_an_error_for_those_who_wait(tmp_path: Path)
     other.execute("UPDATE results SET value = 'nonsense'")
     with pytest.raises(CacheFileError, match="cannot be read"):
         asyncio.run(cache.get("k", run))
-    other.execute("BEGIN IMMEDIATE")  # somebody holds the file for longer than is waited
+    other.execute(
+        "BEGIN IMMEDIATE"
+    )  # another connection locks the file for longer than the cache waits
     with pytest.raises(CacheFileError, match="locked"):
         asyncio.run(cache.get("k2", run))
     other.execute("ROLLBACK")
@@ -292,7 +294,7 @@ def _judge_once(path: str, file: str, results: Any) -> None:
     results.put((rewards, len(judge.requests)))
 
 
-def test_a_second_run_of_a_critic_asks_nobody(tmp_path: Path) -> None:
+def test_a_second_run_of_a_critic_sends_no_request(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.parquet", function_record())
     context = multiprocessing.get_context("spawn")
     seen = []
@@ -307,7 +309,7 @@ def test_a_second_run_of_a_critic_asks_nobody(tmp_path: Path) -> None:
     assert seen == [([pytest.approx(2 / 3)] * 3, 1), ([pytest.approx(2 / 3)] * 3, 0)]
 
 
-def test_the_key_tells_apart_whatever_may_change_a_verdict(
+def test_the_key_contains_whatever_may_change_a_verdict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def key(code: str = "x = 1", run_all: bool = True, identity: Any = None, **fields: Any) -> str:

@@ -43,7 +43,7 @@ ADD_ONE = "def f(x):\n    return x + 1"
 async def provider(
     name: str, folder: Path, *, service: FakeService | None = None, **options: Any
 ) -> AsyncIterator[Any]:
-    """A provider over its fake; ``provider.machines`` or ``service`` tell what happened."""
+    """A provider over its fake; ``provider.machines`` or ``service`` records what happened."""
     options = {"attempts": 2, "backoff": 0.01, **options}
     service = service or FakeService()
     machines = Machines(folder)
@@ -225,7 +225,7 @@ def test_an_answer_that_makes_no_sense_is_an_error(tmp_path: Path) -> None:
                 service.faults = [(200, answer)]
                 with pytest.raises(ProviderError):
                     await made.submit(function_request(ADD_ONE, TESTS[:1]))
-            # A machine without a working Python: the harness never speaks.
+            # A machine without a working Python: the harness never answers.
             broken = {"stdout": "", "stderr": "python3: not found", "code": 127, "signal": None}
             service.faults = [(200, {"run": broken})]
             with pytest.raises(ProviderError, match=r"did not start.*python3: not found"):
@@ -293,7 +293,7 @@ def check_verdict(
 def test_what_sandbox_fusion_says_of_compiler_and_program(
     answer: dict[str, Any], expected: str | None, tmp_path: Path
 ) -> None:
-    """The verdict's detail, empty where it passed; None where the answer tells of no ending."""
+    """The verdict's detail, empty if it passed; None if the answer reports no ending."""
     reply = {"status": "Failed", "message": "", **answer}
     check_verdict("sandbox_fusion", reply, expected, tmp_path)
 
@@ -320,7 +320,7 @@ SIGKILL = {"stdout": "", "stderr": "", "code": None, "signal": "SIGKILL"}
 def test_what_piston_says_of_compiler_and_program(
     answer: dict[str, Any], expected: str | None, tmp_path: Path
 ) -> None:
-    """The verdict's detail, empty where it passed; None where nobody knows."""
+    """The verdict's detail, empty if it passed; None if the verdict is unknown."""
     check_verdict("piston", answer, expected, tmp_path, error="raise the limit")
 
 
@@ -366,7 +366,7 @@ def test_what_piston_is_sent(tmp_path: Path) -> None:
 
 LIMIT = 1024
 HALVES = ("0.5\n" * 200, "0.500000000000\n" * 200)
-"""What is expected, and a right answer to it."""
+"""The expected output, and a right answer."""
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ HALVES = ("0.5\n" * 200, "0.500000000000\n" * 200)
 def test_output_beyond_the_providers_limit(
     written: str, expected: str, reason: str | None, tmp_path: Path
 ) -> None:
-    """Wrong where its lines are wrong already; where they are not, nobody knows."""
+    """The verdict is wrong if the lines so far are wrong, and unknown otherwise."""
     stage = {"stdout": written[: LIMIT + 100], "code": None, "signal": "SIGKILL"}
     cases = [{"input": {"stdin": ""}, "output": {"stdout": expected}}]
     row = stdio_row(selected_uts=cases, comparison="apps")

@@ -187,7 +187,7 @@ def test_leaving_early_and_markers_do_not_pass_whole_tests_either() -> None:
 
 
 def test_a_known_limit_whole_tests_trust_the_programs_process() -> None:
-    """Documented: such a test can be passed by an object that lies."""
+    """Documented limit: an object with a false ``__eq__`` can pass such a test."""
     assert judged(
         "class E:\n    def __ne__(self, o): return True\ndef f(x): return E()", ["assert f(1) != 5"]
     ) == [True]

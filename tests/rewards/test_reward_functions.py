@@ -336,7 +336,9 @@ def returns_later(items: Sequence[RewardItem], *, how: str) -> Any:
         ("raise", "ZeroDivisionError: by nothing"),
     ],
 )
-def test_a_function_that_leaves_is_told_with_its_line(function: str, how: str, said: str) -> None:
+def test_a_function_that_exits_is_reported_with_its_line(
+    function: str, how: str, said: str
+) -> None:
     """And the event loop, on which engine and sandbox are asked, goes on."""
     reward = make_reward(f"{__name__}:{function}", how=how)
     loop = asyncio.new_event_loop()
@@ -381,7 +383,7 @@ def scored(data_source: str, solution: str) -> float:
         ("wrong", {}, "'give'"),
     ],
 )
-def test_a_signature_that_does_not_fit_is_told_before_anything_runs(
+def test_a_signature_that_does_not_fit_is_refused_before_anything_runs(
     function: str, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError, match=rf"{__name__}:{function}'.*{__file__} line.*{said}"):

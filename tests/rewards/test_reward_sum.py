@@ -49,7 +49,7 @@ def test_a_sum_against_a_plain_loop(
 @given(st.data())
 def test_a_sum_is_that_of_float32_tensors_to_the_last_bit(data: st.DataObject) -> None:
     torch = pytest.importorskip("torch")
-    # Beyond four terms, torch adds in an order of its own.
+    # torch changes the order of additions beyond four terms.
     names = "abcd"[: data.draw(st.integers(1, 4))]
     number = st.floats(-1e3, 1e3)
     rows = data.draw(st.integers(1, 20))

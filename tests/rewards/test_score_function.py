@@ -1,4 +1,4 @@
-"""verl's ``compute_score`` is a reward as it stands: by import path and by file."""
+"""verl's ``compute_score`` is a reward without changes: by import path and by file."""
 
 from __future__ import annotations
 

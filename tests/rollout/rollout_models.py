@@ -27,7 +27,7 @@ def tiny_llama(seed: int) -> torch.nn.Module:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        # vLLM's CPU attention wants heads of at least 32.
+        # vLLM's CPU attention requires heads of at least 32.
         head_dim=32,
         intermediate_size=128,
         vocab_size=VOCAB,
@@ -85,7 +85,7 @@ class Sender:
         self.pulled = 0
 
     def specs(self) -> list[TensorSpec]:
-        """What is sent."""
+        """The tensors that a push sends."""
         return [_spec(name, tensor) for name, tensor in self._tensors.items()]
 
     async def chunks(self, fail_after: int | None = None) -> AsyncIterator[WeightChunk]:

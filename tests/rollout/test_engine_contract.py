@@ -1,4 +1,4 @@
-"""What every engine must do, checked on live processes against transformers."""
+"""The contract of every engine, checked on live processes against transformers."""
 
 from __future__ import annotations
 
@@ -381,7 +381,7 @@ def test_a_deep_sleeper_wakes_for_an_update_and_then_for_its_cache(bench: Bench)
         assert list(completion.token_ids) == greedy(bench.models[1], prompt, 8)
 
 
-def test_log_probs_are_left_out_where_nobody_asks(bench: Bench) -> None:
+def test_log_probs_are_left_out_unless_requested(bench: Bench) -> None:
     (completion,) = bench.generate([[1, 2]], max_tokens=4, temperature=0.0, log_probs=False)[0]
     assert completion.log_probs == ()
     assert list(completion.token_ids) == greedy(bench.models[0], [1, 2], 4)
@@ -465,7 +465,7 @@ def test_a_killed_host_is_named_and_leaves_nothing_behind(bench_of_module: Bench
     with pytest.raises(EngineDied, match=rf"{bench.name} \(pid {pid}") as caught:
         bench.generate([[1]], max_tokens=2)
     assert bench.process.address.log_path in str(caught.value)
-    # Without anybody's help: the engine's own processes end with their host.
+    # The engine's own processes end with their host, without a signal.
     deadline = time.monotonic() + 20
     while group_members(pid) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -99,7 +99,7 @@ def test_answers_come_in_the_order_of_the_prompts_whoever_drew_them(
     assert sorted(row for clock in clocks for row in clock.rows) == list(range(len(lengths)))
     assert all(clock.at_once <= max(at_once, n) for clock in clocks)
     assert sum(pool.take_drawn()) == n * sum(lengths) and not any(pool.take_drawn())
-    # Nobody is idle where there is something for everybody.
+    # No engine is idle while there are prompts for all.
     assert sum(bool(clock.rows) for clock in clocks) == min(engines, len(lengths))
 
 
@@ -256,7 +256,7 @@ def test_a_sender_that_fails_breaks_every_engine_and_a_dead_one_is_named_at_once
         await asyncio.sleep(0.5)
         began = time.monotonic()
         os.kill(processes[1].pid, signal.SIGKILL)
-        # Its threads may still be ending, and then nobody knows its exit code yet.
+        # Its threads may still be ending, so that its exit code is not known yet.
         ending = r"engine hf 1 on here \(pid \d+\) (was killed by SIGKILL|is gone)"
         with pytest.raises(EngineDied, match=ending):
             await endless

@@ -1,4 +1,4 @@
-"""How an engine's process starts, refuses strangers, and ends with its parent."""
+"""An engine's process: its start, requests without its token, and its end with the parent."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_the_engine_ends_with_its_parent(model_path: Path, sign: signal.Signals)
 
 
 @pytest.mark.parametrize("end", ["leader killed", "pipe closed"])
-def test_the_guard_ends_children_that_nobody_else_would(end: str) -> None:
+def test_the_guard_ends_children_that_would_outlive_the_engine(end: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", STUBBORN],
         stdin=subprocess.PIPE,
@@ -182,7 +182,7 @@ def test_the_guard_ends_children_that_nobody_else_would(end: str) -> None:
 
 
 def other_environment(folder: Path) -> str:
-    """The interpreter of an environment of its own that finds the libraries of ours."""
+    """The interpreter of a separate environment that finds our libraries."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")

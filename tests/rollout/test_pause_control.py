@@ -1,4 +1,4 @@
-"""Nobody generates while weights change."""
+"""The engine generates nothing while weights change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stepper:
         assert self.steps >= count
 
 
-def test_nobody_steps_in_a_pause_and_all_go_on_afterwards() -> None:
+def test_no_request_steps_in_a_pause_and_all_continue_afterwards() -> None:
     control = PauseControl()
     stepper = Stepper(control)
     stepper.wait_for_steps(3)

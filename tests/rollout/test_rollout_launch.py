@@ -1,4 +1,4 @@
-"""What an engine's process is told, and which engines there are."""
+"""The spec that an engine's process receives, and the names of engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors are, and whether an update brings the same."""
+"""The manifest of a checkpoint's tensors, and whether an update has the same tensors."""
 
 from __future__ import annotations
 

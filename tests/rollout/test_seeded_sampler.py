@@ -57,7 +57,7 @@ def test_a_draw_that_is_taken_back_is_drawn_again() -> None:
     generator: Any = CountingGenerator(7)
     uniform(generator)
     second = uniform(generator)
-    # What vLLM does with the number of a prompt that was not read to its end.
+    # vLLM takes the number back after a part of a prompt that is not its end.
     generator.set_offset(generator.get_offset() - 4)
     assert uniform(generator) == second != uniform(generator)
 

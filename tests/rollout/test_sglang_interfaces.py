@@ -1,4 +1,4 @@
-"""What of SGLang we rely on is still there, and what it is told; without starting an engine.
+"""SGLang still has the interfaces that the adapter uses; without starting an engine.
 
 Much of it only a GPU would run. A release that moves it fails here.
 """
@@ -81,7 +81,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process that loads our adapter sees of SGLang."""
+    """SGLang as a process sees it that loads our adapter."""
     folder = tmp_path_factory.mktemp("config")
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     (folder / "config.json").write_text(json.dumps(config))

@@ -54,7 +54,7 @@ def test_a_chunk_is_read_where_its_tensors_lie(segment: Path) -> None:
     raw = second.view(torch.uint8).numpy().tobytes()
     segment.write_bytes(first.numpy().tobytes() + b"\0" * 8 + raw)
     places = [(spec("b", (5,), "bfloat16"), 32), (spec("a", (3, 2)), 0)]
-    # As it arrives in the engine's process.
+    # The JSON as it arrives in the engine's process.
     chunk: WeightChunk = json.loads(json.dumps(shared_chunk(segment.name, places)))
     found = dict(read_chunk(chunk))
     assert torch.equal(found["a"], first) and torch.equal(found["b"], second)

@@ -1,4 +1,4 @@
-"""Which failures of an update leave the engine whole."""
+"""The failures of an update after which the engine still works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which outputs are equal, rule by rule: as pure functions, then through a service."""
+"""The outputs that each rule accepts as equal: as pure functions, then through a service."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_the_table_of_the_docs_agrees_with_the_code() -> None:
 
 @pytest.mark.parametrize("rule", formats.RULES)
 def test_other_formats_of_right_outputs(rule: str) -> None:
-    """As ``tools/check_mutations.py`` has a service judge them."""
+    """A service judges them, as in ``tools/check_mutations.py``."""
     wrong = [
         (change, got, want)
         for want in formats.right_outputs(60)

@@ -1,5 +1,5 @@
-"""Who gets the next worker, against what is fair: equal shares of time for peers, and within a peer
-for its requests, whatever each sends and however long its jobs take.
+"""The order in which requests get workers, against a fair one: equal shares of time for
+peers, and within a peer for its requests, whatever each sends and however long its jobs take.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ctrl_megatron.sandbox.service.http import peer_of
 
 
 class World:
-    """Workers, jobs and a clock of its own: who ran from when to when."""
+    """Simulated workers, jobs and clock, with the times at which each job ran."""
 
     def __init__(self, workers: int) -> None:
         self.now = 0.0

@@ -154,7 +154,7 @@ def test_an_ordinary_user_gets_the_same_isolation() -> None:
 
 @pytest.mark.parametrize("folder", [".", "..", "../.."])
 def test_a_program_that_closes_the_services_directory_costs_no_other(folder: str) -> None:
-    """It can where it runs as the service's user and no isolation was wanted."""
+    """A program can if it runs as the service's user without isolation."""
     with ordinary_users_service("none") as note:
         run_at(note["endpoint"], f"import os; os.chmod({folder!r}, 0)")
         for _ in range(2):
@@ -218,7 +218,7 @@ def test_every_tier_has_a_private_directory(tier: EmbeddedSandbox) -> None:
 
 
 def test_every_tier_starts_a_program_anew_in_an_empty_directory(tier: EmbeddedSandbox) -> None:
-    """One that died is replaced: what it has written of earlier calls is not there any more."""
+    """A process that died is replaced, and what it has written in earlier calls is lost."""
     code = (
         "import os\ndef f(x):\n    left = os.listdir('.')\n"
         "    open(f'seen-{x}', 'w').close()\n    os.mkdir(f'hidden-{x}', 0o300)\n"
@@ -400,7 +400,7 @@ ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050001, 0x00050026
         ("x86_64", 435, 0, ABSENT),  # clone3
         ("x86_64", 62, 77, ALLOW),  # kill itself
         ("x86_64", 62, 1, REFUSE),  # kill another
-        ("x86_64", 62, 0xFFFFFFFF, REFUSE),  # kill everybody
+        ("x86_64", 62, 0xFFFFFFFF, REFUSE),  # kill every process
         ("x86_64", 302, 0, ALLOW),  # prlimit of itself
         ("x86_64", 302, 1, REFUSE),
         ("x86_64", 0x40000000 + 41, 0, ABSENT),  # the x32 table

@@ -73,7 +73,7 @@ def test_a_compile_error_is_the_programs_fault(run_in: Run) -> None:
 
 @needs_gpp
 def test_a_compilation_without_end_is_cut(run_in: Run) -> None:
-    # g++ remembers a constant call by its arguments, and gives up on one expression after 33
+    # g++ remembers a constant call by its arguments, and stops evaluating one expression after 33
     # million steps: arguments that differ, and many expressions, keep it busy for minutes.
     code = (
         "constexpr int f(int n) { int s = 0; for (int i = 0; i < n; ++i) s += i % 7; return s; }\n"

@@ -14,7 +14,7 @@ from ctrl_megatron.sandbox.wire import CommandRunStatus, EvalResult
 Judge = Callable[..., EvalResult]
 SECONDS = 0.4
 LATE = 0.5
-"""For the supervisor's grace, a new judge, and a busy machine; of each test."""
+"""Seconds per test for the supervisor's grace, a new judge, and a busy machine."""
 VALUES = {
     "a sum": ("range(10**12)", "sum(f(1)) == 6"),
     "a search": ("range(10**12)", "0.5 in f(1)"),

@@ -1,4 +1,4 @@
-"""Who may import what of the sandbox: the trainer its client side only, the jail nothing but the
+"""The imports that are allowed: the trainer imports the client side only, the jail nothing but the
 standard library.
 """
 

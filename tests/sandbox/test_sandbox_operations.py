@@ -180,7 +180,7 @@ def test_one_case_does_not_wait_for_a_request_of_hundreds(guarded: EmbeddedSandb
         async with SandboxClient(guarded.endpoint, token=TOKEN, name="many cases") as client:
             crowd = [asyncio.create_task(client.submit(long)) for _ in range(2)]
             await until_running(guarded.endpoint, 2, TOKEN)
-            # A name of its own for each: what a client calls itself buys nothing.
+            # Each client has another name, which gives it no larger share.
             for number in range(5):
                 name = {"X-Sandbox-Client": f"other {number}"}
                 await asyncio.wait_for(post_json(guarded.endpoint, REQUEST, name), 3.0)

@@ -66,7 +66,7 @@ def test_human_eval_references_pass(
 def test_human_eval_answers_without_the_prompts_imports_and_helpers_pass(
     agreement: Check, shared_data: Path
 ) -> None:
-    """As models write them: the function alone."""
+    """The function alone, as models write it."""
     alone = []
     for known in human_eval_pack(shared_data):
         body = ast.parse(known.code).body

@@ -177,7 +177,7 @@ def toolkit(home: Path, release: str = "13.0") -> Path:
     return home
 
 
-def test_the_toolkit_is_where_nvcc_says_and_not_where_its_link_lies(
+def test_the_toolkit_is_where_nvcc_says_and_not_where_its_link_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = toolkit(tmp_path / "cuda")

@@ -90,7 +90,7 @@ def test_a_missing_package_is_one_sentence(
     assert "Traceback" not in error
 
 
-# What llama.cpp's tokenizer makes of the same GGUF file.
+# The tokens of llama.cpp's tokenizer from the same GGUF file.
 LLAMA_CPP_TOKENS = {
     "    1 + 22\n\n   3": [289, 33, 1232, 216, 34, 34, 1004, 35],
     "  7": [256, 39],

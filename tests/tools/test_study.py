@@ -89,7 +89,7 @@ def test_curves_come_from_the_steps_of_a_run(
             }
             for step, gain in ((1, 0.1), (2, 0.9), (2, 0.2), (3, 0.3))
         ]
-        # What is validated after a step is a line of its own.
+        # The validation after a step is a separate line.
         lines.append({"step": 3, "metrics": {"val/revision_pass_rate": 0.5}})
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (run / "metrics.jsonl").write_text(text)
