@@ -25,7 +25,13 @@ from ctrl_megatron.generation.critic_page import show_page
 from ctrl_megatron.generation.search_nodes import total, vote
 from ctrl_megatron.prompts import critique_messages, extract_code, revision_messages
 from ctrl_megatron.rewards.gathered import gathered
-from ctrl_megatron.rewards.grading import Judge, check_tests, grade, grading_job, told_of_tests
+from ctrl_megatron.rewards.grading import (
+    Judge,
+    check_tests,
+    descriptions_of_tests,
+    grade,
+    grading_job,
+)
 from ctrl_megatron.rollout.callback_stream import stream_of
 from ctrl_megatron.rollout.engine import EngineError
 from ctrl_megatron.sandbox.access import is_allowed
@@ -213,7 +219,7 @@ class CriticService:
         return [
             {"test": test, "passed": passed, "detail": detail}
             for test, passed, detail in zip(
-                told_of_tests(problem), verdict.passed, verdict.detail, strict=True
+                descriptions_of_tests(problem), verdict.passed, verdict.detail, strict=True
             )
         ]
 

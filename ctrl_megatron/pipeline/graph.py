@@ -211,9 +211,9 @@ class TaskGraph(GraphNeighbours[Node]):
         return "actor_rollout_ref.proxy" in self.reads
 
     @property
-    def measured(self) -> tuple[str, ...] | None:
-        """Reward functions that run whatever ``reward.reward_funcs`` names. None if no node reads
-        the group ``reward``: then the run has no reward function and starts no sandbox.
+    def required_rewards(self) -> tuple[str, ...] | None:
+        """Reward functions that run even if ``reward.reward_funcs`` does not name them. None if no
+        node reads the group ``reward``: then the run has no reward function and starts no sandbox.
         """
         return self.report.rewards if "reward" in self.reads else None
 

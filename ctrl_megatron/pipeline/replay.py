@@ -29,12 +29,17 @@ from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.batch import Sample, tensors_of, texts
 from ctrl_megatron.pipeline.build import build_policies, build_value_model
-from ctrl_megatron.pipeline.comparison import Comparison, FieldGap, largest_gaps, metric_pairs
 from ctrl_megatron.pipeline.ctrl import judge_revisions
 from ctrl_megatron.pipeline.dump import ROW_ID, Dump
 from ctrl_megatron.pipeline.executor import Executor
 from ctrl_megatron.pipeline.graph import Node, NodeRole, NodeType, TaskGraph
 from ctrl_megatron.pipeline.grpo import reward_completions
+from ctrl_megatron.pipeline.replay_comparison import (
+    Comparison,
+    FieldGap,
+    largest_gaps,
+    metric_pairs,
+)
 from ctrl_megatron.pipeline.sampling import share_rows
 from ctrl_megatron.pipeline.session import Session, session
 from ctrl_megatron.pipeline.worker import DAGWorker
@@ -122,7 +127,7 @@ def replay_update(config: Config, graph: TaskGraph, dump: Dump, start: Start) ->
         recorded |= {name: value[mine] for name, value in dump.updated.items()}
         gaps = _gaps(recorded, tensors_of(after), given["response_mask"])
         parts = run.groups.from_data_ranks((mine, gaps))
-        # No engine is there to push to.
+        # A replay has no engines, so it pushes no weights.
         computed = {n: value for n, value in metrics.items() if not n.startswith("sync/")}
         comparison = Comparison(
             metrics=metric_pairs(dump.metrics or {}, computed), fields=_by_sample(parts)
@@ -160,7 +165,7 @@ def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWork
         device=device,
         max_model_len=config.max_model_len,
         rewards=None,
-        reward_weights=plan_rewards(config, graph.measured).weights,
+        reward_weights=plan_rewards(config, graph.required_rewards).weights,
         policy=policy,
         reference=reference,
         value=value,
@@ -293,7 +298,7 @@ def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> Comparison:
     if not dump.rows:
         raise UserError(f"{dump.path} has no rows: the batch has no field {ROW_ID}")
     background = BackgroundLoop()
-    plan = plan_rewards(config, graph.measured)
+    plan = plan_rewards(config, graph.required_rewards)
     own = plan.runs_programs and config.reward.provider == "local"
     sandbox = None
     try:

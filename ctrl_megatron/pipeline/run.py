@@ -81,7 +81,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: graphs.append(pipeline_of(config)),
         lambda: check_names(config),
         lambda: check_rewards(config),
-        lambda: plans.extend(plan_rewards(config, graph.measured) for graph in graphs),
+        lambda: plans.extend(plan_rewards(config, graph.required_rewards) for graph in graphs),
         lambda: [check_sampling(config, plan.weights) for plan in plans],
         lambda: check_models(config, "rl"),
         lambda: require_engine(rollout.name, rollout.python),

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class RolloutWorker:
-    """What it takes to let models generate and to judge what they write."""
+    """The parts of a rank that generate texts and judge them."""
 
     config: Config
     groups: ProcessGroups
@@ -40,13 +40,14 @@ class RolloutWorker:
     stop: StopFlag
     codec: TextCodec
     engine: Engine | None
-    """All engines of the run; given on leaders."""
+    """All engines of the run; None on ranks that are not leaders."""
     device: DeviceOwner
     """Who has the device, engine or trainer, and which weights the engines have."""
     max_model_len: int
     """Longest sequence of the engine, in tokens."""
     rewards: RewardSum | None
-    """Every reward function of the run; given on leaders where a node reads ``reward``."""
+    """Every reward function of the run; None on ranks that are not leaders, and if no node reads
+    ``reward``."""
     reward_weights: Mapping[str, float]
     """Reward function -> weight; ``reward/mean`` is the mean of the first one."""
     validation: PromptTable | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Literal, NamedTuple
 
-from ctrl_megatron.rewards.grading import TIMED_OUT, told_of_tests
+from ctrl_megatron.rewards.grading import TIMED_OUT, descriptions_of_tests
 from ctrl_megatron.types import Attempt, Verdict
 
 HintKind = Literal["accepted", "wrong answer", "exception", "time limit", "all failed"]
@@ -57,7 +57,7 @@ def execution_hint(attempt: Attempt, verdict: Verdict) -> ExecutionHint:
 def _case(attempt: Attempt, number: int) -> str:
     tests = attempt.problem.selected_uts
     if not isinstance(tests, str):
-        return _cut(told_of_tests(attempt.problem)[number])
+        return _cut(descriptions_of_tests(attempt.problem)[number])
     case = json.loads(tests)[number]
     stdin, stdout = case["input"].get("stdin", ""), case["output"]["stdout"]
     return f"input:\n{_cut(stdin)}\nexpected output:\n{_cut(stdout)}"

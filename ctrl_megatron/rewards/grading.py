@@ -14,7 +14,7 @@ from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.sandbox.client import SandboxError
-from ctrl_megatron.sandbox.datasets.functions import read_function_tests, told_tests
+from ctrl_megatron.sandbox.datasets.functions import read_function_tests, reported_tests
 from ctrl_megatron.sandbox.wire import (
     GRADER_VERSION,
     EvalResult,
@@ -155,7 +155,7 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
     comparison = {"comparison": row.comparison} if row.comparison else {}
     if row.prompter_type == "mbppplus":
         data = function_record(list(row.selected_uts), row.test_setup, row.entry_point, row.problem)
-        return "MBPPDataset", {**data, **comparison}, len(told_tests(data))
+        return "MBPPDataset", {**data, **comparison}, len(reported_tests(data))
     if row.prompter_type == "code_contests":
         cases = cases_of(row)
         return "CommonOJDataset", {"test": cases, **comparison}, len(cases)
@@ -168,10 +168,10 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
     return "LiveCodeBenchDataset", data, 1
 
 
-def told_of_tests(problem: Problem) -> list[str]:
+def descriptions_of_tests(problem: Problem) -> list[str]:
     """The text that describes each test of a function problem, one per verdict."""
     tests = cast("tuple[str, ...]", problem.selected_uts)
-    return told_tests(
+    return reported_tests(
         function_record(tests, problem.test_setup, problem.entry_point, problem.statement)
     )
 

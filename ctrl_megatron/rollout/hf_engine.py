@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,14 +80,7 @@ class HfEngine:
         check_request(
             prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
         )
-        rows, token = self._rows(prompts, params), self._control.begin_work()
-        if listener is not None:
-            loop = asyncio.get_running_loop()
-            for place, row in enumerate(rows):
-                # Rows are decoded in a thread; listeners run on the event loop.
-                row.show = lambda drawn, place=place: loop.call_soon_threadsafe(
-                    listener, place, (drawn,)
-                )
+        rows, token = self._rows(prompts, params, listener), self._control.begin_work()
         async with self._one_call:
             self._state.require_ready()
             await self._decode(rows, params, token)
@@ -118,13 +111,21 @@ class HfEngine:
             await thread
             raise
 
-    def _rows(self, prompts: list[list[int]], params: SamplingParams) -> list[DecodingRow]:
+    def _rows(
+        self, prompts: list[list[int]], params: SamplingParams, listener: TokenListener | None
+    ) -> list[DecodingRow]:
         self._calls += 1
         own = stream_seed(self._spec.seed, self._calls, 0)
         base = own if params.seed is None else params.seed
         return [
-            DecodingRow(prompt, torch.Generator().manual_seed(stream_seed(base, row, j)))
-            for row, prompt in zip(params.names(len(prompts)), prompts, strict=True)
+            DecodingRow(
+                prompt,
+                torch.Generator().manual_seed(stream_seed(base, row, j)),
+                show=None if listener is None else _passed_on(listener, number * params.n + j),
+            )
+            for number, (row, prompt) in enumerate(
+                zip(params.names(len(prompts)), prompts, strict=True)
+            )
             for j in range(params.n)
         ]
 
@@ -191,3 +192,9 @@ class HfEngine:
         await self.pause("abort")
         self._weights = {}
         self._model = None
+
+
+def _passed_on(listener: TokenListener, place: int) -> Callable[[int], object]:
+    """A function for the decoding thread that passes a token to ``listener`` on this event loop."""
+    loop = asyncio.get_running_loop()
+    return lambda token: loop.call_soon_threadsafe(listener, place, (token,))

@@ -246,7 +246,8 @@ def test_a_key_that_no_node_reads_is_refused(start: Callable[..., Config], overr
 
 def test_what_a_node_says_to_read_may_be_given(start: Callable[..., Config]) -> None:
     graph = pipeline_of(start("reward.run_timeout=3", "data.val_files=[x]", function="asking"))
-    assert graph.measured == () and pipeline_of(start(function="foreign")).measured is None
+    assert graph.required_rewards == ()
+    assert pipeline_of(start(function="foreign")).required_rewards is None
 
 
 def test_a_file_of_another_pipeline_may_be_used(

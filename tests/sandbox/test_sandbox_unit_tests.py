@@ -12,7 +12,7 @@ import pytest
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.hints import execution_hint
-from ctrl_megatron.rewards.grading import check_tests, grading_job, told_of_tests
+from ctrl_megatron.rewards.grading import check_tests, descriptions_of_tests, grading_job
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests, read_human_eval
 from ctrl_megatron.sandbox.jail import pytest_stand_in
 from ctrl_megatron.sandbox.wire import EvalResult
@@ -299,11 +299,11 @@ def test_a_verdict_shows_the_unit_test_itself(judge: Judge) -> None:
         selected_uts=("assert f(1) == 2", PYTEST),
         entry_point="f",
     )
-    told = told_of_tests(problem)
-    assert len(told) == 1 + len(PYTEST_OF_HALF) and told[0] == "assert f(1) == 2"
-    assert told[1] == "def test_one():\n    assert f(1) == plus_one(1)\ntest_one()"
+    texts = descriptions_of_tests(problem)
+    assert len(texts) == 1 + len(PYTEST_OF_HALF) and texts[0] == "assert f(1) == 2"
+    assert texts[1] == "def test_one():\n    assert f(1) == plus_one(1)\ntest_one()"
     result = judge(HALF, list(problem.selected_uts), entry_point="f")
-    assert [(case.test_info or {})["test"] for case in result.tests] == told
+    assert [(case.test_info or {})["test"] for case in result.tests] == texts
     attempt = Attempt(id="p/0", problem=problem, solution="")
     verdict = Verdict(
         passed=(True, True, False, *[True] * 9), total=12, detail=("", "", "AssertionError")

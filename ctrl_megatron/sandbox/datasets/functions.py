@@ -280,7 +280,7 @@ def _one_by_one(
     return tuple(texts), found, places, tuple(reported)
 
 
-def told_tests(data: Mapping[str, Any]) -> list[str]:
+def reported_tests(data: Mapping[str, Any]) -> list[str]:
     """The text to report for each verdict of a record whose ``test_list`` is a list."""
     tests: list[str] = data["test_list"]
     # Only unit tests change the number of tests.

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ctrl_megatron.pipeline.comparison import (
+from ctrl_megatron.pipeline.replay_comparison import (
     Comparison,
     FieldGap,
     MetricPair,
