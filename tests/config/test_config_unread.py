@@ -183,7 +183,7 @@ def test_a_runs_own_file_starts_it_again(kl: str, tmp_path: Path) -> None:
     [
         (
             (ACTOR + "policy_loss=clip_cov", ACTOR + "clip_cov_lb=6"),
-            ["clip_cov_lb=6.0 is above", "clip_cov_ub=5.0", "lower it or raise the other"],
+            ["clip_cov_lb=6.0 is above", "clip_cov_ub=5.0", "lower the first or raise the second"],
         ),
         (
             (CORRECTION + "rollout_rs=token", CORRECTION + "rollout_rs_threshold=0.5"),
