@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ctrl_megatron.algorithms import get_kl_controller
+from ctrl_megatron.algorithms import (
+    AdaptiveKLController,
+    FixedKLController,
+    get_kl_controller,
+)
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.sampler import ResumableSampler
@@ -42,7 +46,7 @@ def build_worker(
         len(train.rows), seed=config.trainer.seed, shuffle=config.data.shuffle
     )
     steps = total_steps(config, len(train.rows))
-    family, control = config.actor_rollout_ref, config.algorithm.kl_ctrl
+    family = config.actor_rollout_ref
     services.wait()
     engine = services.connect() if groups.is_leader else None
     device = device_owner(
@@ -72,9 +76,7 @@ def build_worker(
         policy=policy,
         reference=reference,
         value=value,
-        kl_controller=get_kl_controller(
-            control.type, control.kl_coef, control.target_kl, control.horizon
-        ),
+        kl_controller=build_kl_controller(config),
         peak_flops=peak_flops_per_device(config, groups),
     )
     return worker, sampler, steps
@@ -128,6 +130,12 @@ def total_steps(config: Config, rows: int) -> int:
 
 
 # Models
+
+
+def build_kl_controller(config: Config) -> FixedKLController | AdaptiveKLController:
+    """The controller of the KL coefficient that ``algorithm.kl_ctrl`` describes."""
+    control = config.algorithm.kl_ctrl
+    return get_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon)
 
 
 def build_policies(

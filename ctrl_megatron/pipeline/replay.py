@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from ctrl_megatron.algorithms import get_kl_controller
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore
@@ -28,7 +27,11 @@ from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.batch import Sample, tensors_of, texts
-from ctrl_megatron.pipeline.build import build_policies, build_value_model
+from ctrl_megatron.pipeline.build import (
+    build_kl_controller,
+    build_policies,
+    build_value_model,
+)
 from ctrl_megatron.pipeline.ctrl import judge_revisions
 from ctrl_megatron.pipeline.dump import ROW_ID, Dump
 from ctrl_megatron.pipeline.executor import Executor
@@ -148,7 +151,7 @@ def follows_rewards(node: Node) -> bool:
 
 
 def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWorker:
-    config, groups, control = run.config, run.groups, run.config.algorithm.kl_ctrl
+    config, groups = run.config, run.groups
     device = cast(DeviceOwner, _NoEngines())
     policy, reference = build_policies(config, groups, dump.total_steps, device)
     value = build_value_model(config, groups, dump.total_steps, device)
@@ -169,9 +172,7 @@ def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWork
         policy=policy,
         reference=reference,
         value=value,
-        kl_controller=get_kl_controller(
-            control.type, control.kl_coef, control.target_kl, control.horizon
-        ),
+        kl_controller=build_kl_controller(config),
         peak_flops=1.0,
         step=dump.step - 1,
     )

@@ -43,12 +43,14 @@ def draw_samples(
     return [
         Sample(
             uid=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{draw}/{prompt}")),
-            row_id=worker.train.rows[position].id,
+            row_id=name,
             mini_batch=mini_batch,
             prompt=worker.train.prompts[position],
             completion=completion,
         )
-        for (prompt, mini_batch), position, group in zip(mine, positions, answers, strict=True)
+        for (prompt, mini_batch), position, name, group in zip(
+            mine, positions, names, answers, strict=True
+        )
         for completion in group
     ]
 
