@@ -44,9 +44,10 @@ from torch.futures import Future
 
 from ctrl_megatron.checkpoint.files import free_space
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.families import Piece, ShardParam, hf_shape
+from ctrl_megatron.models.families import hf_shape
 from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.parallel_model import ParallelModel
+from ctrl_megatron.models.shards import Piece, ShardParam
 from ctrl_megatron.parallel.groups import ProcessGroups
 
 STEPS_FILE = "optimizer.json"

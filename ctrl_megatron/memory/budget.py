@@ -26,7 +26,7 @@ from ctrl_megatron.memory.model_state import (
     trained_state,
 )
 from ctrl_megatron.memory.shapes import ModelShapes
-from ctrl_megatron.models.families import check_tensor_size
+from ctrl_megatron.models.shards import check_tensor_size
 from ctrl_megatron.parallel.layout import Layout, layout_for
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 from ctrl_megatron.rollout.weight_chunks import spec_bytes

@@ -1,6 +1,6 @@
 """Bytes of a model's parameters, gradients, master weights and moments on one rank. Pure.
 
-Counts come from the shard tables that build the models (``models.families.shard_params``), sizes of
+Counts come from the shard tables that build the models (``models.shards.shard_params``), sizes of
 buffers from how Megatron-Core 0.16 pads them (``_ParamAndGradBuffer``).
 """
 
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ctrl_megatron.models.families import hf_names, hf_shape, shard_params
+from ctrl_megatron.models.families import hf_names, hf_shape
 from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
 
 DTYPE_SIZE = {"bfloat16": 2, "float32": 4}

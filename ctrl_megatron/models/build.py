@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ctrl_megatron.models.families import check_tensor_size
-from ctrl_megatron.models.hf_config import ModelShape, Rope
+from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.layer_spec import (
     PackedRotaryEmbedding,
     ValueOutputLayer,
@@ -20,6 +18,8 @@ from ctrl_megatron.models.layer_spec import (
     block_spec,
     has_transformer_engine,
 )
+from ctrl_megatron.models.rope import rope_frequencies
+from ctrl_megatron.models.shards import check_tensor_size
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -113,28 +113,6 @@ def transformer_config(
             "bias_activation_fusion": True,
         }
     return TransformerConfig(**{**settings, **options.overrides})
-
-
-def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Inverse frequencies (head_dim / 2,) float32, with Llama 3's long-context scaling.
-
-    Frequencies whose wavelength exceeds the original context are divided by ``factor``, those of
-    short wavelengths stay, and those between are interpolated (Llama 3.1 model card; megatron-core
-    fixes the constants).
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inverse = 1.0 / (rope.theta**exponents)
-    if rope.factor == 1.0:
-        return inverse
-    context = rope.original_max_position_embeddings
-    wavelength = 2 * math.pi / inverse
-    blend = (context / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blended = (1 - blend) * inverse / rope.factor + blend * inverse
-    long = wavelength > context / rope.low_freq_factor
-    short = wavelength < context / rope.high_freq_factor
-    return torch.where(long, inverse / rope.factor, torch.where(short, inverse, blended))
 
 
 def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions) -> list[GPTModel]:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.errors import UserError, read_json
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary position embedding, with Llama 3's frequency scaling where ``factor`` is not 1."""
-
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+from ctrl_megatron.models.hf_keys import need
+from ctrl_megatron.models.rope import Rope, parse_rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +57,6 @@ _KNOWN = frozenset(
         *("partial_rotary_factor",),
     ]
 )
-_ROPE_KEYS: dict[str, dict[str, type]] = {
-    "default": {},
-    "llama3": {
-        **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), float),
-        "original_max_position_embeddings": int,
-    },
-}
 # Defaults of transformers' configuration classes for keys that the file lacks. Sizes of a
 # particular model (layers, widths, vocabulary) are required. A null counts as a missing key, except
 # for the two keys whose default follows from others.
@@ -83,7 +66,6 @@ _FILLED_IN: dict[str, dict[str, Any]] = {
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
 _FILLED_IN_ALL = {"rms_norm_eps": 1e-6}
-_THETA = 10000.0
 _FAMILIES = {
     "llama": {"qkv_bias": False, "qk_norm": False},
     "qwen2": {"qkv_bias": True, "qk_norm": False},
@@ -114,29 +96,29 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         )
     _refuse_unsupported(config, where)
     config = {**_FILLED_IN_ALL, **_FILLED_IN[family], **config}
-    heads = _need(config, "num_attention_heads", where)
-    hidden = _need(config, "hidden_size", where)
+    heads = need(config, "num_attention_heads", where)
+    hidden = need(config, "hidden_size", where)
     groups = heads
     if config.get("num_key_value_heads") is not None:
-        groups = _need(config, "num_key_value_heads", where)
+        groups = need(config, "num_key_value_heads", where)
     if config.get("head_dim") is not None or family == "qwen3":
-        _need(config, "head_dim", where)
+        need(config, "head_dim", where)
     _divides(heads, "num_attention_heads", groups, "num_key_value_heads", where)
     if not config.get("head_dim"):
         _divides(hidden, "hidden_size", heads, "num_attention_heads", where)
     value_head = _has_value_head(config, where)
     return ModelShape(
         family=family,
-        num_layers=_need(config, "num_hidden_layers", where),
+        num_layers=need(config, "num_hidden_layers", where),
         hidden_size=hidden,
-        ffn_hidden_size=_need(config, "intermediate_size", where),
+        ffn_hidden_size=need(config, "intermediate_size", where),
         num_attention_heads=heads,
         num_query_groups=groups,
         head_dim=config.get("head_dim") or hidden // heads,
-        vocab_size=_need(config, "vocab_size", where),
-        max_position_embeddings=_need(config, "max_position_embeddings", where),
-        norm_epsilon=_need(config, "rms_norm_eps", where),
-        rope=_rope(config, where),
+        vocab_size=need(config, "vocab_size", where),
+        max_position_embeddings=need(config, "max_position_embeddings", where),
+        norm_epsilon=need(config, "rms_norm_eps", where),
+        rope=parse_rope(config, where),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)) and not value_head,
         value_head=value_head,
         **_FAMILIES[family],
@@ -157,15 +139,6 @@ def _has_value_head(config: dict[str, Any], where: str) -> bool:
     if labels != 1:
         raise UserError(f"{where}: a value model has 1 label, this model has {labels}")
     return True
-
-
-def _need(config: dict[str, Any], key: str, where: str) -> Any:
-    value = config.get(key)
-    if value is None:
-        raise UserError(f"{where}: the key {key!r} is missing")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise UserError(f"{where}: {key}={value!r} must be a number greater than 0")
-    return value
 
 
 def _divides(whole: int, name: str, part: int, part_name: str, where: str) -> None:
@@ -201,26 +174,3 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
             raise UserError(
                 f"{where}: layer_types has {kind!r}; only 'full_attention' is supported"
             )
-
-
-def _rope(config: dict[str, Any], where: str) -> Rope:
-    # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    if new and old and new != old:
-        raise UserError(f"{where}: rope_parameters and rope_scaling differ; remove one of them")
-    scaling = new or old or {}
-    theta = _need({"rope_theta": _THETA, **config, **scaling}, "rope_theta", where)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in _ROPE_KEYS:
-        raise UserError(
-            f"{where}: rope type {kind!r} is not supported; known: {', '.join(_ROPE_KEYS)}"
-        )
-    if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UserError(f"{where}: partial_rotary_factor is not supported")
-    common = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-    for key in sorted(scaling.keys() - common - _ROPE_KEYS[kind].keys()):
-        raise UserError(f"{where}: {key}={scaling[key]!r} is not supported by rope type {kind!r}")
-    context = "original_max_position_embeddings"
-    filled = {context: config["max_position_embeddings"], **scaling}
-    given = {key: number(_need(filled, key, where)) for key, number in _ROPE_KEYS[kind].items()}
-    return Rope(theta=float(theta), **given)

@@ -22,7 +22,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ctrl_megatron.metrics import model_flops
 from ctrl_megatron.models.build import BuildOptions, build_chunks
-from ctrl_megatron.models.families import ShardParam, shard_params
 from ctrl_megatron.models.forward_step import Head, Scalars, forward_only, forward_with_loss
 from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients, has_transformer_engine
@@ -30,6 +29,7 @@ from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
+from ctrl_megatron.models.shards import ShardParam, shard_params
 from ctrl_megatron.parallel.groups import ProcessGroups
 
 Part = Literal["weights", "gradients", "optimizer"]

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ctrl_megatron.models.families import Piece, hf_names, hf_shape, shard_params
+from ctrl_megatron.models.families import hf_names, hf_shape
 from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.shards import Piece, shard_params
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec

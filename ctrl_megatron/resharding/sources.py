@@ -9,11 +9,11 @@ from typing import Protocol
 
 import torch
 
-from ctrl_megatron.models.families import Piece
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.plan import (
     EngineLayout,

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctrl_megatron.checkpoint.sharded import tensors_of
-from ctrl_megatron.models.families import hf_names, hf_shape, shard_params
-from ctrl_megatron.models.hf_config import ModelShape, Rope
+from ctrl_megatron.models.families import hf_names, hf_shape
+from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.optimizer import OwnedRange
+from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
 
 SHAPE = ModelShape(

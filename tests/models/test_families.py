@@ -10,15 +10,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.models.families import (
-    ShardParam,
-    check_tensor_size,
-    hf_names,
-    hf_shape,
-    shard_params,
-    table,
-)
-from ctrl_megatron.models.hf_config import ModelShape, Rope, parse_model_shape
+from ctrl_megatron.models.families import hf_names, hf_shape, table
+from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape
+from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.models.shards import ShardParam, check_tensor_size, shard_params
 from ctrl_megatron.parallel.layout import Layout
 
 DIMS = {

@@ -12,7 +12,8 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ctrl_megatron.models.hf_config import ModelShape, Rope, parse_model_shape, read_model_shape
+from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape, read_model_shape
+from ctrl_megatron.models.rope import Rope
 
 LLAMA3_ROPE = {
     "factor": 8.0,
@@ -346,7 +347,7 @@ def llama3_oracle(theta: float, head_dim: int, scaling: dict[str, Any]) -> list[
 def test_rope_frequencies_equal_those_of_transformers(
     head_dim: int, theta: float, scaling: dict[str, Any] | None
 ) -> None:
-    from ctrl_megatron.models.build import rope_frequencies
+    from ctrl_megatron.models.rope import rope_frequencies
 
     kind = "llama3" if scaling else "default"
     parameters = {"rope_type": kind, "rope_theta": theta, **(scaling or {})}

@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.models.families import hf_names, hf_shape, shard_params
-from ctrl_megatron.models.hf_config import ModelShape, Rope
+from ctrl_megatron.models.families import hf_names, hf_shape
+from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.resharding.buckets import _PIECE_BYTES, ByteSpan, byte_spans, pieces
 from ctrl_megatron.resharding.plan import (

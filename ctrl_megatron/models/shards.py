@@ -1,0 +1,125 @@
+"""The shards of a model: which rectangles of Hugging Face tensors a rank's parameters consist of.
+
+``pieces`` turns a rule of ``models.families`` into rectangles: these rows and columns of an HF
+tensor are at this place of a rank's shard. Import copies them in one direction, export and
+resharding in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.models.families import ParamRule, hf_shape, table
+from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.parallel.vocab import vocab_range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A rectangle of an HF tensor and its place in a rank's shard."""
+
+    hf: str
+    hf_start: tuple[int, ...]
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @property
+    def hf_slices(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the HF tensor."""
+        return tuple(slice(a, a + n) for a, n in zip(self.hf_start, self.extent, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the shard."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.extent, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardParam:
+    """One parameter of one (tensor, pipeline, virtual) shard with its pieces."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    split_dim: int | None
+    """The dimension that is split over tensor ranks; None if every rank has the whole parameter."""
+
+
+def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
+    """ValueError unless heads, query groups and ffn divide over the tensor ranks."""
+    sizes = {
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_query_groups,
+        "intermediate_size": shape.ffn_hidden_size,
+    }
+    for key, size in sizes.items():
+        if size % layout.tensor:
+            raise UserError(
+                f"the model's {key}={size} does not divide over "
+                f"tensor_model_parallel_size={layout.tensor}; choose a divisor of {size}"
+            )
+
+
+def pieces(rule: ParamRule, shape: ModelShape, *, layer: int, tp: int, tensor: int) -> ShardParam:
+    """The part of ``rule`` for global ``layer`` on tensor rank ``tp`` of ``tensor``; its name keeps
+    ``{i}``."""
+    names = tuple(n.format(i=layer) for n in rule.hf)
+    full = hf_shape(names[0], shape)
+    tail = full[1:]
+    if rule.kind == "replicated":
+        placed, local = [_rows(names[0], 0, 0, full[0], tail)], full
+    elif rule.kind == "row":
+        local = (full[0], full[1] // tensor)
+        start = (0, tp * local[1])
+        placed = [Piece(hf=names[0], hf_start=start, start=(0, 0), extent=local)]
+    elif rule.kind == "vocab":
+        first, real, share = vocab_range(full[0], tp, tensor)
+        local = (share, *tail)
+        placed = [_rows(names[0], first, 0, real, tail)] if real else []
+    else:
+        # Megatron interleaves: queries, keys and values of query group 0, of group 1, ...; gate and
+        # up projection of tensor rank 0, of rank 1, ...
+        parts = shape.num_query_groups if rule.kind == "qkv" else tensor
+        placed, row = [], 0
+        for part in range(tp * parts // tensor, (tp + 1) * parts // tensor):
+            for name in names:
+                count = hf_shape(name, shape)[0] // parts
+                placed.append(_rows(name, part * count, row, count, tail))
+                row += count
+        local = (row, *tail)
+    split = {"replicated": None, "row": 1}.get(rule.kind, 0)
+    return ShardParam(name=rule.megatron, shape=local, pieces=tuple(placed), split_dim=split)
+
+
+def _rows(name: str, hf_row: int, row: int, count: int, tail: tuple[int, ...]) -> Piece:
+    zeros = (0,) * len(tail)
+    return Piece(hf=name, hf_start=(hf_row, *zeros), start=(row, *zeros), extent=(count, *tail))
+
+
+def shard_params(
+    shape: ModelShape, layout: Layout, *, tp: int, pp: int, chunk: int, te_names: bool = False
+) -> Iterator[ShardParam]:
+    """Every parameter of one shard of the model.
+
+    With tied embeddings the output layer has no parameter on a stage that also has the embedding,
+    and a copy of the embedding (the same HF tensor) on any other last stage.
+    """
+    first = layout.is_first(pp=pp, chunk=chunk)
+    last = layout.is_last(pp=pp, chunk=chunk)
+    held = {
+        "embedding": first,
+        "final_norm": last,
+        "output": last and not (shape.tied_embeddings and first),
+    }
+    for rule in table(shape):
+        if rule.part == "layer":
+            layers = list(enumerate(layout.layers(shape.num_layers, pp=pp, chunk=chunk)))
+        else:
+            layers = [(0, 0)] if held[rule.part] else []
+        name = (rule.te or rule.megatron) if te_names else rule.megatron
+        for local, layer in layers:
+            param = pieces(rule, shape, layer=layer, tp=tp, tensor=layout.tensor)
+            yield replace(param, name=name.format(i=local))
