@@ -1,9 +1,9 @@
 """Attention over a packed micro-batch whose segments may share a prefix (``packed_layout``).
 
-``attend`` computes it for a layer; the modules that Megatron builds wrap this function. There are two
-ways: segment by segment, and in one variable-length call with the prefix's keys gathered for every
-segment, by Transformer Engine or torch's own flash attention. ``attention_kernel`` selects one for
-a GPU. Values may have another width than queries and keys.
+``attend`` computes it for a layer; the modules that Megatron builds wrap this function. There are
+two ways: segment by segment, and in one variable-length call with the prefix's keys gathered for
+every segment, by Transformer Engine or torch's own flash attention. ``attention_kernel`` selects
+one for a GPU. Values may have another width than queries and keys.
 """
 
 from __future__ import annotations
