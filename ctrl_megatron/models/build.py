@@ -57,6 +57,10 @@ def transformer_config(
         "num_attention_heads": attention.heads,
         "num_query_groups": attention.groups,
         "kv_channels": attention.head_dim,
+        # Rotated queries and keys times the factor have the same scores as a larger scale.
+        "softmax_scale": attention.head_dim**-0.5 * shape.rope.attention_factor**2
+        if shape.rope.attention_factor != 1.0
+        else None,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_epsilon,
         "add_bias_linear": False,
