@@ -255,6 +255,31 @@ def test_an_unknown_feature_that_is_off_is_no_error(off: object) -> None:
     assert parse_model_shape({**QWEN3, "use_new_thing": off}) == parse_model_shape(QWEN3)
 
 
+LEFT = {
+    **{"unsloth_version": "2025.1", "unsloth_fixed": True, "_attn_implementation_autoset": True},
+    **{"use_bfloat16": True, "torchscript": False, "_commit_hash": "4e20de"},
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_keys_of_other_tools_are_ignored_with_one_warning(
+    rank: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    for name, value in {"LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "h", "MASTER_PORT": 9}.items():
+        monkeypatch.setenv(name, str(value))
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **LEFT}))
+    for _ in range(2):
+        assert read_model_shape(tmp_path) == parse_model_shape(QWEN3)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (1 if rank == 0 else 0)
+    assert all(key in line for key in LEFT for line in lines)
+
+
 NEEDED = [
     "num_attention_heads",
     "hidden_size",
