@@ -99,7 +99,8 @@ def make_value_model(
     groups: Any, directory: str, *, optimizer: dict[str, Any] | None = None, **options: Any
 ) -> Any:
     """A value model with the weights of the HF ``directory``, of either kind."""
-    from ctrl_megatron.models.hf_config import read_model_shape, value_shape
+    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.shape import value_shape
     from ctrl_megatron.models.value import ValueModel
 
     shape = value_shape(read_model_shape(directory))

@@ -12,8 +12,9 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape, read_model_shape
+from ctrl_megatron.models.hf_config import parse_model_shape, read_model_shape
 from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
 
 LLAMA3_ROPE = {
     "factor": 8.0,
@@ -125,12 +126,9 @@ def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
 def test_every_number_of_a_published_model_is_read() -> None:
     assert parse_model_shape(LLAMA31) == ModelShape(
         family="llama",
-        num_layers=32,
         hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        head_dim=128,
+        attention=GroupedQueryAttention(heads=32, groups=8, head_dim=128),
+        feed_forward=(Dense(width=14336),) * 32,
         vocab_size=128256,
         max_position_embeddings=131072,
         norm_epsilon=1e-5,
@@ -142,14 +140,15 @@ def test_every_number_of_a_published_model_is_read() -> None:
             original_max_position_embeddings=8192,
         ),
         tied_embeddings=False,
-        qkv_bias=False,
-        qk_norm=False,
     )
     small, qwen25, qwen3 = (parse_model_shape(c) for c in (SMOLLM2, QWEN25, QWEN3))
-    assert (small.head_dim, small.tied_embeddings, small.rope) == (64, True, Rope(theta=1e5))
-    assert (qwen25.qkv_bias, qwen25.qk_norm, qwen25.tied_embeddings) == (True, False, False)
-    assert (qwen25.head_dim, qwen25.num_query_groups) == (128, 4)
-    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    assert small.attention == GroupedQueryAttention(heads=9, groups=3, head_dim=64)
+    assert (small.tied_embeddings, small.rope) == (True, Rope(theta=1e5))
+    assert qwen25.attention == GroupedQueryAttention(
+        heads=28, groups=4, head_dim=128, qkv_bias=True
+    )
+    assert not qwen25.tied_embeddings
+    assert qwen3.attention == GroupedQueryAttention(heads=16, groups=8, head_dim=128, qk_norm=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -173,17 +172,16 @@ def test_what_transformers_writes_itself_is_read_alike(name: str, tmp_path: Path
     assert shape == parse_model_shape(MODELS[name])
     with torch.device("meta"):
         layer = transformers.AutoModelForCausalLM.from_config(config).model.layers[0]
-    assert layer.self_attn.head_dim == shape.head_dim
-    assert layer.self_attn.num_key_value_groups * shape.num_query_groups == 1 * (
-        shape.num_attention_heads
-    )
-    assert (layer.self_attn.q_proj.bias is not None) == shape.qkv_bias
-    assert hasattr(layer.self_attn, "q_norm") == shape.qk_norm
+    ours = shape.attention
+    assert layer.self_attn.head_dim == ours.head_dim
+    assert layer.self_attn.num_key_value_groups * ours.groups == ours.heads
+    assert (layer.self_attn.q_proj.bias is not None) == ours.qkv_bias
+    assert hasattr(layer.self_attn, "q_norm") == ours.qk_norm
 
 
 def test_a_llama_without_key_value_heads_has_one_per_head() -> None:
     config = {k: v for k, v in SMOLLM2.items() if k != "num_key_value_heads"}
-    assert parse_model_shape(config).num_query_groups == 9
+    assert parse_model_shape(config).attention.groups == 9
     assert transformers.AutoConfig.for_model(**config).num_key_value_heads == 9
 
 
@@ -286,8 +284,9 @@ def test_a_key_that_is_missing_has_the_value_that_transformers_takes(model: str,
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     assert ours.norm_epsilon == theirs.rms_norm_eps
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.num_query_groups == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // heads)
+    assert ours.attention.groups == theirs.num_key_value_heads
+    width = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
+    assert ours.attention.head_dim == width
     assert ours.tied_embeddings == theirs.tie_word_embeddings
 
 
