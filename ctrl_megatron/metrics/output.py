@@ -38,10 +38,11 @@ class _Lasting(io.FileIO):
         try:
             return super().write(data) or 0
         except OSError as error:
-            if error.errno not in _NOT_READ:
-                file = os.readlink(f"/proc/self/fd/{self.fileno()}")
-                raise OSError(error.errno, error.strerror, file) from error
+            file = os.readlink(f"/proc/self/fd/{self.fileno()}")
+            # Also what the layers above have kept, which they would try to write again.
             discard(self.fileno())
+            if error.errno not in _NOT_READ:
+                raise OSError(error.errno, error.strerror, file) from error
             return len(memoryview(data).cast("B"))
 
 

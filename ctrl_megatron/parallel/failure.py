@@ -191,4 +191,6 @@ def _is_echo(error: BaseException) -> bool:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    # On a full disk the exit code has to do.
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
