@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Literal
 
 from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.parallel.layout import MeshName
 
 Kind = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
 Part = Literal["embedding", "layer", "final_norm", "output"]
@@ -28,6 +29,11 @@ class ParamRule:
     kind: Kind
     te: str | None = None
     """Name in the Transformer Engine spec, if that fuses the norm into a linear layer."""
+    mesh: MeshName = "dense"
+    """The mesh over whose tensor ranks the parameter is cut."""
+    experts: int | None = None
+    """The layer has so many of this parameter, spread over the expert ranks; then ``{e}`` is the
+    expert: local in Megatron names, global in HF names."""
 
 
 VALUE_HEAD = "score"
