@@ -1,20 +1,20 @@
 """The shards of a model: which rectangles of Hugging Face tensors a rank's parameters consist of.
 
-A rule of ``models.families`` becomes rectangles: these rows and columns of an HF tensor are at this
+A rule of ``models.rules`` becomes rectangles: these rows and columns of an HF tensor are at this
 place of a shard. Import copies them in one direction, export and resharding in the other. A rule
 names its mesh, and its kind says which axes of the mesh cut it; all other axes replicate it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.families import ParamRule, hf_shape, table
-from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.rules import HfTensor, Kind, ParamRule, rules
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.parallel.layout import Axis, Coordinates, Indices, Layout, MeshName
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -65,13 +65,9 @@ class ShardParam:
 
 
 def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
-    """ValueError unless heads, query groups and ffn divide over the tensor ranks."""
-    sizes = {
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_query_groups,
-        "intermediate_size": shape.ffn_hidden_size,
-    }
-    for key, size in sizes.items():
+    """UserError unless heads, query groups and widths divide over the tensor ranks."""
+    parts = (shape.attention, *shape.layers_by_kind)
+    for key, size in ((key, size) for part in parts for key, size in part.split_sizes.items()):
         if size % layout.tensor:
             raise UserError(
                 f"the model's {key}={size} does not divide over "
@@ -83,32 +79,33 @@ def _axes(rule: ParamRule) -> tuple[Axis, ...]:
     """The axes of the rule's mesh that cut its parameter."""
     split: Axis = "tp" if rule.mesh == "dense" else "etp"
     own: tuple[Axis, ...] = () if rule.kind == "replicated" else (split,)
-    return own if rule.experts is None else (*own, "ep")
+    return own if rule.mesh == "dense" else (*own, "ep")
 
 
 def _pieces(
-    rule: ParamRule, shape: ModelShape, names: tuple[str, ...], *, index: int, parts: int
+    kind: Kind, tensors: Sequence[HfTensor], *, groups: int, index: int, parts: int
 ) -> tuple[tuple[int, ...], list[Piece]]:
-    """(shape, pieces) of part ``index`` of ``parts`` of a parameter that consists of ``names``."""
-    full = hf_shape(names[0], shape)
+    """(shape, pieces) of part ``index`` of ``parts`` of a parameter that consists of ``tensors``;
+    ``groups`` are the model's query groups."""
+    first, full = tensors[0].name, tensors[0].shape
     tail = full[1:]
-    if rule.kind == "replicated":
-        return full, [_rows(names[0], 0, 0, full[0], tail)]
-    if rule.kind == "row":
+    if kind == "replicated":
+        return full, [_rows(first, 0, 0, full[0], tail)]
+    if kind == "row":
         local = (full[0], full[1] // parts)
         start = (0, index * local[1])
-        return local, [Piece(hf=names[0], hf_start=start, start=(0, 0), extent=local)]
-    if rule.kind == "vocab":
-        first, real, share = vocab_range(full[0], index, parts)
-        return (share, *tail), [_rows(names[0], first, 0, real, tail)] if real else []
+        return local, [Piece(hf=first, hf_start=start, start=(0, 0), extent=local)]
+    if kind == "vocab":
+        begin, real, share = vocab_range(full[0], index, parts)
+        return (share, *tail), [_rows(first, begin, 0, real, tail)] if real else []
     # Megatron interleaves: queries, keys and values of query group 0, of group 1, ...; gate and up
     # projection of tensor rank 0, of rank 1, ...
-    blocks = shape.num_query_groups if rule.kind == "qkv" else parts
+    blocks = groups if kind == "qkv" else parts
     placed, row = [], 0
     for block in range(index * blocks // parts, (index + 1) * blocks // parts):
-        for name in names:
-            count = hf_shape(name, shape)[0] // blocks
-            placed.append(_rows(name, block * count, row, count, tail))
+        for whole in tensors:
+            count = whole.shape[0] // blocks
+            placed.append(_rows(whole.name, block * count, row, count, tail))
             row += count
     return (row, *tail), placed
 
@@ -154,9 +151,10 @@ def _stage(
         "final_norm": last,
         "output": last and not (shape.tied_embeddings and first),
     }
-    for rule in table(shape):
+    own = layout.layers(shape.num_layers, pp=pp, chunk=chunk)
+    for rule in rules(shape):
         if rule.part == "layer":
-            layers = list(enumerate(layout.layers(shape.num_layers, pp=pp, chunk=chunk)))
+            layers = [(k, layer) for k, layer in enumerate(own) if layer in rule.layers]
         else:
             layers = [(0, 0)] if held[rule.part] else []
         axes, sizes = _axes(rule), dict(layout.mesh(rule.mesh).sizes)
@@ -165,9 +163,9 @@ def _stage(
         for (local, layer), at in product(layers, indices(rule.mesh, axes)):
             for number, expert in _experts(rule, sizes, dict(at)):
                 size, placed = _pieces(
-                    rule,
-                    shape,
-                    tuple(name.format(i=layer, e=expert) for name in rule.hf),
+                    rule.kind,
+                    tuple(rule.tensors(layer, expert)),
+                    groups=shape.attention.groups,
                     index=next((index for axis, index in at if axis != "ep"), 0),
                     parts=prod(sizes[axis] for axis in axes if axis != "ep"),
                 )
@@ -185,13 +183,12 @@ def _stage(
 def _experts(
     rule: ParamRule, sizes: Mapping[Axis, int], at: Mapping[Axis, int]
 ) -> list[tuple[int, int]]:
-    """(number on its rank, number in the layer) of the experts at an index of the axis "ep"."""
-    if rule.experts is None:
-        return [(0, 0)]
-    if rule.experts % sizes["ep"]:
+    """(number on its rank, number in the layer) of the experts at these indices."""
+    ranks = sizes.get("ep", 1)
+    if rule.experts % ranks:
         raise UserError(
             f"the model's {rule.experts} experts do not divide over "
-            f"expert_model_parallel_size={sizes['ep']}; choose a divisor of {rule.experts}"
+            f"expert_model_parallel_size={ranks}; choose a divisor of {rule.experts}"
         )
-    own = rule.experts // sizes["ep"]
-    return [(number, at["ep"] * own + number) for number in range(own)]
+    own = rule.experts // ranks
+    return list(enumerate(range(at.get("ep", 0) * own, (at.get("ep", 0) + 1) * own)))

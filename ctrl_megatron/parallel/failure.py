@@ -19,15 +19,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ctrl_megatron.errors import user_fault
+from ctrl_megatron.errors import ServiceFault, user_fault
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.parent_watch import process_gone
 
 _POLL_SECONDS = 0.5
 _BEAT_SECONDS = 2.0
 _ROOT_CAUSE_SECONDS = 3.0
-FAILED, WRONG_INPUT, STOPPED = 13, 2, 130
-"""Exit codes: a bug or a dead process; an error of the user (a full disk too); a second signal."""
+FAILED, WRONG_INPUT, STOPPED, SERVICE = 13, 2, 130, 14
+"""Exit codes: a bug or a dead process; an error of the user (a full disk too); a second signal; a
+service that judges failed too often."""
 
 
 class FailureWatch:
@@ -72,13 +73,16 @@ class FailureWatch:
         """Publish this rank's failure and print the run's first cause; call from the main thread.
         Returns the exit code of all ranks.
 
-        An error of the user, and a second signal, is one line without a traceback. A broken
+        An error of the user, a service that failed and a second signal are one line without a
+        traceback. A broken
         collective usually follows another rank's failure, which therefore gets a few seconds to
         be published first. Without the launcher's store nothing can be published.
         """
         rank, fault = self._groups.rank, user_fault(error)
         if fault is not None:
             cause, code = str(fault), WRONG_INPUT
+        elif isinstance(error, ServiceFault):
+            cause, code = str(error), SERVICE
         elif isinstance(error, KeyboardInterrupt):
             cause, code = "interrupted; what was not saved is lost", STOPPED
         else:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
 
-from ctrl_megatron.models.families import hf_names, hf_shape
-from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
@@ -59,7 +59,7 @@ class TensorPlace:
 
 def hf_specs(shape: ModelShape, dtype: str) -> list[TensorSpec]:
     """Every HF tensor of the model in checkpoint order."""
-    return [TensorSpec(name=n, dtype=dtype, shape=hf_shape(n, shape)) for n in hf_names(shape)]
+    return [TensorSpec(name=n, dtype=dtype, shape=s) for n, s in hf_shapes(shape).items()]
 
 
 def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[TensorPlace, ...]:

@@ -10,55 +10,43 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models import shards
-from ctrl_megatron.models.families import ParamRule, table
-from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.models.rules import HfTensor, ParamRule, rules
+from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import ShardParam, distinct_shards, shard_params
 from ctrl_megatron.parallel.layout import Layout
 
 SHAPE = ModelShape(
     family="any",
-    num_layers=4,
     hidden_size=6,
-    ffn_hidden_size=24,
-    num_attention_heads=6,
-    num_query_groups=6,
-    head_dim=2,
+    attention=GroupedQueryAttention(heads=6, groups=6, head_dim=2, qkv_bias=True),
+    feed_forward=(Dense(width=24),) * 4,
     vocab_size=11,
     max_position_embeddings=8,
     norm_epsilon=1e-5,
     rope=Rope(theta=1e4),
     tied_embeddings=True,
-    qkv_bias=True,
-    qk_norm=False,
 )
 EXPERTS = 6
 MEGATRON = "decoder.layers.{i}.mlp.experts.local_experts.{e}."
 HF = "model.layers.{i}.mlp.experts.{e}."
 
 
+def expert_rules() -> tuple[ParamRule, ...]:
+    """The matrices of every layer's experts."""
+    gate, up = (HfTensor(f"{HF}{x}_proj.weight", (24, 6)) for x in ("gate", "up"))
+    layers = tuple(range(SHAPE.num_layers))
+    fc1 = ParamRule(
+        "layer", MEGATRON + "linear_fc1.weight", (gate, up), "gate_up", None, layers, "expert"
+    )
+    down = HfTensor(HF + "down_proj.weight", (6, 24))
+    fc2 = ParamRule("layer", MEGATRON + "linear_fc2.weight", (down,), "row", None, layers, "expert")
+    return replace(fc1, experts=EXPERTS), replace(fc2, experts=EXPERTS)
+
+
 @pytest.fixture(autouse=True)
 def experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer has experts and the matrix that chooses between them."""
-    own = [
-        ParamRule(
-            "layer",
-            MEGATRON + "linear_fc1.weight",
-            (HF + "gate_proj.weight", HF + "up_proj.weight"),
-            "gate_up",
-            mesh="expert",
-            experts=EXPERTS,
-        ),
-        ParamRule(
-            "layer",
-            MEGATRON + "linear_fc2.weight",
-            (HF + "down_proj.weight",),
-            "row",
-            mesh="expert",
-            experts=EXPERTS,
-        ),
-    ]
-    monkeypatch.setattr(shards, "table", lambda shape: (*table(shape), *own))
+    monkeypatch.setattr(shards, "rules", lambda shape: (*rules(shape), *expert_rules()))
 
 
 @st.composite
@@ -127,7 +115,7 @@ def test_each_expert_is_whole_over_its_tensor_ranks_and_named_locally(layout: La
                 expert = int(piece.hf.split("experts.")[1].split(".")[0])
                 assert expert == ep * local + number
                 elements[piece.hf] = elements.get(piece.hf, 0) + piece.extent[0] * piece.extent[1]
-    whole = SHAPE.ffn_hidden_size * SHAPE.hidden_size
+    whole = SHAPE.widest * SHAPE.hidden_size
     assert elements == {
         f"model.layers.{i}.mlp.experts.{e}.{x}_proj.weight": whole
         for i in range(SHAPE.num_layers)
