@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ctrl_megatron.models.build import DTYPES, BuildOptions
+from ctrl_megatron.parallel.layout import Axis, MeshName
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN_PARAM = "main_param"
 """The float32 copy of a parameter of another dtype, which Adam updates."""
+SHARED_OVER: Mapping[MeshName, tuple[Axis, ...]] = {"dense": ("cp", "dp"), "expert": ("edp",)}
+"""The axes over whose ranks the distributed optimizer divides the state of a mesh's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,11 +72,11 @@ class ParallelModel:
         self.models = build_chunks(shape, groups, options.build)
         self.config = self.models[0].config
         for param, weight in self.places():
-            if param.split_dim is not None:
+            for cut in param.cuts:
                 # Megatron marks split weights when it initialises them, which is skipped here;
                 # unmarked, they would count as copies and be missing in the gradient norm.
                 weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-                weight.partition_dim = param.split_dim  # type: ignore[attr-defined]
+                weight.partition_dim = cut.dim  # type: ignore[attr-defined]
                 weight.partition_stride = 1  # type: ignore[attr-defined]
         self.optimization: Optimization | None = None
         self._flops = (0, 0)
@@ -181,12 +181,10 @@ class ParallelModel:
         """``shards``, wherever the weights' memory is."""
         for chunk, model in enumerate(self.models):
             named = dict(model.named_parameters())
-            place = self.groups.place
             for param in shard_params(
                 self.shape,
                 self.groups.layout,
-                tp=place.tp,
-                pp=place.pp,
+                self.groups.place,
                 chunk=chunk,
                 te_names=has_transformer_engine(),
             ):
