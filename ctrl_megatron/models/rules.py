@@ -8,13 +8,13 @@ shapes and their order in it; ``models.shards`` turns rules into rectangles of a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from types import MappingProxyType
 from typing import Literal
 
-from ctrl_megatron.models.shape import Attention, FeedForward, ModelShape
+from ctrl_megatron.models.shape import Attention, Dense, Experts, FeedForward, ModelShape
 
 Kind = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
 Part = Literal["embedding", "layer", "final_norm", "output"]
@@ -22,7 +22,7 @@ Part = Literal["embedding", "layer", "final_norm", "output"]
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
-    """A tensor of a Hugging Face model. ``{i}`` in its name is the layer, counted from 0."""
+    """A tensor of a Hugging Face model."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +30,8 @@ class HfTensor:
 
 @dataclass(frozen=True, slots=True)
 class ParamRule:
-    """One Megatron parameter. ``{i}`` is the layer: local in Megatron names, global in HF names."""
+    """One Megatron parameter. ``{i}`` is the layer and ``{e}`` the expert: local in Megatron names,
+    global in HF names."""
 
     part: Part
     """The pipeline stage with the parameter."""
@@ -42,11 +43,15 @@ class ParamRule:
     """Name in the Transformer Engine spec, if that fuses the norm into a linear layer."""
     layers: tuple[int, ...] = (0,)
     """The layers, counted over all stages, that have the parameter; (0,) outside layers."""
+    experts: int = 1
+    """Number of experts of a layer, each with this parameter; 1 outside experts."""
+    passed: int = 1
+    """Number of these experts that a token passes."""
 
-    def tensors(self, layer: int) -> Iterator[HfTensor]:
-        """The HF tensors of one of its layers."""
+    def tensors(self, layer: int, expert: int = 0) -> Iterator[HfTensor]:
+        """The HF tensors of one of its layers and experts."""
         for tensor in self.hf:
-            yield HfTensor(tensor.name.format(i=layer), tensor.shape)
+            yield HfTensor(tensor.name.format(i=layer, e=expert), tensor.shape)
 
 
 VALUE_HEAD = "score"
@@ -123,11 +128,29 @@ def _attention(attention: Attention, hidden: int, layers: tuple[int, ...]) -> It
 
 
 def _feed_forward(kind: FeedForward, hidden: int, layers: tuple[int, ...]) -> Iterator[ParamRule]:
-    norm, fc1 = {"post_attention_layernorm": (hidden,)}, "mlp.linear_fc1"
-    gate_up = {f"mlp.{x}_proj": (kind.width, hidden) for x in ("gate", "up")}
-    yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm, te=fc1)
-    yield _layer_rule(layers, fc1, "gate_up", gate_up)
-    yield _layer_rule(layers, "mlp.linear_fc2", "row", {"mlp.down_proj": (hidden, kind.width)})
+    norm = {"post_attention_layernorm": (hidden,)}
+    match kind:
+        case Dense(width=width):
+            fc1 = "mlp.linear_fc1"
+            yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm, te=fc1)
+            yield from _gated(layers, "mlp", "mlp", hidden, width)
+        case Experts(count=count, top_k=top_k, expert_width=width):
+            router = {"mlp.gate": (count, hidden)}
+            own, theirs = "mlp.experts.local_experts.{e}", "mlp.experts.{e}"
+            yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm)
+            yield _layer_rule(layers, "mlp.router", "replicated", router)
+            for rule in _gated(layers, own, theirs, hidden, width):
+                yield replace(rule, experts=count, passed=top_k)
+
+
+def _gated(
+    layers: tuple[int, ...], own: str, theirs: str, hidden: int, width: int
+) -> Iterator[ParamRule]:
+    """The products of a gated feed-forward layer, which is called ``own`` here and ``theirs`` in
+    Hugging Face's models."""
+    gate_up = {f"{theirs}.{x}_proj": (width, hidden) for x in ("gate", "up")}
+    yield _layer_rule(layers, f"{own}.linear_fc1", "gate_up", gate_up)
+    yield _layer_rule(layers, f"{own}.linear_fc2", "row", {f"{theirs}.down_proj": (hidden, width)})
 
 
 @lru_cache(maxsize=64)
@@ -137,6 +160,7 @@ def hf_shapes(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
     for part, group in groupby(rules(shape), key=lambda rule: rule.part):
         own = list(group)
         for layer in range(shape.num_layers if part == "layer" else 1):
-            tensors = (t for rule in own if layer in rule.layers for t in rule.tensors(layer))
-            ordered |= {tensor.name: tensor.shape for tensor in tensors}
+            for rule in own:
+                for expert in range(rule.experts if layer in rule.layers else 0):
+                    ordered |= {t.name: t.shape for t in rule.tensors(layer, expert)}
     return MappingProxyType(ordered)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.rules import ParamRule, rules
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import Experts, ModelShape
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -50,6 +51,11 @@ class ShardParam:
 
 def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
     """UserError unless heads, query groups and widths divide over the tensor ranks."""
+    if layout.tensor > 1 and any(isinstance(kind, Experts) for kind in shape.feed_forward):
+        raise UserError(
+            "a model with experts cannot be split over tensor ranks yet",
+            remedy="set tensor_model_parallel_size to 1",
+        )
     parts = (shape.attention, *shape.layers_by_kind)
     for key, size in ((key, size) for part in parts for key, size in part.split_sizes.items()):
         if size % layout.tensor:
@@ -59,10 +65,12 @@ def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
             )
 
 
-def pieces(rule: ParamRule, shape: ModelShape, *, layer: int, tp: int, tensor: int) -> ShardParam:
-    """The part of ``rule`` for global ``layer`` on tensor rank ``tp`` of ``tensor``; its name keeps
-    ``{i}``."""
-    tensors = list(rule.tensors(layer))
+def pieces(
+    rule: ParamRule, shape: ModelShape, *, layer: int, expert: int, tp: int, tensor: int
+) -> ShardParam:
+    """The part of ``rule`` for global ``layer`` and ``expert`` on tensor rank ``tp`` of ``tensor``;
+    its name keeps ``{i}`` and ``{e}``."""
+    tensors = list(rule.tensors(layer, expert))
     first, full = tensors[0].name, tensors[0].shape
     tail = full[1:]
     if rule.kind == "replicated":
@@ -117,6 +125,6 @@ def shard_params(
         else:
             layers = [(0, 0)] if held[rule.part] else []
         name = (rule.te or rule.megatron) if te_names else rule.megatron
-        for local, layer in layers:
-            param = pieces(rule, shape, layer=layer, tp=tp, tensor=layout.tensor)
-            yield replace(param, name=name.format(i=local))
+        for (local, layer), expert in product(layers, range(rule.experts)):
+            param = pieces(rule, shape, layer=layer, expert=expert, tp=tp, tensor=layout.tensor)
+            yield replace(param, name=name.format(i=local, e=expert))
