@@ -160,5 +160,8 @@ def _stack_of(thread: threading.Thread) -> traceback.StackSummary:
 
 
 def _place(thread: threading.Thread) -> str:
+    """The innermost line outside libraries, if there is one."""
     stack = _stack_of(thread)
-    return f"{stack[-1].filename} line {stack[-1].lineno}" if stack else "an unknown place"
+    libraries = (sys.prefix, sys.base_prefix, "<")
+    own = [f for f in stack if not f.filename.startswith(libraries)] or list(stack)
+    return f"{own[-1].filename} line {own[-1].lineno}" if own else "an unknown place"

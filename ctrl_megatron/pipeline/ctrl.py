@@ -283,7 +283,7 @@ def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list
     """The work of the three nodes above, for dynamic sampling. Collective."""
     samples, critiques = criticise_samples(worker, rows, mini_batch_size=len(rows), attempt=attempt)
     critiques = revise(worker, critiques)
-    scored = worker.ask(lambda: judge(worker, critiques))
+    scored = worker.ask(lambda: judge(worker, critiques), "the judging of revisions")
     revised = with_fields(samples, [critique.revised for critique in critiques])
     return with_fields(revised, scored)
 

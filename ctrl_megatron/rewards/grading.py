@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.parallel.awaited import one_done
 from ctrl_megatron.problems.long_integers import loads, long_integers
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
 from ctrl_megatron.prompts import extract_code, fenced
@@ -304,6 +305,7 @@ class CachedJudge:
         async def first(job: GradingJob | None) -> Graded | None:
             answer = None if job is None else await attempt(job)
             judged()
+            one_done()
             return answer
 
         found = await gathered([partial(first, job) for job in jobs])
