@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ctrl_megatron.errors import UserError, user_fault
+from ctrl_megatron.errors import UserError, user_fault, users_code_of
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.parent_watch import process_gone
 
@@ -180,7 +180,8 @@ class FailureWatch:
 def _dead_rank(local: dict[int, int]) -> str | None:
     for rank, pid in local.items():
         if process_gone(pid):
-            return f"rank {rank} (pid {pid}) died without a word, e.g. killed by the kernel"
+            ran = users_code_of(pid) or ", e.g. killed by the kernel"
+            return f"rank {rank} (pid {pid}) died without a word{ran}"
     return None
 
 

@@ -47,12 +47,14 @@ def _in_a_step(run: Run) -> bool:
         ),
         # The process is alive but silent; no collective waits for it and could time out.
         ("silent engine", _in_a_step, r"rollout engine \(pid {pid}\) runs but has not answered"),
+        # Suspended, it neither ends nor obeys the launcher's signal.
+        ("silent rank", _in_a_step, r"rank 0 stops because rank 1 has not been heard of for 8 s"),
         ("sandbox", _in_a_step, r"sandbox service \(pid {pid}\) died"),
         ("launcher", _in_a_step, r"launcher"),
     ],
     ids=[
         *("rank 0", "rank 1", "engine", "vllm core", "sglang scheduler", "silent engine"),
-        *("sandbox", "launcher"),
+        *("silent rank", "sandbox", "launcher"),
     ],
 )
 def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: str) -> None:
@@ -61,7 +63,7 @@ def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: s
         pytest.skip(f"{engine} is not installed; `make env` brings it")
     rollout = "actor_rollout_ref.rollout."
     cache = () if engine == "hf" else (rollout + "kv_cache_gib=0.1",)
-    silent = victim == "silent engine"
+    silent = victim.startswith("silent")
     patience = ("trainer.failure_timeout=8",) if silent else ()
     extra = (f"{rollout}name={engine}", *cache, *patience)
     name = f"without {victim}".replace(" ", "_")
@@ -82,11 +84,16 @@ def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: s
         assert run.shared_memory() == []
         assert code != 0
         assert re.search(message.format(pid=process.pid), run.output()), run.output()[-8000:]
+        # Without the launcher's store every rank speaks for itself.
+        reasons = run.output().count("stops because")
+        assert reasons == 1 or (victim == "launcher" and reasons <= 2), run.output()[-8000:]
 
 
 def _process(run: Run, name: str) -> psutil.Process:
     if name.startswith("rank"):
         return run.rank(int(name.split()[1]))
+    if name == "silent rank":
+        return run.rank(1)
     if name == "launcher":
         return psutil.Process(run.process.pid)
     patterns = {
