@@ -55,6 +55,13 @@ class UserError(ValueError):
         super().__init__(f"{text}; {remedy}" if remedy else text)
 
 
+class ServiceFault(RuntimeError):
+    """A service that judges programs failed for too large a share of a step, also after retries.
+
+    The step has changed nothing. The message is one line; a run ends with exit code 14.
+    """
+
+
 def user_fault(error: BaseException | None) -> UserError | None:
     """The user's error behind ``error``: itself or its cause; None for a fault of the package.
 

@@ -36,8 +36,9 @@ warnings.filterwarnings("ignore", module=r"megatron|torch")
 # Megatron looks at the gradient of a view, which the CPU platform passes on.
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
-WRONG_INPUT, STOPPED = 2, 130
-"""Exit codes: wrong input; stopped by a signal, with the state saved."""
+WRONG_INPUT, STOPPED, SERVICE = 2, 130, 14
+"""Exit codes: wrong input; stopped by a signal, with the state saved; a service that judges failed
+too often."""
 _OUTPUT_CLOSED = 128 + signal.SIGPIPE
 """Exit code if the reader of the output has closed the pipe, as the shell reports SIGPIPE."""
 _SHUTDOWN_SECONDS = 1800
@@ -301,7 +302,7 @@ def start_ranks(
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        if code not in (WRONG_INPUT, STOPPED, *expected):
+        if code not in (WRONG_INPUT, STOPPED, SERVICE, *expected):
             ran = users_code_of(failure.pid)
             print(f"{name}: rank {rank} ended with exit code {code}{ran}", file=sys.stderr)
         return code if code > 0 else 128 - code  # negative: the signal that killed it

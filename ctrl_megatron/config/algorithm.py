@@ -184,6 +184,12 @@ class Reward:
     """Programs that each trainer process judges concurrently."""
     run_timeout: float = key(10.0, ABOVE_0)
     """Seconds per test if the row has no time limit."""
+    max_failed_share: float = key(0.2, SHARE)
+    """Share of a step's programs that the sandbox or provider may fail to judge. Their samples are
+    left out of the loss; beyond it the step is not trained on and the run ends (exit code 14)."""
+    judging_retries: int = key(3, AT_LEAST_0)
+    """How often a trainer process judges programs again, after 5, 10, 20, ... seconds, before more
+    than this share counts as failed."""
     provider: Literal["local", "sandbox_fusion", "e2b", "morph", "piston"] = "local"
     """The service that runs programs: the sandbox of this package, or an external one."""
     provider_options: dict[str, Any] = key(

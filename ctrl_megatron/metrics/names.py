@@ -33,7 +33,12 @@ METRICS: dict[str, Metric] = {
     "reward_share/one": Metric("share that earned exactly 1"),
     "reward_share/elsewhere": Metric("share below 0 or above 1"),
     "reward/judged_rate": Metric(
-        "share of samples with a reward; the sandbox lost the others, or reward.copying masks them"
+        "share of the programs to judge that the sandbox or provider judged; critiques without a "
+        "judgment have none"
+    ),
+    "reward/masked_rate": Metric(
+        "share of samples without a reward, which the loss leaves out: not judged, masked by "
+        "reward.copying, or no room for a revision"
     ),
     "reward/cached_rate": Metric("share of verdicts that were cached"),
     "pass_rate/before": Metric("tests that the first solutions pass", headline=True),

@@ -71,8 +71,8 @@ WARNINGS = (
         name="not_judged",
         metric="reward/judged_rate",
         holds=lambda now, first: now < 0.9,
-        text="only {value:.0%} of the answers could be judged: look at the sandbox's or the "
-        "provider's faults, and at critique/copied_rate where reward.copying is mask",
+        text="only {value:.0%} of the programs could be judged: look at the faults of the sandbox "
+        "or the provider, in the log and in the field detail of the examples",
     ),
 )
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ctrl_megatron.errors import UserError, user_fault, users_code_of
+from ctrl_megatron.errors import ServiceFault, UserError, user_fault, users_code_of
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.parent_watch import process_gone
 
@@ -31,8 +31,9 @@ _BEAT_SECONDS = 2.0
 _ROOT_CAUSE_SECONDS = 3.0
 _SHORT = 200
 """Characters of another host's cause on the line about it."""
-FAILED, WRONG_INPUT, STOPPED = 13, 2, 130
-"""Exit codes: a bug or a dead process; an error of the user (a full disk too); a second signal."""
+FAILED, WRONG_INPUT, STOPPED, SERVICE = 13, 2, 130, 14
+"""Exit codes: a bug or a dead process; an error of the user (a full disk too); a second signal; a
+service that judges failed too often."""
 
 
 class FailureWatch:
@@ -78,13 +79,15 @@ class FailureWatch:
         """Publish this rank's failure and print the run's first cause; call from the main thread.
         Returns the exit code of all ranks.
 
-        An error of the user, and a second signal, is one line without a traceback. A broken
-        collective usually follows another rank's failure, which therefore gets a few seconds to
-        be published first. Without the launcher's store nothing can be published.
+        An error of the user, a service that failed and a second signal are one line without a
+        traceback. A broken collective usually follows another rank's failure, which therefore gets
+        a few seconds to be published first. Without the launcher's store nothing can be published.
         """
         rank, fault = self._groups.rank, user_fault(error)
         if fault is not None:
             cause, code = str(fault), WRONG_INPUT
+        elif isinstance(error, ServiceFault):
+            cause, code = str(error), SERVICE
         elif isinstance(error, KeyboardInterrupt):
             cause, code = "interrupted; what was not saved is lost", STOPPED
         else:

@@ -172,10 +172,10 @@ async def judge(worker: RolloutWorker, critiques: Sequence[Critique]) -> list[Fi
         if critique.fits
     ]
     known = iter(score_fields(await worker.score(items)))
-    left_out = RewardOutcome(reward=None, error=_LEFT_OUT)
     nothing: dict[str, list[float | None]] = {name: [None] for name in worker.reward_weights}
-    (unknown,) = score_fields(Scores(parts=nothing, totals=[None], outcomes=[left_out]))
-    return [next(known) if critique.fits else unknown for critique in critiques]
+    (unknown,) = score_fields(Scores(parts=nothing, totals=[None], outcomes=[None]))
+    left_out = {**unknown, "detail": _LEFT_OUT}
+    return [next(known) if critique.fits else left_out for critique in critiques]
 
 
 def score_fields(scores: Scores) -> list[Fields]:
@@ -199,11 +199,13 @@ def judge_programs(
     worker: RolloutWorker, programs: Sequence[str], rows: Sequence[Row]
 ) -> list[Verdict | None]:
     """The verdict on each program by every test of its row; None where the judge failed.
-    Collective.
+    Collective; raises ServiceFault where it failed too often.
     """
 
     async def run() -> list[RewardOutcome]:
-        assert worker.rewards is not None and worker.rewards.critic is not None
-        return await worker.rewards.critic.judge_solutions(programs, rows)
+        assert worker.rewards is not None
+        return await worker.rewards.judge_solutions(programs, rows)
 
-    return [outcome.verdict for outcome in worker.ask(run)]
+    verdicts = [outcome.verdict for outcome in worker.ask(run)]
+    worker.take_judging()
+    return verdicts

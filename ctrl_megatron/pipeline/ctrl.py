@@ -344,8 +344,11 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
     The rewards of single functions are reported where the batch has them (``reward/NAME``). A row
     without a reward (its sandbox failed) leaves the loss and its group: ``judged`` (B,) is False,
-    its mask is emptied, and its uid is made unique. Raises RuntimeError where no row has a reward.
+    its mask is emptied, and its uid is made unique. Raises ServiceFault where the service that
+    judges failed too often (``RolloutWorker.take_judging``), and UserError where no row has a
+    reward.
     """
+    judging = worker.take_judging()
     mask, total = batch["response_mask"], batch["score"]
     if len(huge := total[total.abs() > LARGEST_REWARD]):
         raise UserError(
@@ -364,27 +367,15 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     ]
     parts = {n: batch[n] for n in map("reward/{}".format, worker.reward_weights) if n in batch}
     first, *others = parts or {"score": total}
-    measured = {"reward/mean": batch[first], "reward/judged_rate": judged.float()}
+    measured = {"reward/mean": batch[first], "reward/masked_rate": (~judged).float()}
     measured |= {name: parts[name] for name in others}
     measured |= reward_spread(batch[first] if parts else total, total, texts(batch["uid"]))
     if others:
         measured["reward/total"] = total[judged]
-    metrics = worker.means(measured)
-    if not metrics["reward/judged_rate"]:
+    metrics = {**worker.means(measured), **judging}
+    if metrics["reward/masked_rate"] == 1:
         known = {first: "reward/mean", **{name: name for name in others}}
-        silent = [name for name in parts if known[name] not in metrics]
-        if silent and all(":" in name for name in silent):
-            raise UserError(
-                f"{', '.join(n.removeprefix('reward/') for n in silent)} returned None for every "
-                "item of the step",
-                key="reward.reward_funcs",
-                remedy="return a number for items whose reward is known",
-            )
-        raise RuntimeError(
-            "none of the step's answers could be judged: see the errors of the sandbox or the "
-            "provider above, or raise reward.copying_threshold where reward.copying is mask; when "
-            "started again, the run resumes from its last checkpoint"
-        )
+        _refuse_step_without_rewards([name for name in parts if known[name] not in metrics])
     return NodeOutput(
         fields={
             "token_level_scores": torch.where(judged[:, None], scores, 0.0),
@@ -393,6 +384,24 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             "uid": NonTensorStack(*uids),
         },
         metrics=metrics,
+    )
+
+
+def _refuse_step_without_rewards(silent: Sequence[str]) -> None:
+    """Raise UserError; no row of the step has a reward. ``silent`` are the fields of the functions
+    that returned None for every row.
+    """
+    names = [name.removeprefix("reward/") for name in silent]
+    if names and all(":" in name for name in names):
+        raise UserError(
+            f"{', '.join(names)} returned None for every item of the step",
+            key="reward.reward_funcs",
+            remedy="return a number for items whose reward is known",
+        )
+    raise UserError(
+        "no sample of the step has a reward: every critique contains the program of its revision "
+        "(reward.copying=mask), or leaves the engine no room for one, or could not be judged",
+        remedy="raise reward.copying_threshold or actor_rollout_ref.rollout.max_model_len",
     )
 
 

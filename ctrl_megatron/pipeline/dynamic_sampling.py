@@ -36,8 +36,9 @@ class DynamicSampling:
     It draws batches of ``data.gen_batch_size`` rows until ``data.train_batch_size`` groups contain
     different rewards. The punishment of long responses does not count as one, because nearly every
     group differs in it (DAPO filters by accuracy). Groups beyond that number wait for the next
-    step, which computes their log-probs. Raises RuntimeError, on all ranks, where
-    ``max_num_gen_batches`` batches do not give enough groups.
+    step, which computes their log-probs. Raises ServiceFault where too few programs could be
+    judged, and RuntimeError where ``max_num_gen_batches`` batches do not give enough groups, on all
+    ranks.
     """
 
     def __init__(self, draw: Draw, measure: Measure) -> None:
@@ -52,6 +53,7 @@ class DynamicSampling:
         rounds = sampled = new = 0
         while len(useful) < wanted and rounds < config.algorithm.filter_groups.max_num_gen_batches:
             fresh = self._draw(worker, worker.draw(config.gen_batch_size), rounds)
+            worker.check_judging()
             everything = [row for part in worker.groups.from_data_ranks(fresh) for row in part]
             teaching = groups_that_teach(everything, worker.reward_weights)
             useful += teaching

@@ -173,6 +173,7 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
             ids += [row.id for row in rows]
     with worker.timeline.phase("validate_rewards"):
         mine = worker.ask(lambda: worker.score(items)).parts
+        worker.take_judging()
     own = [(id_, {name: mine[name][i] for name in mine}) for i, id_ in enumerate(ids)]
     results = [result for part in worker.groups.from_data_ranks(own) for result in part]
     return rates_by_set(table.sets, results, mean_rewards)

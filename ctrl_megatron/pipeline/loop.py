@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.checkpoint.store import CheckpointStore, SaveReport
 from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.errors import ServiceFault
 from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.stop import StopRequested
@@ -124,7 +125,9 @@ class TrainingLoop:
             self.recorder.say(f"continuing from {checkpoint.path} after step {self.worker.step}")
 
     def run(self) -> bool:
-        """Train to the last step; False if a stop was requested. Saves in both cases."""
+        """Train to the last step; False if a stop was requested. Saves in both cases, and before it
+        raises ServiceFault.
+        """
         worker, schedule = self.worker, self.schedule
         executor = Executor(self.graph, worker, before_update=self._before_update)
         try:
@@ -148,14 +151,21 @@ class TrainingLoop:
                 )
             self._validate(f"after {schedule.stage}")
             self._report_save(self.store.wait())
+        except ServiceFault:
+            self._save_newest()
+            raise
         except StopRequested:
-            if self._saved != worker.step:
-                self._save()
-            self._report_save(self.store.wait())
+            self._save_newest()
             kept = f"; the state after step {worker.step} is saved" if worker.step else ""
             self.recorder.say(f"stopped as asked{kept or ' before the first step ended'}")
             return False
         return True
+
+    def _save_newest(self) -> None:
+        """Save the state after the last finished step, unless it is saved already."""
+        if self._saved != self.worker.step:
+            self._save()
+        self._report_save(self.store.wait())
 
     def _is_over(self) -> bool:
         """Whether the last step is done, or the rows of all epochs have been drawn."""

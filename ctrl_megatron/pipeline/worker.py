@@ -13,18 +13,18 @@ from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import ServiceFault, UserError
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-from ctrl_megatron.parallel.waiting import wait_together
+from ctrl_megatron.parallel.stop import StopFlag
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.batch import LeftoverGroups
 from ctrl_megatron.resharding.device import DeviceOwner
-from ctrl_megatron.rewards import RewardItem, RewardSum, Scores
+from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.engine import Engine
 
 T = TypeVar("T")
@@ -55,17 +55,22 @@ class RolloutWorker:
     step: int = 0
     """Training steps that are finished."""
 
-    def ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    @property
+    def waiting(self) -> Waiting:
+        """The conditions under which all ranks wait together."""
+        limit = self.config.trainer.wait_timeout
+        return Waiting(groups=self.groups, stop=self.stop, limit=limit)
+
+    def ask(
+        self, work: Callable[[], Coroutine[Any, Any, T]], what: str = "work of the leaders"
+    ) -> T:
         """The result of ``work`` on the leader, on all ranks of its model copy. Collective.
 
-        Raises StopRequested, on all ranks, if a stop is requested while any leader waits.
+        ``what`` names it in the log if it takes long. Raises StopRequested, on all ranks, if a stop
+        is requested while any leader waits, and WaitedTooLong after ``trainer.wait_timeout``.
         """
         future = self.background.submit(work()) if self.groups.is_leader else None
-        if wait_together(future, self.groups, lambda: self.stop.is_set):
-            if future is not None:
-                future.cancel()
-            raise StopRequested
-        return self.groups.from_leader(None if future is None else future.result())
+        return self.groups.from_leader(self.waiting.together(future, what))
 
     async def score(self, items: Sequence[RewardItem]) -> Scores:
         """The rewards of the items from every reward function (leaders only)."""
@@ -77,13 +82,41 @@ class RolloutWorker:
             )
         return await self.rewards.score(items)
 
+    def check_judging(self) -> Judging:
+        """What the services that judge were asked since ``take_judging``, over all ranks.
+        Collective.
+
+        Raises ServiceFault, on all ranks, where they failed for more than
+        ``reward.max_failed_share`` of it.
+        """
+        mine = Judging() if self.rewards is None else self.rewards.judging
+        found = sum(self.groups.from_data_ranks(self.groups.from_leader(mine)), Judging())
+        limit = self.config.reward.max_failed_share
+        if found.failed > limit * found.asked:
+            raise ServiceFault(
+                f"{found.failed} of {found.asked} programs could not be judged, and "
+                f"reward.max_failed_share={limit:g}: {found.error}. Their step is not used. "
+                "Repair the service and start the run again: it continues from its newest "
+                "checkpoint"
+            )
+        return found
+
+    def take_judging(self) -> dict[str, float]:
+        """``reward/judged_rate``: the share of the programs of ``check_judging`` that were judged;
+        nothing where there was none. The count begins anew. Collective; raises as that.
+        """
+        found = self.check_judging()
+        if self.rewards is not None:
+            self.rewards.take_judging()
+        return {"reward/judged_rate": 1 - found.failed / found.asked} if found.asked else {}
+
     def close(self) -> None:
         """Close connections and end the background loop."""
         if self.engine is not None:
-            self.background.run(self.engine.close())
+            self.background.run_last(self.engine.close())
         self.device.close()
         if self.rewards is not None:
-            self.background.run(self.rewards.close())
+            self.background.run_last(self.rewards.close())
         self.background.close()
 
 

@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +14,6 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.prompts.python_source import does_something, parsed
 from ctrl_megatron.rewards.cache import VerdictCache
-from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
@@ -24,13 +21,13 @@ from ctrl_megatron.rewards.grading import (
     CachedJudge,
     GradingJob,
     Judge,
+    Patience,
+    outcome_of,
     program_of,
 )
-from ctrl_megatron.rewards.items import RewardItem, Rewards, rows_of
-from ctrl_megatron.sandbox.client import SandboxError
+from ctrl_megatron.rewards.items import RewardItem, RewardOutcome, Rewards, rows_of
 from ctrl_megatron.types import Verdict
 
-_log = logging.getLogger(__name__)
 _FENCE = "```"
 _OPENING = "```python\n"
 WELL_FORMED, UNPARSABLE, MALFORMED = 1.0, 0.5, 0.0
@@ -89,13 +86,19 @@ class CodeReward:
         run_timeout: float = RUN_TIMEOUT,
         max_requests: int = MAX_REQUESTS,
         cache: VerdictCache | None = None,
+        patience: Patience | None = None,
     ) -> None:
-        self._judge = CachedJudge(provider, VerdictCache() if cache is None else cache)
+        verdicts = VerdictCache() if cache is None else cache
+        self._judge = CachedJudge(provider, verdicts, patience)
         self._require_format = require_format
         self._run_timeout, self._max_requests = run_timeout, max_requests
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        """See ``RewardFunction``. Where the judge fails, the reward is None and the log says why.
+        """The rewards of ``judge``, as a reward function; None where the judge failed."""
+        return [outcome.reward for outcome in await self.judge(items)]
+
+    async def judge(self, items: Sequence[RewardItem]) -> list[RewardOutcome]:
+        """The outcome of every item; a failure of the judge is an outcome without a verdict.
 
         Raises ``ValueError`` for a row that cannot be judged.
         """
@@ -110,25 +113,11 @@ class CodeReward:
             self._job(item.text, row, tests) if run else None
             for item, row, run in zip(items, rows, runs, strict=True)
         ]
-        semaphore, faults = asyncio.Semaphore(self._max_requests), []
-
-        async def reward(job: GradingJob | None, row: Row) -> float | None:
-            if job is None:
-                return 0.0
-            try:
-                verdict, _ = await self._judge.grade(job, semaphore)
-            except SandboxError as error:
-                faults.append(str(error) or type(error).__name__)
-                return None
-            return self._score(verdict, row)
-
-        rewards = await gathered(
-            [partial(reward, job, row) for job, row in zip(jobs, rows, strict=True)]
-        )
-        if faults:
-            counts = f"{len(faults)} of {len(jobs)}"
-            _log.warning("%s: %s answers were not judged: %s", self.name, counts, faults[-1])
-        return rewards
+        answers = await self._judge.grade_all(jobs, self._max_requests)
+        return [
+            outcome_of(answer, partial(self._score, row=row))
+            for answer, row in zip(answers, rows, strict=True)
+        ]
 
     def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:
         return tests.of(row).job(program_of(text))
@@ -178,9 +167,14 @@ class IoiCodeReward(CodeReward):
         run_timeout: float = RUN_TIMEOUT,
         max_requests: int = MAX_REQUESTS,
         cache: VerdictCache | None = None,
+        patience: Patience | None = None,
     ) -> None:
         super().__init__(
-            provider=provider, run_timeout=run_timeout, max_requests=max_requests, cache=cache
+            provider=provider,
+            run_timeout=run_timeout,
+            max_requests=max_requests,
+            cache=cache,
+            patience=patience,
         )
         self._language, self._normalise = language, normalise
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from ctrl_megatron.data.rows import ATTEMPT_COLUMNS, Paths, Row, read_rows, rows_by_id
 from ctrl_megatron.prompts import (
@@ -27,17 +28,18 @@ from ctrl_megatron.rewards.grading import (
     RUN_TIMEOUT,
     BatchTests,
     CachedJudge,
+    Graded,
+    GradingJob,
     Judge,
+    Patience,
     RowTests,
     check_tests,
     encodable,
+    outcome_of,
     program_of,
 )
 from ctrl_megatron.rewards.items import Copying, RewardItem, RewardOutcome, Rewards, rows_of
-from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.types import Message, Verdict
-
-Value = TypeVar("Value")
 
 
 class RewardModelForCritic:
@@ -46,11 +48,11 @@ class RewardModelForCritic:
     ``file`` is the parquet file or files of the rows, or the rows themselves. ``tokenizer`` decodes
     responses, of which every ``parse_response`` prints ``num_examine``. With ``run_all_cases`` the
     reward is the pass rate; without it the reward is 1 where every test passes and else 0 (the
-    paper's). ``sandbox``, a client or a provider, is required to judge. ``cache`` replaces the
-    cache in memory. ``id_key`` is the batch field with the rows' ids. At most ``max_requests``
-    requests of a batch run at the same time. A test may take ``run_timeout`` seconds where its row
-    sets no limit. Use it on one event loop only. Raises ``ValueError`` that names a row whose tests
-    cannot be judged.
+    paper's). ``sandbox``, a client or a provider, is required to judge; ``patience`` defines what a
+    batch does about one that fails. ``cache`` replaces the cache in memory. ``id_key`` is the batch
+    field with the rows' ids. At most ``max_requests`` requests of a batch run at the same time. A
+    test may take ``run_timeout`` seconds where its row sets no limit. Use it on one event loop
+    only. Raises ``ValueError`` that names a row whose tests cannot be judged.
 
     A critique that contains more than the share ``copying_threshold`` of the revision's program
     (``copied_rate``) earns 0 with ``copying`` "penalise", and has no reward with "mask".
@@ -78,6 +80,7 @@ class RewardModelForCritic:
         max_requests: int = MAX_REQUESTS,
         run_timeout: float = RUN_TIMEOUT,
         cache: VerdictCache | None = None,
+        patience: Patience | None = None,
         copying: Copying = "measure",
         copying_threshold: float = COPYING_THRESHOLD,
     ) -> None:
@@ -93,7 +96,7 @@ class RewardModelForCritic:
         self.max_requests, self.run_timeout = max_requests, run_timeout
         self.copying, self.copying_threshold = copying, copying_threshold
         self._cache = VerdictCache() if cache is None else cache
-        self._judge = None if sandbox is None else CachedJudge(sandbox, self._cache)
+        self._judge = None if sandbox is None else CachedJudge(sandbox, self._cache, patience)
 
     def parse_response(self, data: Mapping[str, Any]) -> tuple[list[str], list[str], list[int]]:
         """(row ids, texts without end-of-sequence tokens, lengths in tokens) of the responses.
@@ -170,10 +173,15 @@ class RewardModelForCritic:
         rest and is raised; ``judge`` reports failures item by item.
         """
         semaphore = asyncio.Semaphore(self.max_requests)
-        triples = zip(critiques, revisions, samples, strict=False)
-        return await self._gather(
-            [partial(self.reward_revision, *triple, semaphore) for triple in triples]
-        )
+        triples = list(zip(critiques, revisions, samples, strict=False))
+        with self._progress(len(triples)) as advance:
+
+            async def rewarded(triple: tuple[str, str, Any]) -> float:
+                reward = await self.reward_revision(*triple, semaphore)
+                advance()
+                return reward
+
+            return await gathered([partial(rewarded, triple) for triple in triples])
 
     async def judge(self, items: Sequence[RewardItem]) -> list[RewardOutcome]:
         """The outcome of every item: the reward that its critique earned by its revision. A failure
@@ -182,18 +190,14 @@ class RewardModelForCritic:
         Without a judgment the reward is 0 and nothing runs. Raises ``ValueError`` for an item
         without a row, and for a row that cannot be judged.
         """
-        semaphore, tests = asyncio.Semaphore(self.max_requests), self._tests()
-
-        async def outcome(item: RewardItem, row: Row) -> RewardOutcome:
-            if item.judgment is None:
-                return RewardOutcome(reward=0.0)
-            program = program_of(item.text)
-            found = await self._outcome(program, tests.of(row), semaphore, item.judgment)
-            judged = found.verdict is not None and item.critique
-            return self._limited(found, item.critique, program) if judged else found
-
-        calls = zip(items, rows_of("critic", items), strict=True)
-        return await self._gather([partial(outcome, *call) for call in calls])
+        tests, rows = self._tests(), rows_of("critic", items)
+        programs = [program_of(item.text) for item in items]
+        jobs = [
+            None if item.judgment is None else tests.of(row).job(program)
+            for item, row, program in zip(items, rows, programs, strict=True)
+        ]
+        answers = zip(items, programs, await self._grade_all(jobs), strict=True)
+        return [self._outcome(item, program, answer) for item, program, answer in answers]
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         """The rewards of ``judge``, as a reward function; None where the sandbox failed."""
@@ -207,25 +211,15 @@ class RewardModelForCritic:
         A failure of the sandbox is an outcome without a verdict. Raises ``ValueError`` for lists of
         unequal length and for a row that cannot be judged.
         """
-        semaphore, tests = asyncio.Semaphore(self.max_requests), self._tests(run_all_cases=True)
+        tests = self._tests(run_all_cases=True)
+        pairs = zip(texts, rows, strict=True)
+        jobs = [tests.of(row).job(program_of(text)) for text, row in pairs]
+        return [outcome_of(answer, self._score) for answer in await self._grade_all(jobs)]
 
-        async def outcome(text: str, row: Row) -> RewardOutcome:
-            return await self._outcome(program_of(text), tests.of(row), semaphore, None)
-
-        calls = zip(texts, rows, strict=True)
-        return await self._gather([partial(outcome, *call) for call in calls])
-
-    async def _outcome(
-        self, program: str, tests: RowTests, semaphore: asyncio.Semaphore, judgment: bool | None
-    ) -> RewardOutcome:
-        try:
-            verdict, cached = await self._grade(program, tests, semaphore)
-        except SandboxError as error:
-            fault = str(error) or type(error).__name__
-            return RewardOutcome(reward=None, judgment=judgment, error=fault)
-        return RewardOutcome(
-            reward=self._score(verdict), judgment=judgment, verdict=verdict, cached=cached
-        )
+    def _outcome(self, item: RewardItem, program: str, answer: Graded | None) -> RewardOutcome:
+        found = outcome_of(answer, self._score, item.judgment)
+        judged = found.verdict is not None and item.critique
+        return self._limited(found, item.critique, program) if judged else found
 
     def _limited(self, outcome: RewardOutcome, critique: str, program: str) -> RewardOutcome:
         copied = copied_rate(encodable(critique), program)
@@ -241,32 +235,39 @@ class RewardModelForCritic:
     async def _grade(
         self, program: str, tests: RowTests, semaphore: asyncio.Semaphore
     ) -> tuple[Verdict, bool]:
+        return await self._required_judge.grade(tests.job(program), semaphore)
+
+    async def _grade_all(self, jobs: Sequence[GradingJob | None]) -> list[Graded | None]:
+        """``CachedJudge.grade_all``, with a progress bar."""
+        if not any(jobs):
+            return [None] * len(jobs)
+        with self._progress(len(jobs)) as advance:
+            return await self._required_judge.grade_all(jobs, self.max_requests, advance)
+
+    @property
+    def _required_judge(self) -> CachedJudge:
         if self._judge is None:
             raise ValueError(
                 "RewardModelForCritic has no sandbox; pass sandbox=SandboxClient(endpoint)"
             )
-        return await self._judge.grade(tests.job(program), semaphore)
+        return self._judge
 
     def _score(self, verdict: Verdict) -> float:
         return verdict.pass_rate if self.run_all_cases else float(verdict.accepted)
 
-    async def _gather(self, calls: Sequence[Callable[[], Awaitable[Value]]]) -> list[Value]:
-        """``gathered`` with a progress bar."""
+    @contextmanager
+    def _progress(self, total: int) -> Iterator[Callable[[], None]]:
+        """A progress bar, where it is wanted, and the function that advances it by one."""
         if not self.show_progress:
-            return await gathered(calls)
+            yield lambda: None
+            return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress("{task.description}", *columns, console=Console(stderr=True)) as progress:
-            bar = progress.add_task("Generating rewards", total=len(calls))
-
-            async def counted(call: Callable[[], Awaitable[Value]]) -> Value:
-                value = await call()
-                progress.advance(bar)
-                return value
-
-            return await gathered([partial(counted, call) for call in calls])
+            bar = progress.add_task("Generating rewards", total=total)
+            yield lambda: progress.advance(bar)
 
 
 def _to_list(values: Any) -> list[Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterable
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 from ctrl_megatron.data.rows import Row
@@ -13,6 +15,8 @@ from ctrl_megatron.problems.long_integers import loads, long_integers
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
+from ctrl_megatron.rewards.gathered import gathered
+from ctrl_megatron.rewards.items import RewardOutcome
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests, reported_tests
 from ctrl_megatron.sandbox.wire import (
@@ -24,6 +28,7 @@ from ctrl_megatron.sandbox.wire import (
 )
 from ctrl_megatron.types import Problem, Verdict
 
+_log = logging.getLogger(__name__)
 RUN_TIMEOUT = int(DEFAULT_TIME_LIMIT)
 """Seconds that one test may take where its row sets no limit."""
 MAX_REQUESTS = 256
@@ -183,6 +188,21 @@ def cases_of(row: Row) -> list[dict[str, Any]]:
     return loads(row.selected_uts)
 
 
+def outcome_of(
+    answer: Graded | None, score: Callable[[Verdict], float], judgment: bool | None = None
+) -> RewardOutcome:
+    """The outcome whose reward is the ``score`` of the verdict; a reward of 0 where nothing ran."""
+    if answer is None:
+        return RewardOutcome(reward=0.0)
+    return RewardOutcome(
+        reward=None if answer.verdict is None else score(answer.verdict),
+        judgment=judgment,
+        verdict=answer.verdict,
+        cached=answer.cached,
+        error=answer.error,
+    )
+
+
 async def grade(judge: Judge, job: GradingJob) -> Verdict:
     """The verdict of ``judge`` on ``job``.
 
@@ -208,6 +228,29 @@ async def grade(judge: Judge, job: GradingJob) -> Verdict:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graded:
+    """The answer of a judge for one job."""
+
+    verdict: Verdict | None
+    """None where the judge failed."""
+    cached: bool = False
+    """True where the verdict came from the cache or from a run that another caller started."""
+    error: str = ""
+    """Message of the judge's failure; empty where there is a verdict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """What a batch does about a judge that fails for more than ``share`` of its programs: it judges
+    those again, up to ``retries`` times, after ``pause`` seconds, which are doubled every time.
+    """
+
+    share: float = 0.0
+    retries: int = 0
+    pause: float = 5.0
+
+
 class CachedJudge:
     """A judge with a cache: equal programs are judged once on equal tests.
 
@@ -215,8 +258,9 @@ class CachedJudge:
     isolation.
     """
 
-    def __init__(self, judge: Judge, cache: VerdictCache) -> None:
+    def __init__(self, judge: Judge, cache: VerdictCache, patience: Patience | None = None) -> None:
         self._judge, self._cache = judge, cache
+        self._patience = Patience() if patience is None else patience
         self._identity: object = None
 
     async def key(self, job: GradingJob) -> str:
@@ -235,6 +279,50 @@ class CachedJudge:
                 return await grade(self._judge, job)
 
         return await self._cache.get(await self.key(job), run)
+
+    async def grade_all(
+        self,
+        jobs: Sequence[GradingJob | None],
+        max_requests: int,
+        judged: Callable[[], None] = lambda: None,
+    ) -> list[Graded | None]:
+        """The answer for every job, in order; None where there is no job. A failure of the judge is
+        an answer without a verdict.
+
+        At most ``max_requests`` requests run at the same time. ``judged`` is called after the first
+        attempt of every job.
+        """
+        semaphore = asyncio.Semaphore(max_requests)
+
+        async def attempt(job: GradingJob) -> Graded:
+            try:
+                verdict, cached = await self.grade(job, semaphore)
+            except SandboxError as error:
+                return Graded(verdict=None, error=" ".join(str(error).split()) or "no message")
+            return Graded(verdict=verdict, cached=cached)
+
+        async def first(job: GradingJob | None) -> Graded | None:
+            answer = None if job is None else await attempt(job)
+            judged()
+            return answer
+
+        found = await gathered([partial(first, job) for job in jobs])
+        patience, asked = self._patience, sum(job is not None for job in jobs)
+        for retry in range(patience.retries + 1):
+            failed = [i for i, answer in enumerate(found) if answer and answer.error]
+            if not failed:
+                break
+            count, error = f"{len(failed)} of {asked}", cast(Graded, found[failed[-1]]).error
+            if retry == patience.retries or len(failed) <= patience.share * asked:
+                _log.warning("%s programs were not judged: %s", count, error)
+                break
+            pause = patience.pause * 2**retry
+            _log.warning("%s programs are judged again in %.0f s: %s", count, pause, error)
+            await asyncio.sleep(pause)
+            again = [partial(attempt, cast(GradingJob, jobs[i])) for i in failed]
+            for i, answer in zip(failed, await gathered(again), strict=True):
+                found[i] = answer
+        return found
 
 
 def _why(case: EvalTestCase) -> str:

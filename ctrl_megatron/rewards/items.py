@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
@@ -40,7 +40,12 @@ class RewardOutcome:
     cached: bool = False
     """True where the verdict came from the cache or from an equal program of the same batch."""
     error: str = ""
-    """Message of the sandbox's failure; empty unless it is the reason why ``reward`` is None."""
+    """Message of the judge's failure; empty unless it is the reason why ``reward`` is None."""
+
+    @property
+    def judgable(self) -> bool:
+        """Whether a judge was asked, that is whether there was a program to run."""
+        return self.verdict is not None or bool(self.error)
 
     @property
     def pass_rate(self) -> float | None:
@@ -80,6 +85,15 @@ class RewardFunction(Protocol):
     """Returns one reward per item, in order; None masks the item out."""
 
     async def __call__(self, items: Sequence[RewardItem], /) -> Rewards: ...
+
+
+@runtime_checkable
+class JudgingReward(RewardFunction, Protocol):
+    """A reward function that runs programs, which reports its judge's failures item by item."""
+
+    async def judge(self, items: Sequence[RewardItem], /) -> list[RewardOutcome]:
+        """The outcome of every item, in order."""
+        ...
 
 
 def rows_of(name: str, items: Sequence[RewardItem]) -> list[Row]:

@@ -9,6 +9,7 @@ from typing import Any
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row, require_columns
 from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.rewards.grading import Patience
 from ctrl_megatron.rewards.registry import columns_read_by, reward_parameters
 
 
@@ -94,7 +95,12 @@ def _planned(config: Config, name: str, weight: float) -> PlannedReward:
 
 def _options(config: Config, name: str, parameters: frozenset[str]) -> dict[str, Any]:
     reward = config.reward
-    shared = {"run_timeout": reward.run_timeout, "max_requests": reward.max_requests}
+    patience = Patience(share=reward.max_failed_share, retries=reward.judging_retries)
+    shared = {
+        "run_timeout": reward.run_timeout,
+        "max_requests": reward.max_requests,
+        "patience": patience,
+    }
     own: dict[str, Any] = {}
     if name == "critic":
         own = {

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import Judge
 from ctrl_megatron.rewards.items import (
     LARGEST_REWARD,
+    JudgingReward,
     RewardFunction,
     RewardItem,
     RewardOutcome,
@@ -35,14 +37,38 @@ class Scores:
     """Outcomes of ``critic``, one per item; None where the run has no ``critic``."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judging:
+    """How often a service was asked to judge a program, and how often it failed."""
+
+    asked: int = 0
+    failed: int = 0
+    error: str = ""
+    """Message of the last failure."""
+
+    def __add__(self, other: Judging) -> Judging:
+        return Judging(
+            asked=self.asked + other.asked,
+            failed=self.failed + other.failed,
+            error=other.error or self.error,
+        )
+
+    @classmethod
+    def of(cls, outcomes: Iterable[RewardOutcome | None]) -> Judging:
+        """The sum over ``outcomes``."""
+        judged = [outcome for outcome in outcomes if outcome is not None and outcome.judgable]
+        errors = [outcome.error for outcome in judged if outcome.error]
+        return cls(asked=len(judged), failed=len(errors), error=errors[-1] if errors else "")
+
+
 class RewardSum:
     """Runs the reward functions ``functions`` and adds their rewards up, weighted by ``weights``
     (1 by default).
 
     Functions of weight 0 run too: their rewards are metrics. ``critic`` runs first, for the items
     without an outcome, and the other functions read its outcomes. ``judge`` runs their programs and
-    is closed by ``close``. Raises ``ValueError`` for weights that do not match the functions or are
-    not finite.
+    is closed by ``close``; ``judging`` counts how it fared since ``take_judging``. Raises
+    ``ValueError`` for weights that do not match the functions or are not finite.
     """
 
     def __init__(
@@ -56,7 +82,7 @@ class RewardSum:
             raise ValueError("there is no reward function; name at least one")
         self.functions = dict(functions)
         self.weights = dict.fromkeys(functions, 1.0) if weights is None else dict(weights)
-        self.judge = judge
+        self.judge, self.judging = judge, Judging()
         if odd := self.weights.keys() ^ self.functions.keys():
             raise ValueError(f"weights and functions differ in {', '.join(sorted(odd))}")
         if not all(map(math.isfinite, self.weights.values())):
@@ -77,11 +103,12 @@ class RewardSum:
         if self.critic is not None:
             new = [number for number, outcome in enumerate(outcomes) if outcome is None]
             made = await self.critic.judge([items[number] for number in new])
+            self.judging += Judging.of(made)
             for number, outcome in zip(new, made, strict=True):
                 outcomes[number] = outcome
             items = [replace(i, outcome=o) for i, o in zip(items, outcomes, strict=True)]
         others = {name: f for name, f in self.functions.items() if name != "critic"}
-        found = await gathered([partial(function, items) for function in others.values()])
+        found = await gathered([partial(self._run, f, items) for f in others.values()])
         parts = {
             name: checked_rewards(repr(name), given, len(items))
             for name, given in zip(others, found, strict=True)
@@ -102,6 +129,27 @@ class RewardSum:
             totals=totals,
             outcomes=outcomes,
         )
+
+    async def judge_solutions(
+        self, texts: Sequence[str], rows: Sequence[Row]
+    ) -> list[RewardOutcome]:
+        """``RewardModelForCritic.judge_solutions``; the run has a ``critic``."""
+        assert self.critic is not None
+        outcomes = await self.critic.judge_solutions(texts, rows)
+        self.judging += Judging.of(outcomes)
+        return outcomes
+
+    async def _run(self, function: RewardFunction, items: Sequence[RewardItem]) -> Rewards:
+        if not isinstance(function, JudgingReward):
+            return await function(items)
+        outcomes = await function.judge(items)
+        self.judging += Judging.of(outcomes)
+        return [outcome.reward for outcome in outcomes]
+
+    def take_judging(self) -> Judging:
+        """``judging``, which begins anew."""
+        taken, self.judging = self.judging, Judging()
+        return taken
 
     async def close(self) -> None:
         """Close the judge's connections, where it has any."""

@@ -108,7 +108,9 @@ def test_a_fault_of_the_service_masks_its_row_out(judged: dict[str, Any]) -> Non
     assert uids[3] == uids[5] == "group1" and uids.count(uids[4]) == 1
     assert "fell over" in judged["detail"][4]
     metrics = judged["metrics"]
-    assert metrics["reward/judged_rate"] == pytest.approx(8 / 9)
+    # Seven critiques have a program to judge.
+    assert metrics["reward/judged_rate"] == pytest.approx(6 / 7)
+    assert metrics["reward/masked_rate"] == pytest.approx(1 / 9)
     assert metrics["reward/mean"] == pytest.approx((4.0 + judged["wrong"]) / 8)
     # Six rows with a judgment were judged.
     assert metrics["pass_rate/after"] == pytest.approx((4.0 + judged["wrong"]) / 6)

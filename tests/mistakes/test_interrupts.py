@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGHUP at exact moments: one line, exit code 130, nothing half-written, and no
-checkpoint of weights that have not changed.
+"""Ctrl-C, SIGTERM and SIGHUP at exact moments: one line, exit code 130, nothing half-written, and
+no checkpoint of weights that have not changed.
 """
 
 from __future__ import annotations

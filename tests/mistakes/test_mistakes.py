@@ -35,8 +35,8 @@ from mistaken_world import (
 from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, Holder
 from ctrl_megatron.config import load_config
 from ctrl_megatron.eval.transcripts import ChainPlan, begin_evaluation
-from ctrl_megatron.models.families import hf_names
 from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.pipeline.evaluation import EvaluationJob, settings_of
 
 TRAINING = ("train_rl", "train_sft")
@@ -147,7 +147,7 @@ def _evaluation(**changes: object) -> Spoil:
 
 def _index(folder: Path) -> None:
     """All tensors in a file that is not there."""
-    names = hf_names(read_model_shape(folder / "model"))
+    names = hf_shapes(read_model_shape(folder / "model"))
     index = {"weight_map": dict.fromkeys(names, "none.safetensors")}
     (folder / "model/model.safetensors").unlink()
     (folder / "model/model.safetensors.index.json").write_text(json.dumps(index))

@@ -9,10 +9,13 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
-from ctrl_megatron.models.families import hf_names, hf_shape, table
-from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape
+from ctrl_megatron.models.flops import model_flops
+from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.models.rules import hf_shapes, rules
+from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import ShardParam, check_tensor_size, shard_params
 from ctrl_megatron.parallel.layout import Layout
 
@@ -61,16 +64,28 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config)
     # named_parameters leaves the repeated name of tied embeddings out.
     want = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    names = hf_names(shape)
-    assert len(set(names)) == len(names)
-    assert {n: hf_shape(n, shape) for n in names} == want
+    assert hf_shapes(shape) == want
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flops_are_those_that_transformers_computes(name: str) -> None:
+    """Without a mask that skips them, transformers multiplies every pair of a square."""
+    config, shape = family(name)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    tokens = 7
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(tokens)[None])
+    ours = model_flops(
+        shape, tokens=tokens, pairs=tokens**2, projected_tokens=tokens, backward=False
+    )
+    assert counter.get_total_flops() == ours
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_pieces_cover_both_sides(name: str, layout: Layout) -> None:
     _, shape = family(name)
-    covered = {n: torch.zeros(hf_shape(n, shape), dtype=torch.int64) for n in hf_names(shape)}
+    covered = {n: torch.zeros(size, dtype=torch.int64) for n, size in hf_shapes(shape).items()}
     for _, _, _, param in shards(shape, layout):
         own = torch.zeros(param.shape, dtype=torch.int64)
         for piece in param.pieces:
@@ -103,7 +118,7 @@ def whole_parameter(
 ) -> torch.Tensor:
     """The tensors of a rank, from Megatron's own description of its layers."""
     at = f"model.layers.{layer}."
-    groups, head = shape.num_query_groups, shape.head_dim
+    groups, head = shape.attention.groups, shape.attention.head_dim
     if "linear_qkv" in param.name:
         leaf = param.name.rsplit(".", 1)[1]
         parts = [hf[f"{at}self_attn.{p}_proj.{leaf}"] for p in "qkv"]
@@ -139,8 +154,8 @@ def whole_parameter(
 def test_shards_hold_what_megatron_expects(name: str, layout: Layout) -> None:
     _, shape = family(name)
     hf, next_id = {}, 1
-    for hf_name in hf_names(shape):
-        size = torch.Size(hf_shape(hf_name, shape))
+    for hf_name, dims in hf_shapes(shape).items():
+        size = torch.Size(dims)
         hf[hf_name] = torch.arange(next_id, next_id + size.numel()).view(size)
         next_id += size.numel()
     for tp, pp, chunk, param in shards(shape, layout):
@@ -213,17 +228,15 @@ def test_transformer_engine_renames_only_the_fused_norms() -> None:
 @pytest.mark.parametrize(
     ("change", "tensor", "named"),
     [
-        ({"num_attention_heads": 6, "num_query_groups": 2}, 4, "num_attention_heads=6"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 2}, 4, "num_attention_heads=6"),
         ({}, 8, "num_key_value_heads=4"),
-        ({"ffn_hidden_size": 82}, 4, "intermediate_size=82"),
+        ({"intermediate_size": 82}, 4, "intermediate_size=82"),
     ],
 )
 def test_a_tensor_size_that_does_not_divide_is_named(
     change: dict[str, int], tensor: int, named: str
 ) -> None:
-    from dataclasses import replace
-
-    shape = replace(family("llama")[1], **change)
+    shape = parse_model_shape({"model_type": "llama", **DIMS, **change})
     with pytest.raises(ValueError, match=f"{named} .*tensor_model_parallel_size={tensor}"):
         check_tensor_size(shape, Layout(tensor=tensor))
 
@@ -232,21 +245,25 @@ def test_a_tensor_size_that_does_not_divide_is_named(
 def shapes_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
     tensor, pipeline, virtual = (draw(st.integers(1, 3)) for _ in range(3))
     groups = tensor * draw(st.integers(1, 3))
+    attention = GroupedQueryAttention(
+        heads=groups * draw(st.integers(1, 3)),
+        groups=groups,
+        head_dim=2 * draw(st.integers(1, 3)),
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+    )
+    layers = pipeline * virtual * draw(st.integers(1, 2))
+    widths = st.integers(1, 4).map(lambda share: Dense(width=tensor * share))
     shape = ModelShape(
         family="any",
-        num_layers=pipeline * virtual * draw(st.integers(1, 2)),
         hidden_size=draw(st.integers(1, 7)),
-        ffn_hidden_size=tensor * draw(st.integers(1, 4)),
-        num_attention_heads=groups * draw(st.integers(1, 3)),
-        num_query_groups=groups,
-        head_dim=2 * draw(st.integers(1, 3)),
         vocab_size=draw(st.integers(1, 11)),
         max_position_embeddings=8,
         norm_epsilon=1e-5,
         rope=Rope(theta=1e4),
         tied_embeddings=draw(st.booleans()),
-        qkv_bias=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
+        attention=attention,
+        feed_forward=tuple(draw(st.lists(widths, min_size=layers, max_size=layers))),
     )
     return shape, Layout(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual)
 
@@ -256,7 +273,7 @@ def shapes_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
 def test_any_model_survives_the_way_there_and_back(drawn: tuple[ModelShape, Layout]) -> None:
     shape, layout = drawn
     check_tensor_size(shape, layout)
-    hf = {n: torch.randn(hf_shape(n, shape)) for n in hf_names(shape)}
+    hf = {n: torch.randn(size) for n, size in hf_shapes(shape).items()}
     back = {n: torch.full_like(t, torch.nan) for n, t in hf.items()}
     for _, _, _, param in shards(shape, layout):
         shard = torch.full(param.shape, torch.nan)
@@ -275,4 +292,4 @@ def test_every_row_of_the_table_is_used_by_some_stage(name: str) -> None:
     seen = {
         param.name.replace("layers.0.", "layers.{i}.") for _, _, _, param in shards(shape, layout)
     }
-    assert {rule.megatron for rule in table(shape)} <= seen
+    assert {rule.megatron for rule in rules(shape)} <= seen

@@ -171,11 +171,13 @@ class Evaluator:
             decode=lambda answer: str(answer[0]),
             eos_token_ids=(0,),
         )
-        critic = SimpleNamespace(judge_solutions=self._judge)
-        self.rewards = SimpleNamespace(critic=critic)
+        self.rewards = SimpleNamespace(judge_solutions=self._judge)
 
     async def _judge(self, programs: list[str], rows: list[Row]) -> list[Any]:
         return [SimpleNamespace(verdict=Verdict(passed=(True,), total=1)) for _ in programs]
+
+    def take_judging(self) -> dict[str, float]:
+        return {}
 
     def ask(self, work: Any) -> Any:
         return asyncio.run(work())

@@ -25,6 +25,7 @@ def scores_of(
     worker: Any = SimpleNamespace(
         reward_weights={name: 1.0},
         groups=SimpleNamespace(sum_over_data=lambda totals: totals),
+        take_judging=dict,
     )
     worker.means = lambda values: DAGWorker.means(worker, values)
     rows = len(rewards)
@@ -43,11 +44,11 @@ def test_a_row_without_a_reward_leaves_loss_and_group() -> None:
     assert batch["response_mask"].any(dim=1).tolist() == [True, False, True]
     assert list(batch["uid"]) == ["a", "a/unjudged/1", "a"]
     assert batch["token_level_scores"].tolist() == [[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
-    assert metrics["reward/judged_rate"] == pytest.approx(2 / 3)
+    assert metrics["reward/masked_rate"] == pytest.approx(1 / 3)
 
 
 def test_a_step_without_any_reward_ends_the_run() -> None:
-    with pytest.raises(RuntimeError, match="none of the step's answers could be judged"):
+    with pytest.raises(UserError, match="no sample of the step has a reward"):
         scores_of([NAN, NAN])
 
 
@@ -56,7 +57,7 @@ def test_a_function_of_the_users_that_never_knows_is_named() -> None:
         UserError, match=r"^reward\.reward_funcs: mine:f returned None for every item"
     ):
         scores_of([NAN, NAN], name="mine:f", parts=True)
-    with pytest.raises(RuntimeError, match="could be judged"):
+    with pytest.raises(UserError, match="no sample of the step has a reward"):
         scores_of([NAN, NAN], parts=True)
 
 

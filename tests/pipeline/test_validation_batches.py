@@ -44,7 +44,7 @@ class Rank:
             from_data_ranks=lambda value: [value],
         )
         self.codec = SimpleNamespace(decode=lambda t: f"{t[0]}. {JUDGMENT}", eos_token_ids=(0,))
-        self.rewards = SimpleNamespace(critic=SimpleNamespace(judge_solutions=self._judge))
+        self.rewards = SimpleNamespace(judge_solutions=self._judge)
         self._lost = lost
 
     async def _judge(self, texts: list[str], rows: list[Any]) -> list[Any]:
@@ -59,6 +59,9 @@ class Rank:
 
     def ask(self, work: Any) -> Any:
         return asyncio.run(work())
+
+    def take_judging(self) -> dict[str, float]:
+        return {}
 
 
 @pytest.fixture(autouse=True)

@@ -149,7 +149,7 @@ def test_a_fault_of_the_provider_is_none_never_zero(caplog: pytest.LogCaptureFix
         judge.faults_left = 1
         function = make_reward(name, provider=judge)
         assert rewards(function, item(), item(block("x = 2"))) == [None, 1.0]
-        assert f"{name}: 1 of 2 answers were not judged: the service is gone" in caplog.text
+        assert "1 of 2 programs were not judged: the service is gone" in caplog.text
         # Not remembered either.
         assert rewards(function, item()) == [1.0]
 
