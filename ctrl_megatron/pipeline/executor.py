@@ -66,6 +66,8 @@ class Executor:
         every = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
         self._order = [node for node in every if runs(node)]
         self._pending: dict[str, Future[NodeOutput] | None] = {}
+        self.weights_changed = False
+        """Whether a step that did not end has begun to change weights."""
 
     def run_step(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
         """The batch after the last node, and the metrics of all nodes.
@@ -82,6 +84,7 @@ class Executor:
                     batch = _merge(batch, self._collect(needed), metrics)
                 if stoppable and node.changes_weights:
                     stoppable = False
+                    self.weights_changed = True
                     self._before_update(batch)
                 if stoppable and self._worker.stop.agreed(self._worker.groups):
                     raise StopRequested
@@ -97,6 +100,7 @@ class Executor:
                 batch = _merge(batch, output, metrics)
             for needed in list(self._pending):
                 batch = _merge(batch, self._collect(needed), metrics)
+            self.weights_changed = False
         finally:
             for future in self._pending.values():
                 if future is not None:
