@@ -12,6 +12,7 @@ from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import Place, one_of
 from ctrl_megatron.config.keys import Condition, value_of
 from ctrl_megatron.config.schema import KEYS, Config
+from ctrl_megatron.config.transformer_overrides import override_problems
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 
@@ -234,6 +235,9 @@ def _parallelism(config: Config) -> Iterator[str]:
         asked = getattr(megatron, key)
         if asked not in (None, off) and getattr(megatron, size) == 1:
             yield f"{_M}{key}={_words(asked)} needs {_M}{size} of 2 or more; unset it or raise that"
+    yield from override_problems(
+        megatron.override_transformer_config, megatron.recompute_granularity
+    )
     size = rollout.tensor_model_parallel_size
     able = [name for name, kind in ENGINES.items() if kind.tensor_parallel]
     if size != 1 and rollout.name not in able:

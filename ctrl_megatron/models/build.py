@@ -10,6 +10,8 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from ctrl_megatron.config.transformer_overrides import override_problems
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.layer_spec import (
     PackedRotaryEmbedding,
     ValueOutputLayer,
@@ -34,22 +36,24 @@ class BuildOptions:
     recompute_granularity: str | None = None
     recompute_num_layers: int = 1
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of Megatron's TransformerConfig, passed through after a name check."""
+    """Fields of Megatron's TransformerConfig (``config.transformer_overrides``)."""
+
+
+def check_options(options: BuildOptions) -> None:
+    """UserError for an unknown dtype, and for an override that may not be set."""
+    if options.dtype not in DTYPES:
+        raise UserError(f"dtype {options.dtype!r} is not supported; known: {', '.join(DTYPES)}")
+    # A reference model has the actor's overrides and recomputes nothing.
+    if problems := [*override_problems(options.overrides, "selective")]:
+        raise UserError("\n".join(problems))
 
 
 def transformer_config(
     shape: ModelShape, groups: ProcessGroups, options: BuildOptions
 ) -> TransformerConfig:
-    """Megatron's configuration of the model; ValueError for an unknown override."""
-    if options.dtype not in DTYPES:
-        raise ValueError(f"dtype {options.dtype!r} is not supported; known: {', '.join(DTYPES)}")
+    """Megatron's configuration of the model; UserError for an override that may not be set."""
+    check_options(options)
     layout, attention, dtype = groups.layout, shape.attention, DTYPES[options.dtype]
-    unknown = set(options.overrides) - set(TransformerConfig.__dataclass_fields__)
-    if unknown:
-        raise ValueError(
-            f"override_transformer_config has unknown fields {sorted(unknown)}; "
-            "they must be fields of megatron.core's TransformerConfig"
-        )
     settings: dict[str, Any] = {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -57,6 +61,10 @@ def transformer_config(
         "num_attention_heads": attention.heads,
         "num_query_groups": attention.groups,
         "kv_channels": attention.head_dim,
+        # Rotated queries and keys times the factor have the same scores as a larger scale.
+        "softmax_scale": attention.head_dim**-0.5 * shape.rope.attention_factor**2
+        if shape.rope.attention_factor != 1.0
+        else None,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_epsilon,
         "add_bias_linear": False,

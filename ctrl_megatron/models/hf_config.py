@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.families import FAMILIES, Family
 from ctrl_megatron.models.hf_keys import need, whole
 from ctrl_megatron.models.rope import parse_rope
 from ctrl_megatron.models.shape import ModelShape
 
+_log = logging.getLogger(__name__)
 _KNOWN = frozenset(
     [
         # These say nothing about the forward pass of the families below.
@@ -30,6 +34,17 @@ _KNOWN = frozenset(
         *("partial_rotary_factor",),
     ]
 )
+_LEFT_BY_TOOLS = frozenset(
+    [
+        # unsloth, and checkpoints that it repaired
+        *("unsloth_version", "unsloth_fixed"),
+        # attributes of transformers' configuration objects at the time of saving
+        *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash"),
+        # general keys that older transformers wrote into every file
+        *("use_bfloat16", "torchscript", "tf_legacy_loss", "output_past"),
+    ]
+)
+"""Keys that record how a file was written or run. A warning names those that a file has."""
 _DEFAULTS = {"rms_norm_eps": 1e-6}
 
 
@@ -56,6 +71,8 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         )
     family = FAMILIES[name]
     _refuse_unsupported(config, family, where)
+    if left := _LEFT_BY_TOOLS & config.keys():
+        _warn_of_keys(where, ", ".join(sorted(left)))
     config = {**_DEFAULTS, **family.defaults, **config}
     value_head = _has_value_head(config, where)
     return ModelShape(
@@ -88,9 +105,19 @@ def _has_value_head(config: dict[str, Any], where: str) -> bool:
     return True
 
 
+@cache
+def _warn_of_keys(where: str, keys: str) -> None:
+    """Log the warning once in a process, and in no other rank than the first."""
+    if read_launch().rank == 0:
+        _log.warning(
+            "%s: ignored %s, which other tools wrote and no forward pass reads", where, keys
+        )
+
+
 def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> None:
+    known = _KNOWN | _LEFT_BY_TOOLS | family.keys
     for key, value in config.items():
-        if key not in _KNOWN | family.keys and value is not None and value is not False:
+        if key not in known and value is not None and value is not False:
             raise UserError(
                 f"{where}: {key}={value!r} is not supported by the {config['model_type']} family; "
                 "remove the key if it does not change the forward pass"

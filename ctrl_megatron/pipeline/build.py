@@ -21,6 +21,7 @@ from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.services import Services
@@ -295,6 +296,7 @@ def device_owner(
         run.background,
         sender,
         layout,
+        Waiting(groups=run.groups, stop=run.stop, limit=run.config.trainer.wait_timeout),
         directories=directories,
         shared=shared,
         leaves=leaves,

@@ -14,7 +14,7 @@ from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-from ctrl_megatron.parallel.waiting import result_of
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.graph import Node, NodeOutput, TaskGraph
 
 
@@ -25,6 +25,9 @@ class Rank(Protocol):
     background: BackgroundLoop
     timeline: Timeline
     stop: StopFlag
+
+    @property
+    def waiting(self) -> Waiting: ...
 
 
 def check_calls(graph: TaskGraph) -> None:
@@ -76,17 +79,16 @@ class Executor:
         node that changes weights; after that the step is finished.
         """
         metrics: dict[str, float] = {}
-        stoppable = True
+        self.weights_changed = False
         try:
             for node in self._order:
                 ancestors = self.graph.get_ancestors(node.node_id)
                 for needed in [n for n in self._pending if n in ancestors]:
                     batch = _merge(batch, self._collect(needed), metrics)
-                if stoppable and node.changes_weights:
-                    stoppable = False
+                if node.changes_weights and not self.weights_changed:
                     self.weights_changed = True
                     self._before_update(batch)
-                if stoppable and self._worker.stop.agreed(self._worker.groups):
+                if not self.weights_changed and self._worker.stop.agreed(self._worker.groups):
                     raise StopRequested
                 if node.runs_aside:
                     self._start(node, batch)
@@ -126,8 +128,8 @@ class Executor:
 
     def _collect(self, node_id: str) -> NodeOutput:
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
-            future = self._pending.pop(node_id)
-            output = result_of(future, self._worker.groups)
+            future, what = self._pending.pop(node_id), f"the node {node_id}"
+            output = self._worker.waiting.together(future, what, stoppable=not self.weights_changed)
             return self._worker.groups.from_leader(output)
 
 

@@ -28,6 +28,7 @@ from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.metrics.flops import peak_flops
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
+from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import check_tensor_size
@@ -95,6 +96,7 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
                 SafetensorsDirectory(path).check(shape)
                 _check_role(config, key, path, shape, shapes.get(actor))
                 _check_context(config, purpose, key, path, shape)
+                _check_engine(config, purpose, key, path, shape)
         except UserError as error:
             problems.append(error)
     all_of(problems)
@@ -238,6 +240,16 @@ def _check_context(
             f"{shape.max_position_embeddings} tokens, and {asked} makes {longest}",
             remedy="lower these keys, or name a model with a longer context",
         )
+
+
+def _check_engine(config: Config, purpose: Purpose, key: str, path: str, shape: ModelShape) -> None:
+    """UserError if the engine would compute another model than the trainer."""
+    if purpose == "sft" or key in _ONLY_TRAINED:
+        return
+    engine = config.actor_rollout_ref.rollout.name
+    difference = engine_difference(shape.rope, engine, shape.max_position_embeddings)
+    if difference is not None:
+        raise UserError(f"the rope scaling of {path}/config.json: {difference}")
 
 
 def check_tokenizer(config: Config) -> TextCodec:

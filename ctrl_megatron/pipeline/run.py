@@ -124,7 +124,7 @@ def train(config: Config) -> bool:
         run.check_stop()
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
         memory = device_memory(run.groups)
-        isolation = run.groups.from_leader(run.background.run(isolation_level(worker)))
+        isolation = worker.ask(lambda: isolation_level(worker), "the sandboxes to answer")
         worker.timeline = recorder.timeline(memory)
         loop = TrainingLoop(
             worker=worker,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -45,7 +46,7 @@ def layers_for(layout: dict) -> int:
 
 
 def save_tiny(
-    family: str, directory: Path, dtype: torch.dtype = torch.float32, **dims: int
+    family: str, directory: Path, dtype: torch.dtype = torch.float32, **dims: Any
 ) -> Path:
     """A random model of ``family``; biases and norms are random too, so that none is forgotten."""
     config_class, extra = FAMILIES[family]

@@ -512,6 +512,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     import signal
     import threading
     import time
+    from types import SimpleNamespace
 
     from preloaded import reserve
 
@@ -519,7 +520,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     from ctrl_megatron.parallel.groups import initialize
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-    from ctrl_megatron.parallel.waiting import wait_together
+    from ctrl_megatron.parallel.waiting import Waiting
     from ctrl_megatron.pipeline.worker import RolloutWorker
     from ctrl_megatron.rollout.engine import EngineSpec
     from ctrl_megatron.rollout.launch import EngineProcess
@@ -530,6 +531,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     groups = initialize(Layout(tensor=2), seed=1, timeout_seconds=limit)
     background, found = BackgroundLoop(), dict[str, Any]()
     unused: Any = None
+    config: Any = SimpleNamespace(trainer=SimpleNamespace(wait_timeout=60.0))
     spec = EngineSpec(name="hf", model_path=directory, dtype="float32", threads=1, log_path=log)
     process: Any = EngineProcess(spec) if groups.is_leader else None
     began = time.monotonic()
@@ -539,14 +541,16 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
         await asyncio.sleep(max(0.0, began + 1.2 * limit - time.monotonic()))
 
     try:
-        wait_together(background.submit(start()) if process else None, groups)
+        stop = StopFlag().install()
+        waiting = Waiting(groups=groups, stop=stop, limit=60.0)
+        waiting.together(background.submit(start()) if process else None, "the engine to start")
         found["start"] = time.monotonic() - began
         engine: Any = process.connect() if process else None
         worker = RolloutWorker(
-            config=unused,
+            config=config,
             groups=groups,
             background=background,
-            stop=StopFlag().install(),
+            stop=stop,
             codec=unused,
             engine=engine,
             device=unused,
