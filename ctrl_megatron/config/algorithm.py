@@ -186,7 +186,8 @@ class Reward:
     """Seconds per test if the row has no time limit."""
     max_failed_share: float = key(0.2, SHARE)
     """Share of a step's programs that the sandbox or provider may fail to judge. Their samples are
-    left out of the loss; beyond it the step is not trained on and the run ends (exit code 14)."""
+    left out of the loss; beyond it, and where all of them failed, the step is not trained on and
+    the run ends (exit code 14)."""
     judging_retries: int = key(3, AT_LEAST_0)
     """How often a trainer process judges programs again, after 5, 10, 20, ... seconds, before more
     than this share counts as failed."""

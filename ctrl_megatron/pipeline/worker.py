@@ -86,13 +86,13 @@ class RolloutWorker:
         """What the services that judge were asked since ``take_judging``, over all ranks.
         Collective.
 
-        Raises ServiceFault, on all ranks, where they failed for more than
+        Raises ServiceFault, on all ranks, where they failed for all of it, or for more than
         ``reward.max_failed_share`` of it.
         """
         mine = Judging() if self.rewards is None else self.rewards.judging
         found = sum(self.groups.from_data_ranks(self.groups.from_leader(mine)), Judging())
         limit = self.config.reward.max_failed_share
-        if found.failed > limit * found.asked:
+        if found.failed > limit * found.asked or 0 < found.failed == found.asked:
             raise ServiceFault(
                 f"{found.failed} of {found.asked} programs could not be judged, and "
                 f"reward.max_failed_share={limit:g}: {found.error}. Their step is not used. "

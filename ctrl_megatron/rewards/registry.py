@@ -5,8 +5,8 @@ by its import path.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.errors import UserError, did_you_mean, is_users, place_of, users_code
@@ -103,6 +103,24 @@ def make_reward(name: str, **options: Any) -> RewardFunction:
     if not callable(function):
         raise UserError(f"reward {name!r}: {place_of(factory)} returned {function!r}, no function")
     return function if isinstance(function, RewardModelForCritic) else UsersReward(name, function)
+
+
+def refuse_without_rewards(silent: Sequence[str]) -> NoReturn:
+    """Raise ``UserError``: no sample of a step or a draw has a reward. ``silent`` names the reward
+    functions that returned None for every sample.
+    """
+    users = [n for n in silent if ":" in n or (n in _FACTORIES and is_users(_FACTORIES[n]))]
+    if users:
+        raise UserError(
+            f"{', '.join(users)} returned None for every item of the step",
+            key="reward.reward_funcs",
+            remedy="return a number for items whose reward is known",
+        )
+    raise UserError(
+        "no sample of the step has a reward: every critique contains the program of its revision "
+        "(reward.copying=mask), or leaves the engine no room for one, or could not be judged",
+        remedy="raise reward.copying_threshold or actor_rollout_ref.rollout.max_model_len",
+    )
 
 
 def _imported(path: str) -> Callable[..., Any]:

@@ -116,7 +116,8 @@ class RewardSum:
             for name, given in zip(others, found, strict=True)
         }
         if self.critic is not None:
-            parts["critic"] = [None if o is None else o.reward for o in outcomes]
+            earned = [None if outcome is None else outcome.reward for outcome in outcomes]
+            parts["critic"] = checked_rewards("'critic'", earned, len(items))
         totals = weighted_sum(parts, self.weights)
         for number, total in enumerate(totals):
             if total is not None and not abs(total) <= LARGEST_REWARD:

@@ -107,9 +107,9 @@ class HfEngine:
             token=token,
             version=lambda: self._state.version,
         )
+        self._decoding = AbandonableCall(work, "decoding")
+        done = asyncio.wrap_future(self._decoding.future)
         try:
-            self._decoding = AbandonableCall(work, "decoding")
-            done = asyncio.wrap_future(self._decoding.future)
             await asyncio.shield(done)
         except asyncio.CancelledError:
             # The caller is gone. A thread cannot be cancelled, so it gets a signal to end.
