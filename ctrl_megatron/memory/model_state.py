@@ -123,5 +123,5 @@ def engine_weight_bytes(shape: ModelShape, *, tensor: int, dtype: str) -> int:
                 rows = _up(_up(rows, _VLLM_VOCAB_ALIGNMENT), tensor)
             if rule.kind == "qkv" and position > 0:
                 parts = min(tensor, shape.attention.groups)
-            total += len(rule.layers) * (math.prod((rows, *tail)) // parts)
+            total += len(rule.layers) * rule.experts * (math.prod((rows, *tail)) // parts)
     return total * DTYPE_SIZE[dtype]

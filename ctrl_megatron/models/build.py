@@ -20,7 +20,7 @@ from ctrl_megatron.models.layer_spec import (
     has_transformer_engine,
 )
 from ctrl_megatron.models.rope import rope_frequencies
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import Dense, Experts, FeedForward, ModelShape
 from ctrl_megatron.models.shards import check_tensor_size
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.vocab import vocab_range
@@ -57,7 +57,6 @@ def transformer_config(
     settings: dict[str, Any] = {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.widest,
         "num_attention_heads": attention.heads,
         "num_query_groups": attention.groups,
         "kv_channels": attention.head_dim,
@@ -91,13 +90,15 @@ def transformer_config(
         "sequence_parallel": layout.sequence_parallel and layout.tensor > 1,
         # Micro-batches are packed to a token budget, so their lengths differ.
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "alltoall",  # the other one refuses lengths that differ
         # The loss is normalised already (models.loss_scale); Megatron must not divide again.
         "calculate_per_token_loss": True,
         "recompute_granularity": options.recompute_granularity,
         "perform_initialization": False,
         "gradient_accumulation_fusion": adds_weight_gradients(),
     }
+    for kind in shape.layers_by_kind:
+        settings |= _feed_forward_settings(kind)
     if options.recompute_granularity == "full":
         settings |= {
             "recompute_method": "uniform",
@@ -123,6 +124,22 @@ def transformer_config(
     return TransformerConfig(**{**settings, **options.overrides})
 
 
+def _feed_forward_settings(kind: FeedForward) -> dict[str, Any]:
+    """The fields of Megatron's configuration that one kind of layer reads."""
+    match kind:
+        case Dense(width=width):
+            return {"ffn_hidden_size": width}
+        case Experts():
+            return {
+                "num_moe_experts": kind.count,
+                "moe_ffn_hidden_size": kind.expert_width,
+                "moe_router_topk": kind.top_k,
+                # The softmax over the chosen experts equals the renormalised one over all.
+                "moe_router_pre_softmax": not kind.renormalised,
+                "moe_router_load_balancing_type": "none",
+            }
+
+
 def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions) -> list[GPTModel]:
     """This rank's model chunks, one per virtual stage, on the device, weights uninitialised.
 
@@ -140,7 +157,9 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
         layers = layout.layers(shape.num_layers, pp=groups.place.pp, chunk=chunk)
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(len(layers), qk_norm=shape.attention.qk_norm),
+            transformer_layer_spec=block_spec(
+                [shape.feed_forward[layer] for layer in layers], qk_norm=shape.attention.qk_norm
+            ),
             vocab_size=padded,
             max_sequence_length=shape.max_position_embeddings,
             pre_process=layout.is_first(pp=groups.place.pp, chunk=chunk),

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_keys import divides, whole
-from ctrl_megatron.models.shape import Attention, Dense, FeedForward, GroupedQueryAttention
+from ctrl_megatron.models.shape import Attention, Dense, Experts, FeedForward, GroupedQueryAttention
 
 HfConfig = Mapping[str, Any]
 """A ``config.json`` with the family's defaults."""
@@ -65,6 +66,30 @@ def _dense(config: HfConfig, where: str) -> tuple[Dense, ...]:
     return (Dense(width=width),) * whole(config, "num_hidden_layers", where)
 
 
+def _qwen3_moe(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
+    """Experts in every ``decoder_sparse_step``-th layer that is not in ``mlp_only_layers``."""
+    layers = whole(config, "num_hidden_layers", where)
+    # transformers 5 writes the second name.
+    counted = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    experts = Experts(
+        count=whole(config, counted, where),
+        expert_width=whole(config, "moe_intermediate_size", where),
+        top_k=whole(config, "num_experts_per_tok", where),
+        renormalised=bool(config["norm_topk_prob"]),
+    )
+    if not 1 < experts.top_k <= experts.count:
+        raise UserError(
+            f"{where}: num_experts_per_tok={experts.top_k} is not supported, only 2 to "
+            f"{counted}={experts.count}"
+        )
+    step, dense = whole(config, "decoder_sparse_step", where), config.get("mlp_only_layers") or ()
+    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    if len(sparse) == layers:
+        return (experts,) * layers
+    width = Dense(width=whole(config, "intermediate_size", where))
+    return tuple(experts if i in sparse else width for i in range(layers))
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         attention=partial(_grouped_query, qkv_bias=False, qk_norm=False),
@@ -81,6 +106,25 @@ FAMILIES: Mapping[str, Family] = {
         attention=_qwen3_attention,
         feed_forward=_dense,
         defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    ),
+    "qwen3_moe": Family(
+        attention=partial(_grouped_query, qkv_bias=False, qk_norm=True),
+        feed_forward=_qwen3_moe,
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+        },
+        keys=frozenset(
+            [
+                *("num_experts", "num_local_experts", "moe_intermediate_size"),
+                *("num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step"),
+                "mlp_only_layers",
+                # They change a loss that is not computed here.
+                *("output_router_logits", "router_aux_loss_coef"),
+            ]
+        ),
     ),
 }
 """``model_type`` -> family."""

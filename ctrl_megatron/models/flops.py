@@ -19,7 +19,7 @@ def model_flops(
     value model's head count, nor recomputed activations, which are work of the implementation.
     """
     per_token = sum(
-        len(rule.layers) * math.prod(tensor.shape)
+        len(rule.layers) * rule.passed * math.prod(tensor.shape)
         for rule in rules(shape)
         for tensor in rule.hf
         if rule.part == "layer" and len(tensor.shape) == 2

@@ -8,13 +8,13 @@ shapes and their order in it; ``models.shards`` turns rules into rectangles of a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, product
 from types import MappingProxyType
 from typing import Literal
 
-from ctrl_megatron.models.shape import Attention, FeedForward, ModelShape
+from ctrl_megatron.models.shape import Attention, Dense, Experts, FeedForward, ModelShape
 from ctrl_megatron.parallel.layout import MeshName
 
 Kind = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
@@ -49,6 +49,8 @@ class ParamRule:
     experts over its expert ranks."""
     experts: int = 1
     """Number of experts of a layer, each with this parameter; 1 outside experts."""
+    passed: int = 1
+    """Number of these experts that a token passes."""
     buffer: str | None = None
     """The type of state that is no parameter, such as the bias by which a router balances experts;
     None for a parameter, which has the model's type."""
@@ -133,11 +135,29 @@ def _attention(attention: Attention, hidden: int, layers: tuple[int, ...]) -> It
 
 
 def _feed_forward(kind: FeedForward, hidden: int, layers: tuple[int, ...]) -> Iterator[ParamRule]:
-    norm, fc1 = {"post_attention_layernorm": (hidden,)}, "mlp.linear_fc1"
-    gate_up = {f"mlp.{x}_proj": (kind.width, hidden) for x in ("gate", "up")}
-    yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm, te=fc1)
-    yield _layer_rule(layers, fc1, "gate_up", gate_up)
-    yield _layer_rule(layers, "mlp.linear_fc2", "row", {"mlp.down_proj": (hidden, kind.width)})
+    norm = {"post_attention_layernorm": (hidden,)}
+    match kind:
+        case Dense(width=width):
+            fc1 = "mlp.linear_fc1"
+            yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm, te=fc1)
+            yield from _gated(layers, "mlp", "mlp", hidden, width)
+        case Experts(count=count, top_k=top_k, expert_width=width):
+            router = {"mlp.gate": (count, hidden)}
+            own, theirs = "mlp.experts.local_experts.{e}", "mlp.experts.{e}"
+            yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm)
+            yield _layer_rule(layers, "mlp.router", "replicated", router)
+            for rule in _gated(layers, own, theirs, hidden, width):
+                yield replace(rule, mesh="expert", experts=count, passed=top_k)
+
+
+def _gated(
+    layers: tuple[int, ...], own: str, theirs: str, hidden: int, width: int
+) -> Iterator[ParamRule]:
+    """The products of a gated feed-forward layer, which is called ``own`` here and ``theirs`` in
+    Hugging Face's models."""
+    gate_up = {f"{theirs}.{x}_proj": (width, hidden) for x in ("gate", "up")}
+    yield _layer_rule(layers, f"{own}.linear_fc1", "gate_up", gate_up)
+    yield _layer_rule(layers, f"{own}.linear_fc2", "row", {f"{theirs}.down_proj": (hidden, width)})
 
 
 @lru_cache(maxsize=64)
@@ -161,12 +181,7 @@ def hf_shapes(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
     for part, group in groupby(rules(shape), key=lambda rule: rule.part):
         own = list(group)
         for layer in range(shape.num_layers if part == "layer" else 1):
-            tensors = (
-                tensor
-                for rule in own
-                if layer in rule.layers
-                for expert in range(rule.experts)
-                for tensor in rule.tensors(layer, expert)
-            )
-            ordered |= {tensor.name: tensor.shape for tensor in tensors}
+            for rule in own:
+                for expert in range(rule.experts if layer in rule.layers else 0):
+                    ordered |= {t.name: t.shape for t in rule.tensors(layer, expert)}
     return MappingProxyType(ordered)

@@ -51,8 +51,29 @@ class Dense:
         return {"intermediate_size": self.width}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Gated feed-forward layers of which a router chooses ``top_k`` for each token."""
+
+    count: int
+    expert_width: int
+    top_k: int
+    renormalised: bool
+    """The weights of a token's experts sum to 1; otherwise they are their shares among all."""
+
+    @property
+    def width(self) -> int:
+        """Numbers between the two products for one token, over the experts that it passes."""
+        return self.top_k * self.expert_width
+
+    @property
+    def split_sizes(self) -> Mapping[str, int]:
+        """Key of ``config.json`` -> a size that must divide over the tensor ranks."""
+        return {"moe_intermediate_size": self.expert_width}
+
+
 Attention = GroupedQueryAttention
-FeedForward = Dense
+FeedForward = Dense | Experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

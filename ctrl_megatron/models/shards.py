@@ -14,7 +14,7 @@ from math import prod
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.rules import HfTensor, Kind, ParamRule, rules
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import Experts, ModelShape
 from ctrl_megatron.parallel.layout import Axis, Coordinates, Indices, Layout, MeshName
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -68,6 +68,11 @@ class ShardParam:
 
 def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
     """UserError unless heads, query groups and widths divide over the tensor ranks."""
+    if layout.tensor > 1 and any(isinstance(kind, Experts) for kind in shape.feed_forward):
+        raise UserError(
+            "a model with experts cannot be split over tensor ranks yet",
+            remedy="set tensor_model_parallel_size to 1",
+        )
     parts = (shape.attention, *shape.layers_by_kind)
     for key, size in ((key, size) for part in parts for key, size in part.split_sizes.items()):
         if size % layout.tensor:

@@ -30,7 +30,7 @@ from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import Experts, ModelShape
 from ctrl_megatron.models.shards import check_tensor_size
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
@@ -97,6 +97,8 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
                 _check_role(config, key, path, shape, shapes.get(actor))
                 _check_context(config, purpose, key, path, shape)
                 _check_engine(config, purpose, key, path, shape)
+                if purpose == "rl":
+                    _check_engine_takes(path, shape)
         except UserError as error:
             problems.append(error)
     all_of(problems)
@@ -171,6 +173,14 @@ def _check_role(
         raise UserError(
             f"{path} has another architecture than the actor; the same engines generate with both",
             remedy="use a model of the actor's shape",
+        )
+
+
+def _check_engine_takes(path: str, shape: ModelShape) -> None:
+    if any(isinstance(kind, Experts) for kind in shape.feed_forward):
+        raise UserError(
+            f"{path} has experts, whose weights cannot be pushed to an engine yet",
+            remedy="use a dense model",
         )
 
 

@@ -179,6 +179,33 @@ def policy_loss(log_probs, entropy, rows, counts):
     return mean, {"kl": (kl.detach() * mask).sum() / counts.tokens}
 
 
+def weighted_loss(log_probs, entropy, rows, counts):
+    """Minus the mean of the responses' log-probs, weighted by the advantages."""
+    weighted = log_probs * rows["advantages"] * rows["response_mask"]
+    return -weighted.sum() / counts.tokens, {}
+
+
+def gradients(rank: int, layout: dict, directories: dict[str, str], batch: dict, out: str) -> None:
+    """The gradients of ``weighted_loss``, saved as models below ``out``: of packed rows that share
+    prompts, and of rows apart."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+
+    groups = start(layout)
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    optimizer = {"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9}
+    for family, directory in directories.items():
+        for way, shared in (("shared", True), ("apart", False)):
+            policy = make_policy(
+                groups, directory, optimizer=optimizer, token_budget=64, shared_prefix=shared
+            )
+            policy.step(mine, weighted_loss)
+            with torch.no_grad():
+                for model in policy.models:
+                    for weight in model.parameters():
+                        weight.copy_(weight.main_grad)  # type: ignore[attr-defined]
+            save_hf(policy, f"{out}/{way}/{family}", side_files=directory)
+
+
 def buffer_bytes(chunk: Any) -> int:
     """Bytes that the gradient buffers of Megatron's DistributedDataParallel hold."""
     return sum(buffer.grad_data.untyped_storage().size() for buffer in chunk.buffers)

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from mistaken_world import (
@@ -167,10 +165,8 @@ def _checkpoint(folder: Path) -> Path:
 
 def _lock(folder: Path) -> None:
     """Held by this process."""
-    me = psutil.Process()
     (folder / "runs/mine").mkdir(parents=True)
-    holder = Holder(socket.gethostname(), me.pid, me.create_time())
-    (folder / "runs/mine" / LOCK_FILE).write_text(json.dumps(asdict(holder)))
+    (folder / "runs/mine" / LOCK_FILE).write_text(json.dumps(asdict(Holder.here())))
 
 
 def rl(name: str, arguments: str, named: str, spoil: Spoil = lambda f: None, **more: Any) -> Case:
