@@ -45,6 +45,7 @@ def stage_elements(shape: ModelShape, layout: Layout, *, pp: int) -> tuple[tuple
         tuple(
             math.prod(param.shape)
             for param in shard_params(shape, layout, layout.first_of(pp), chunk=c)
+            if not param.buffer
         )
         for c in range(layout.virtual_pipeline)
     )

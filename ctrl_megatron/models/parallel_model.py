@@ -173,15 +173,16 @@ class ParallelModel:
         views = (tensors.host_view(tensor) for tensors in self._parts.values())
         return next((view for view in views if view is not None), tensor)
 
-    def shards(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
-        """This rank's parameters, on the device, with their places in the HF tensors."""
+    def shards(self) -> Iterator[tuple[ShardParam, torch.Tensor]]:
+        """This rank's parameters, and its buffers that have a rule, on the device, with their
+        places in the HF tensors."""
         self.onload("weights")
         yield from self.places()
 
-    def places(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
+    def places(self) -> Iterator[tuple[ShardParam, torch.Tensor]]:
         """``shards``, wherever the weights' memory is."""
         for chunk, model in enumerate(self.models):
-            named = dict(model.named_parameters())
+            parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
             for param in shard_params(
                 self.shape,
                 self.groups.layout,
@@ -189,7 +190,7 @@ class ParallelModel:
                 chunk=chunk,
                 te_names=has_transformer_engine(),
             ):
-                yield param, named[param.name]
+                yield param, (buffers if param.buffer else parameters)[param.name]
 
     @torch.no_grad()
     def infer(

@@ -62,6 +62,8 @@ class ShardParam:
     copy: bool
     """Another parameter, in another shard, has the same HF tensor and is the one to save and
     send."""
+    buffer: bool
+    """The model has it as a buffer: neither gradient nor optimizer state belongs to it."""
 
 
 def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
@@ -182,6 +184,7 @@ def _stage(
                     mesh=rule.mesh,
                     at=(*at, ("pp", pp)),
                     copy=copy,
+                    buffer=rule.buffer is not None,
                 )
 
 

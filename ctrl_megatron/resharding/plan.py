@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
 
-from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.rules import hf_buffers, hf_shapes
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
@@ -58,8 +58,12 @@ class TensorPlace:
 
 
 def hf_specs(shape: ModelShape, dtype: str) -> list[TensorSpec]:
-    """Every HF tensor of the model in checkpoint order."""
-    return [TensorSpec(name=n, dtype=dtype, shape=s) for n, s in hf_shapes(shape).items()]
+    """Every HF tensor of the model in checkpoint order, in ``dtype`` but for buffers."""
+    own = hf_buffers(shape)
+    return [
+        TensorSpec(name=name, dtype=own.get(name, dtype), shape=size)
+        for name, size in hf_shapes(shape).items()
+    ]
 
 
 def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[TensorPlace, ...]:

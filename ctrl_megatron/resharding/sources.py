@@ -59,8 +59,11 @@ class MegatronSource:
             groups.hosts.of_rank,
             groups.here,
         )
-        chunks = [dict(chunk.named_parameters()) for chunk in model.models]
-        self._copies: dict[int, list[tuple[TensorPlace, Piece, torch.nn.Parameter]]]
+        chunks = [
+            {**dict(chunk.named_parameters()), **dict(chunk.named_buffers())}
+            for chunk in model.models
+        ]
+        self._copies: dict[int, list[tuple[TensorPlace, Piece, torch.Tensor]]]
         self._copies = defaultdict(list)
         for place in self.places:
             for source in place.sources:

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ctrl_megatron.checkpoint.sharded import tensors_of
 from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.rules import hf_shapes
-from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
 
@@ -22,7 +22,10 @@ SHAPE = ModelShape(
     family="qwen2",
     hidden_size=12,
     attention=GroupedQueryAttention(heads=4, groups=2, head_dim=6, qkv_bias=True),
-    feed_forward=(Dense(width=16),) * 2,
+    feed_forward=(
+        Dense(width=16),
+        Experts(count=4, expert_width=8, top_k=1, renormalised=True),
+    ),
     vocab_size=11,
     max_position_embeddings=64,
     norm_epsilon=1e-6,
@@ -45,8 +48,11 @@ def stand_in(layout: Layout, rank: int, cut: Any) -> Any:
             weight[piece.slices] = whole[piece.hf_slices]
         shards.append((param, weight))
         replicas = layout.data * layout.context
+        number = place.cp + layout.context * place.dp
+        if param.mesh == "expert":
+            replicas, number = replicas // layout.expert, place.edp
         points = [0, *sorted(cut(weight.numel()) for _ in range(replicas - 1)), weight.numel()]
-        begin, end = list(itertools.pairwise(points))[place.cp + layout.context * place.dp]
+        begin, end = list(itertools.pairwise(points))[number]
         if begin < end:
             part = weight.view(-1)[begin:end].clone()
             owned.append(OwnedRange(weight=weight, start=begin, tensors={"exp_avg": part}))  # type: ignore[arg-type]
@@ -68,12 +74,14 @@ def stand_in(layout: Layout, rank: int, cut: Any) -> Any:
     pipeline=st.sampled_from([1, 2]),
     data=st.integers(1, 4),
     context=st.integers(1, 2),
+    expert=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 2**31),
 )
 def test_ranks_together_hold_each_element_once(
-    tensor: int, pipeline: int, data: int, context: int, seed: int
+    tensor: int, pipeline: int, data: int, context: int, expert: int, seed: int
 ) -> None:
-    layout = Layout(tensor=tensor, pipeline=pipeline, data=data, context=context)
+    assume(data * context % expert == 0)
+    layout = Layout(tensor=tensor, pipeline=pipeline, data=data, context=context, expert=expert)
     count = {name: torch.zeros(size) for name, size in hf_shapes(SHAPE).items()}
     count |= {f"optimizer.exp_avg.{name}": torch.zeros_like(t) for name, t in count.items()}
     written = []
@@ -94,8 +102,8 @@ def test_ranks_together_hold_each_element_once(
                 written[-1] += part.numel() * (not name.startswith("optimizer"))
     assert all((times == 1).all() for times in count.values())
     # The ranks that hold the same share the writing of the weights: those with the same part of a
-    # matrix, and all ranks of a stage for a norm.
-    largest = sum(sorted(torch.Size(size).numel() for size in hf_shapes(SHAPE).values())[-2:])
+    # matrix, those with the same experts, and all ranks of a stage for a norm.
+    largest = sum(sorted(torch.Size(size).numel() for size in hf_shapes(SHAPE).values())[-3:])
     for rank in range(layout.world_size):
         replicas = layout.holders("dense", layout.coordinates(rank).on("tp", "pp"))
         shares = [written[replica] for replica in replicas]

@@ -9,44 +9,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models import shards
 from ctrl_megatron.models.rope import Rope
-from ctrl_megatron.models.rules import HfTensor, ParamRule, rules
-from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import ShardParam, distinct_shards, shard_params
 from ctrl_megatron.parallel.layout import Layout
 
+EXPERTS = 6
 SHAPE = ModelShape(
     family="any",
     hidden_size=6,
     attention=GroupedQueryAttention(heads=6, groups=6, head_dim=2, qkv_bias=True),
-    feed_forward=(Dense(width=24),) * 4,
+    feed_forward=(
+        Dense(width=24),
+        Experts(count=EXPERTS, expert_width=12, top_k=2, renormalised=True),
+    )
+    * 2,
     vocab_size=11,
     max_position_embeddings=8,
     norm_epsilon=1e-5,
     rope=Rope(theta=1e4),
     tied_embeddings=True,
 )
-EXPERTS = 6
-MEGATRON = "decoder.layers.{i}.mlp.experts.local_experts.{e}."
-HF = "model.layers.{i}.mlp.experts.{e}."
-
-
-def expert_rules() -> tuple[ParamRule, ...]:
-    """The matrices of every layer's experts."""
-    gate, up = (HfTensor(f"{HF}{x}_proj.weight", (24, 6)) for x in ("gate", "up"))
-    layers = tuple(range(SHAPE.num_layers))
-    fc1 = ParamRule(
-        "layer", MEGATRON + "linear_fc1.weight", (gate, up), "gate_up", None, layers, "expert"
-    )
-    down = HfTensor(HF + "down_proj.weight", (6, 24))
-    fc2 = ParamRule("layer", MEGATRON + "linear_fc2.weight", (down,), "row", None, layers, "expert")
-    return replace(fc1, experts=EXPERTS), replace(fc2, experts=EXPERTS)
-
-
-@pytest.fixture(autouse=True)
-def experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "rules", lambda shape: (*rules(shape), *expert_rules()))
 
 
 @st.composite
@@ -115,10 +98,10 @@ def test_each_expert_is_whole_over_its_tensor_ranks_and_named_locally(layout: La
                 expert = int(piece.hf.split("experts.")[1].split(".")[0])
                 assert expert == ep * local + number
                 elements[piece.hf] = elements.get(piece.hf, 0) + piece.extent[0] * piece.extent[1]
-    whole = SHAPE.widest * SHAPE.hidden_size
+    whole = 12 * SHAPE.hidden_size
     assert elements == {
         f"model.layers.{i}.mlp.experts.{e}.{x}_proj.weight": whole
-        for i in range(SHAPE.num_layers)
+        for i in (1, 3)
         for e in range(EXPERTS)
         for x in ("gate", "up", "down")
     }

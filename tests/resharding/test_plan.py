@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.rules import hf_shapes
-from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.resharding.buckets import _PIECE_BYTES, ByteSpan, byte_spans, pieces
@@ -46,7 +46,14 @@ def models(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
         qk_norm=draw(st.booleans()),
     )
     layers = pipeline * virtual * draw(st.integers(1, 2))
-    widths = st.integers(1, 4).map(lambda share: Dense(width=tensor * share))
+    context, data = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    expert = draw(st.sampled_from([n for n in range(1, 7) if context * data % n == 0]))
+    dense = st.integers(1, 4).map(lambda share: Dense(width=tensor * share))
+    experts = st.integers(1, 2).map(
+        lambda each: Experts(
+            count=expert * each, expert_width=tensor * each, top_k=1, renormalised=True
+        )
+    )
     shape = ModelShape(
         family="any",
         hidden_size=draw(st.integers(1, 7)),
@@ -56,14 +63,15 @@ def models(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
         rope=Rope(theta=1e4),
         tied_embeddings=draw(st.booleans()),
         attention=attention,
-        feed_forward=tuple(draw(st.lists(widths, min_size=layers, max_size=layers))),
+        feed_forward=tuple(draw(st.lists(dense | experts, min_size=layers, max_size=layers))),
     )
     layout = Layout(
         tensor=tensor,
         pipeline=pipeline,
         virtual_pipeline=virtual,
-        data=draw(st.integers(1, 3)),
-        context=draw(st.integers(1, 2)),
+        data=data,
+        context=context,
+        expert=expert,
     )
     return shape, layout
 
@@ -299,6 +307,12 @@ def test_replicas_share_the_copying_evenly(
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
         replicas = layout.holders("dense", place.on("tp", "pp"))
+        if layout.expert > 1:  # then ranks differ in the experts they have
+            replicas = tuple(
+                r
+                for r in replicas
+                if layout.coordinates(r).on("etp", "ep") == place.on("etp", "ep")
+            )
         assert max(load[r] for r in replicas) - min(load[r] for r in replicas) <= largest
 
 
