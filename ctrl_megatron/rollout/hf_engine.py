@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from ctrl_megatron.background import AbandonableCall
 from ctrl_megatron.models.offload import OffloadedTensors
-from ctrl_megatron.parallel.background import AbandonableCall
 from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
 from ctrl_megatron.rollout.engine import (
     EngineDied,
@@ -107,9 +107,9 @@ class HfEngine:
             token=token,
             version=lambda: self._state.version,
         )
+        self._decoding = AbandonableCall(work, "decoding")
+        done = asyncio.wrap_future(self._decoding.future)
         try:
-            self._decoding = AbandonableCall(work, "decoding")
-            done = asyncio.wrap_future(self._decoding.future)
             await asyncio.shield(done)
         except asyncio.CancelledError:
             # The caller is gone. A thread cannot be cancelled, so it gets a signal to end.
