@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ctrl_megatron.models.shape import Attention, Dense, Experts, FeedForward, ModelShape
+from ctrl_megatron.parallel.layout import MeshName
 
 Kind = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
 Part = Literal["embedding", "layer", "final_norm", "output"]
@@ -43,6 +44,9 @@ class ParamRule:
     """Name in the Transformer Engine spec, if that fuses the norm into a linear layer."""
     layers: tuple[int, ...] = (0,)
     """The layers, counted over all stages, that have the parameter; (0,) outside layers."""
+    mesh: MeshName = "dense"
+    """The mesh over whose tensor ranks the parameter is cut; the expert mesh also spreads the
+    experts over its expert ranks."""
     experts: int = 1
     """Number of experts of a layer, each with this parameter; 1 outside experts."""
     passed: int = 1
@@ -140,7 +144,7 @@ def _feed_forward(kind: FeedForward, hidden: int, layers: tuple[int, ...]) -> It
             yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm)
             yield _layer_rule(layers, "mlp.router", "replicated", router)
             for rule in _gated(layers, own, theirs, hidden, width):
-                yield replace(rule, experts=count, passed=top_k)
+                yield replace(rule, mesh="expert", experts=count, passed=top_k)
 
 
 def _gated(

@@ -49,6 +49,8 @@ def _in_a_step(run: Run) -> bool:
         ),
         # The process is alive but silent; no collective waits for it and could time out.
         ("silent engine", _in_a_step, r"rollout engine \(pid {pid}\) runs but has not answered"),
+        # Suspended, it neither ends nor obeys the launcher's signal.
+        ("silent rank", _in_a_step, r"rank 0 stops because rank 1 has not been heard of for 8 s"),
         ("sandbox", _in_a_step, r"sandbox service \(pid {pid}\) died"),
         pytest.param(
             "silent sandbox",
@@ -60,7 +62,7 @@ def _in_a_step(run: Run) -> bool:
     ],
     ids=[
         *("rank 0", "rank 1", "engine", "vllm core", "sglang scheduler", "silent engine"),
-        *("sandbox", "silent sandbox", "launcher"),
+        *("silent rank", "sandbox", "silent sandbox", "launcher"),
     ],
 )
 def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: str) -> None:
@@ -90,6 +92,9 @@ def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: s
         assert run.shared_memory() == []
         assert code != 0
         assert re.search(message.format(pid=process.pid), run.output()), run.output()[-8000:]
+        # Without the launcher's store every rank speaks for itself.
+        reasons = run.output().count("stops because")
+        assert reasons == 1 or (victim == "launcher" and reasons <= 2), run.output()[-8000:]
 
 
 HANGS = """
@@ -125,6 +130,8 @@ def test_the_first_signal_ends_a_run_whose_reward_function_hangs(job: Job) -> No
 def _process(run: Run, name: str) -> psutil.Process:
     if name.startswith("rank"):
         return run.rank(int(name.split()[1]))
+    if name == "silent rank":
+        return run.rank(1)
     if name == "launcher":
         return psutil.Process(run.process.pid)
     patterns = {
