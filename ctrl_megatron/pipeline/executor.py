@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from tensordict import TensorDict
 
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import UserError, place_of, users_code
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import Waiting

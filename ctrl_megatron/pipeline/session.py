@@ -13,12 +13,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.run_directory import RunLock, removed, require_shared
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.errors import note_users_code
 from ctrl_megatron.metrics.output import keep_going_unread
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.failure import STOPPED, FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for

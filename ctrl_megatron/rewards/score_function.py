@@ -9,8 +9,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ctrl_megatron.background import one_done
 from ctrl_megatron.errors import UserError, users_code
-from ctrl_megatron.parallel.awaited import one_done
 from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.items import RewardItem, rows_of
 

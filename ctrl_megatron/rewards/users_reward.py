@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
+from ctrl_megatron.background import AbandonableCall, BackgroundLoop
 from ctrl_megatron.errors import UserError, place_of, users_code
-from ctrl_megatron.parallel.background import AbandonableCall, BackgroundLoop
 from ctrl_megatron.rewards.items import RewardItem, Rewards, checked_rewards
 
 FUNCTION_SECONDS = 1800.0

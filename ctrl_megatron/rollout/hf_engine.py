@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from ctrl_megatron.background import AbandonableCall
 from ctrl_megatron.models.offload import OffloadedTensors
-from ctrl_megatron.parallel.background import AbandonableCall
 from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
 from ctrl_megatron.rollout.engine import (
     EngineDied,

@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 from reward_samples import block, function_row, stdio_row
 
+from ctrl_megatron.background import BackgroundLoop, all_awaited
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.parallel.awaited import all_awaited
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.rewards import RewardItem, RewardSum
