@@ -107,6 +107,15 @@ def users_input(key: str = "") -> Iterator[None]:
         raise UserError(str(fault or f"{error.filename}: {error.strerror}"), key=key) from error
 
 
+@contextmanager
+def naming(file: str | os.PathLike[str]) -> Iterator[None]:
+    """Let an OSError of a block that writes to ``file`` name it, which ``os.write`` does not do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(file)) from error
+
+
 def read_text(file: str | os.PathLike[str]) -> str:
     """The text of a UTF-8 file of the user's, without a byte-order mark.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guardian import guard
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
@@ -20,6 +21,12 @@ _TOGETHER = {"test_rl_run.py": "whole_run", "test_resume.py": "whole_run"}
 settings.register_profile("no_deadline", deadline=None)
 settings.register_profile("long", deadline=None, max_examples=2000)
 settings.load_profile("no_deadline")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let nothing that tests start outlive them, whatever ends them; xdist's workers inherit it."""
+    if not hasattr(config, "workerinput"):
+        config.guardian = guard()  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,7 +5,7 @@ Groups of rows with a common prompt go through a log-prob pass and an optimizer 
 once with the prompt computed once per group, once with the prompt computed per row
 (``actor_rollout_ref.model.shared_prefix``). Both alternate, so that a slower phase of the machine
 affects both. Prints the ratios of seconds, of processor seconds (which other work affects less) and
-of floating-point operations (``metrics.model_flops``), and peak memory.
+of floating-point operations (``models.flops``), and peak memory.
 """
 
 from __future__ import annotations

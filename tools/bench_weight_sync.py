@@ -36,6 +36,8 @@ from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import initialize
 from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.parallel.stop import StopFlag
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import push
 from ctrl_megatron.resharding.sources import MegatronSource
@@ -133,7 +135,8 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
     parts = [torch.ones(min(size, total - at), dtype=torch.uint8) for at in range(0, total, size)]
 
     def pushed(version: str, *, verify: bool) -> float:
-        return push(source, engine, loop, sender, version=version, verify=verify).seconds
+        waiting = Waiting(groups=groups, stop=StopFlag(), limit=600.0)
+        return push(source, engine, loop, sender, waiting, version=version, verify=verify).seconds
 
     took: dict[str, list[float]] = {"raw": [], "vLLM": [], "push": [], "verified": []}
     for number in range(-1, options.rounds):

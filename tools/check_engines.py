@@ -33,6 +33,8 @@ from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.parent_watch import group_members
+from ctrl_megatron.parallel.stop import StopFlag
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import push
@@ -144,12 +146,13 @@ def follow_updates(
     layout = EngineLayout(dtype=dtype, bucket_bytes=128 << 20)
     sources = [DirectorySource(path, layout, groups) for path in directories]
     sender = SharedMemorySender(groups)
+    waiting = Waiting(groups=groups, stop=StopFlag(), limit=600.0)
     own, other = engine.answers(prompts, tokens), list[Completion]()
     held, back = [engine.megabytes()], list[int]()
     enough = len(prompts) if dtype == "float32" else len(prompts) // 2 + 1
     for number in range(1, updates + 1):
         source, version = sources[number % 2], f"update-{number}"
-        push(source, engine.engine, engine.loop, sender, version=version, verify=True)
+        push(source, engine.engine, engine.loop, sender, waiting, version=version, verify=True)
         if number <= 2 or number > updates - 2:
             said = engine.answers(prompts, tokens)
             same = sum(a.token_ids == b.token_ids for a, b in zip(said, own, strict=True))

@@ -28,8 +28,9 @@ from ctrl_megatron.checkpoint.sharded import (
 from ctrl_megatron.checkpoint.store import HF_FOLDER, POLICY_FOLDER, STATE_FILE, VALUE_FOLDER
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES
-from ctrl_megatron.models.hf_config import read_model_shape, value_shape
+from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec

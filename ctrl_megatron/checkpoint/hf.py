@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -11,10 +12,11 @@ from safetensors.torch import save_file
 
 from ctrl_megatron.checkpoint.files import whole_directory
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.families import hf_names
-from ctrl_megatron.models.hf_config import read_model_shape, value_shape
+from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.parallel_model import ParallelModel
+from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import MegatronSource
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
@@ -38,11 +40,17 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
     """
     given = read_model_shape(directory)
     starts = model.shape.value_head and not given.value_head
-    if (value_shape(given) if starts else given) != model.shape:
-        raise UserError(f"{directory} holds another model than the one to fill: {given}")
+    filled = value_shape(given) if starts else given
+    if filled != model.shape:
+        names = [field.name for field in fields(filled)]
+        wrong = [n for n in names if getattr(filled, n) != getattr(model.shape, n)]
+        raise UserError(
+            f"{directory} holds another model than the one to fill: they differ in "
+            + ", ".join(wrong)
+        )
     tensors = SafetensorsDirectory(directory)
     tensors.check(given)
-    there = set(hf_names(given))
+    there = hf_shapes(given)
     with torch.no_grad():
         for param, weight in model.shards():
             if tuple(weight.shape) != param.shape:

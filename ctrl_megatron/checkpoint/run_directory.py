@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-
-import psutil
 
 from ctrl_megatron.config.flags import require_writable
 from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.parallel.parent_watch import process_start
 
 LOCK_FILE, MARKER_FILE = "run.lock", ".ctrl_megatron_run"
 _WRITTEN = (
@@ -33,62 +32,100 @@ _SILENT_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that owns a lock."""
+    """The process that owns a lock. No clock that can be set is part of it."""
 
     host: str
+    boot: str
+    """Identity of the host's last boot."""
     pid: int
-    started: float
-    """Start of the process, in seconds since the epoch, because process ids are reused."""
+    started: int
+    """Clock ticks from the boot to the start of the process, because process ids are reused."""
+
+    @staticmethod
+    def here() -> Holder:
+        """This process."""
+        pid = os.getpid()
+        return Holder(socket.gethostname(), _boot(), pid, process_start(pid) or 0)
 
     def lives(self, lock: Path) -> bool:
-        """Whether the process still runs or, on another host, whether it renews the lock."""
-        if self.host == socket.gethostname():
-            try:
-                holder = psutil.Process(self.pid)
-                same = abs(holder.create_time() - self.started) < 2
-                # A process that has ended keeps its entry until its parent reads the exit code.
-                return same and holder.status() != psutil.STATUS_ZOMBIE
-            except psutil.NoSuchProcess:
-                return False
-        return _renewed(lock)
+        """Whether the process still runs or, on another host, whether it renews the lock.
+
+        A container with process ids of its own shares the boot of its host: there, the lock of the
+        kernel decides.
+        """
+        if self.boot != _boot():
+            return _renewed(lock)
+        return process_start(self.pid) == self.started or _is_locked(lock)
 
 
 class RunLock:
     """The first rank's lock from ``take`` to ``release``, renewed for readers on other hosts."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / LOCK_FILE
-        self.holder = Holder(socket.gethostname(), os.getpid(), psutil.Process().create_time())
-        self._released = threading.Event()
+        self._path, self._file = run_dir / LOCK_FILE, -1
+        self.holder = Holder.here()
+        self._ended = threading.Event()
+        self._lost: UserError | None = None
 
     def take(self) -> RunLock:
         """Acquire the lock. UserError if another run has it, or for files of other programs."""
         directory = self._path.parent
-        if not directory.is_dir():
-            check_run_directory(directory)
-            directory.mkdir(parents=True, exist_ok=True)
-        # Once, because checking a lock of another host takes up to 20 s.
-        with _alone(directory):
-            check_run_directory(directory)
-            work = self._path.with_name(f".{LOCK_FILE}.{os.getpid()}")
-            work.write_text(json.dumps(asdict(self.holder)) + "\n")
-            os.replace(work, self._path)
-            (directory / MARKER_FILE).touch()
+        check_run_directory(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = _open_locked(self._path)
+        # Another run may have taken and left it since the check; this one waits for no answer.
+        before = _holder(self._path)
+        if before is not None and before.boot != self.holder.boot and before.lives(self._path):
+            os.close(self._file)
+            raise _in_use(directory, before)
+        self._write(0)
+        (directory / MARKER_FILE).touch()
         threading.Thread(target=self._renew, name="run-lock", daemon=True).start()
         return self
 
+    def lost(self) -> UserError | None:
+        """Why this run must not write any more; None as long as it owns the directory."""
+        return self._lost
+
     def release(self) -> None:
         """Remove the lock, if this process still owns it."""
-        self._released.set()
+        self._ended.set()
         if _holder(self._path) == self.holder:
             self._path.unlink()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, beat: int) -> None:
+        text = json.dumps({**asdict(self.holder), "beat": f"{beat:09}"}) + "\n"
+        os.ftruncate(self._file, os.pwrite(self._file, text.encode(), 0))
 
     def _renew(self) -> None:
-        while not self._released.wait(_BEAT_SECONDS):
-            try:
-                os.utime(self._path)
-            except OSError:
-                return  # the lock was removed
+        beat = 0
+        while not self._ended.wait(_BEAT_SECONDS):
+            beat += 1
+            # A fault of the file system is for those to report who need what they write.
+            with suppress(OSError):
+                if _holder(self._path) == self.holder:
+                    self._write(beat)
+                elif not self._ended.is_set():
+                    self._lost = self._why_lost()
+
+    def _why_lost(self) -> UserError:
+        if not self._path.parent.is_dir():
+            return removed(self._path.parent)
+        return UserError(
+            f"{self._path} is not this run's lock any more",
+            remedy="leave the file alone while a run writes to its directory",
+        )
+
+
+def removed(run_dir: Path) -> UserError:
+    """The error of a run whose directory is gone."""
+    return UserError(
+        f"the directory {run_dir} was removed while the run wrote to it",
+        remedy="start the run again; it begins anew",
+    )
 
 
 def require_shared(directory: Path, holder: Holder, seconds: float = _SEEN_SECONDS) -> None:
@@ -119,10 +156,7 @@ def check_run_directory(directory: Path, key: str = "trainer.default_local_dir")
         return
     holder = _holder(directory / LOCK_FILE)
     if holder is not None and holder.lives(directory / LOCK_FILE):
-        raise UserError(
-            f"{directory} is in use by the run with pid {holder.pid} on {holder.host}",
-            remedy="wait for it, or give this run another trainer.experiment_name",
-        )
+        raise _in_use(directory, holder)
     if not _is_ours(directory):
         foreign = next((name for name in _WRITTEN if (directory / name).exists()), None)
         if foreign is not None:
@@ -141,33 +175,73 @@ def _is_ours(directory: Path) -> bool:
         return False
 
 
+def _in_use(directory: Path, holder: Holder | None) -> UserError:
+    who = f"the run with pid {holder.pid} on {holder.host}" if holder else "a run that begins"
+    return UserError(
+        f"{directory} is in use by {who}",
+        remedy="wait for it, or give this run another trainer.experiment_name",
+    )
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def _holder(lock: Path) -> Holder | None:
     """The owner in the lock file; None without a file, or if it is incomplete."""
     try:
-        return Holder(**json.loads(lock.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+        found = json.loads(lock.read_text())
+        return Holder(**{field.name: found[field.name] for field in fields(Holder)})
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
         return None
 
 
 def _renewed(lock: Path) -> bool:
-    """Whether the file is renewed within 20 s; the hosts' clocks need not agree."""
+    """Whether the content of the file changes within 20 s; the hosts' clocks need not agree."""
     try:
-        before, deadline = lock.stat().st_mtime_ns, time.monotonic() + _SILENT_SECONDS
+        before, deadline = lock.read_bytes(), time.monotonic() + _SILENT_SECONDS
         while time.monotonic() < deadline:
             time.sleep(0.5)
-            if lock.stat().st_mtime_ns != before:
+            if lock.read_bytes() != before:
                 return True
     except FileNotFoundError:
         return False
     return False
 
 
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Let two runs of one host that start together acquire the lock one after the other."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def _open_locked(path: Path) -> int:
+    """A descriptor of the file, which is created if need be, with the kernel's lock. UserError if
+    another process has that lock.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if not _flock(descriptor, fcntl.LOCK_EX):
+            os.close(descriptor)
+            raise _in_use(path.parent, _holder(path))
+        try:
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass  # released between the two lines above
+        os.close(descriptor)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process has the kernel's lock of the file."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return False  # released, or another user's: its process was looked for already
+    try:
+        return not _flock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
+
+
+def _flock(descriptor: int, kind: int) -> bool:
+    """Whether the lock is acquired; True as well on a file system that has no such locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True

@@ -44,9 +44,9 @@ from torch.futures import Future
 
 from ctrl_megatron.checkpoint.files import free_space
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.families import hf_shape
 from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.parallel_model import ParallelModel
+from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shards import Piece, ShardParam
 from ctrl_megatron.parallel.groups import ProcessGroups
 
@@ -195,7 +195,7 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
                         bytes_of[replica] += part.nbytes
                         if replica != place.dp:
                             continue
-                    whole = TensorParts(hf_shape(piece.hf, model.shape), flat.dtype)
+                    whole = TensorParts(hf_shapes(model.shape)[piece.hf], flat.dtype)
                     found.setdefault(name, whole).parts[torch.Size(offset)] = part
     return found
 

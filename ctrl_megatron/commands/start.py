@@ -24,6 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
 from ctrl_megatron.config.environment import keep_kernel_order, read_launch, read_log_level
 from ctrl_megatron.config.flags import CommandParser, count
@@ -45,7 +47,9 @@ _FIRST_WAITS, _OTHERS_WAIT = 10.0, 60.0
 """Seconds that the first rank of a machine, and its other ranks, wait for the launcher to end
 them.
 """
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_FROZEN_SECONDS = 10.0
+"""Seconds that a suspended rank may outlive another one."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Main = Callable[[Sequence[str] | None], int]
 
@@ -88,7 +92,7 @@ def command(
 
 @contextmanager
 def _handled(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let SIGINT and SIGTERM call ``on_signal``, unless they are ignored (as under nohup)."""
+    """Let each of the signals call ``on_signal``, unless it is ignored (as under nohup)."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
@@ -102,7 +106,7 @@ def _handled(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Let the first SIGINT or SIGTERM raise KeyboardInterrupt; yield the received signals."""
+    """Let the first of these signals raise KeyboardInterrupt; yield the received signals."""
     received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -120,9 +124,9 @@ def _signals() -> Iterator[list[int]]:
 def run_child(words: Sequence[str], cwd: Path) -> int:
     """Run another command, wait for its end, and return its exit code.
 
-    The first SIGINT or SIGTERM is passed on, and takes its effect here when the child has ended:
-    it has ranks to end and a state to save, for which ``subprocess.run`` gives it a quarter of a
-    second. It has a process group of its own, so that a Ctrl-C does not reach it twice.
+    The first SIGINT, SIGTERM or SIGHUP is passed on, and takes its effect here when the child has
+    ended: it has ranks to end and a state to save, for which ``subprocess.run`` gives it a quarter
+    of a second. It has a process group of its own, so that a Ctrl-C does not reach it twice.
     """
     received: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -173,8 +177,10 @@ def _output_fault(error: BaseException) -> UserError | None:
 
 def _give_up_output() -> None:
     """Discard unwritten output; otherwise Python would try to write it again at exit."""
+    from ctrl_megatron.metrics.output import discard
+
     with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout.fileno())
 
 
 def _rank() -> int:
@@ -286,6 +292,9 @@ def start_ranks(
     program = [sys.argv[0]] if spec is None else ["-m", spec.name]
     flags = ["--standalone", "--nproc-per-node", str(ranks)]
     flags += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS)]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as under nohup
+        flags += ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"]
+    threading.Thread(target=_end_frozen_ranks, name="frozen-ranks", daemon=True).start()
     try:
         torchrun([*flags, *program, *arguments])
     except SignalException:
@@ -297,3 +306,33 @@ def start_ranks(
             print(f"{name}: rank {rank} ended with exit code {code}", file=sys.stderr)
         return code if code > 0 else 128 - code  # negative: the signal that killed it
     return 0
+
+
+def _end_frozen_ranks() -> None:
+    """Kill ranks that are still suspended ten seconds after another one has ended.
+
+    A suspended process obeys no signal, and the launcher would wait for it as long as for a rank
+    that saves.
+    """
+    launcher = psutil.Process()
+    seen: set[int] = set()
+    since: dict[int, float] = {}
+    while True:
+        time.sleep(1.0)
+        states = {child.pid: _state(child) for child in launcher.children()}
+        alive = {pid for pid, state in states.items() if state != psutil.STATUS_ZOMBIE}
+        seen |= alive
+        frozen = {pid for pid in alive if states[pid] == psutil.STATUS_STOPPED}
+        now = time.monotonic()
+        since = {pid: since.get(pid, now) for pid in frozen if alive < seen}
+        for pid, start in since.items():
+            if now - start > _FROZEN_SECONDS:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _state(child: psutil.Process) -> str:
+    try:
+        return child.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_ZOMBIE

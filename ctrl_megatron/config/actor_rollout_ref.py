@@ -121,7 +121,7 @@ class Megatron:
     logprob_chunk_size: int = key(1024, AT_LEAST_1)
     """Tokens whose fp32 logits exist at the same time."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of Megatron's TransformerConfig."""
+    """Fields of Megatron's TransformerConfig that no key of ours sets; cluster.md lists them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import Place, one_of
 from ctrl_megatron.config.keys import Condition, value_of
 from ctrl_megatron.config.schema import KEYS, Config
+from ctrl_megatron.config.transformer_overrides import override_problems
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 
@@ -241,6 +242,9 @@ def _parallelism(config: Config) -> Iterator[str]:
         asked = getattr(megatron, key)
         if asked not in (None, off) and getattr(megatron, size) == 1:
             yield f"{_M}{key}={_words(asked)} needs {_M}{size} of 2 or more; unset it or raise that"
+    yield from override_problems(
+        megatron.override_transformer_config, megatron.recompute_granularity
+    )
     if rollout.placement == "dedicated" and rollout.n_gpus_per_node is None:
         yield f"{_R}placement=dedicated needs {_R}n_gpus_per_node, the engines' GPUs of a host"
     yield from _engine(_R, rollout)

@@ -141,6 +141,10 @@ class Trainer:
     """Seconds until a silent rank or service counts as dead."""
     distributed_timeout: float = key(600.0, ABOVE_0)
     """Time-out of a collective and of the start of an engine, in seconds."""
+    wait_timeout: float = key(7200.0, ABOVE_0, stage="rl")
+    """Seconds that the ranks wait for one piece of work beside the trainer: a batch of texts from
+    the engines, its judging, the end of a weight push, a coroutine node of your own. Then the run
+    ends and names the work."""
 
     def dumps(self, step: int) -> bool:
         """Whether the batch of step number ``step`` is kept."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -47,8 +47,8 @@ class PassShape:
     @property
     def gathered(self) -> float:
         """Bytes of these keys and their values in one layer; only ``te`` copies them."""
-        heads = self.shape.num_query_groups / self.layout.tensor
-        size = 2 * self.dtype_size * heads * self.shape.head_dim * self.gathered_keys
+        numbers = 2 * self.shape.attention.key_width / self.layout.tensor
+        size = self.dtype_size * numbers * self.gathered_keys
         return size if self.kernels == "te" else 0
 
     @property
@@ -70,23 +70,23 @@ class PassShape:
 def saved_by_layer(p: PassShape) -> float:
     """Bytes per token that one layer keeps for its backward pass, without full recomputation."""
     shape, e, t = p.shape, p.dtype_size, p.layout.tensor
-    heads, groups, head = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
+    heads, groups, head = shape.attention.heads, shape.attention.groups, shape.attention.head_dim
     fused_qkv = e * (heads + 2 * groups) * head / t
     rotated = e * (heads + groups) * head / t
     context, softmax = e * heads * head / t, 4 * heads / t
-    ffn = e * shape.ffn_hidden_size / t
+    ffn = e * shape.widest / t
     per_norm = 4 / p.sequence_ranks
     if p.kernels == "te":
         norms = 2 * (2 * p.residual + per_norm)
         attention = fused_qkv + rotated + context + softmax
-        attention += rotated * shape.qk_norm + p.gathered / p.tokens
+        attention += rotated * shape.attention.qk_norm + p.gathered / p.tokens
         mlp = 3 * ffn
     else:
         norms = 2 * (2 * p.residual + per_norm)
         # Values beside what is rotated.
         value = e * groups * head / t
         attention = rotated + value + context + softmax
-        if shape.qk_norm:
+        if shape.attention.qk_norm:
             attention += fused_qkv + 4 * (heads + groups) / t
         # SwiGLU's two halves and their product.
         mlp = 3 * ffn
@@ -168,7 +168,7 @@ def _layer_workspace(p: PassShape, largest: int) -> float:
     The package's own layer spec saves more than these kernels, and frees it meanwhile.
     """
     e, hidden = p.dtype_size, p.shape.hidden_size
-    ffn = e * p.shape.ffn_hidden_size / p.layout.tensor
+    ffn = e * p.shape.widest / p.layout.tensor
     gathered = 2 * e * hidden if p.layout.sequence_parallel else 0
     if p.kernels == "te":
         return p.tokens * (2 * ffn + 3 * p.residual + gathered) + e * largest
@@ -194,7 +194,7 @@ def logits_workspace(p: PassShape, *, backward: bool) -> float:
 def inference_workspace(p: PassShape, *, pp: int) -> int:
     """Bytes of a pass without gradients at its peak on a rank of stage ``pp``."""
     e, hidden = p.dtype_size, p.shape.hidden_size
-    ffn = e * p.shape.ffn_hidden_size / p.layout.tensor
+    ffn = e * p.shape.widest / p.layout.tensor
     gathered = e * hidden if p.layout.sequence_parallel else 0
     stream = 3 if p.kernels == "te" else 5
     moments = [p.tokens * (stream * p.residual + gathered + 3 * ffn)]

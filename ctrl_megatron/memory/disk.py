@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.memory.model_state import DTYPE_SIZE
 from ctrl_megatron.memory.shapes import ModelShapes
-from ctrl_megatron.models.families import hf_names, hf_shape
-from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.shape import ModelShape
 
 _BESIDE = 8 << 20
 """Bytes for logs, metrics, examples and the report."""
@@ -75,4 +75,4 @@ def _times(steps: int | None, every: int, *, last: bool = True) -> int:
 
 
 def _elements(shape: ModelShape) -> int:
-    return sum(math.prod(hf_shape(name, shape)) for name in hf_names(shape))
+    return sum(map(math.prod, hf_shapes(shape).values()))

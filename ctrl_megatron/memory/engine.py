@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from ctrl_megatron.config import Config
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.memory.model_state import DTYPE_SIZE, engine_weight_bytes
-from ctrl_megatron.models.families import hf_names, hf_shape
-from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.rules import rules
+from ctrl_megatron.models.shape import ModelShape
 
 MIB, GIB = 2**20, 2**30
 CUDA_CONTEXT = 600 * MIB
@@ -73,11 +73,11 @@ def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
     tensor, size = rollout.tensor_model_parallel_size, DTYPE_SIZE[dtype]
     given = rollout.engine_kwargs.get("max_num_batched_tokens") or _BATCHED_TOKENS
     tokens = max(given, rollout.max_num_seqs)
-    width = 4 * shape.hidden_size + 3 * shape.ffn_hidden_size / tensor
+    width = 4 * shape.hidden_size + 3 * shape.widest / tensor
     # The sampler's float32 logits over the whole vocabulary: as they come, scaled, log-softmax.
     logits = min(tokens, rollout.max_num_seqs) * shape.vocab_size * 3 * 4
-    heads = math.ceil(shape.num_query_groups / tensor)
-    cache_per_token = 2 * heads * shape.head_dim * size * shape.num_layers
+    heads = math.ceil(shape.attention.groups / tensor)
+    cache_per_token = 2 * heads * shape.attention.head_dim * size * shape.num_layers
     weights = engine_weight_bytes(shape, tensor=tensor, dtype=dtype)
     workspace = int(tokens * width * size + logits)
     graphs = 0 if rollout.enforce_eager else _GRAPHS + shape.num_layers * _GRAPHS_PER_LAYER
@@ -102,7 +102,8 @@ def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
 
 def _largest_module(shape: ModelShape) -> int:
     """Elements of the HF tensors that vLLM buffers at most before it cuts them: a fused layer's."""
-    sizes = {name: math.prod(hf_shape(name, shape)) for name in hf_names(shape)}
-    layer = "model.layers.0."
-    fused = sizes[f"{layer}mlp.gate_proj.weight"] + sizes[f"{layer}mlp.up_proj.weight"]
-    return max(fused, *sizes.values())
+    arriving = 0
+    for rule in rules(shape):
+        sizes = [math.prod(tensor.shape) for tensor in rule.hf]
+        arriving = max(arriving, sum(sizes) if rule.kind == "gate_up" else max(sizes))
+    return arriving

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ctrl_megatron.models.families import hf_names, hf_shape
-from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.rules import rules
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
 
@@ -110,13 +110,14 @@ def engine_weight_bytes(shape: ModelShape, *, tensor: int, dtype: str) -> int:
     """Weights of one of vLLM's ``tensor`` workers, in bytes: matrices are split, norms are not,
     keys and values at most over their heads, and the vocabulary is padded."""
     total = 0
-    for name in hf_names(shape):
-        rows, *tail = hf_shape(name, shape)
-        owner = name.split(".")[-2]
-        if owner in ("embed_tokens", "lm_head"):
-            rows = _up(_up(rows, _VLLM_VOCAB_ALIGNMENT), tensor)
-        parts = 1 if owner.endswith("norm") else tensor
-        if owner in ("k_proj", "v_proj"):
-            parts = min(tensor, shape.num_query_groups)
-        total += math.prod((rows, *tail)) // parts
+    for rule in rules(shape):
+        if rule.part == "output" and shape.tied_embeddings:
+            continue
+        for position, (rows, *tail) in enumerate(whole.shape for whole in rule.hf):
+            parts = 1 if rule.kind == "replicated" else tensor
+            if rule.kind == "vocab":
+                rows = _up(_up(rows, _VLLM_VOCAB_ALIGNMENT), tensor)
+            if rule.kind == "qkv" and position > 0:
+                parts = min(tensor, shape.attention.groups)
+            total += len(rule.layers) * rule.experts * (math.prod((rows, *tail)) // parts)
     return total * DTYPE_SIZE[dtype]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.errors import UserError, read_json
-from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape, value_shape
+from ctrl_megatron.models.hf_config import parse_model_shape
+from ctrl_megatron.models.shape import ModelShape, value_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Metrics of a run: phase timers, arithmetic counts, sinks, and the report."""
 
 from ctrl_megatron.metrics.display import Display, byte_bar
-from ctrl_megatron.metrics.flops import device_peak, measure_peak_flops, mfu, model_flops
+from ctrl_megatron.metrics.flops import device_peak, measure_peak_flops, mfu
 from ctrl_megatron.metrics.json_lines import JsonlWriter, read_json_lines
 from ctrl_megatron.metrics.sinks import build_sinks
 from ctrl_megatron.metrics.timeline import (
@@ -24,7 +24,6 @@ __all__ = [
     "hidden_seconds",
     "measure_peak_flops",
     "mfu",
-    "model_flops",
     "read_json_lines",
     "seconds_by_name",
 ]

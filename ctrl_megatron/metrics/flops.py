@@ -1,4 +1,4 @@
-"""Arithmetic of a dense decoder, and the share of the device's peak that a run uses."""
+"""The peak of a device, and the share of it that a run uses."""
 
 from __future__ import annotations
 
@@ -18,36 +18,6 @@ _PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bA[18]00\b", 312e12),
 )
 """Dense bf16 peaks in flop/s from NVIDIA's data sheets; the first pattern that matches counts."""
-
-
-def model_flops(
-    *,
-    n_layers: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    vocab: int,
-    tokens: int,
-    pairs: int,
-    projected_tokens: int,
-    backward: bool,
-    gated_mlp: bool = True,
-) -> int:
-    """Floating-point operations of the matrix products over packed tokens.
-
-    A multiply-add counts 2. Attention counts ``pairs`` of a token and a token it attends to
-    (s(s+1)/2 in a causal sequence of s tokens), the vocabulary projection counts
-    ``projected_tokens``, the backward pass twice the forward pass. Recomputed activations do not
-    count: they are work of the implementation, not the model.
-    """
-    projections = hidden * head_dim * (heads + 2 * kv_heads) + heads * head_dim * hidden
-    mlp = hidden * ffn * (3 if gated_mlp else 2)
-    scores_and_values = 2 * heads * head_dim
-    layer = tokens * (projections + mlp) + pairs * scores_and_values
-    forward = 2 * (n_layers * layer + projected_tokens * hidden * vocab)
-    return 3 * forward if backward else forward
 
 
 def mfu(*, flops: float, seconds: float, devices: int, peak: float) -> float:

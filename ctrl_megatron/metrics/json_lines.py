@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -9,25 +10,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.errors import UserError, read_text
+from ctrl_megatron.errors import UserError, naming, read_text
 
 
 class JsonlWriter:
     """Appends whole lines with one write each, so that a reader never sees a part of one."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         # A writer that was killed in the middle of a line must not spoil the next one.
         os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write ``record`` as one line. Non-finite numbers become "nan", "inf" or "-inf"."""
+        """Write ``record`` as one line. Non-finite numbers become "nan", "inf" or "-inf".
+
+        OSError, which names the file, if the line cannot be written; then none of it is.
+        """
         line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
         data = line.encode("utf-8", errors="backslashreplace")
-        written = os.write(self._file, data)
-        if written != len(data):
-            raise OSError(f"only {written} of {len(data)} bytes were written; is the disk full?")
+        size = os.fstat(self._file).st_size
+        with naming(self._path):
+            if os.write(self._file, data) != len(data):
+                os.ftruncate(self._file, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

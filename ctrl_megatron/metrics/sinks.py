@@ -5,7 +5,9 @@ Each sink imports its library when it is built.
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, naming
 from ctrl_megatron.metrics.display import Display, format_number
 from ctrl_megatron.metrics.json_lines import JsonlWriter
 
@@ -127,16 +129,19 @@ class TensorboardSink:
     def __init__(self, directory: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
         from tensorboard.plugins.text.metadata import create_summary_metadata
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory.mkdir(parents=True, exist_ok=True)
         self._events, self._summaries, self._tensors = event_pb2, summary_pb2, tensor_pb2
         self._text = create_summary_metadata(display_name="", description="")
-        self._writer = EventFileWriter(str(directory))
-        self._started = False
+        # Not through tensorboard's EventFileWriter, whose thread would meet a full disk.
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._path, self._started = directory / name, False
+        self._writer = RecordWriter(self._path.open("wb"))
+        self._add(0, file_version="brain.Event:2")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one event with all metrics, and flush."""
+        """Write one event with all metrics."""
         if not self._started:
             # A resumed run repeats steps; TensorBoard then drops later events of the first attempt.
             start = self._events.SessionLog(status=self._events.SessionLog.START)
@@ -147,7 +152,6 @@ class TensorboardSink:
             for name, value in metrics.items()
         ]
         self._add(step, summary=self._summaries.Summary(value=values))
-        self._writer.flush()
 
     def show(self, step: int, examples: Sequence[Mapping[str, Any]]) -> None:
         """Write the examples as texts, one card per position in the list."""
@@ -166,14 +170,17 @@ class TensorboardSink:
                 )
             )
         self._add(step, summary=self._summaries.Summary(value=values))
-        self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close the event file."""
-        self._writer.close()
+        """Close the event file."""
+        with naming(self._path):
+            self._writer.close()
 
     def _add(self, step: int, **content: object) -> None:
-        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))
+        event = self._events.Event(wall_time=time.time(), step=step, **content)
+        with naming(self._path):
+            self._writer.write(event.SerializeToString())
+            self._writer.flush()
 
 
 class WandbSink:

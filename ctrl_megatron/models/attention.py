@@ -1,8 +1,9 @@
 """Attention over a packed micro-batch whose segments may share a prefix (``packed_layout``).
 
-There are two ways to compute it: segment by segment, and in one variable-length call with the
-prefix's keys gathered for every segment, by Transformer Engine or torch's own flash attention.
-``attention_kernel`` selects one for a GPU.
+``attend`` computes it for a layer; the modules that Megatron builds wrap this function. There are
+two ways: segment by segment, and in one variable-length call with the prefix's keys gathered for
+every segment, by Transformer Engine or torch's own flash attention. ``attention_kernel`` selects
+one for a GPU. Values may have another width than queries and keys.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from itertools import pairwise, starmap
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -51,27 +52,48 @@ class PackedCausalAttention(torch.nn.Module):
         packed_seq_params: PackedLayoutParams,
         **_: Any,
     ) -> torch.Tensor:
-        """(T, A * D) attention of query (T, A, D) to key and value (T, G, D); G divides A."""
-        return packed_attention(query, key, value, packed_seq_params, self.scale)
+        """(T, A * Dv) attention; shapes as in ``Attend``."""
+        return attend(query, key, value, packed_seq_params, self.scale).flatten(1)
 
 
-def packed_attention(
+class Attend(Protocol):
+    """Attention over a packed layout."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        packed: PackedLayoutParams,
+        scale: float | None,
+        /,
+    ) -> torch.Tensor:
+        """(T, A, Dv) context of query (T, A, Dk), key (T, G, Dk) and value (T, G, Dv), where G
+        divides A; all of one float dtype. A scale of None is 1 / sqrt(Dk)."""
+        ...
+
+
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     packed: PackedLayoutParams,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention by torch's kernel for the tensors' device and dtype; shapes as in
-    ``PackedCausalAttention``."""
+    """``Attend`` by torch's kernel for the tensors' device and dtype."""
     kernel = attention_kernel.kernel_on(query.device, query.dtype)
-    if kernel == "segments":
-        out: Any = SegmentAttention.apply(query, key, value, packed.layout, scale)
-    elif kernel == "masked":
-        out = masked_attention(query, key, value, packed.layout, scale)
-    else:
-        out = variable_length_attention(query, key, value, packed, scale)
-    return out.flatten(1)
+    return _KERNELS[kernel](query, key, value, packed, scale)
+
+
+def segment_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedLayoutParams,
+    scale: float | None,
+) -> torch.Tensor:
+    """``Attend`` by ``SegmentAttention``."""
+    return SegmentAttention.apply(query, key, value, packed.layout, scale)  # type: ignore[return-value]
 
 
 class SegmentAttention(torch.autograd.Function):
@@ -92,36 +114,36 @@ class SegmentAttention(torch.autograd.Function):
         layout: PackedLayout,
         scale: float | None,
     ) -> torch.Tensor:
-        """Attention of query (T, A, D) to key and value (T, G, D); returns (T, A, D)."""
-        out = query.new_empty(query.shape)
+        """Attention with the shapes of ``Attend``."""
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        queries, keys, values, factor = _of_equal_width(query, key, value, scale)
         wide = torch.promote_types(query.dtype, torch.float32)
         log_sum = query.new_empty(query.shape[:2], dtype=wide)
 
         def attend(
-            rows: slice, keys: torch.Tensor, values: torch.Tensor, **mask: Any
+            rows: slice, k: torch.Tensor, v: torch.Tensor, **mask: Any
         ) -> tuple[torch.Tensor, ...]:
-            q, k, v = map(_batched, (query[rows], keys, values))
-            return tuple(map(_flat, _forward(q, k, v, **mask, scale=scale)))
+            q, k, v = map(_batched, (queries[rows], k, v))
+            context, log = map(_flat, _forward(q, k, v, **mask, scale=factor))
+            return context[..., : value.shape[2]], log
 
         for prefix, members in layout.families():
             before = prefix.stop - prefix.start
             for segment in members:
                 own = slice(segment.start, segment.end)
                 if before == 0 or before >= _APART:
-                    out[own], log_sum[own] = attend(own, key[own], value[own], is_causal=True)
+                    out[own], log_sum[own] = attend(own, keys[own], values[own], is_causal=True)
                     continue
-                keys, values = (torch.cat([x[prefix], x[own]]) for x in (key, value))
+                k, v = (torch.cat([x[prefix], x[own]]) for x in (keys, values))
                 for piece in _pieces(segment):
                     rows = slice(segment.start + piece.start, segment.start + piece.stop)
                     seen = before + piece.stop
                     mask = query.new_full((piece.stop - piece.start, seen), -torch.inf)
                     mask.triu_(before + piece.start + 1)
-                    out[rows], log_sum[rows] = attend(
-                        rows, keys[:seen], values[:seen], attn_mask=mask
-                    )
+                    out[rows], log_sum[rows] = attend(rows, k[:seen], v[:seen], attn_mask=mask)
             if before >= _APART:
                 rows = slice(members[0].start, members[-1].end)
-                there, sum_there = attend(rows, key[prefix], value[prefix])
+                there, sum_there = attend(rows, keys[prefix], values[prefix])
                 # Each part's share of the softmax over all these keys (arXiv 2310.01889).
                 ahead = log_sum[rows] - sum_there
                 share = ahead.sigmoid().unsqueeze(-1)
@@ -144,7 +166,7 @@ class SegmentAttention(torch.autograd.Function):
         bits = math.log2(math.e)
         log_sum = (log_sum * bits).unsqueeze(-1)
         grad_query = torch.empty_like(query)
-        grad_key, grad_value = (torch.zeros_like(key, dtype=wide) for _ in range(2))
+        grad_key, grad_value = (torch.zeros_like(x, dtype=wide) for x in (key, value))
         scratch = _Scratch(layout, query, wide)
 
         def by_group(x: torch.Tensor) -> torch.Tensor:
@@ -189,8 +211,8 @@ class SegmentAttention(torch.autograd.Function):
 
 
 class _FamilyKeys:
-    """Keys and values of a family (segments with one prefix) as (G, n, D) matrices, with their
-    gradients: first the prefix's, then those of one member after the other.
+    """Keys and values of a family (segments with one prefix) as (G, n, Dk) and (G, n, Dv) matrices,
+    with their gradients: first the prefix's, then those of one member after the other.
 
     ``scaled`` are the keys in the wide dtype times a factor. Its last column and the last two of
     ``values`` are -1.
@@ -203,8 +225,10 @@ class _FamilyKeys:
         groups, width = key.shape[1:]
         self.keys = key.new_empty((groups, most, width))
         self.scaled = key.new_full((groups, most, width + 1), -1.0, dtype=wide)
-        self.values = value.new_full((groups, most, width + 2), -1.0)
-        self.grad_keys, self.grad_values = (torch.empty_like(self.keys, dtype=wide) for _ in "kv")
+        self.values = value.new_full((groups, most, value.shape[2] + 2), -1.0)
+        self.grad_keys, self.grad_values = (
+            x.new_empty((groups, most, x.shape[2]), dtype=wide) for x in (key, value)
+        )
 
     def bring(self, tokens: slice, start: int) -> None:
         """Copy the keys and values of ``tokens`` to ``start`` and set their gradients to zero."""
@@ -219,7 +243,7 @@ class _FamilyKeys:
     def take_gradients(
         self, tokens: slice, start: int, grad_key: torch.Tensor, grad_value: torch.Tensor
     ) -> None:
-        """Add the gradients of ``tokens``, at ``start`` here, to those of all tokens (T, G, D)."""
+        """Add the gradients of ``tokens``, at ``start`` here, to those of all tokens."""
         there = slice(start, start + tokens.stop - tokens.start)
         grad_key[tokens] += self.grad_keys[:, there].transpose(0, 1)
         grad_value[tokens] += self.grad_values[:, there].transpose(0, 1)
@@ -264,21 +288,41 @@ def variable_length_attention(
     packed: PackedLayoutParams,
     scale: float | None,
 ) -> torch.Tensor:
-    """One call of torch's flash attention; shapes as in ``SegmentAttention``."""
+    """``Attend`` by one call of torch's flash attention."""
     bounds = packed.attention
-    return varlen.varlen_attn(  # type: ignore[return-value]
-        query,
-        _seen(key, packed),
-        _seen(value, packed),
+    q, k, v, factor = _of_equal_width(query, key, value, scale)
+    out: Any = varlen.varlen_attn(
+        q,
+        _seen(k, packed),
+        _seen(v, packed),
         bounds.cu_seqlens_q,
         bounds.cu_seqlens_kv,
         bounds.max_seqlen_q,
         bounds.max_seqlen_kv,
-        scale=scale,
+        scale=factor,
         # Causal; with more keys than queries flash attention aligns the mask at the bottom right.
         window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return out[..., : value.shape[2]]
+
+
+def _of_equal_width(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float | None]:
+    """The tensors with zeros appended to the narrower ones, and the scale of the original width.
+
+    Torch's fused kernels require equal widths. The zeros change no score and make columns of the
+    context that are cut off; the product with the values takes as long as if they were as wide.
+    """
+    width = query.shape[2]
+    more = value.shape[2] - width
+    if more == 0:
+        return query, key, value, scale
+    scale = width**-0.5 if scale is None else scale
+    if more < 0:
+        return query, key, F.pad(value, (0, -more)), scale
+    return F.pad(query, (0, more)), F.pad(key, (0, more)), value, scale
 
 
 def _seen(keys: torch.Tensor, packed: PackedLayoutParams) -> torch.Tensor:
@@ -290,12 +334,12 @@ def masked_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: PackedLayout,
+    packed: PackedLayoutParams,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention segment by segment, with a mask for a prefix; for any device and dtype."""
+    """``Attend`` segment by segment, with a mask for a prefix; for any device and dtype."""
     outputs = []
-    for segment in layout.segments:
+    for segment in packed.layout.segments:
         own, prefix = slice(segment.start, segment.end), segment.prefix
         shared = segment.prefix_end > segment.prefix_start
         mask = None
@@ -314,6 +358,13 @@ def masked_attention(
         )
         outputs.append(_flat(out))
     return torch.cat(outputs)
+
+
+_KERNELS: dict[attention_kernel.Kernel, Attend] = {
+    "segments": segment_attention,
+    "masked": masked_attention,
+    "varlen": variable_length_attention,
+}
 
 
 class _TeMask(enum.Enum):
@@ -342,11 +393,11 @@ def over_shared_prefixes(kernel: Any) -> type:
             attention_bias: torch.Tensor | None = None,
             packed_seq_params: Any = None,
         ) -> torch.Tensor:
-            """Attention of query (T, A, D) to key and value (T, G, D); returns (T, A * D)."""
+            """(T, A * Dv) attention; shapes as in ``Attend``."""
             kernel = attention_kernel.kernel_on(query.device, query.dtype)
             if kernel != "transformer_engine":
                 scale = self._packed_scale
-                return packed_attention(query, key, value, packed_seq_params, scale)
+                return attend(query, key, value, packed_seq_params, scale).flatten(1)
             if packed_seq_params.key_index is not None:
                 attn_mask_type = _TeMask.padding_causal_bottom_right
             return super().forward(

@@ -10,7 +10,8 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.config.transformer_overrides import override_problems
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.layer_spec import (
     PackedRotaryEmbedding,
     ValueOutputLayer,
@@ -19,6 +20,7 @@ from ctrl_megatron.models.layer_spec import (
     has_transformer_engine,
 )
 from ctrl_megatron.models.rope import rope_frequencies
+from ctrl_megatron.models.shape import Dense, Experts, FeedForward, ModelShape
 from ctrl_megatron.models.shards import check_tensor_size
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.vocab import vocab_range
@@ -34,34 +36,39 @@ class BuildOptions:
     recompute_granularity: str | None = None
     recompute_num_layers: int = 1
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of Megatron's TransformerConfig, passed through after a name check."""
+    """Fields of Megatron's TransformerConfig (``config.transformer_overrides``)."""
+
+
+def check_options(options: BuildOptions) -> None:
+    """UserError for an unknown dtype, and for an override that may not be set."""
+    if options.dtype not in DTYPES:
+        raise UserError(f"dtype {options.dtype!r} is not supported; known: {', '.join(DTYPES)}")
+    # A reference model has the actor's overrides and recomputes nothing.
+    if problems := [*override_problems(options.overrides, "selective")]:
+        raise UserError("\n".join(problems))
 
 
 def transformer_config(
     shape: ModelShape, groups: ProcessGroups, options: BuildOptions
 ) -> TransformerConfig:
-    """Megatron's configuration of the model; ValueError for an unknown override."""
-    if options.dtype not in DTYPES:
-        raise ValueError(f"dtype {options.dtype!r} is not supported; known: {', '.join(DTYPES)}")
-    layout, dtype = groups.layout, DTYPES[options.dtype]
-    unknown = set(options.overrides) - set(TransformerConfig.__dataclass_fields__)
-    if unknown:
-        raise ValueError(
-            f"override_transformer_config has unknown fields {sorted(unknown)}; "
-            "they must be fields of megatron.core's TransformerConfig"
-        )
+    """Megatron's configuration of the model; UserError for an override that may not be set."""
+    check_options(options)
+    layout, attention, dtype = groups.layout, shape.attention, DTYPES[options.dtype]
     settings: dict[str, Any] = {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_query_groups": shape.num_query_groups,
-        "kv_channels": shape.head_dim,
+        "num_attention_heads": attention.heads,
+        "num_query_groups": attention.groups,
+        "kv_channels": attention.head_dim,
+        # Rotated queries and keys times the factor have the same scores as a larger scale.
+        "softmax_scale": attention.head_dim**-0.5 * shape.rope.attention_factor**2
+        if shape.rope.attention_factor != 1.0
+        else None,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_epsilon,
         "add_bias_linear": False,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
+        "add_qkv_bias": attention.qkv_bias,
+        "qk_layernorm": attention.qk_norm,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         # Means "the activation of the layer spec": models.layers.SwiGLU without Transformer Engine.
@@ -83,13 +90,15 @@ def transformer_config(
         "sequence_parallel": layout.sequence_parallel and layout.tensor > 1,
         # Micro-batches are packed to a token budget, so their lengths differ.
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "alltoall",  # the other one refuses lengths that differ
         # The loss is normalised already (models.loss_scale); Megatron must not divide again.
         "calculate_per_token_loss": True,
         "recompute_granularity": options.recompute_granularity,
         "perform_initialization": False,
         "gradient_accumulation_fusion": adds_weight_gradients(),
     }
+    for kind in shape.layers_by_kind:
+        settings |= _feed_forward_settings(kind)
     if options.recompute_granularity == "full":
         settings |= {
             "recompute_method": "uniform",
@@ -115,6 +124,22 @@ def transformer_config(
     return TransformerConfig(**{**settings, **options.overrides})
 
 
+def _feed_forward_settings(kind: FeedForward) -> dict[str, Any]:
+    """The fields of Megatron's configuration that one kind of layer reads."""
+    match kind:
+        case Dense(width=width):
+            return {"ffn_hidden_size": width}
+        case Experts():
+            return {
+                "num_moe_experts": kind.count,
+                "moe_ffn_hidden_size": kind.expert_width,
+                "moe_router_topk": kind.top_k,
+                # The softmax over the chosen experts equals the renormalised one over all.
+                "moe_router_pre_softmax": not kind.renormalised,
+                "moe_router_load_balancing_type": "none",
+            }
+
+
 def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions) -> list[GPTModel]:
     """This rank's model chunks, one per virtual stage, on the device, weights uninitialised.
 
@@ -132,7 +157,9 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
         layers = layout.layers(shape.num_layers, pp=groups.place.pp, chunk=chunk)
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(len(layers), qk_norm=shape.qk_norm),
+            transformer_layer_spec=block_spec(
+                [shape.feed_forward[layer] for layer in layers], qk_norm=shape.attention.qk_norm
+            ),
             vocab_size=padded,
             max_sequence_length=shape.max_position_embeddings,
             pre_process=layout.is_first(pp=groups.place.pp, chunk=chunk),
@@ -142,7 +169,7 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
             rotary_base=int(shape.rope.theta),
             vp_stage=chunk if layout.virtual_pipeline > 1 else None,
         )
-        frequencies = rope_frequencies(shape.rope, shape.head_dim)
+        frequencies = rope_frequencies(shape.rope, shape.attention.head_dim)
         model.rotary_pos_emb = PackedRotaryEmbedding(frequencies)  # type: ignore[assignment]
         if model.post_process and shape.value_head:
             model.output_layer = ValueOutputLayer(config)  # type: ignore[assignment]

@@ -1,106 +1,130 @@
-"""One declarative table per Hugging Face family, read in both directions.
+"""The families of models: one object each, which says how a ``config.json`` becomes a shape.
 
-A rule names a Megatron parameter, the HF tensors that it consists of, and their order in it;
-``models.shards`` turns rules into rectangles of a rank's parameters.
+The records of the shape decide everything else: ``models.rules`` has their parameters,
+``models.layer_spec`` their layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.models.hf_keys import divides, whole
+from ctrl_megatron.models.shape import Attention, Dense, Experts, FeedForward, GroupedQueryAttention
 
-Kind = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
-Part = Literal["embedding", "layer", "final_norm", "output"]
-
-
-@dataclass(frozen=True, slots=True)
-class ParamRule:
-    """One Megatron parameter. ``{i}`` is the layer: local in Megatron names, global in HF names."""
-
-    part: Part
-    """The pipeline stage with the parameter."""
-    megatron: str
-    """Name in the local layer spec."""
-    hf: tuple[str, ...]
-    kind: Kind
-    te: str | None = None
-    """Name in the Transformer Engine spec, if that fuses the norm into a linear layer."""
+HfConfig = Mapping[str, Any]
+"""A ``config.json`` with the family's defaults."""
 
 
-VALUE_HEAD = "score"
-"""The name of the head in transformers' token classification models."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What distinguishes a ``model_type`` in its ``config.json``.
+
+    Both functions take the configuration and the file's name for messages, and raise UserError.
+    """
+
+    attention: Callable[[HfConfig, str], Attention]
+    feed_forward: Callable[[HfConfig, str], tuple[FeedForward, ...]]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of transformers' configuration class for keys that a file may lack. Sizes of a
+    particular model (layers, widths, vocabulary) are required."""
+    keys: frozenset[str] = frozenset()
+    """Keys beside those that all families have (``models.hf_config``)."""
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Key -> the values that are supported."""
 
 
-def table(shape: ModelShape) -> tuple[ParamRule, ...]:
-    """The rules of the model's family (Llama, Qwen2 and Qwen3 differ in biases and QK norms)."""
-
-    def layer(
-        megatron: str, kind: Kind, *hf: str, leaf: str = "weight", te: str | None = None
-    ) -> ParamRule:
-        return ParamRule(
-            "layer",
-            f"decoder.layers.{{i}}.{megatron}.{leaf}",
-            tuple(f"model.layers.{{i}}.{name}.{leaf}" for name in hf),
-            kind,
-            te=te and f"decoder.layers.{{i}}.{te}.layer_norm_weight",
-        )
-
-    qkv, fc1 = "self_attention.linear_qkv", "mlp.linear_fc1"
-    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    embedding = ("model.embed_tokens.weight",)
-    if shape.value_head:
-        output = [
-            ParamRule("output", f"output_layer.{leaf}", (f"{VALUE_HEAD}.{leaf}",), "replicated")
-            for leaf in ("weight", "bias")
-        ]
+def _grouped_query(
+    config: HfConfig, where: str, *, qkv_bias: bool, qk_norm: bool
+) -> GroupedQueryAttention:
+    """A null counts as a missing key, except for the two whose default follows from others."""
+    heads = groups = whole(config, "num_attention_heads", where)
+    hidden = whole(config, "hidden_size", where)
+    if config.get("num_key_value_heads") is not None:
+        groups = whole(config, "num_key_value_heads", where)
+    divides(heads, "num_attention_heads", groups, "num_key_value_heads", where)
+    if config.get("head_dim") is None:
+        divides(hidden, "hidden_size", heads, "num_attention_heads", where)
+        width = hidden // heads
     else:
-        vocabulary = embedding if shape.tied_embeddings else ("lm_head.weight",)
-        output = [ParamRule("output", "output_layer.weight", vocabulary, "vocab")]
-    return (
-        ParamRule("embedding", "embedding.word_embeddings.weight", embedding, "vocab"),
-        layer("input_layernorm", "replicated", "input_layernorm", te=qkv),
-        layer(qkv, "qkv", *projections),
-        *([layer(qkv, "qkv", *projections, leaf="bias")] if shape.qkv_bias else []),
-        *(
-            layer(f"self_attention.{x}_layernorm", "replicated", f"self_attn.{x}_norm")
-            for x in ("qk" if shape.qk_norm else "")
-        ),
-        layer("self_attention.linear_proj", "row", "self_attn.o_proj"),
-        layer("pre_mlp_layernorm", "replicated", "post_attention_layernorm", te=fc1),
-        layer(fc1, "gate_up", "mlp.gate_proj", "mlp.up_proj"),
-        layer("mlp.linear_fc2", "row", "mlp.down_proj"),
-        ParamRule(
-            "final_norm", "decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"
-        ),
-        *output,
+        width = whole(config, "head_dim", where)
+    return GroupedQueryAttention(
+        heads=heads, groups=groups, head_dim=width, qkv_bias=qkv_bias, qk_norm=qk_norm
     )
 
 
-def hf_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
-    """Full shape of the HF tensor ``name`` (``{i}`` filled in or not)."""
-    hidden, ffn, head = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
-    queries, keys = shape.num_attention_heads * head, shape.num_query_groups * head
-    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "gate_proj": ffn, "up_proj": ffn}
-    owner, leaf = name.split(".")[-2:]
-    if owner in ("embed_tokens", "lm_head"):
-        return (shape.vocab_size, hidden)
-    if owner == VALUE_HEAD:
-        return (1,) if leaf == "bias" else (1, hidden)
-    if owner in rows:
-        return (rows[owner],) if leaf == "bias" else (rows[owner], hidden)
-    if owner in ("o_proj", "down_proj"):
-        return (hidden, queries if owner == "o_proj" else ffn)
-    return (head,) if owner in ("q_norm", "k_norm") else (hidden,)
+def _qwen3_attention(config: HfConfig, where: str) -> GroupedQueryAttention:
+    whole(config, "head_dim", where)  # its default is a number, so that a null has no meaning
+    return _grouped_query(config, where, qkv_bias=False, qk_norm=True)
 
 
-def hf_names(shape: ModelShape) -> tuple[str, ...]:
-    """Every HF tensor of the model once, in checkpoint order."""
-    ordered = []
-    for part, rules in groupby(table(shape), key=lambda rule: rule.part):
-        names = [name for rule in rules for name in rule.hf]
-        layers = range(shape.num_layers if part == "layer" else 1)
-        ordered += [name.format(i=i) for i in layers for name in names]
-    return tuple(dict.fromkeys(ordered))
+def _dense(config: HfConfig, where: str) -> tuple[Dense, ...]:
+    width = whole(config, "intermediate_size", where)
+    return (Dense(width=width),) * whole(config, "num_hidden_layers", where)
+
+
+def _qwen3_moe(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
+    """Experts in every ``decoder_sparse_step``-th layer that is not in ``mlp_only_layers``."""
+    layers = whole(config, "num_hidden_layers", where)
+    # transformers 5 writes the second name.
+    counted = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    experts = Experts(
+        count=whole(config, counted, where),
+        expert_width=whole(config, "moe_intermediate_size", where),
+        top_k=whole(config, "num_experts_per_tok", where),
+        renormalised=bool(config["norm_topk_prob"]),
+    )
+    if not 1 < experts.top_k <= experts.count:
+        raise UserError(
+            f"{where}: num_experts_per_tok={experts.top_k} is not supported, only 2 to "
+            f"{counted}={experts.count}"
+        )
+    step, dense = whole(config, "decoder_sparse_step", where), config.get("mlp_only_layers") or ()
+    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    if len(sparse) == layers:
+        return (experts,) * layers
+    width = Dense(width=whole(config, "intermediate_size", where))
+    return tuple(experts if i in sparse else width for i in range(layers))
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        attention=partial(_grouped_query, qkv_bias=False, qk_norm=False),
+        feed_forward=_dense,
+        defaults={"max_position_embeddings": 2048},
+        only={"sliding_window": (False, 0, None)},
+    ),
+    "qwen2": Family(
+        attention=partial(_grouped_query, qkv_bias=True, qk_norm=False),
+        feed_forward=_dense,
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    ),
+    "qwen3": Family(
+        attention=_qwen3_attention,
+        feed_forward=_dense,
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    ),
+    "qwen3_moe": Family(
+        attention=partial(_grouped_query, qkv_bias=False, qk_norm=True),
+        feed_forward=_qwen3_moe,
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+        },
+        keys=frozenset(
+            [
+                *("num_experts", "num_local_experts", "moe_intermediate_size"),
+                *("num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step"),
+                "mlp_only_layers",
+                # They change a loss that is not computed here.
+                *("output_router_logits", "router_aux_loss_coef"),
+            ]
+        ),
+    ),
+}
+"""``model_type`` -> family."""

@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.errors import UserError, read_json
-from ctrl_megatron.models.hf_keys import need
-from ctrl_megatron.models.rope import Rope, parse_rope
+from ctrl_megatron.models.families import FAMILIES, Family
+from ctrl_megatron.models.hf_keys import need, whole
+from ctrl_megatron.models.rope import parse_rope
+from ctrl_megatron.models.shape import ModelShape
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """The dimensions of a dense decoder, independent of library and layout."""
-
-    family: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    norm_epsilon: float
-    rope: Rope
-    tied_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
-    value_head: bool = False
-    """One number per token instead of a vocabulary (transformers' token classification models)."""
-
-
-def value_shape(shape: ModelShape) -> ModelShape:
-    """The value model with the same decoder."""
-    return replace(shape, value_head=True, tied_embeddings=False)
-
-
+_log = logging.getLogger(__name__)
 _KNOWN = frozenset(
     [
         # These say nothing about the forward pass of the families below.
@@ -57,20 +34,18 @@ _KNOWN = frozenset(
         *("partial_rotary_factor",),
     ]
 )
-# Defaults of transformers' configuration classes for keys that the file lacks. Sizes of a
-# particular model (layers, widths, vocabulary) are required. A null counts as a missing key, except
-# for the two keys whose default follows from others.
-_FILLED_IN: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
-    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
-}
-_FILLED_IN_ALL = {"rms_norm_eps": 1e-6}
-_FAMILIES = {
-    "llama": {"qkv_bias": False, "qk_norm": False},
-    "qwen2": {"qkv_bias": True, "qk_norm": False},
-    "qwen3": {"qkv_bias": False, "qk_norm": True},
-}
+_LEFT_BY_TOOLS = frozenset(
+    [
+        # unsloth, and checkpoints that it repaired
+        *("unsloth_version", "unsloth_fixed"),
+        # attributes of transformers' configuration objects at the time of saving
+        *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash"),
+        # general keys that older transformers wrote into every file
+        *("use_bfloat16", "torchscript", "tf_legacy_loss", "output_past"),
+    ]
+)
+"""Keys that record how a file was written or run. A warning names those that a file has."""
+_DEFAULTS = {"rms_norm_eps": 1e-6}
 
 
 def read_model_shape(directory: str | Path) -> ModelShape:
@@ -89,39 +64,28 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
     """
     if not isinstance(config, dict):
         raise UserError(f"{where}: must be a JSON object, is {type(config).__name__}")
-    family = config.get("model_type")
-    if family not in _FAMILIES:
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(
-            f"{where}: model_type {family!r} is not supported; known: {', '.join(_FAMILIES)}"
+            f"{where}: model_type {name!r} is not supported; known: {', '.join(FAMILIES)}"
         )
-    _refuse_unsupported(config, where)
-    config = {**_FILLED_IN_ALL, **_FILLED_IN[family], **config}
-    heads = need(config, "num_attention_heads", where)
-    hidden = need(config, "hidden_size", where)
-    groups = heads
-    if config.get("num_key_value_heads") is not None:
-        groups = need(config, "num_key_value_heads", where)
-    if config.get("head_dim") is not None or family == "qwen3":
-        need(config, "head_dim", where)
-    _divides(heads, "num_attention_heads", groups, "num_key_value_heads", where)
-    if not config.get("head_dim"):
-        _divides(hidden, "hidden_size", heads, "num_attention_heads", where)
+    family = FAMILIES[name]
+    _refuse_unsupported(config, family, where)
+    if left := _LEFT_BY_TOOLS & config.keys():
+        _warn_of_keys(where, ", ".join(sorted(left)))
+    config = {**_DEFAULTS, **family.defaults, **config}
     value_head = _has_value_head(config, where)
     return ModelShape(
-        family=family,
-        num_layers=need(config, "num_hidden_layers", where),
-        hidden_size=hidden,
-        ffn_hidden_size=need(config, "intermediate_size", where),
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        head_dim=config.get("head_dim") or hidden // heads,
-        vocab_size=need(config, "vocab_size", where),
-        max_position_embeddings=need(config, "max_position_embeddings", where),
+        family=name,
+        hidden_size=whole(config, "hidden_size", where),
+        vocab_size=whole(config, "vocab_size", where),
+        max_position_embeddings=whole(config, "max_position_embeddings", where),
         norm_epsilon=need(config, "rms_norm_eps", where),
         rope=parse_rope(config, where),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)) and not value_head,
+        attention=family.attention(config, where),
+        feed_forward=family.feed_forward(config, where),
         value_head=value_head,
-        **_FAMILIES[family],
     )
 
 
@@ -141,14 +105,19 @@ def _has_value_head(config: dict[str, Any], where: str) -> bool:
     return True
 
 
-def _divides(whole: int, name: str, part: int, part_name: str, where: str) -> None:
-    if whole % part:
-        raise UserError(f"{where}: {name}={whole} is not a multiple of {part_name}={part}")
+@cache
+def _warn_of_keys(where: str, keys: str) -> None:
+    """Log the warning once in a process, and in no other rank than the first."""
+    if read_launch().rank == 0:
+        _log.warning(
+            "%s: ignored %s, which other tools wrote and no forward pass reads", where, keys
+        )
 
 
-def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
+def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> None:
+    known = _KNOWN | _LEFT_BY_TOOLS | family.keys
     for key, value in config.items():
-        if key not in _KNOWN and value is not None and value is not False:
+        if key not in known and value is not None and value is not False:
             raise UserError(
                 f"{where}: {key}={value!r} is not supported by the {config['model_type']} family; "
                 "remove the key if it does not change the forward pass"
@@ -161,14 +130,13 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
         "use_sliding_window": (None, False),
         "partial_rotary_factor": (None, 1, 1.0),
         "pretraining_tp": (None, 1),
+        **family.only,
     }
     for key, allowed in wanted.items():
         if config.get(key) not in allowed:
             raise UserError(
                 f"{where}: {key}={config[key]!r} is not supported, only {allowed[-1]!r}"
             )
-    if config["model_type"] == "llama" and config.get("sliding_window"):
-        raise UserError(f"{where}: sliding_window={config['sliding_window']!r} is not supported")
     for kind in config.get("layer_types") or ():
         if kind != "full_attention":
             raise UserError(

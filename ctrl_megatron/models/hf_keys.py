@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ctrl_megatron.errors import UserError
 
 
-def need(config: dict[str, Any], key: str, where: str) -> Any:
+def need(config: Mapping[str, Any], key: str, where: str) -> Any:
     """The number under ``key``; UserError unless it is there, finite and greater than 0."""
     value = config.get(key)
     if value is None:
@@ -16,3 +17,17 @@ def need(config: dict[str, Any], key: str, where: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise UserError(f"{where}: {key}={value!r} must be a number greater than 0")
     return value
+
+
+def whole(config: Mapping[str, Any], key: str, where: str) -> int:
+    """The integer under ``key``; UserError unless it is there and greater than 0."""
+    value = need(config, key, where)
+    if not isinstance(value, int):
+        raise UserError(f"{where}: {key}={value!r} must be a whole number")
+    return value
+
+
+def divides(whole: int, name: str, part: int, part_name: str, where: str) -> None:
+    """UserError unless ``whole`` is a multiple of ``part``."""
+    if whole % part:
+        raise UserError(f"{where}: {name}={whole} is not a multiple of {part_name}={part}")

@@ -11,13 +11,13 @@ def providers(dtype: str = "bfloat16") -> dict[str, str]:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from ctrl_megatron.models.layer_spec import block_spec
+    from ctrl_megatron.models.shape import Dense
 
     def name(part: Any) -> str:
         kind: Any = part.module if isinstance(part, ModuleSpec) else part
         return f"{kind.__module__}.{kind.__qualname__}"
 
-    block = block_spec(1, qk_norm=False)
-    layer = block.layer_specs[0] if hasattr(block, "layer_specs") else block
+    (layer,) = block_spec([Dense(width=1)], qk_norm=False).layer_specs
     attention = layer.submodules.self_attention.submodules
     return {
         "attention": _attention(name(attention.core_attention), dtype),

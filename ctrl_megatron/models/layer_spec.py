@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,14 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import layers as tensor_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,6 +31,12 @@ from megatron.core.transformer.transformer_layer import (
 from ctrl_megatron.models.attention import PackedCausalAttention, over_shared_prefixes
 from ctrl_megatron.models.layers import RMSNorm, RotatedSelfAttention, SwiGLU
 from ctrl_megatron.models.packed_layout import PackedLayoutParams
+from ctrl_megatron.models.shape import Dense, Experts, FeedForward
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # Megatron's router reads this name of Transformer Engine's and accepts None, but defines it
+    # only where Transformer Engine is installed.
+    setattr(moe_utils, "te_general_gemm", None)  # noqa: B010 (an attribute that pyright misses)
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
@@ -96,18 +106,20 @@ def fuse_weight_gradients(models: Iterable[torch.nn.Module]) -> None:
                 module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
-def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
-    """The spec of a stage with ``num_layers`` layers; the last stage has the final norm."""
+def block_spec(feed_forward: Sequence[FeedForward], *, qk_norm: bool) -> Any:
+    """The spec of a stage with these layers; the last stage has the final norm."""
     if has_transformer_engine():
-        spec: Any = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-        parts = spec.submodules.self_attention.submodules
-        parts.core_attention = over_shared_prefixes(parts.core_attention)
-        return spec
+        norm = transformer_block.LayerNormImpl
+        layers = [_transformer_engine_layer(kind, qk_norm=qk_norm) for kind in feed_forward]
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
     # Megatron's annotations of these fields are narrower than what it accepts.
     norm: Any = RMSNorm
     core_attention: Any = PackedCausalAttention
     head_norm: Any = RMSNorm if qk_norm else None
     bias_dropout_add: Any = get_bias_dropout_add
+    gated = MLPSubmodules(
+        linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU
+    )
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=core_attention,
@@ -115,20 +127,38 @@ def block_spec(num_layers: int, *, qk_norm: bool) -> Any:
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    mlp = MLPSubmodules(
-        linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU
+
+    def layer(kind: FeedForward) -> ModuleSpec:
+        match kind:
+            case Dense():
+                mlp = ModuleSpec(module=MLP, submodules=gated)
+            case Experts():
+                experts = ModuleSpec(module=SequentialMLP, submodules=gated)
+                mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+        parts = TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=RotatedSelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=attention,
+            ),
+            self_attn_bda=bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=mlp,
+            mlp_bda=bias_dropout_add,
+        )
+        return ModuleSpec(module=TransformerLayer, submodules=parts)
+
+    return TransformerBlockSubmodules(
+        layer_specs=[layer(kind) for kind in feed_forward], layer_norm=norm
     )
-    layer = TransformerLayerSubmodules(
-        input_layernorm=norm,
-        self_attention=ModuleSpec(
-            module=RotatedSelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal},
-            submodules=attention,
-        ),
-        self_attn_bda=bias_dropout_add,
-        pre_mlp_layernorm=norm,
-        mlp=ModuleSpec(module=MLP, submodules=mlp),
-        mlp_bda=bias_dropout_add,
+
+
+def _transformer_engine_layer(kind: FeedForward, *, qk_norm: bool) -> Any:
+    experts = kind.count if isinstance(kind, Experts) else None
+    spec: Any = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm
     )
-    layers = [ModuleSpec(module=TransformerLayer, submodules=layer)] * num_layers
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+    parts = spec.submodules.self_attention.submodules
+    parts.core_attention = over_shared_prefixes(parts.core_attention)
+    return spec

@@ -20,15 +20,15 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from ctrl_megatron.metrics import model_flops
 from ctrl_megatron.models.build import BuildOptions, build_chunks
+from ctrl_megatron.models.flops import model_flops
 from ctrl_megatron.models.forward_step import Head, Scalars, forward_only, forward_with_loss
-from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients, has_transformer_engine
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import ShardParam, shard_params
 from ctrl_megatron.parallel.groups import ProcessGroups
 
@@ -247,7 +247,7 @@ class ParallelModel:
 
     def take_flops(self) -> tuple[int, int]:
         """Floating-point operations of this model copy since the last call: (in passes without
-        gradients, in updates), as counted by ``metrics.model_flops`` over the packed rows."""
+        gradients, in updates), as counted by ``models.flops`` over the packed rows."""
         taken, self._flops = self._flops, (0, 0)
         return taken
 
@@ -256,13 +256,7 @@ class ParallelModel:
         # Only response tokens are multiplied with the vocabulary.
         responses = 0 if shape.value_head else sum(len(micro.targets) for micro in micro_batches)
         flops = model_flops(
-            n_layers=shape.num_layers,
-            hidden=shape.hidden_size,
-            ffn=shape.ffn_hidden_size,
-            heads=shape.num_attention_heads,
-            kv_heads=shape.num_query_groups,
-            head_dim=shape.head_dim,
-            vocab=shape.vocab_size,
+            shape,
             tokens=sum(layout.tokens for layout in layouts),
             pairs=sum(layout.pairs for layout in layouts),
             projected_tokens=responses,

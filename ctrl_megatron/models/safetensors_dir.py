@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ctrl_megatron.errors import UserError, read_json, users_input
-from ctrl_megatron.models.families import hf_names, hf_shape
-from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.shape import ModelShape
 
 
 class SafetensorsDirectory:
@@ -87,7 +87,7 @@ class SafetensorsDirectory:
         an output head that differs from the embedding to which config.json ties it. Without such a
         head only headers are read.
         """
-        wanted = {name: hf_shape(name, shape) for name in hf_names(shape)}
+        wanted = hf_shapes(shape)
         missing = [name for name in wanted if name not in self._file_of]
         # Old exports carry the rotary buffer, and tied ones may repeat the embedding.
         harmless = {"lm_head.weight"} if shape.tied_embeddings else set()

@@ -1,6 +1,6 @@
 """The shards of a model: which rectangles of Hugging Face tensors a rank's parameters consist of.
 
-``pieces`` turns a rule of ``models.families`` into rectangles: these rows and columns of an HF
+``pieces`` turns a rule of ``models.rules`` into rectangles: these rows and columns of an HF
 tensor are at this place of a rank's shard. Import copies them in one direction, export and
 resharding in the other.
 """
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.families import ParamRule, hf_shape, table
-from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.rules import ParamRule, rules
+from ctrl_megatron.models.shape import Experts, ModelShape
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -49,13 +50,14 @@ class ShardParam:
 
 
 def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
-    """ValueError unless heads, query groups and ffn divide over the tensor ranks."""
-    sizes = {
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_query_groups,
-        "intermediate_size": shape.ffn_hidden_size,
-    }
-    for key, size in sizes.items():
+    """UserError unless heads, query groups and widths divide over the tensor ranks."""
+    if layout.tensor > 1 and any(isinstance(kind, Experts) for kind in shape.feed_forward):
+        raise UserError(
+            "a model with experts cannot be split over tensor ranks yet",
+            remedy="set tensor_model_parallel_size to 1",
+        )
+    parts = (shape.attention, *shape.layers_by_kind)
+    for key, size in ((key, size) for part in parts for key, size in part.split_sizes.items()):
         if size % layout.tensor:
             raise UserError(
                 f"the model's {key}={size} does not divide over "
@@ -63,31 +65,33 @@ def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
             )
 
 
-def pieces(rule: ParamRule, shape: ModelShape, *, layer: int, tp: int, tensor: int) -> ShardParam:
-    """The part of ``rule`` for global ``layer`` on tensor rank ``tp`` of ``tensor``; its name keeps
-    ``{i}``."""
-    names = tuple(n.format(i=layer) for n in rule.hf)
-    full = hf_shape(names[0], shape)
+def pieces(
+    rule: ParamRule, shape: ModelShape, *, layer: int, expert: int, tp: int, tensor: int
+) -> ShardParam:
+    """The part of ``rule`` for global ``layer`` and ``expert`` on tensor rank ``tp`` of ``tensor``;
+    its name keeps ``{i}`` and ``{e}``."""
+    tensors = list(rule.tensors(layer, expert))
+    first, full = tensors[0].name, tensors[0].shape
     tail = full[1:]
     if rule.kind == "replicated":
-        placed, local = [_rows(names[0], 0, 0, full[0], tail)], full
+        placed, local = [_rows(first, 0, 0, full[0], tail)], full
     elif rule.kind == "row":
         local = (full[0], full[1] // tensor)
         start = (0, tp * local[1])
-        placed = [Piece(hf=names[0], hf_start=start, start=(0, 0), extent=local)]
+        placed = [Piece(hf=first, hf_start=start, start=(0, 0), extent=local)]
     elif rule.kind == "vocab":
-        first, real, share = vocab_range(full[0], tp, tensor)
+        begin, real, share = vocab_range(full[0], tp, tensor)
         local = (share, *tail)
-        placed = [_rows(names[0], first, 0, real, tail)] if real else []
+        placed = [_rows(first, begin, 0, real, tail)] if real else []
     else:
         # Megatron interleaves: queries, keys and values of query group 0, of group 1, ...; gate and
         # up projection of tensor rank 0, of rank 1, ...
-        parts = shape.num_query_groups if rule.kind == "qkv" else tensor
+        parts = shape.attention.groups if rule.kind == "qkv" else tensor
         placed, row = [], 0
         for part in range(tp * parts // tensor, (tp + 1) * parts // tensor):
-            for name in names:
-                count = hf_shape(name, shape)[0] // parts
-                placed.append(_rows(name, part * count, row, count, tail))
+            for whole in tensors:
+                count = whole.shape[0] // parts
+                placed.append(_rows(whole.name, part * count, row, count, tail))
                 row += count
         local = (row, *tail)
     split = {"replicated": None, "row": 1}.get(rule.kind, 0)
@@ -114,12 +118,13 @@ def shard_params(
         "final_norm": last,
         "output": last and not (shape.tied_embeddings and first),
     }
-    for rule in table(shape):
+    own = layout.layers(shape.num_layers, pp=pp, chunk=chunk)
+    for rule in rules(shape):
         if rule.part == "layer":
-            layers = list(enumerate(layout.layers(shape.num_layers, pp=pp, chunk=chunk)))
+            layers = [(k, layer) for k, layer in enumerate(own) if layer in rule.layers]
         else:
             layers = [(0, 0)] if held[rule.part] else []
         name = (rule.te or rule.megatron) if te_names else rule.megatron
-        for local, layer in layers:
-            param = pieces(rule, shape, layer=layer, tp=tp, tensor=layout.tensor)
-            yield replace(param, name=name.format(i=local))
+        for (local, layer), expert in product(layers, range(rule.experts)):
+            param = pieces(rule, shape, layer=layer, expert=expert, tp=tp, tensor=layout.tensor)
+            yield replace(param, name=name.format(i=local, e=expert))

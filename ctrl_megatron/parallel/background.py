@@ -1,16 +1,24 @@
-"""An event loop in its own thread, for work that runs while the main thread computes."""
+"""Work beside the main thread: event loops in threads of their own, and calls of functions that may
+never return.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+_TURN_SECONDS = 0.5
+_CLOSE_SECONDS = 5.0
+_LONGEST_LOOK = 2.0
 
 
 class BackgroundLoop:
@@ -22,30 +30,68 @@ class BackgroundLoop:
 
     def __init__(self, name: str = "background") -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self.turns = 0
+        """Grows every half second while no coroutine blocks the loop."""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        self.loop.call_soon(self._turn)
+        self.loop.run_forever()
+
+    def _turn(self) -> None:
+        self.turns += 1
+        self.loop.call_later(_TURN_SECONDS, self._turn)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start ``work`` now; any thread may wait for the future."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Start ``work`` and wait for its result."""
-        return self.submit(work).result()
+    def run(self, work: Coroutine[Any, Any, T], seconds: float = 600.0) -> T:
+        """Start ``work`` and wait for its result. TimeoutError after ``seconds``; the work is
+        cancelled then.
+        """
+        future = self.submit(work)
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def run_last(self, work: Coroutine[Any, Any, object]) -> None:
+        """Start ``work``, which closes connections, and wait for its end, but not for long: a loop
+        that a coroutine blocks must not keep the run from ending.
+        """
+        with suppress(TimeoutError):
+            self.run(work, _CLOSE_SECONDS)
+
+    def running_task(self) -> str:
+        """The name of the task that the loop runs right now; empty while it runs none."""
+        task = asyncio.current_task(self.loop)
+        return task.get_name() if task is not None else ""
 
     def stack(self) -> list[str]:
         """The current stack of the loop's thread, as lines of a traceback."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return traceback.format_stack(frame) if frame is not None else []
+        return traceback.format_list(_stack_of(self._thread))
+
+    def place(self) -> str:
+        """``FILE line N`` that the loop's thread is running."""
+        return _place(self._thread)
 
     def close(self) -> None:
-        """Cancel the running coroutines and end the thread."""
+        """Cancel the running coroutines and end the thread. A coroutine that blocks the loop, or
+        that ignores its end for some seconds, is left behind; it does not keep the process alive.
+        """
         if self.loop.is_closed():
             return
-        self.run(_cancel_all())
+        try:
+            self.run(_cancel_all(), _CLOSE_SECONDS)
+        except TimeoutError:
+            return
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+        self._thread.join(_CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self.loop.close()
 
 
 async def _cancel_all() -> None:
@@ -54,3 +100,65 @@ async def _cancel_all() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+class AbandonableCall(Generic[T]):
+    """``function()`` in a thread of its own. A thread cannot be ended, so a caller that gives up
+    leaves it behind; unlike a pool's, it does not keep the process from ending.
+    """
+
+    def __init__(self, function: Callable[[], T], name: str) -> None:
+        self.future: Future[T] = Future()
+        context = contextvars.copy_context()
+
+        def run() -> None:
+            try:
+                result = context.run(function)
+            except BaseException as error:
+                self.future.set_exception(error)
+            else:
+                self.future.set_result(result)
+
+        self.future.set_running_or_notify_cancel()
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+
+    def alive(self) -> bool:
+        """Whether the function is still running."""
+        return self._thread.is_alive()
+
+    def place(self) -> str:
+        """``FILE line N`` that the function is running."""
+        return _place(self._thread)
+
+
+class Standstill:
+    """How long a counter has been the same, in seconds during which this process ran.
+
+    A process that was stopped for a while has looked at nothing meanwhile, so that time is not
+    held against others.
+    """
+
+    def __init__(self) -> None:
+        self._seen: object = None
+        self._at, self._still = time.monotonic(), 0.0
+
+    def seconds(self, counter: int) -> float:
+        """Call it every second or more often with the counter's present value."""
+        now = time.monotonic()
+        passed, self._at = min(now - self._at, _LONGEST_LOOK), now
+        self._still = self._still + passed if counter == self._seen else 0.0
+        self._seen = counter
+        return self._still
+
+
+def _stack_of(thread: threading.Thread) -> traceback.StackSummary:
+    frame = sys._current_frames().get(thread.ident or 0)
+    found = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+    del frame
+    return found
+
+
+def _place(thread: threading.Thread) -> str:
+    stack = _stack_of(thread)
+    return f"{stack[-1].filename} line {stack[-1].lineno}" if stack else "an unknown place"

@@ -1,8 +1,9 @@
-"""When one process of a run dies, all stop within seconds and print the first cause.
+"""When one process of a run dies, all stop within seconds, and the first cause is printed once.
 
 Every rank watches the ranks of its own host by process id, its neighbour's heartbeat (which covers
 other hosts), the services it started, and a key in the rendezvous store under which the first
-failure is written. The watch is a thread that ends the process itself, so a collective that hangs
+failure is written. The rank that wrote it prints it; on every other host one rank prints a line
+about it. The watch is a thread that ends the process itself, so a collective that hangs
 because a peer is gone cannot keep a rank alive.
 """
 
@@ -10,22 +11,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
-from ctrl_megatron.errors import ServiceFault, user_fault
+from ctrl_megatron.errors import ServiceFault, UserError, user_fault
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.parent_watch import process_gone
 
 _POLL_SECONDS = 0.5
 _BEAT_SECONDS = 2.0
 _ROOT_CAUSE_SECONDS = 3.0
+_SHORT = 200
+"""Characters of another host's cause on the line about it."""
 FAILED, WRONG_INPUT, STOPPED, SERVICE = 13, 2, 130, 14
 """Exit codes: a bug or a dead process; an error of the user (a full disk too); a second signal; a
 service that judges failed too often."""
@@ -38,8 +43,8 @@ class FailureWatch:
         self, groups: ProcessGroups, *, timeout: float, clean_up: Callable[[], None]
     ) -> None:
         self._groups, self._timeout, self._clean_up = groups, timeout, clean_up
-        self._services: list[Callable[[], str | None]] = []
-        self._ended, self._announced = threading.Event(), False
+        self._services: list[Callable[[], str | UserError | None]] = []
+        self._ended, self._one_at_a_time, self._code = threading.Event(), threading.Lock(), -1
         # A separate connection: the main thread may block the other store.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = dist.distributed_c10d.PrefixStore("failure", store.clone())
@@ -47,9 +52,10 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()
 
-    def guard(self, died: Callable[[], str | None]) -> None:
+    def guard(self, died: Callable[[], str | UserError | None]) -> None:
         """Call the function regularly from now on. It returns None while its child process is alive
-        and what happened to it otherwise, which is then this rank's failure.
+        and what happened to it otherwise, which is then this rank's failure or, as a UserError, the
+        user's.
         """
         self._services.append(died)
 
@@ -116,13 +122,14 @@ class FailureWatch:
                     current = self._store.get(key) if self._store.check([key]) else b""
                     if current != seen or neighbour == me:
                         seen, seen_at = current, now
-                cause = self._dead_service() or _dead_rank(local)
+                cause, silent = self._dead_service() or _dead_rank(local), None
                 if cause is None and now - seen_at > self._timeout:
                     cause = f"rank {neighbour} has not been heard of for {self._timeout:.0f} s"
+                    silent = neighbour
                 if cause is not None:
-                    self._publish(cause, FAILED)
+                    code = WRONG_INPUT if isinstance(cause, UserError) else FAILED
+                    self._publish(str(cause), code, silent)
                 if self._published():
-                    # The failing rank prints its own traceback; the others name the cause.
                     self._leave(self._announce())
             except (RuntimeError, ConnectionError) as error:
                 if not self._ended.is_set():
@@ -131,29 +138,41 @@ class FailureWatch:
                     _say(f"rank {me} stops because {_dead_rank(local) or lost}")
                     self._leave(FAILED)
 
-    def _dead_service(self) -> str | None:
+    def _dead_service(self) -> str | UserError | None:
         return next((cause for died in self._services if (cause := died())), None)
 
     def _published(self) -> bool:
         return self._store.check(["cause"])
 
-    def _publish(self, cause: str, code: int) -> None:
-        record = json.dumps({"rank": self._groups.rank, "cause": cause, "code": code})
+    def _publish(self, cause: str, code: int, silent: int | None = None) -> None:
+        """Make this the run's first cause if there is none; ``silent`` is a rank to be killed."""
+        me = self._groups.rank
+        record = json.dumps({"rank": me, "cause": cause, "code": code, "silent": silent})
         self._store.compare_set("cause", "", record)
 
     def _announce(self) -> int:
-        """Print why the run ends, once on this rank; returns its exit code."""
-        record = json.loads(self._store.get("cause"))
-        me, rank, cause, code = self._groups.rank, record["rank"], record["cause"], record["code"]
-        if self._announced:
-            return code
-        self._announced = True
-        if code == FAILED:
-            seen = "" if rank == me else f"[seen by rank {rank}] "
-            _say(f"rank {me} stops because {seen}{cause}")
-        elif rank == me:
-            _say(f"the run stops: {cause}")
-        return code
+        """Print why the run ends, in the whole job once; returns this rank's exit code.
+
+        A silent rank of this host is killed: it cannot end itself, and the launcher would wait for
+        it as long as for one that saves.
+        """
+        with self._one_at_a_time:
+            if self._code >= 0:
+                return self._code
+            record = json.loads(self._store.get("cause"))
+            me, rank, cause = self._groups.rank, record["rank"], record["cause"]
+            self._code = record["code"]
+            if record["silent"] in self._near:
+                with suppress(ProcessLookupError):
+                    os.kill(self._near[record["silent"]], signal.SIGKILL)
+            if rank == me:
+                ends = "the run stops:" if self._code != FAILED else f"rank {me} stops because"
+                _say(f"{ends} {cause}")
+            elif self._groups.is_first_here and rank not in self._near:
+                lines = cause.strip().splitlines()
+                ends = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+                _say(f"rank {me} stops because of rank {rank}: {ends[:_SHORT]}")
+            return self._code
 
     def _leave(self, code: int) -> None:
         try:
@@ -176,4 +195,6 @@ def _is_echo(error: BaseException) -> bool:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    # On a full disk the exit code has to do.
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

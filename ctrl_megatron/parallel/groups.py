@@ -34,14 +34,14 @@ class ProcessGroups:
     writers: Any
     """All ranks over gloo, for the threads that write checkpoints beside the training."""
     host_model: Any
-    """The ranks of this model copy (tensor x pipeline), over gloo."""
+    """The ranks of this model copy, which have this rank's data index, over gloo."""
     host_data: Any
-    """The ranks with this rank's tensor and pipeline coordinates, over gloo."""
+    """The ranks that differ from this rank in the data index at most, over gloo."""
 
     @property
     def is_leader(self) -> bool:
         """True on the first rank of a model copy, which calls engines and sandboxes for it."""
-        return self.place.tp == 0 and self.place.pp == 0
+        return self.place.tp == self.place.cp == self.place.pp == 0
 
     @property
     def is_first(self) -> bool:
@@ -104,9 +104,7 @@ class ProcessGroups:
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """The last pipeline stage's ``tensor`` on all stages; each passes one of that shape."""
         if self.layout.pipeline > 1:
-            source = self.layout.rank(
-                tp=self.place.tp, pp=self.layout.pipeline - 1, dp=self.place.dp
-            )
+            source = self.layout.along(self.rank, "pp")[-1]
             dist.broadcast(tensor, src=source, group=self.pipeline)
         return tensor
 
@@ -162,8 +160,11 @@ def initialize(
     with gloo.one_loop():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
+            context_parallel_size=layout.context,
             pipeline_model_parallel_size=layout.pipeline,
             virtual_pipeline_model_parallel_size=virtual,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
             distributed_timeout_minutes=max(1, int(timeout_seconds // 60)),
             create_gloo_process_groups=True,
         )
@@ -200,14 +201,13 @@ def _collect(
     every = range(layout.world_size)
     host_model = host_data = None
     for dp in range(layout.data):
-        ranks = [r for r in every if layout.coordinates(r).dp == dp]
-        group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        ranks = layout.holders("dense", (("dp", dp),))
+        group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
         host_model = group if rank in ranks else host_model
-    for pp in range(layout.pipeline):
-        for tp in range(layout.tensor):
-            ranks = [layout.rank(tp=tp, pp=pp, dp=dp) for dp in range(layout.data)]
-            group = dist.new_group(ranks, backend="gloo", timeout=timeout)
-            host_data = group if rank in ranks else host_data
+    for first in layout.holders("dense", (("dp", 0),)):
+        ranks = layout.along(first, "dp")
+        group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+        host_data = group if rank in ranks else host_data
     host = dist.new_group(list(every), backend="gloo", timeout=timeout)
     # A rank that has written its share waits for the others; a dead rank closes its connections.
     writers = dist.new_group(list(every), backend="gloo", timeout=_LONGEST_WRITE)

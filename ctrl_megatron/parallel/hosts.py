@@ -6,10 +6,9 @@ import os
 import socket
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.parallel.layout import Axis, Layout
 
 SHARED_MEMORY = "/dev/shm"
 LOOPBACK = "127.0.0.1"
@@ -54,17 +53,21 @@ class Hosts:
         return replace(self, addresses=(ways[first[1]].peer, *others))
 
     def require_whole_tensor_groups(self, layout: Layout) -> None:
-        """ValueError if the tensor-parallel ranks of one group are on several hosts."""
-        for pp, dp in product(range(layout.pipeline), range(layout.data)):
-            ranks = [layout.rank(tp=tp, pp=pp, dp=dp) for tp in range(layout.tensor)]
-            hosts = sorted({self.of_rank[rank] for rank in ranks})
-            if len(hosts) > 1:
-                names = ", ".join(self.names[host] for host in hosts)
-                raise UserError(
-                    f"tensor_model_parallel_size={layout.tensor} puts ranks {ranks} on several "
-                    f"hosts ({names}); choose a size that divides the ranks of a host, and a "
-                    "larger pipeline_model_parallel_size where the model needs it"
-                )
+        """ValueError if the ranks that split one weight are on several hosts."""
+        axes: tuple[tuple[Axis, str], ...] = (
+            ("tp", "tensor_model_parallel_size"),
+            ("etp", "expert_tensor_parallel_size"),
+        )
+        for axis, key in axes:
+            for group in dict.fromkeys(layout.along(r, axis) for r in range(layout.world_size)):
+                hosts = sorted({self.of_rank[rank] for rank in group})
+                if len(hosts) > 1:
+                    names = ", ".join(self.names[host] for host in hosts)
+                    raise UserError(
+                        f"{key}={len(group)} puts ranks {list(group)} on several hosts ({names}); "
+                        "choose a size that divides the ranks of a host, and a larger "
+                        "pipeline_model_parallel_size where the model needs it"
+                    )
 
 
 def number_hosts(identities: Sequence[tuple[str, Hashable]]) -> Hosts:

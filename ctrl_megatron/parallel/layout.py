@@ -2,54 +2,155 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import Literal, get_args
 
 from ctrl_megatron.errors import UserError
+
+Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
+"""Tensor, context, data and pipeline ranks; expert tensor, expert and expert data ranks."""
+MeshName = Literal["dense", "expert"]
+Indices = tuple[tuple[Axis, int], ...]
+"""An index on each of some axes of one mesh."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Named axes over all ranks of a layout; the index of the first axis changes fastest."""
+
+    sizes: tuple[tuple[Axis, int], ...]
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        """The names of the axes."""
+        return frozenset(axis for axis, _ in self.sizes)
+
+    def indices(self, rank: int) -> dict[Axis, int]:
+        """The index of ``rank`` on every axis."""
+        found: dict[Axis, int] = {}
+        for axis, size in self.sizes:
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    def ranks(self, at: Mapping[Axis, int]) -> tuple[int, ...]:
+        """The ranks with the indices ``at``, whatever their other indices are, ascending."""
+        if unknown := at.keys() - self.axes:
+            raise ValueError(f"the mesh of {sorted(self.axes)} has no axes {sorted(unknown)}")
+        ranks, stride = [0], prod(size for _, size in self.sizes)
+        for axis, size in reversed(self.sizes):
+            stride //= size
+            own = (at[axis],) if axis in at else range(size)
+            ranks = [rank + stride * index for rank in ranks for index in own]
+        return tuple(ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """The coordinates of one rank."""
+    """The index of one rank on every axis of both meshes."""
 
     tp: int
-    pp: int
+    cp: int
     dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+    def on(self, *axes: Axis) -> Indices:
+        """The indices on ``axes``."""
+        return tuple((axis, getattr(self, axis)) for axis in axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of the parallel dimensions; ranks count tensor, data, pipeline, the first fastest
-    (Megatron's default)."""
+    """Sizes of the parallel dimensions, which two meshes arrange in Megatron's default order.
+
+    The mesh of dense weights counts tensor, context, data and pipeline ranks, that of expert
+    weights expert tensor, expert, expert data and pipeline ranks; both count the same ranks. Raises
+    UserError if the sizes of the expert mesh do not divide a pipeline stage.
+    """
 
     tensor: int = 1
+    context: int = 1
     pipeline: int = 1
     virtual_pipeline: int = 1
     data: int = 1
+    expert: int = 1
+    """Ranks over which the experts of a layer are spread."""
+    expert_tensor: int | None = None
+    """Ranks that split one expert's weights; None: as many as ``tensor``."""
     sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        stage, expert = self.tensor * self.context * self.data, self._expert_tensor * self.expert
+        if stage % expert:
+            raise UserError(
+                f"the {stage} ranks of a pipeline stage do not divide over "
+                f"expert_tensor_parallel_size={self._expert_tensor} x "
+                f"expert_model_parallel_size={self.expert}; choose sizes whose product divides "
+                f"{stage}"
+            )
+
+    @property
+    def _expert_tensor(self) -> int:
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.tensor * self.pipeline * self.data
+        return self.model_size * self.data
 
     @property
     def model_size(self) -> int:
-        """Number of ranks in one model copy."""
-        return self.tensor * self.pipeline
+        """Number of ranks with the same data index, which compute the same rows together."""
+        return self.tensor * self.context * self.pipeline
+
+    def mesh(self, name: MeshName) -> Mesh:
+        """The mesh over which weights of that kind are cut."""
+        if name == "dense":
+            return Mesh(
+                sizes=(
+                    ("tp", self.tensor),
+                    ("cp", self.context),
+                    ("dp", self.data),
+                    ("pp", self.pipeline),
+                )
+            )
+        rest = self.tensor * self.context * self.data // (self._expert_tensor * self.expert)
+        return Mesh(
+            sizes=(
+                ("etp", self._expert_tensor),
+                ("ep", self.expert),
+                ("edp", rest),
+                ("pp", self.pipeline),
+            )
+        )
 
     def coordinates(self, rank: int) -> Coordinates:
         """The coordinates of global ``rank``."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a layout of {self.world_size} ranks")
-        return Coordinates(
-            tp=rank % self.tensor,
-            dp=rank // self.tensor % self.data,
-            pp=rank // (self.tensor * self.data),
-        )
+        indices = self.mesh("dense").indices(rank) | self.mesh("expert").indices(rank)
+        return Coordinates(**indices)
 
-    def rank(self, *, tp: int, pp: int, dp: int) -> int:
-        """The global rank at the coordinates; the inverse of ``coordinates``."""
-        return tp + self.tensor * (dp + self.data * pp)
+    def rank(self, *, tp: int, pp: int, dp: int, cp: int = 0) -> int:
+        """The global rank at these indices of the dense mesh."""
+        return self.mesh("dense").ranks({"tp": tp, "cp": cp, "dp": dp, "pp": pp})[0]
+
+    def holders(self, mesh: MeshName, at: Indices) -> tuple[int, ...]:
+        """The ranks with the indices ``at``, ascending.
+
+        They have the same piece of a weight if ``at`` has the index of every axis that cuts the
+        weight; the other axes of the mesh replicate it.
+        """
+        return self.mesh(mesh).ranks(dict(at))
+
+    def along(self, rank: int, axis: Axis) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` on ``axis`` of its mesh at most, ascending."""
+        mesh = next(m for m in map(self.mesh, get_args(MeshName)) if axis in m.axes)
+        return mesh.ranks({a: i for a, i in mesh.indices(rank).items() if a != axis})
 
     def check_layers(self, num_layers: int) -> None:
         """ValueError unless the layers divide evenly over stages and virtual stages."""

@@ -61,6 +61,11 @@ def process_gone(pid: int) -> bool:
     return not fields or fields[0] in "ZX"
 
 
+def process_start(pid: int) -> int | None:
+    """Clock ticks from the machine's boot to the start of the process; None if it does not run."""
+    return None if process_gone(pid) else int(_stat(pid)[19])
+
+
 def group_members(group: int) -> list[int]:
     """Process ids of the group's members, without zombies."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]

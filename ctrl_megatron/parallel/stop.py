@@ -1,15 +1,21 @@
-"""A stop requested by Ctrl-C or SIGTERM, on which all ranks agree."""
+"""A stop requested by Ctrl-C, SIGTERM or SIGHUP, on which all ranks agree."""
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from ctrl_megatron.parallel.groups import ProcessGroups
 
 _SAME_REQUEST_SECONDS = 5.0
+_MEETING_SECONDS = 5.0
+"""Seconds that ranks have to meet after a stop is requested."""
 
 
 class StopRequested(Exception):
@@ -27,9 +33,12 @@ class StopFlag:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> StopFlag:
-        """Handle SIGINT and SIGTERM from now on (main thread only)."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._on_signal)
+        """Handle SIGINT, SIGTERM and, unless it is ignored as under nohup, SIGHUP from now on (main
+        thread only).
+        """
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def restore(self) -> None:
@@ -52,3 +61,37 @@ class StopFlag:
     def agreed(self, groups: ProcessGroups) -> bool:
         """True on all ranks if a stop was requested on any rank. Collective."""
         return groups.on_any(self.is_set)[0]
+
+    @contextmanager
+    def ends_meeting(self, end: Callable[[], None]) -> Iterator[None]:
+        """Call ``end`` in a thread if a stop is requested and the block still runs five seconds
+        later (main thread only).
+
+        The ranks meet in C++ code, during which Python runs no signal handler, and a rank that is
+        missing keeps the others there. Python writes the number of a signal to the wake-up
+        descriptor all the same.
+        """
+        receive, send = os.pipe()
+        os.set_blocking(send, False)
+        met = threading.Event()
+
+        def watch() -> None:
+            while (number := os.read(receive, 1)[0]) and number not in self._previous:
+                pass
+            if number and not met.wait(_MEETING_SECONDS):
+                end()
+
+        thread = threading.Thread(target=watch, name="meeting-watch", daemon=True)
+        thread.start()
+        before = signal.set_wakeup_fd(send, warn_on_full_buffer=False)
+        try:
+            if self.is_set:
+                os.write(send, bytes([signal.SIGTERM]))
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            met.set()
+            os.write(send, b"\0")
+            thread.join()
+            os.close(receive)
+            os.close(send)

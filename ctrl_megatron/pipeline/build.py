@@ -13,12 +13,14 @@ from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.models.build import BuildOptions
-from ctrl_megatron.models.hf_config import read_model_shape, value_shape
+from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import ModelOptions, Part
 from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.proxy import EngineProxy, SharedProxy
@@ -312,6 +314,7 @@ def device_owner(
         run.background,
         sender,
         layout,
+        Waiting(groups=run.groups, stop=run.stop, limit=run.config.trainer.wait_timeout),
         directories=directories,
         shared=shared,
         leaves=leaves,

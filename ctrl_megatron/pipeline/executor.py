@@ -14,7 +14,7 @@ from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-from ctrl_megatron.parallel.waiting import result_of
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.graph import Node, NodeOutput, TaskGraph
 
 
@@ -25,6 +25,9 @@ class Rank(Protocol):
     background: BackgroundLoop
     timeline: Timeline
     stop: StopFlag
+
+    @property
+    def waiting(self) -> Waiting: ...
 
 
 def check_calls(graph: TaskGraph) -> None:
@@ -79,7 +82,7 @@ class Executor:
             for node in self._order:
                 ancestors = self.graph.get_ancestors(node.node_id)
                 for needed in [n for n in self._pending if n in ancestors]:
-                    batch = _merge(batch, self._collect(needed), metrics)
+                    batch = _merge(batch, self._collect(needed, stoppable), metrics)
                 if stoppable and node.changes_weights:
                     stoppable = False
                     self._before_update(batch)
@@ -96,7 +99,7 @@ class Executor:
                     output = node.run(worker=self._worker, batch=batch)
                 batch = _merge(batch, output, metrics)
             for needed in list(self._pending):
-                batch = _merge(batch, self._collect(needed), metrics)
+                batch = _merge(batch, self._collect(needed, stoppable), metrics)
         finally:
             for future in self._pending.values():
                 if future is not None:
@@ -120,10 +123,10 @@ class Executor:
                         raise
             raise AssertionError("a negative retry_limit, which Node refuses")
 
-    def _collect(self, node_id: str) -> NodeOutput:
+    def _collect(self, node_id: str, stoppable: bool) -> NodeOutput:
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
-            future = self._pending.pop(node_id)
-            output = result_of(future, self._worker.groups)
+            future, what = self._pending.pop(node_id), f"the node {node_id}"
+            output = self._worker.waiting.together(future, what, stoppable=stoppable)
             return self._worker.groups.from_leader(output)
 
 

@@ -27,9 +27,11 @@ from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import require_fit
 from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.metrics.flops import peak_flops
-from ctrl_megatron.models.hf_config import ModelShape, read_model_shape
+from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
+from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.models.shape import Experts, ModelShape
 from ctrl_megatron.models.shards import check_tensor_size
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
@@ -103,6 +105,9 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
                 SafetensorsDirectory(path).check(shape)
                 _check_role(config, key, path, shape, shapes.get(actor))
                 _check_context(config, purpose, key, path, shape)
+                _check_engine(config, purpose, key, path, shape)
+                if purpose == "rl":
+                    _check_engine_takes(path, shape)
         except UserError as error:
             problems.append(error)
     all_of(problems)
@@ -180,6 +185,14 @@ def _check_role(
             "(actor_rollout_ref.proxy.kind=engine)"
             if key == _PROXY
             else "use a model of the actor's shape",
+        )
+
+
+def _check_engine_takes(path: str, shape: ModelShape) -> None:
+    if any(isinstance(kind, Experts) for kind in shape.feed_forward):
+        raise UserError(
+            f"{path} has experts, whose weights cannot be pushed to an engine yet",
+            remedy="use a dense model",
         )
 
 
@@ -267,6 +280,16 @@ def check_proxy(config: Config) -> TextCodec | None:
         if not codec.eos_token_ids:
             raise UserError(f"{path} names no end-of-text token (eos_token)")
     return codec
+
+
+def _check_engine(config: Config, purpose: Purpose, key: str, path: str, shape: ModelShape) -> None:
+    """UserError if the engine would compute another model than the trainer."""
+    if purpose == "sft" or key in _ONLY_TRAINED:
+        return
+    engine = config.actor_rollout_ref.rollout.name
+    difference = engine_difference(shape.rope, engine, shape.max_position_embeddings)
+    if difference is not None:
+        raise UserError(f"the rope scaling of {path}/config.json: {difference}")
 
 
 def check_tokenizer(config: Config) -> TextCodec:

@@ -61,7 +61,7 @@ class EngineProxy:
                 assert self._engine is not None
                 return await self._engine.generate(prompts, params) if prompts else []
 
-            return worker.ask(ask_engine)
+            return worker.ask(ask_engine, "the proxy to revise")
 
         found = answers_of(ask, self._codec, self._longest, conversations, max_tokens)
         for answer in found:

@@ -33,7 +33,7 @@ class Recorder:
         self._sinks = build_sinks(
             config.trainer.logger, self.run_dir, to_dict(config), self.display
         )
-        self._timelines = JsonlWriter(self.run_dir / "timeline.jsonl")
+        self._timelines: JsonlWriter | None = JsonlWriter(self.run_dir / "timeline.jsonl")
         self._examples = JsonlWriter(self.run_dir / "examples.jsonl")
         self._warned = JsonlWriter(self.run_dir / "warnings.jsonl")
         self._warnings, self._shown = StepWarnings(), set[str]()
@@ -72,7 +72,7 @@ class Recorder:
             return
         self.log(step, metrics)
         self._warn(step, metrics)
-        self._timelines.append(timeline)
+        self._keep(timeline)
         for example in examples:
             self._examples.append({"step": step, **example})
         for sink in self._sinks:
@@ -80,6 +80,17 @@ class Recorder:
                 sink.show(step, examples)
         if self.display is not None:
             self.display.end_step(step)
+
+    def _keep(self, timeline: Mapping[str, Any]) -> None:
+        """Append to ``timeline.jsonl``; a run does not end for want of it."""
+        if self._timelines is None:
+            return
+        try:
+            self._timelines.append(timeline)
+        except OSError as error:
+            self._timelines.close()
+            self._timelines = None
+            self.say(f"warning: no more timelines are recorded: {error}")
 
     def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record every warning for the report, and print the first of its kind."""
@@ -106,7 +117,8 @@ class Recorder:
             return None
         for sink in self._sinks:
             sink.close()
-        self._timelines.close()
+        if self._timelines is not None:
+            self._timelines.close()
         self._examples.close()
         self._warned.close()
         if self.display is not None:

@@ -27,6 +27,7 @@ from ctrl_megatron.config.options import named_parameters, own_options
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError, users_code, users_input
 from ctrl_megatron.models.kernels import kernels_line
+from ctrl_megatron.parallel.placement import EngineRole
 from ctrl_megatron.pipeline.build import (
     build_worker,
     total_steps,
@@ -129,7 +130,7 @@ def train(config: Config) -> bool:
         run.check_stop()
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
         memory = device_memory(run.groups)
-        isolation = run.groups.from_leader(run.background.run(isolation_level(worker)))
+        isolation = worker.ask(lambda: isolation_level(worker), "the sandboxes to answer")
         worker.timeline = recorder.timeline(memory)
         loop = TrainingLoop(
             worker=worker,
@@ -213,7 +214,7 @@ def planned_steps(config: Config, rows: int) -> int:
 
 def engines_and_sandbox(config: Config, services: Services, level: Mapping[str, float]) -> str:
     """For the banner: the engines, and the isolation of programs."""
-    counts = Counter(engine.role for engine in services.placement.engines)
+    counts: Counter[EngineRole] = Counter(engine.role for engine in services.placement.engines)
     engines = ", ".join(
         f"{count} {engine_keys(config, role).name} engine{'s' if count > 1 else ''}"
         + (" of the proxy" if role == "proxy" else "")

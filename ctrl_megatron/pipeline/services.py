@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import tempfile
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO, Protocol
 
 import torch
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.engine_kinds import ENGINES
-from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.parallel.awaited import awaited
+from ctrl_megatron.parallel.background import AbandonableCall, BackgroundLoop, Standstill
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.placement import (
@@ -27,8 +29,8 @@ from ctrl_megatron.parallel.placement import (
     place_engines,
     sandbox_workers,
 )
-from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-from ctrl_megatron.parallel.waiting import wait_together
+from ctrl_megatron.parallel.stop import StopFlag
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import (
     Engine,
@@ -39,10 +41,10 @@ from ctrl_megatron.rollout.engine import (
 )
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
-from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxLimits
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxError, SandboxLimits
 from ctrl_megatron.sandbox.cores import usable_cores
 
-_ASK_SECONDS, _TURN_SECONDS = 2.0, 0.5
+_ASK_SECONDS = 2.0
 
 
 class Services:
@@ -71,9 +73,12 @@ class Services:
         self.max_model_len, self.proxy_model_len = max_model_len, proxy_model_len
         self._config, self._groups, self._watch = config, groups, watch
         self._background, self._stop, self._judges = background, stop, judges
+        self._probes = BackgroundLoop("probes")
         self.placement = placement_of(config, groups)
         self._engines: dict[int, EngineProcess] = {}
         self._sandbox: EmbeddedSandbox | None = None
+        self._token_file: IO[str] | None = None
+        """Exists until the sandbox has read it."""
         self._addresses: dict[int, EngineAddress] = {}
         self._clients: dict[int, RemoteEngine] = {}
         self.sandbox_endpoint = config.sandbox.endpoint or ""
@@ -103,22 +108,23 @@ class Services:
             self._watch.guard(partial(child_died, f"engine {name}", engine.pid, engine.alive, log))
         if own_sandbox:
             # The sandbox ends with the thread that starts it, so the main thread starts it.
-            self._sandbox = box = self._start_sandbox()
-            self._watch.guard(partial(child_died, "sandbox service", box.pid, box.alive, box.log))
+            self._sandbox = self._start_sandbox()
 
     def _start_sandbox(self) -> EmbeddedSandbox:
         config, groups = self._config.sandbox, self._groups
         workers = sandbox_workers(usable_cores(), groups.hosts.ranks_on(groups.here))
-        with tempfile.NamedTemporaryFile("w", prefix="ctrl-sandbox-") as file:
-            file.write(self.sandbox_token or "")
-            file.flush()
-            return EmbeddedSandbox.start(
-                workers=config.workers or workers,
-                isolation=config.isolation,  # type: ignore[arg-type]
-                limits=SandboxLimits(problem_seconds=config.problem_seconds),
-                host=groups.hosts.addresses[groups.here],
-                token_file=file.name if self.sandbox_token else None,
-            )
+        file = tempfile.NamedTemporaryFile("w", prefix="ctrl-sandbox-")  # noqa: SIM115
+        self._token_file = file
+        file.write(self.sandbox_token or "")
+        file.flush()
+        return EmbeddedSandbox.start(
+            workers=config.workers or workers,
+            isolation=config.isolation,  # type: ignore[arg-type]
+            limits=SandboxLimits(problem_seconds=config.problem_seconds),
+            host=groups.hosts.addresses[groups.here],
+            token_file=file.name if self.sandbox_token else None,
+            wait=False,
+        )
 
     def wait(self) -> None:
         """Return when everything answers on all hosts. Collective. Raises StopRequested if a stop
@@ -126,16 +132,28 @@ class Services:
         """
         groups, box, engines = self._groups, self._sandbox, self._engines.values()
 
-        async def ready() -> None:
-            await asyncio.gather(*(asyncio.to_thread(engine.wait_ready) for engine in engines))
+        async def ready(start: Callable[[], None], what: str) -> None:
+            with awaited(what):
+                await asyncio.wrap_future(AbandonableCall(start, what).future)
+
+        async def all_ready() -> None:
+            starts = [
+                ready(
+                    engine.wait_ready,
+                    f"engine {engine.address.name}, log {engine.address.log_path}",
+                )
+                for engine in engines
+            ]
+            await asyncio.gather(*starts, *([ready(box.wait_ready, "the sandbox")] if box else []))
 
         # A start may take minutes, for which no rank must wait in one collective.
-        starting = self._background.submit(ready()) if engines else None
-        if wait_together(starting, groups, lambda: self._stop.is_set):
-            raise StopRequested
-        limit = self._config.trainer.failure_timeout
-        for engine in engines:
-            self._watch.guard(EngineSilence(engine.connect(), self._background, limit))
+        starting = self._background.submit(all_ready()) if engines or box else None
+        limit = self._config.trainer.wait_timeout
+        waiting = Waiting(groups=groups, stop=self._stop, limit=limit)
+        waiting.together(starting, "the engines and sandboxes to start")
+        if self._token_file is not None:
+            self._token_file.close()
+        self._watch_services()
         addresses = {number: engine.address for number, engine in self._engines.items()}
         everywhere = groups.from_all((addresses, box.endpoint if box else ""))
         for there, _ in everywhere:
@@ -143,6 +161,18 @@ class Services:
         mine = groups.hosts.first_rank(groups.here)
         boxes = [endpoint for _, endpoint in everywhere[mine:] + everywhere[:mine] if endpoint]
         self.sandbox_endpoint = self.sandbox_endpoint or ",".join(boxes)
+
+    def _watch_services(self) -> None:
+        """Ask this rank's services for signs of life from now on, on a loop that runs nothing
+        else.
+        """
+        limit, probes = self._config.trainer.failure_timeout, self._probes
+        self._watch.guard(LoopHeld(self._background, limit))
+        for engine in self._engines.values():
+            self._watch.guard(Silence(ProbedEngine(engine.connect()), probes, limit))
+        if (box := self._sandbox) is not None:
+            self._watch.guard(partial(child_died, "sandbox service", box.pid, box.alive, box.log))
+            self._watch.guard(Silence(ProbedSandbox(box, self.sandbox_token), probes, limit))
 
     def connect(self, role: EngineRole = "rollout") -> Engine:
         """A client of all engines of a role."""
@@ -176,6 +206,7 @@ class Services:
         for service in (self._sandbox, *self._engines.values()):
             if service is not None:
                 service.stop()
+        self._probes.close()
 
 
 def child_died(
@@ -188,37 +219,31 @@ def child_died(
     return f"the {name} (pid {pid}) died; the end of its output:\n{words}"
 
 
-class EngineSilence:
-    """Notices an engine whose process is alive but does not answer any more.
+class Probed(Protocol):
+    """A service that is asked for signs of life, on an event loop of its own."""
 
-    It requests a sign of life every few seconds; an engine answers during generations, updates and
-    sleep too.
-    """
+    async def answers(self) -> bool:
+        """Ask once. False where the service is not reached."""
+        ...
 
-    def __init__(self, engine: RemoteEngine, background: BackgroundLoop, limit: float) -> None:
-        self._engine, self._limit, self._background = engine, limit, background
-        self._heard = self._turned = time.monotonic()
-        self._asking = background.submit(self._ask())
-        self._turning = background.submit(self._turn())
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
 
-    async def _turn(self) -> None:
-        """Record that the event loop runs, which a blocking coroutine prevents."""
-        while True:
-            self._turned = time.monotonic()
-            await asyncio.sleep(_TURN_SECONDS)
+    def silent(self, seconds: float) -> str:
+        """The error for a service that runs but has not answered for ``seconds``."""
+        ...
 
-    async def _ask(self) -> None:
+
+@dataclass(frozen=True, slots=True)
+class ProbedEngine:
+    """An engine answers during generations, updates and sleep too."""
+
+    engine: RemoteEngine
+
+    async def answers(self) -> bool:
         try:
-            while True:
-                if await self._answers():
-                    self._heard = time.monotonic()
-                await asyncio.sleep(_ASK_SECONDS)
-        finally:
-            await self._engine.close()
-
-    async def _answers(self) -> bool:
-        try:
-            await self._engine.health()
+            await self.engine.health()
         except EngineDied:
             # The watch of its process reports more about it.
             return False
@@ -227,24 +252,84 @@ class EngineSilence:
             return True
         return True
 
+    async def close(self) -> None:
+        await self.engine.close()
+
+    def silent(self, seconds: float) -> str:
+        address = self.engine.address
+        return (
+            f"the rollout engine (pid {address.pid}) runs but has not answered for {seconds:.0f} "
+            f"s; the end of its log {address.log_path}:\n{log_tail(address.log_path)}"
+        )
+
+
+class ProbedSandbox:
+    """The run's own sandbox; its service answers while all of its workers are busy."""
+
+    def __init__(self, box: EmbeddedSandbox, token: str | None) -> None:
+        self._box, self._client = box, SandboxClient(box.endpoint, token=token, attempts=1)
+
+    async def answers(self) -> bool:
+        try:
+            await self._client.ping()
+        except SandboxError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def silent(self, seconds: float) -> str:
+        words = self._box.log().strip() or "(none)"
+        return (
+            f"the sandbox service (pid {self._box.pid}) runs but has not answered for "
+            f"{seconds:.0f} s; the end of its output:\n{words}"
+        )
+
+
+class Silence:
+    """Notices a service whose process is alive but which does not answer any more. It is asked
+    every two seconds.
+    """
+
+    def __init__(self, service: Probed, probes: BackgroundLoop, limit: float) -> None:
+        self._service, self._limit = service, limit
+        self._answers, self._standstill = 0, Standstill()
+        self._asking = probes.submit(self._ask())
+
+    async def _ask(self) -> None:
+        try:
+            while True:
+                if await self._service.answers():
+                    self._answers += 1
+                await asyncio.sleep(_ASK_SECONDS)
+        finally:
+            await self._service.close()
+
     def __call__(self) -> str | None:
         """What is wrong, for ``FailureWatch.guard``."""
         if self._asking.done() and not self._asking.cancelled():
-            return f"the rollout engine is no longer watched: {self._asking.exception()!r}"
-        now = time.monotonic()
-        silent, held = now - self._heard, now - self._turned
-        if silent < self._limit:
+            return f"a service is no longer watched: {self._asking.exception()!r}"
+        silent = self._standstill.seconds(self._answers)
+        return self._service.silent(silent) if silent > self._limit else None
+
+
+class LoopHeld:
+    """Notices a coroutine that blocks the loop of the requests to engines and sandboxes."""
+
+    def __init__(self, loop: BackgroundLoop, limit: float) -> None:
+        self._loop, self._limit, self._standstill = loop, limit, Standstill()
+
+    def __call__(self) -> str | None:
+        """What is wrong, for ``FailureWatch.guard``."""
+        held = self._standstill.seconds(self._loop.turns)
+        if held < self._limit:
             return None
-        if held > self._limit / 2:
-            return (
-                f"a coroutine of the run has blocked the event loop for {held:.0f} s, on which the "
-                "engine is watched; let it await long work (asyncio.to_thread); it is here:\n"
-                + "".join(self._background.stack())
-            )
-        address = self._engine.address
+        name = self._loop.running_task() or "a coroutine of the run"
         return (
-            f"the rollout engine (pid {address.pid}) runs but has not answered for {silent:.0f} s; "
-            f"the end of its log {address.log_path}:\n{log_tail(address.log_path)}"
+            f"{name} has blocked the event loop of the requests to engines and sandboxes for "
+            f"{held:.0f} s; let it await long work (asyncio.to_thread); it is here:\n"
+            + "".join(self._loop.stack())
         )
 
 

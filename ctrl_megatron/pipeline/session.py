@@ -1,7 +1,7 @@
 """The frame of every run: training, fine-tuning and evaluation begin and end here.
 
-Ranks meet; a failure on one ends all; Ctrl-C and SIGTERM request a stop; engines and a sandbox
-start on every host, and none of them outlives the run.
+Ranks meet; a failure on one ends all; Ctrl-C, SIGTERM and SIGHUP request a stop; engines and a
+sandbox start on every host, and none of them outlives the run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ctrl_megatron.checkpoint.run_directory import RunLock, require_shared
+from ctrl_megatron.checkpoint.run_directory import RunLock, removed, require_shared
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
+from ctrl_megatron.metrics.output import keep_going_unread
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.failure import FailureWatch
+from ctrl_megatron.parallel.failure import STOPPED, FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
@@ -73,10 +74,9 @@ def session(config: Config) -> Iterator[Session]:
 
     A stop that is requested before training begins ends the context and is no failure.
     """
-    stop = StopFlag().install()
-    groups = join(config)
-    # Names in /dev/shm: pushes and exports of a killed rank leave them behind.
-    at_end: list[Callable[[], None]] = [SharedMemorySender(groups).close]
+    keep_going_unread()
+    stop, run_dir = StopFlag().install(), Path(config.trainer.run_dir)
+    at_end: list[Callable[[], None]] = []
     one_at_a_time = threading.Lock()
 
     def clean_up() -> None:
@@ -86,16 +86,21 @@ def session(config: Config) -> Iterator[Session]:
             while at_end:
                 at_end.pop()()
 
-    watch = FailureWatch(groups, timeout=config.trainer.failure_timeout, clean_up=clean_up)
-    background = BackgroundLoop()
+    with stop.ends_meeting(_end_alone):
+        groups = join(config)
+        # Names in /dev/shm: pushes and exports of a killed rank leave them behind.
+        at_end.append(SharedMemorySender(groups).close)
+        watch = FailureWatch(groups, timeout=config.trainer.failure_timeout, clean_up=clean_up)
+    background, locked = BackgroundLoop(), False
     try:
         try:
-            run_dir = Path(config.trainer.run_dir)
             lock = RunLock(run_dir)
             if groups.is_first:
                 at_end.append(lock.take().release)
+                watch.guard(lock.lost)
             require_shared(run_dir, groups.from_first(lock.holder))
             groups.barrier()
+            locked = True
             yield Session(
                 config=config,
                 groups=groups,
@@ -111,6 +116,8 @@ def session(config: Config) -> Iterator[Session]:
         watch.close()
         background.close()
     except BaseException as error:
+        if locked and not run_dir.is_dir() and isinstance(error, Exception):
+            error = removed(run_dir)
         code = watch.report(error)
         clean_up()
         sys.stdout.flush()
@@ -120,6 +127,13 @@ def session(config: Config) -> Iterator[Session]:
     clean_up()
     shutdown()
     stop.restore()
+
+
+def _end_alone() -> None:
+    """End a rank that has not met the others and therefore has nothing to save or to report."""
+    if read_launch().rank == 0:
+        print("stopped by a signal before the ranks had met", flush=True)
+    FailureWatch.exit(STOPPED)
 
 
 def join(config: Config) -> ProcessGroups:

@@ -20,8 +20,8 @@ from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-from ctrl_megatron.parallel.waiting import wait_together
+from ctrl_megatron.parallel.stop import StopFlag
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.batch import LeftoverGroups
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
@@ -98,17 +98,22 @@ class RolloutWorker:
     step: int = 0
     """Training steps that are finished."""
 
-    def ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    @property
+    def waiting(self) -> Waiting:
+        """The conditions under which all ranks wait together."""
+        limit = self.config.trainer.wait_timeout
+        return Waiting(groups=self.groups, stop=self.stop, limit=limit)
+
+    def ask(
+        self, work: Callable[[], Coroutine[Any, Any, T]], what: str = "work of the leaders"
+    ) -> T:
         """The result of ``work`` on the leader, on all ranks of its model copy. Collective.
 
-        Raises StopRequested, on all ranks, if a stop is requested while any leader waits.
+        ``what`` names it in the log if it takes long. Raises StopRequested, on all ranks, if a stop
+        is requested while any leader waits, and WaitedTooLong after ``trainer.wait_timeout``.
         """
         future = self.background.submit(work()) if self.groups.is_leader else None
-        if wait_together(future, self.groups, lambda: self.stop.is_set):
-            if future is not None:
-                future.cancel()
-            raise StopRequested
-        return self.groups.from_leader(None if future is None else future.result())
+        return self.groups.from_leader(self.waiting.together(future, what))
 
     async def score(self, items: Sequence[RewardItem]) -> Scores:
         """The rewards of the items from every reward function (leaders only)."""
@@ -151,12 +156,12 @@ class RolloutWorker:
     def close(self) -> None:
         """Close connections and end the background loop."""
         if self.engine is not None:
-            self.background.run(self.engine.close())
+            self.background.run_last(self.engine.close())
         if self.proxy is not None and self.groups.is_leader:
-            self.background.run(self.proxy.close())
+            self.background.run_last(self.proxy.close())
         self.device.close()
         if self.rewards is not None:
-            self.background.run(self.rewards.close())
+            self.background.run_last(self.rewards.close())
         self.background.close()
 
 

@@ -24,7 +24,7 @@ import torch
 
 from ctrl_megatron.models.parallel_model import ParallelModel, Part
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.waiting import result_of
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import PushReport, push
 from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
@@ -47,6 +47,7 @@ class DeviceOwner:
         loop: BackgroundLoop,
         sender: Sender,
         layout: EngineLayout,
+        waiting: Waiting,
         *,
         directories: Mapping[Role, str | Path],
         shared: bool = False,
@@ -64,6 +65,7 @@ class DeviceOwner:
         """
         self._engine, self._loop, self._sender = engine, loop, sender
         self._groups, self._layout, self._verify = sender.groups, layout, verify
+        self._waiting = waiting
         self._shared, self._leaves, self._rests_until = shared, leaves, rests_until
         self._loaded: str | None = None
         """The version that the engines have; None for weights that no push of ours has named."""
@@ -118,7 +120,9 @@ class DeviceOwner:
         # Another leader may still be generating, and no rank may use the memory before it is free.
         self._groups.barrier()
         sleep = self._engine.sleep(level=1 if keeps else 2) if self._engine else None
-        result_of(self._loop.submit(sleep) if sleep else None, self._groups)
+        self._waiting.together(
+            self._loop.submit(sleep) if sleep else None, "the engines to free the device"
+        )
         self._asleep = set(ENGINE_MEMORY)
         if not keeps:
             self._loaded = None
@@ -146,6 +150,7 @@ class DeviceOwner:
                 self._engine,
                 self._loop,
                 self._sender,
+                self._waiting,
                 version=version,
                 verify=self._verify,
             )
@@ -166,7 +171,7 @@ class DeviceOwner:
     def close(self) -> None:
         """Close the connections to this host's engines."""
         if self._engine:
-            self._loop.run(self._engine.close())
+            self._loop.run_last(self._engine.close())
 
     def _version(self, role: Role, step: int) -> str:
         """The name of the role's weights as they are now: a new one whenever they have changed."""
@@ -194,5 +199,5 @@ class DeviceOwner:
         torch.cuda.empty_cache()
         self._groups.barrier()
         woken = self._loop.submit(self._engine.wake((memory,))) if self._engine else None
-        result_of(woken, self._groups)
+        self._waiting.together(woken, f"the engines to take memory for their {memory}")
         self._asleep.remove(memory)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ctrl_megatron.models.families import hf_names, hf_shape
-from ctrl_megatron.models.hf_config import ModelShape
+from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import Piece, shard_params
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
@@ -60,7 +60,7 @@ class TensorPlace:
 
 def hf_specs(shape: ModelShape, dtype: str) -> list[TensorSpec]:
     """Every HF tensor of the model in checkpoint order."""
-    return [TensorSpec(name=n, dtype=dtype, shape=hf_shape(n, shape)) for n in hf_names(shape)]
+    return [TensorSpec(name=n, dtype=dtype, shape=s) for n, s in hf_shapes(shape).items()]
 
 
 def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[TensorPlace, ...]:
@@ -101,7 +101,7 @@ def plan(
                     continue
                 for piece in param.pieces:
                     # Weights that every tensor rank has completely are sent once.
-                    if piece.extent == hf_shape(piece.hf, shape) and tp > 0:
+                    if piece.extent == hf_shapes(shape)[piece.hf] and tp > 0:
                         continue
                     pieces_of[piece.hf].append((tp, pp, chunk, param.name, piece))
     load = [0] * train.data

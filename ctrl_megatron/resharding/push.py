@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.parallel.waiting import result_of, wait_together
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import Sender
 from ctrl_megatron.rollout.engine import Engine
@@ -33,6 +33,7 @@ def push(
     engine: Engine | None,
     loop: BackgroundLoop,
     sender: Sender,
+    waiting: Waiting,
     *,
     version: str,
     verify: bool = False,
@@ -40,7 +41,8 @@ def push(
     """Load the source's weights into all engines under the name ``version``. Collective.
 
     ``engine`` is a client of this host's engines on the host's first rank, None on every other rank
-    and on hosts without engines; its calls run on ``loop``. With ``verify`` threads compute
+    and on hosts without engines; its calls run on ``loop``, and the ranks wait for them on the
+    conditions of ``waiting``. With ``verify`` threads compute
     checksums of what is sent while engines read it. Those of every engine must be equal:
     RuntimeError names the first tensors that differ.
     """
@@ -50,7 +52,7 @@ def push(
     start = time.monotonic()
     queue, sent = None, Checksums() if engine and verify else None
     if engine:
-        queue = ChunkQueue(engine, loop, [place.spec for place in source.places], version)
+        queue = ChunkQueue(engine, loop, waiting, [p.spec for p in source.places], version)
 
     def wait_until_read(bucket: int) -> None:
         if queue:
@@ -65,10 +67,11 @@ def push(
             if sent:
                 for name, tensor in bucket.tensors:
                     sent.add(name, tensor)
-        wait_together(queue.finish() if queue else None, groups)
+        waiting.together(queue.finish() if queue else None, f"the engines to load {version}")
     if verify:
         asked = loop.submit(engine.checksums()) if engine else None
-        held, wanted = result_of(asked, groups) or {}, sent.result() if sent else {}
+        held = waiting.together(asked, f"the engines' checksums of {version}") or {}
+        wanted = sent.result() if sent else {}
         wrong = [name for name, checksum in wanted.items() if held.get(name) != checksum]
         if wrong:
             raise RuntimeError(
@@ -87,8 +90,14 @@ class ChunkQueue:
     """
 
     def __init__(
-        self, engine: Engine, loop: BackgroundLoop, specs: Sequence[TensorSpec], version: str
+        self,
+        engine: Engine,
+        loop: BackgroundLoop,
+        waiting: Waiting,
+        specs: Sequence[TensorSpec],
+        version: str,
     ) -> None:
+        self._waiting, self._version = waiting, version
         self._loop, self._queue = loop.loop, asyncio.Queue[WeightChunk | None]()
         self._requested, self._changed = 0, threading.Condition()
         self._update = loop.submit(engine.update(specs, self, version))
@@ -102,8 +111,15 @@ class ChunkQueue:
     def wait_until_read(self, bucket: int) -> None:
         """Block until the engine has read the chunk of that number, counted from 0; raises what
         made its update fail."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._requested >= bucket + 2 or self._update.done())
+
+        def is_read(seconds: float) -> bool:
+            with self._changed:
+                return self._changed.wait_for(
+                    lambda: self._requested >= bucket + 2 or self._update.done(), seconds
+                )
+
+        what = f"the engines to read bucket {bucket + 1} of {self._version}"
+        self._waiting.alone(is_read, what)
         if self._update.done():
             self._update.result()
 

@@ -15,6 +15,7 @@ from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.batch import pad_rows, tensors_of
 from ctrl_megatron.pipeline.graph import (
     NodeOutput,
@@ -36,6 +37,7 @@ class SftWorker:
     groups: ProcessGroups
     background: BackgroundLoop
     stop: StopFlag
+    waiting: Waiting
     policy: Policy
     codec: TextCodec
     examples: list[tuple[Tokens, Tokens]]

@@ -13,6 +13,7 @@ from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.models.kernels import kernels_line
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.build import build_policy, optimizer_options
 from ctrl_megatron.pipeline.inputs import (
     check_checkpoint,
@@ -72,6 +73,7 @@ def train_sft(config: Config) -> bool:
             groups=groups,
             background=run.background,
             stop=run.stop,
+            waiting=Waiting(groups=groups, stop=run.stop, limit=config.trainer.distributed_timeout),
             policy=policy,
             codec=codec,
             examples=examples,

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from ctrl_megatron.checkpoint.sharded import TensorParts, load_tensors
 from ctrl_megatron.commands import convert_hf_to_megatron, convert_megatron_to_hf
-from ctrl_megatron.models.hf_config import read_model_shape, value_shape
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 
 CONFIG = {

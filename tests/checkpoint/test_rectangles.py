@@ -11,28 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctrl_megatron.checkpoint.sharded import tensors_of
-from ctrl_megatron.models.families import hf_names, hf_shape
-from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
 
 SHAPE = ModelShape(
     family="qwen2",
-    num_layers=2,
     hidden_size=12,
-    ffn_hidden_size=16,
-    num_attention_heads=4,
-    num_query_groups=2,
-    head_dim=6,
+    attention=GroupedQueryAttention(heads=4, groups=2, head_dim=6, qkv_bias=True),
+    feed_forward=(Dense(width=16),) * 2,
     vocab_size=11,
     max_position_embeddings=64,
     norm_epsilon=1e-6,
     rope=Rope(theta=1e4),
     tied_embeddings=True,
-    qkv_bias=True,
-    qk_norm=False,
 )
 
 
@@ -45,7 +40,7 @@ def stand_in(layout: Layout, place: Any, cut: Any) -> Any:
     for param in shard_params(SHAPE, layout, tp=place.tp, pp=place.pp, chunk=0):
         weight = torch.zeros(param.shape)
         for piece in param.pieces:
-            shape = hf_shape(piece.hf, SHAPE)
+            shape = hf_shapes(SHAPE)[piece.hf]
             whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
             weight[piece.slices] = whole[piece.hf_slices]
         shards.append((param, weight))
@@ -77,7 +72,7 @@ def test_ranks_together_hold_each_element_once(
     tensor: int, pipeline: int, data: int, seed: int
 ) -> None:
     layout = Layout(tensor=tensor, pipeline=pipeline, data=data)
-    count = {name: torch.zeros(hf_shape(name, SHAPE)) for name in hf_names(SHAPE)}
+    count = {name: torch.zeros(size) for name, size in hf_shapes(SHAPE).items()}
     count |= {f"optimizer.exp_avg.{name}": torch.zeros_like(t) for name, t in count.items()}
     written = []
     for rank in range(layout.world_size):
@@ -98,7 +93,7 @@ def test_ranks_together_hold_each_element_once(
                 written[-1] += part.numel() * (not name.startswith("optimizer"))
     assert all((times == 1).all() for times in count.values())
     # The replicas share the writing of the weights.
-    largest = max(torch.Size(hf_shape(name, SHAPE)).numel() for name in hf_names(SHAPE))
+    largest = max(torch.Size(size).numel() for size in hf_shapes(SHAPE).values())
     for pp, tp in itertools.product(range(pipeline), range(tensor)):
         shares = [written[layout.rank(tp=tp, pp=pp, dp=dp)] for dp in range(data)]
         assert max(shares) - min(shares) <= largest

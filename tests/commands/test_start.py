@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ctrl_megatron.commands import start
@@ -33,10 +34,26 @@ def on_signal(number, frame):
     print("asked to stop", flush=True)
     asked.append(number)
 
+def meet(how):
+    # Rank 1 never arrives.
+    import torch.distributed
+    from ctrl_megatron.parallel.stop import StopFlag
+
+    stop = StopFlag().install()
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP if how == "meeting_frozen" else signal.SIGKILL)
+    print("meets", flush=True)
+    with stop.ends_meeting(lambda: os._exit(STOPPED)):
+        torch.distributed.init_process_group("gloo")
+
 def train(config):
     how = config.trainer.experiment_name
     if how == "waiting":
-        signal.signal(signal.SIGTERM, on_signal)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, on_signal)
+    if how.startswith("meeting"):
+        meet(how)
     print(f"rank {{os.environ['RANK']}} of {{os.environ['WORLD_SIZE']}}", flush=True)
     if how == "killed":
         os.kill(os.getpid(), 9)
@@ -185,7 +202,8 @@ def test_a_machine_whose_launcher_leaves_it_alone_speaks_once(
     assert len(waited) == 1 and waited[0] > 0
 
 
-def test_a_signal_reaches_the_ranks_and_ends_the_command(program: list[str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_the_ranks_and_ends_the_command(program: list[str], number: int) -> None:
     command = [*program, "trainer.experiment_name=waiting", "--nproc-per-node", "2"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -193,11 +211,47 @@ def test_a_signal_reaches_the_ranks_and_ends_the_command(program: list[str]) -> 
         assert process.stdout is not None
         for _ in range(2):
             process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         output, errors = process.communicate(timeout=60)
     assert output.count("asked to stop") == 2
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
+
+
+def test_under_nohup_the_end_of_a_terminal_ends_nothing(program: list[str]) -> None:
+    command = [*program, "trainer.experiment_name=waiting", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    ) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        ranks = psutil.Process(process.pid).children()
+        for one in (process.pid, *(rank.pid for rank in ranks)):
+            os.kill(one, signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert output.count("asked to stop") == 2 and process.returncode == 130
+
+
+@pytest.mark.parametrize(("how", "code"), [("frozen", 130), ("killed", 137)])
+def test_ranks_that_wait_for_a_missing_one_end(program: list[str], how: str, code: int) -> None:
+    command = [*program, f"trainer.experiment_name=meeting_{how}", "--nproc-per-node", "2"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "meets\n"
+        if how == "frozen":
+            ranks = psutil.Process(process.pid).children()
+            while not any(rank.status() == psutil.STATUS_STOPPED for rank in ranks):
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == code
 
 
 SLOW_TO_STOP = """

@@ -82,6 +82,52 @@ def test_families_equal_transformers_and_survive_a_round_trip(
             assert json.loads((exported / "config.json").read_text())["vocab_size"] == VOCAB
 
 
+LONG = {"rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16}
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **LONG},
+    "yarn": {"rope_type": "yarn", **LONG},
+    "yarn_set": {"rope_type": "yarn", "attention_factor": 1.6, "truncate": False, **LONG},
+}
+
+
+def test_every_rope_computes_what_transformers_does(tmp_path: Path) -> None:
+    """Also beyond the original context of 16 tokens; qwen2 has the keys of transformers 4."""
+    batch = random_batch(seed=5, group=3, prompt=40, response=60)
+    paths = {
+        f"{family}_{kind}": save_tiny(
+            family, tmp_path / f"{family}_{kind}", num_hidden_layers=2, rope_parameters=dict(rope)
+        )
+        for family in ("llama", "qwen2")
+        for kind, rope in ROPES.items()
+    }
+    for path in paths.values():
+        if path.name.startswith("qwen2"):
+            config = json.loads((path / "config.json").read_text())
+            scaling = config.pop("rope_parameters")
+            config |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+            (path / "config.json").write_text(json.dumps(config))
+    (result,) = run_world(
+        "with_each_spec",
+        1,
+        of="parity",
+        layout={},
+        directories={name: str(path) for name, path in paths.items()},
+        batch=batch,
+        temperature=1.0,
+        out=str(tmp_path / "out"),
+    )
+    distinct = set()
+    for name, path in paths.items():
+        expected, _ = reference_log_probs(path, batch, temperature=1.0)
+        for spec in SPECS:
+            gap = float((result[spec][name][0] - expected).abs().max())
+            assert gap < 1e-5, (name, spec, gap)
+        distinct.add(round(float(expected.sum()), 4))
+    assert len(distinct) == len(paths)
+
+
 @pytest.fixture(scope="module")
 def trained_alone(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -35,6 +36,19 @@ FAMILIES = {
     "qwen2_tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": True, "head_dim": 20}),
 }
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "head_dim": 20,
+}
+EXPERTS = {
+    "qwen3_moe": (transformers.Qwen3MoeConfig, {**_EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe_mixed": (
+        transformers.Qwen3MoeConfig,
+        {**_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0], "tie_word_embeddings": True},
+    ),
+}
 
 
 def layers_for(layout: dict) -> int:
@@ -45,10 +59,10 @@ def layers_for(layout: dict) -> int:
 
 
 def save_tiny(
-    family: str, directory: Path, dtype: torch.dtype = torch.float32, **dims: int
+    family: str, directory: Path, dtype: torch.dtype = torch.float32, **dims: Any
 ) -> Path:
     """A random model of ``family``; biases and norms are random too, so that none is forgotten."""
-    config_class, extra = FAMILIES[family]
+    config_class, extra = {**FAMILIES, **EXPERTS}[family]
     torch.manual_seed(sum(map(ord, family)))
     model = transformers.AutoModelForCausalLM.from_config(
         config_class(**{**_DIMS, **extra, **dims})
@@ -87,6 +101,25 @@ def random_batch(
         "ref_log_prob": (-4.6 + 0.3 * noise[1]) * mask,
         "advantages": noise[2] * mask,
     }
+
+
+def reference_gradients(directory: Path, batch: dict, out: Path) -> Path:
+    """transformers' gradients of ``workers.weighted_loss``, saved as a model in ``out``."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for ids, seen, mask, weights in zip(
+        *(batch[name] for name in ("input_ids", "attention_mask", "response_mask", "advantages")),
+        strict=True,
+    ):
+        tokens, answers = ids[seen.bool()], int(mask.sum())
+        log_p = model(tokens[None]).logits[0].log_softmax(-1)[-answers - 1 : -1]
+        chosen = log_p.gather(-1, tokens[-answers:, None]).squeeze(-1)
+        (-(chosen * weights[:answers]).sum() / batch["response_mask"].sum()).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(out)
+    return out
 
 
 @torch.no_grad()

@@ -99,7 +99,8 @@ def make_value_model(
     groups: Any, directory: str, *, optimizer: dict[str, Any] | None = None, **options: Any
 ) -> Any:
     """A value model with the weights of the HF ``directory``, of either kind."""
-    from ctrl_megatron.models.hf_config import read_model_shape, value_shape
+    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.shape import value_shape
     from ctrl_megatron.models.value import ValueModel
 
     shape = value_shape(read_model_shape(directory))
@@ -176,6 +177,33 @@ def policy_loss(log_probs, entropy, rows, counts):
     total = loss - 0.01 * entropy + 0.05 * kl
     mean = (total * mask).sum() / counts.tokens
     return mean, {"kl": (kl.detach() * mask).sum() / counts.tokens}
+
+
+def weighted_loss(log_probs, entropy, rows, counts):
+    """Minus the mean of the responses' log-probs, weighted by the advantages."""
+    weighted = log_probs * rows["advantages"] * rows["response_mask"]
+    return -weighted.sum() / counts.tokens, {}
+
+
+def gradients(rank: int, layout: dict, directories: dict[str, str], batch: dict, out: str) -> None:
+    """The gradients of ``weighted_loss``, saved as models below ``out``: of packed rows that share
+    prompts, and of rows apart."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+
+    groups = start(layout)
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    optimizer = {"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9}
+    for family, directory in directories.items():
+        for way, shared in (("shared", True), ("apart", False)):
+            policy = make_policy(
+                groups, directory, optimizer=optimizer, token_budget=64, shared_prefix=shared
+            )
+            policy.step(mine, weighted_loss)
+            with torch.no_grad():
+                for model in policy.models:
+                    for weight in model.parameters():
+                        weight.copy_(weight.main_grad)  # type: ignore[attr-defined]
+            save_hf(policy, f"{out}/{way}/{family}", side_files=directory)
 
 
 def buffer_bytes(chunk: Any) -> int:
@@ -511,6 +539,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     import signal
     import threading
     import time
+    from types import SimpleNamespace
 
     from preloaded import reserve
 
@@ -518,7 +547,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     from ctrl_megatron.parallel.groups import initialize
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-    from ctrl_megatron.parallel.waiting import wait_together
+    from ctrl_megatron.parallel.waiting import Waiting
     from ctrl_megatron.pipeline.worker import RolloutWorker
     from ctrl_megatron.rollout.engine import EngineSpec
     from ctrl_megatron.rollout.launch import EngineProcess
@@ -529,6 +558,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     groups = initialize(Layout(tensor=2), seed=1, timeout_seconds=limit)
     background, found = BackgroundLoop(), dict[str, Any]()
     unused: Any = None
+    config: Any = SimpleNamespace(trainer=SimpleNamespace(wait_timeout=60.0))
     spec = EngineSpec(name="hf", model_path=directory, dtype="float32", threads=1, log_path=log)
     process: Any = EngineProcess(spec) if groups.is_leader else None
     began = time.monotonic()
@@ -538,14 +568,16 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
         await asyncio.sleep(max(0.0, began + 1.2 * limit - time.monotonic()))
 
     try:
-        wait_together(background.submit(start()) if process else None, groups)
+        stop = StopFlag().install()
+        waiting = Waiting(groups=groups, stop=stop, limit=60.0)
+        waiting.together(background.submit(start()) if process else None, "the engine to start")
         found["start"] = time.monotonic() - began
         engine: Any = process.connect() if process else None
         worker = RolloutWorker(
-            config=unused,
+            config=config,
             groups=groups,
             background=background,
-            stop=StopFlag().install(),
+            stop=stop,
             codec=unused,
             engine=engine,
             device=unused,

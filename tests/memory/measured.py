@@ -23,7 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape, value_shape
+from ctrl_megatron.models.hf_config import parse_model_shape
+from ctrl_megatron.models.shape import ModelShape, value_shape
 from ctrl_megatron.parallel.hosts import Hosts
 from ctrl_megatron.parallel.layout import Layout
 

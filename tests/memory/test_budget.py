@@ -21,8 +21,9 @@ from ctrl_megatron.memory.engine import GIB, engine_use
 from ctrl_megatron.memory.fit import problem, require_fit
 from ctrl_megatron.memory.model_state import engine_weight_bytes, frozen_state
 from ctrl_megatron.memory.shapes import ModelShapes
-from ctrl_megatron.models.families import hf_names, hf_shape
-from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape, value_shape
+from ctrl_megatron.models.hf_config import parse_model_shape
+from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.shape import ModelShape, value_shape
 from ctrl_megatron.parallel.layout import Layout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -258,7 +259,7 @@ def test_micro_batches_under_way_are_those_of_megatrons_schedule(
 @pytest.mark.parametrize("file", MODELS.values())
 def test_shards_of_trainer_and_engine_add_up_to_the_model(file: str) -> None:
     shape = shape_of(file)
-    whole = 2 * sum(math.prod(hf_shape(name, shape)) for name in hf_names(shape))
+    whole = 2 * sum(map(math.prod, hf_shapes(shape).values()))
     layout = Layout(tensor=4, pipeline=4)
     held = [frozen_state(shape, layout, pp=pp, dtype="bfloat16") for pp in range(4)]
     norms = whole // 1000  # every tensor rank has them whole

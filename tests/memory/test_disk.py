@@ -10,7 +10,7 @@ from test_budget import example
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.memory.disk import disk_use
-from ctrl_megatron.models.families import hf_names, hf_shape
+from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.pipeline import inputs
 
 PARAMETERS = 7_615_616_512
@@ -19,7 +19,7 @@ PARAMETERS = 7_615_616_512
 
 def test_a_checkpoint_has_weights_moments_and_master_weights() -> None:
     config, shapes = example("ctrl_7b.yaml", "trainer.save_freq=-1", "trainer.save_hf_freq=-1")
-    assert sum(_size(hf_shape(n, shapes.actor)) for n in hf_names(shapes.actor)) == PARAMETERS
+    assert sum(map(_size, hf_shapes(shapes.actor).values())) == PARAMETERS
     use = disk_use(config, shapes, "rl")
     assert use.checkpoint == PARAMETERS * (2 + 4 + 4 + 4)
     assert (use.checkpoints, use.exports) == (1, 0)

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from ctrl_megatron.checkpoint.convert import hf_to_megatron
 from ctrl_megatron.data.rows import row_of, write_rows
-from ctrl_megatron.models.families import hf_names, hf_shape
 from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.sft.examples import SftExample, write_examples
 from ctrl_megatron.types import Attempt, Problem
 
@@ -86,7 +86,7 @@ def write_model(directory: Path, **changes: object) -> None:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(MODEL | changes))
     shape = read_model_shape(directory)
-    tensors = {name: torch.zeros(hf_shape(name, shape)) for name in hf_names(shape)}
+    tensors = {name: torch.zeros(size) for name, size in hf_shapes(shape).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)
     write_tokenizer(directory)

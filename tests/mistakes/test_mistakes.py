@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from mistaken_world import (
@@ -37,8 +35,8 @@ from mistaken_world import (
 from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, Holder
 from ctrl_megatron.config import load_config
 from ctrl_megatron.eval.transcripts import ChainPlan, begin_evaluation
-from ctrl_megatron.models.families import hf_names
 from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.pipeline.evaluation import EvaluationJob, settings_of
 
 TRAINING = ("train_rl", "train_sft")
@@ -149,7 +147,7 @@ def _evaluation(**changes: object) -> Spoil:
 
 def _index(folder: Path) -> None:
     """All tensors in a file that is not there."""
-    names = hf_names(read_model_shape(folder / "model"))
+    names = hf_shapes(read_model_shape(folder / "model"))
     index = {"weight_map": dict.fromkeys(names, "none.safetensors")}
     (folder / "model/model.safetensors").unlink()
     (folder / "model/model.safetensors.index.json").write_text(json.dumps(index))
@@ -167,10 +165,8 @@ def _checkpoint(folder: Path) -> Path:
 
 def _lock(folder: Path) -> None:
     """Held by this process."""
-    me = psutil.Process()
     (folder / "runs/mine").mkdir(parents=True)
-    holder = Holder(socket.gethostname(), me.pid, me.create_time())
-    (folder / "runs/mine" / LOCK_FILE).write_text(json.dumps(asdict(holder)))
+    (folder / "runs/mine" / LOCK_FILE).write_text(json.dumps(asdict(Holder.here())))
 
 
 def rl(name: str, arguments: str, named: str, spoil: Spoil = lambda f: None, **more: Any) -> Case:

@@ -8,14 +8,17 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from forked_command import NOBODY, run, started
 from mistaken_world import make_world, write_model
 
-from ctrl_megatron.checkpoint import convert, files
+from ctrl_megatron.checkpoint import convert, files, run_directory
 from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, RunLock, require_shared
 from ctrl_megatron.checkpoint.sharded import require_whole
@@ -172,18 +175,69 @@ def test_a_rank_that_does_not_see_the_lock_says_that_the_directory_is_not_shared
 def test_a_run_of_another_host_lives_while_it_renews_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ctrl_megatron.checkpoint import run_directory
-
     monkeypatch.setattr(run_directory, "_SILENT_SECONDS", 1.5)
-    monkeypatch.setattr(run_directory, "_BEAT_SECONDS", 0.2)
     lock = RunLock(tmp_path).take()
     file = tmp_path / LOCK_FILE
-    holder = json.loads(file.read_text())
-    file.write_text(json.dumps(holder | {"host": "elsewhere"}))
+    elsewhere = json.loads(file.read_text()) | {"host": "elsewhere", "boot": "another"}
+    lock.release()
+
+    def renew() -> None:
+        for beat in range(12):
+            file.write_text(json.dumps(elsewhere | {"beat": beat}))
+            time.sleep(0.2)
+
+    other = threading.Thread(target=renew)
+    other.start()
+    time.sleep(0.1)
     with pytest.raises(UserError, match="on elsewhere"):
         RunLock(tmp_path).take()
-    lock._released.set()
+    other.join()
     RunLock(tmp_path).take().release()
+
+
+def test_no_clock_that_can_be_set_makes_a_living_run_look_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started("forked_holder", [str(tmp_path / "run")], tmp_path) as holder:
+        holder.wait_for(tmp_path / "run" / LOCK_FILE)
+        now, boot = time.time(), psutil.boot_time()
+        for step in (10, 86_400, -86_400):
+            monkeypatch.setattr(time, "time", lambda step=step: now + step)
+            monkeypatch.setattr(psutil._pslinux, "boot_time", lambda step=step: boot + step)
+            os.utime(tmp_path / "run" / LOCK_FILE, (now - step, now - step))
+            with pytest.raises(UserError, match=f"pid {holder.process.pid} on"):
+                RunLock(tmp_path / "run").take()
+
+
+def test_a_lock_of_the_kernel_counts_where_process_ids_differ(tmp_path: Path) -> None:
+    # As in two containers of one host: the holder's process id means another process here.
+    lock = RunLock(tmp_path).take()
+    file = tmp_path / LOCK_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": 2**22 + 1}))
+    with pytest.raises(UserError, match=f"pid {2**22 + 1} on"):
+        RunLock(tmp_path).take()
+    os.close(lock._file)
+    RunLock(tmp_path).take().release()
+
+
+def test_a_run_notices_that_its_directory_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "_BEAT_SECONDS", 0.05)
+    for damage, words in ((shutil.rmtree, "was removed while"), (_unlock, "not this run's lock")):
+        lock = RunLock(tmp_path / "run").take()
+        time.sleep(0.2)
+        assert lock.lost() is None
+        damage(tmp_path / "run")
+        deadline = time.monotonic() + 10
+        while lock.lost() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert words in str(lock.lost())
+        lock.release()
+
+
+def _unlock(run_dir: Path) -> None:
+    (run_dir / LOCK_FILE).unlink()
 
 
 def test_files_beside_own_ones_stay(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,14 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
-from ctrl_megatron.models.families import hf_names, hf_shape, table
-from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape
+from ctrl_megatron.models.flops import model_flops
+from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.models.rules import hf_shapes, rules
+from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import ShardParam, check_tensor_size, shard_params
 from ctrl_megatron.parallel.layout import Layout
 
@@ -32,6 +38,16 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2_tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 10}),
     "qwen3_tied": (transformers.Qwen3Config, {"head_dim": 10, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+        },
+    ),
 }
 LAYOUTS = [
     Layout(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual)
@@ -55,22 +71,34 @@ def shards(shape: ModelShape, layout: Layout) -> Iterator[tuple[int, int, int, S
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
+def test_names_and_shapes_are_those_of_transformers_files(name: str, tmp_path: Path) -> None:
     config, shape = family(name)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    # named_parameters leaves the repeated name of tied embeddings out.
-    want = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    names = hf_names(shape)
-    assert len(set(names)) == len(names)
-    assert {n: hf_shape(n, shape) for n in names} == want
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert hf_shapes(shape) == {n: tuple(tensor.shape) for n, tensor in saved.items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flops_are_those_that_transformers_computes(name: str) -> None:
+    """Without a mask that skips them, transformers multiplies every pair of a square. The counter
+    does not see into fused products, so attention and experts are computed by plain ones."""
+    config, shape = family(name)
+    plain = {f"{part}_implementation": "eager" for part in ("attn", "experts")}
+    model = transformers.AutoModelForCausalLM.from_config(config, **plain)
+    tokens = 7
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(tokens)[None])
+    ours = model_flops(
+        shape, tokens=tokens, pairs=tokens**2, projected_tokens=tokens, backward=False
+    )
+    assert counter.get_total_flops() == ours
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_pieces_cover_both_sides(name: str, layout: Layout) -> None:
     _, shape = family(name)
-    covered = {n: torch.zeros(hf_shape(n, shape), dtype=torch.int64) for n in hf_names(shape)}
+    covered = {n: torch.zeros(size, dtype=torch.int64) for n, size in hf_shapes(shape).items()}
     for _, _, _, param in shards(shape, layout):
         own = torch.zeros(param.shape, dtype=torch.int64)
         for piece in param.pieces:
@@ -87,7 +115,7 @@ def test_pieces_cover_both_sides(name: str, layout: Layout) -> None:
             assert torch.all(own == 1), param.name
     copied = shape.tied_embeddings and layout.pipeline * layout.virtual_pipeline > 1
     for hf, count in covered.items():
-        if hf.endswith("norm.weight"):
+        if hf.endswith(("norm.weight", "mlp.gate.weight")):
             assert torch.all(count == layout.tensor), hf
         else:
             assert torch.all(count == (2 if copied and "embed" in hf else 1)), hf
@@ -103,20 +131,23 @@ def whole_parameter(
 ) -> torch.Tensor:
     """The tensors of a rank, from Megatron's own description of its layers."""
     at = f"model.layers.{layer}."
-    groups, head = shape.num_query_groups, shape.head_dim
+    groups, head = shape.attention.groups, shape.attention.head_dim
     if "linear_qkv" in param.name:
         leaf = param.name.rsplit(".", 1)[1]
         parts = [hf[f"{at}self_attn.{p}_proj.{leaf}"] for p in "qkv"]
         grouped = [x.reshape(groups, -1, head, *x.shape[1:]) for x in parts]
         fused = torch.cat(grouped, dim=1)
         return fused.chunk(tensor)[tp].flatten(0, 2)
+    mlp = at + "mlp"
+    if "local_experts" in param.name:
+        mlp += ".experts." + param.name.split("local_experts.")[1].split(".")[0]
     if "linear_fc1" in param.name:
-        halves = [hf[f"{at}mlp.{p}_proj.weight"].chunk(tensor)[tp] for p in ("gate", "up")]
+        halves = [hf[f"{mlp}.{p}_proj.weight"].chunk(tensor)[tp] for p in ("gate", "up")]
         return torch.cat(halves)
     if "linear_proj" in param.name:
         return hf[at + "self_attn.o_proj.weight"].chunk(tensor, dim=1)[tp]
     if "linear_fc2" in param.name:
-        return hf[at + "mlp.down_proj.weight"].chunk(tensor, dim=1)[tp]
+        return hf[f"{mlp}.down_proj.weight"].chunk(tensor, dim=1)[tp]
     if "embedding" in param.name or "output_layer" in param.name:
         head_name = "model.embed_tokens.weight"
         if "output" in param.name and not shape.tied_embeddings:
@@ -130,6 +161,7 @@ def whole_parameter(
         "q_layernorm": at + "self_attn.q_norm.weight",
         "k_layernorm": at + "self_attn.k_norm.weight",
         "final_layernorm": "model.norm.weight",
+        "router": at + "mlp.gate.weight",
     }
     return hf[norms[param.name.split(".")[-2]]]
 
@@ -139,8 +171,8 @@ def whole_parameter(
 def test_shards_hold_what_megatron_expects(name: str, layout: Layout) -> None:
     _, shape = family(name)
     hf, next_id = {}, 1
-    for hf_name in hf_names(shape):
-        size = torch.Size(hf_shape(hf_name, shape))
+    for hf_name, dims in hf_shapes(shape).items():
+        size = torch.Size(dims)
         hf[hf_name] = torch.arange(next_id, next_id + size.numel()).view(size)
         next_id += size.numel()
     for tp, pp, chunk, param in shards(shape, layout):
@@ -213,17 +245,15 @@ def test_transformer_engine_renames_only_the_fused_norms() -> None:
 @pytest.mark.parametrize(
     ("change", "tensor", "named"),
     [
-        ({"num_attention_heads": 6, "num_query_groups": 2}, 4, "num_attention_heads=6"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 2}, 4, "num_attention_heads=6"),
         ({}, 8, "num_key_value_heads=4"),
-        ({"ffn_hidden_size": 82}, 4, "intermediate_size=82"),
+        ({"intermediate_size": 82}, 4, "intermediate_size=82"),
     ],
 )
 def test_a_tensor_size_that_does_not_divide_is_named(
     change: dict[str, int], tensor: int, named: str
 ) -> None:
-    from dataclasses import replace
-
-    shape = replace(family("llama")[1], **change)
+    shape = parse_model_shape({"model_type": "llama", **DIMS, **change})
     with pytest.raises(ValueError, match=f"{named} .*tensor_model_parallel_size={tensor}"):
         check_tensor_size(shape, Layout(tensor=tensor))
 
@@ -232,21 +262,25 @@ def test_a_tensor_size_that_does_not_divide_is_named(
 def shapes_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
     tensor, pipeline, virtual = (draw(st.integers(1, 3)) for _ in range(3))
     groups = tensor * draw(st.integers(1, 3))
+    attention = GroupedQueryAttention(
+        heads=groups * draw(st.integers(1, 3)),
+        groups=groups,
+        head_dim=2 * draw(st.integers(1, 3)),
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+    )
+    layers = pipeline * virtual * draw(st.integers(1, 2))
+    widths = st.integers(1, 4).map(lambda share: Dense(width=tensor * share))
     shape = ModelShape(
         family="any",
-        num_layers=pipeline * virtual * draw(st.integers(1, 2)),
         hidden_size=draw(st.integers(1, 7)),
-        ffn_hidden_size=tensor * draw(st.integers(1, 4)),
-        num_attention_heads=groups * draw(st.integers(1, 3)),
-        num_query_groups=groups,
-        head_dim=2 * draw(st.integers(1, 3)),
         vocab_size=draw(st.integers(1, 11)),
         max_position_embeddings=8,
         norm_epsilon=1e-5,
         rope=Rope(theta=1e4),
         tied_embeddings=draw(st.booleans()),
-        qkv_bias=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
+        attention=attention,
+        feed_forward=tuple(draw(st.lists(widths, min_size=layers, max_size=layers))),
     )
     return shape, Layout(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual)
 
@@ -256,7 +290,7 @@ def shapes_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
 def test_any_model_survives_the_way_there_and_back(drawn: tuple[ModelShape, Layout]) -> None:
     shape, layout = drawn
     check_tensor_size(shape, layout)
-    hf = {n: torch.randn(hf_shape(n, shape)) for n in hf_names(shape)}
+    hf = {n: torch.randn(size) for n, size in hf_shapes(shape).items()}
     back = {n: torch.full_like(t, torch.nan) for n, t in hf.items()}
     for _, _, _, param in shards(shape, layout):
         shard = torch.full(param.shape, torch.nan)
@@ -272,7 +306,7 @@ def test_any_model_survives_the_way_there_and_back(drawn: tuple[ModelShape, Layo
 def test_every_row_of_the_table_is_used_by_some_stage(name: str) -> None:
     _, shape = family(name)
     layout = Layout(pipeline=2)
-    seen = {
-        param.name.replace("layers.0.", "layers.{i}.") for _, _, _, param in shards(shape, layout)
-    }
-    assert {rule.megatron for rule in table(shape)} <= seen
+    names = [param.name for _, _, _, param in shards(shape, layout)]
+    local = [re.sub(r"layers\.\d+\.", "layers.{i}.", name) for name in names]
+    seen = {re.sub(r"local_experts\.\d+\.", "local_experts.{e}.", name) for name in local}
+    assert {rule.megatron for rule in rules(shape)} == seen

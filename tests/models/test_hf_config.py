@@ -12,8 +12,10 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ctrl_megatron.models.hf_config import ModelShape, parse_model_shape, read_model_shape
-from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.engine_kinds import EngineName
+from ctrl_megatron.models.hf_config import parse_model_shape, read_model_shape
+from ctrl_megatron.models.rope import Llama3, Rope, engine_difference, rope_frequencies
+from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
 
 LLAMA3_ROPE = {
     "factor": 8.0,
@@ -125,31 +127,31 @@ def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
 def test_every_number_of_a_published_model_is_read() -> None:
     assert parse_model_shape(LLAMA31) == ModelShape(
         family="llama",
-        num_layers=32,
         hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        head_dim=128,
+        attention=GroupedQueryAttention(heads=32, groups=8, head_dim=128),
+        feed_forward=(Dense(width=14336),) * 32,
         vocab_size=128256,
         max_position_embeddings=131072,
         norm_epsilon=1e-5,
         rope=Rope(
             theta=5e5,
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
+            scaling=Llama3(
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=8192,
+            ),
         ),
         tied_embeddings=False,
-        qkv_bias=False,
-        qk_norm=False,
     )
     small, qwen25, qwen3 = (parse_model_shape(c) for c in (SMOLLM2, QWEN25, QWEN3))
-    assert (small.head_dim, small.tied_embeddings, small.rope) == (64, True, Rope(theta=1e5))
-    assert (qwen25.qkv_bias, qwen25.qk_norm, qwen25.tied_embeddings) == (True, False, False)
-    assert (qwen25.head_dim, qwen25.num_query_groups) == (128, 4)
-    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    assert small.attention == GroupedQueryAttention(heads=9, groups=3, head_dim=64)
+    assert (small.tied_embeddings, small.rope) == (True, Rope(theta=1e5))
+    assert qwen25.attention == GroupedQueryAttention(
+        heads=28, groups=4, head_dim=128, qkv_bias=True
+    )
+    assert not qwen25.tied_embeddings
+    assert qwen3.attention == GroupedQueryAttention(heads=16, groups=8, head_dim=128, qk_norm=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -173,17 +175,16 @@ def test_what_transformers_writes_itself_is_read_alike(name: str, tmp_path: Path
     assert shape == parse_model_shape(MODELS[name])
     with torch.device("meta"):
         layer = transformers.AutoModelForCausalLM.from_config(config).model.layers[0]
-    assert layer.self_attn.head_dim == shape.head_dim
-    assert layer.self_attn.num_key_value_groups * shape.num_query_groups == 1 * (
-        shape.num_attention_heads
-    )
-    assert (layer.self_attn.q_proj.bias is not None) == shape.qkv_bias
-    assert hasattr(layer.self_attn, "q_norm") == shape.qk_norm
+    ours = shape.attention
+    assert layer.self_attn.head_dim == ours.head_dim
+    assert layer.self_attn.num_key_value_groups * ours.groups == ours.heads
+    assert (layer.self_attn.q_proj.bias is not None) == ours.qkv_bias
+    assert hasattr(layer.self_attn, "q_norm") == ours.qk_norm
 
 
 def test_a_llama_without_key_value_heads_has_one_per_head() -> None:
     config = {k: v for k, v in SMOLLM2.items() if k != "num_key_value_heads"}
-    assert parse_model_shape(config).num_query_groups == 9
+    assert parse_model_shape(config).attention.groups == 9
     assert transformers.AutoConfig.for_model(**config).num_key_value_heads == 9
 
 
@@ -192,10 +193,19 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama31", rope("linear", factor=2.0), "linear"),
-    ("llama31", rope("dynamic", factor=2.0), "dynamic"),
-    ("llama31", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-    ("qwen25", rope("yarn", factor=4.0, original_max_position_embeddings=32768), "yarn"),
+    ("llama31", rope("linear"), "factor"),
+    ("llama31", rope("linear", factor=0.5), "factor=0.5 .* 1 or more"),
+    ("llama31", {"rope_scaling": {"type": "dynamic", "factor": "2"}}, "factor='2'"),
+    ("llama31", rope("dynamic", factor=2.0, alpha=1000.0), "alpha"),
+    ("llama31", {"rope_scaling": "linear"}, "rope_scaling='linear'"),
+    ("qwen25", rope("yarn", original_max_position_embeddings=32768), "factor"),
+    ("qwen25", rope("yarn", factor=4.0, attn_factor=2.0), "attn_factor"),
+    ("qwen25", rope("yarn", factor=4.0, truncate=1), "truncate=1"),
+    ("qwen25", rope("yarn", factor=4.0, beta_fast=0), "beta_fast=0"),
+    ("qwen25", rope("yarn", factor=4.0, mscale=0, mscale_all_dim=1.0), "mscale=0"),
+    ("qwen25", rope("yarn", factor=4.0, attention_factor=-1.0), "attention_factor"),
+    ("qwen25", rope("yarn", factor=4.0, beta_fast=1, beta_slow=32), "beta_fast"),
+    ("llama31", rope("llama3", **{**LLAMA3_ROPE, "high_freq_factor": 1.0}), "low_freq_factor"),
     ("qwen3", rope("longrope", short_factor=[1.0], long_factor=[2.0]), "longrope"),
     ("qwen25", {"rope_scaling": {"type": "mrope", "mrope_section": [16]}}, "mrope"),
     ("llama31", rope("llama3"), "factor"),
@@ -245,6 +255,31 @@ def test_an_unknown_feature_that_is_off_is_no_error(off: object) -> None:
     assert parse_model_shape({**QWEN3, "use_new_thing": off}) == parse_model_shape(QWEN3)
 
 
+LEFT = {
+    **{"unsloth_version": "2025.1", "unsloth_fixed": True, "_attn_implementation_autoset": True},
+    **{"use_bfloat16": True, "torchscript": False, "_commit_hash": "4e20de"},
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_keys_of_other_tools_are_ignored_with_one_warning(
+    rank: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    for name, value in {"LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "h", "MASTER_PORT": 9}.items():
+        monkeypatch.setenv(name, str(value))
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **LEFT}))
+    for _ in range(2):
+        assert read_model_shape(tmp_path) == parse_model_shape(QWEN3)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (1 if rank == 0 else 0)
+    assert all(key in line for key in LEFT for line in lines)
+
+
 NEEDED = [
     "num_attention_heads",
     "hidden_size",
@@ -286,8 +321,9 @@ def test_a_key_that_is_missing_has_the_value_that_transformers_takes(model: str,
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     assert ours.norm_epsilon == theirs.rms_norm_eps
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.num_query_groups == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // heads)
+    assert ours.attention.groups == theirs.num_key_value_heads
+    width = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
+    assert ours.attention.head_dim == width
     assert ours.tied_embeddings == theirs.tie_word_embeddings
 
 
@@ -299,7 +335,9 @@ def test_a_first_llama_has_the_frequencies_of_its_time() -> None:
     theirs = transformers.AutoConfig.for_model(**{**config, "rope_scaling": {**scaled}})
     ours = parse_model_shape({**config, "rope_scaling": {**scaled}}).rope
     asked = theirs.rope_parameters["original_max_position_embeddings"]
-    assert ours.original_max_position_embeddings == asked == LLAMA31["max_position_embeddings"]
+    assert isinstance(ours.scaling, Llama3)
+    assert ours.scaling.original_max_position_embeddings == asked
+    assert asked == LLAMA31["max_position_embeddings"]
     assert ours.theta == theirs.rope_parameters["rope_theta"] == 10000.0
 
 
@@ -333,34 +371,91 @@ def llama3_oracle(theta: float, head_dim: int, scaling: dict[str, Any]) -> list[
     return result
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "llama3": {**LLAMA3_ROPE, "rope_type": "llama3"},
+    "llama3 of a short context": {
+        **{**LLAMA3_ROPE, "factor": 32.0, "original_max_position_embeddings": 64},
+        "rope_type": "llama3",
+    },
+    "llama3 of factor 1": {**LLAMA3_ROPE, "factor": 1.0, "rope_type": "llama3"},
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": YARN,
+    "yarn of its own context": {"rope_type": "yarn", "factor": 3.0},
+    "yarn of factor 1": {**YARN, "factor": 1.0},
+    "yarn of a short context": {**YARN, "original_max_position_embeddings": 64},
+    "yarn with an exact ramp": {**YARN, "truncate": False},
+    "yarn with betas": {**YARN, "beta_fast": 16, "beta_slow": 2.0, "truncate": False},
+    "yarn with equal betas": {**YARN, "beta_fast": 2, "beta_slow": 2, "truncate": False},
+    "yarn with a null": {**YARN, "beta_slow": None},
+    "yarn with an attention factor": {**YARN, "attention_factor": 0.7},
+    "yarn with one mscale": {**YARN, "mscale": 0.7},
+    "yarn with two mscales": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+}
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 20])
 @pytest.mark.parametrize("theta", [1e4, 5e5])
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        None,
-        LLAMA3_ROPE,
-        {**LLAMA3_ROPE, "factor": 32.0, "original_max_position_embeddings": 64},
-        {**LLAMA3_ROPE, "factor": 1.0},
-    ],
-)
-def test_rope_frequencies_equal_those_of_transformers(
-    head_dim: int, theta: float, scaling: dict[str, Any] | None
+@pytest.mark.parametrize("generation", [4, 5])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_rope_equals_that_of_transformers(
+    head_dim: int, theta: float, generation: int, scaling: dict[str, Any]
 ) -> None:
-    from ctrl_megatron.models.rope import rope_frequencies
-
-    kind = "llama3" if scaling else "default"
-    parameters = {"rope_type": kind, "rope_theta": theta, **(scaling or {})}
-    config = {**LLAMA31, "head_dim": head_dim, "rope_parameters": parameters}
-    config = {k: v for k, v in config.items() if k not in ("rope_scaling", "rope_theta")}
+    """Frequencies and attention factor, of both forms, at the model's whole context."""
+    config = {**LLAMA31, "head_dim": head_dim}
+    del config["rope_scaling"], config["rope_theta"]
+    config |= (
+        {"rope_theta": theta, "rope_scaling": scaling}
+        if generation == 4
+        else {"rope_parameters": {"rope_theta": theta, **scaling}}
+    )
     theirs = transformers.AutoConfig.for_model(**copy.deepcopy(config))
-    if scaling:
-        want, attention = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
-    else:
-        want, attention = LlamaRotaryEmbedding.compute_default_rope_parameters(theirs)  # type: ignore[arg-type]
-    assert attention == 1.0
-    got = rope_frequencies(parse_model_shape(config).rope, head_dim)
+    context = LLAMA31["max_position_embeddings"]
+    init = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
+    want, attention = init(theirs, torch.device("cpu"), seq_len=context)
+    ours = parse_model_shape(config).rope
+    got = rope_frequencies(ours, head_dim)
     assert (got.dtype, got.shape) == (torch.float32, (head_dim // 2,))
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    assert ours.attention_factor == pytest.approx(attention, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("engine", "scaling", "named"),
+    [
+        ("sglang", SCALINGS["dynamic"], "dynamic"),
+        ("sglang", SCALINGS["yarn with an attention factor"], "attention_factor"),
+        ("vllm", SCALINGS["yarn of a short context"], "lower max_position_embeddings"),
+        ("vllm", {"rope_type": "linear", "factor": 8}, "write 8.0"),
+        *(("hf", scaling, None) for scaling in SCALINGS.values()),
+        *((engine, SCALINGS["yarn"], None) for engine in ("vllm", "sglang")),
+        *((engine, SCALINGS["linear"], None) for engine in ("vllm", "sglang")),
+        *((engine, SCALINGS["llama3"], None) for engine in ("vllm", "sglang")),
+        ("vllm", SCALINGS["dynamic"], None),
+        ("vllm", SCALINGS["yarn with an attention factor"], None),
+    ],
+)
+def test_an_engine_that_rotates_otherwise_is_named(
+    engine: EngineName, scaling: dict[str, Any], named: str | None
+) -> None:
+    shape = parse_model_shape({**LLAMA31, "rope_scaling": scaling})
+    found = engine_difference(shape.rope, engine, shape.max_position_embeddings)
+    assert (found is None) if named is None else (found is not None and named in found)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 20])
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+@pytest.mark.parametrize("scaling", [None, LLAMA3_ROPE, {**LLAMA3_ROPE, "factor": 1.0}])
+def test_frequencies_are_the_formula(
+    head_dim: int, theta: float, scaling: dict[str, Any] | None
+) -> None:
+    rope = Rope(theta=theta, scaling=Llama3(**scaling) if scaling else None)
+    got = rope_frequencies(rope, head_dim)
+    config = transformers.AutoConfig.for_model(**{**SMOLLM2, "head_dim": head_dim})
+    config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
+    if scaling is None:
+        want, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
     plain = llama3_oracle(theta, head_dim, scaling or {**LLAMA3_ROPE, "factor": 1.0})
     torch.testing.assert_close(got.double(), torch.tensor(plain).double(), rtol=2e-5, atol=0)

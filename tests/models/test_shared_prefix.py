@@ -94,12 +94,16 @@ def test_the_layout_is_what_it_says(groups: Groups, filler: int) -> None:
         assert place.predecessors(0).tolist() == []
 
 
-def random_inputs(layout: PackedLayout, dtype: torch.dtype) -> list[torch.Tensor]:
+def random_inputs(
+    layout: PackedLayout, dtype: torch.dtype, value_width: int = D
+) -> list[torch.Tensor]:
     """Query, key and value as views of one projection, as Megatron's are, and a gradient."""
     generator = torch.Generator().manual_seed(layout.tokens)
-    fused = torch.randn(layout.tokens, A + 2 * G, D, generator=generator, dtype=torch.float64)
-    given = torch.randn(layout.tokens, A * D, generator=generator, dtype=torch.float64)
-    parts = fused.to(dtype).split([A, G, G], dim=1)
+    widest = max(D, value_width)
+    fused = torch.randn(layout.tokens, A + 2 * G, widest, generator=generator, dtype=torch.float64)
+    given = torch.randn(layout.tokens, A * value_width, generator=generator, dtype=torch.float64)
+    query, key, value = fused.to(dtype).split([A, G, G], dim=1)
+    parts = query[..., :D], key[..., :D], value[..., :value_width]
     return [*(part.detach().requires_grad_() for part in parts), given.to(dtype)]
 
 
@@ -119,7 +123,7 @@ def by_segments(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
 
 
 def by_masks(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
-    return attention.masked_attention(q, k, v, layout, None).flatten(1)
+    return attention.masked_attention(q, k, v, layout_params(layout, CPU), None).flatten(1)
 
 
 def by_flash(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
@@ -172,15 +176,17 @@ WAYS = {
 
 @pytest.mark.parametrize("compute", WAYS.values(), ids=WAYS)
 @settings(deadline=None, max_examples=12)
-@given(groups_of_rows, st.integers(0, 3), st.sampled_from([1, 3, 100]))
-@example(RAGGED, 2, 3)
-@example([(4, [3])], 0, 100)
+@given(groups_of_rows, st.integers(0, 3), st.sampled_from([1, 3, 100]), st.sampled_from([D, 5, 11]))
+@example(RAGGED, 2, 3, D)
+@example(RAGGED, 2, 3, 5)
+@example(RAGGED, 2, 100, 11)
+@example([(4, [3])], 0, 100, D)
 def test_every_way_of_attention_is_the_formula(
-    compute: Callable[..., torch.Tensor], groups: Groups, filler: int, apart: int
+    compute: Callable[..., torch.Tensor], groups: Groups, filler: int, apart: int, value_width: int
 ) -> None:
     layout = lay_out(groups, filler=filler)
     sees = by_definition(groups, filler)[0]
-    *parts, given_back = random_inputs(layout, torch.float64)
+    *parts, given_back = random_inputs(layout, torch.float64, value_width)
     wanted = dense(*parts, sees)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_TOGETHER", 3)
@@ -196,18 +202,19 @@ def test_gradcheck() -> None:
     layout = lay_out([(2, [2, 1]), (1, [1])])
     whole = random_inputs(layout, torch.float64)
     parts = [
-        part.detach()[:, :heads, :3].requires_grad_()
-        for part, heads in zip(whole, (2, 1, 1), strict=False)
+        part.detach()[:, :heads, :width].requires_grad_()
+        for part, heads, width in zip(whole, (2, 1, 1), (3, 3, 2), strict=False)
     ]
     for compute in (by_segments, by_transformer_engine):
         assert torch.autograd.gradcheck(lambda *x: compute(*x, layout), parts)  # noqa: B023
 
 
+@pytest.mark.parametrize("value_width", [D, 5])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
-def test_rounding_is_that_of_the_type(dtype: torch.dtype, bound: float) -> None:
+def test_rounding_is_that_of_the_type(dtype: torch.dtype, bound: float, value_width: int) -> None:
     groups: Groups = [(150, [70, 64, 1, 0, 33]), (40, [120]), (5, [6, 7])]
     layout, sees = lay_out(groups), by_definition(groups, 0)[0]
-    *parts, given_back = random_inputs(layout, dtype)
+    *parts, given_back = random_inputs(layout, dtype, value_width)
     exact = [part.detach().double().requires_grad_() for part in parts]
     found = by_segments(*parts, layout)
     wanted = dense(*exact, sees)

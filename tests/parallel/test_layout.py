@@ -3,8 +3,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from ctrl_megatron.parallel.layout import Coordinates, Layout, layout_for
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.parallel.layout import Layout, MeshName, layout_for
 
 SMALL = [
     Layout(tensor=t, pipeline=p, virtual_pipeline=v, data=d)
@@ -18,7 +21,10 @@ def test_ranks_count_through_tensor_then_data_then_pipeline(layout: Layout) -> N
     for pp in range(layout.pipeline):
         for dp in range(layout.data):
             for tp in range(layout.tensor):
-                assert layout.coordinates(rank) == Coordinates(tp=tp, pp=pp, dp=dp)
+                place = layout.coordinates(rank)
+                assert (place.tp, place.pp, place.dp, place.cp) == (tp, pp, dp, 0)
+                # Without experts of their own, both meshes are the same.
+                assert (place.etp, place.ep, place.edp) == (tp, 0, dp)
                 assert layout.rank(tp=tp, pp=pp, dp=dp) == rank
                 rank += 1
     assert layout.world_size == rank
@@ -53,27 +59,84 @@ def test_one_stage_is_first_and_one_is_last(layout: Layout) -> None:
     assert [s for s in stages if layout.is_last(pp=s[0], chunk=s[1])] == stages[-1:]
 
 
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    tensor, context, data, pipeline = (draw(st.integers(1, 4)) for _ in range(4))
+    stage = tensor * context * data
+    expert_tensor = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0]))
+    left = stage // expert_tensor
+    return Layout(
+        tensor=tensor,
+        context=context,
+        data=data,
+        pipeline=pipeline,
+        expert_tensor=expert_tensor,
+        expert=draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])),
+    )
+
+
+MESHES: dict[MeshName, dict[str, str]] = {
+    "dense": {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"},
+    "expert": {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"},
+}
+"""Our name of each of Megatron's axes."""
+
+
+@given(layouts())
+def test_megatron_has_the_same_groups(layout: Layout) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    for axes in MESHES.values():
+        sizes = {theirs: 1 + max(getattr(p, ours) for p in places) for theirs, ours in axes.items()}
+        generator = RankGenerator(**{"cp": 1, "ep": 1} | sizes, order="tp-cp-ep-dp-pp")  # type: ignore[arg-type]
+        for theirs, ours in axes.items():
+            groups = generator.get_ranks(theirs)
+            assert {layout.along(rank, ours) for rank in range(layout.world_size)} == {  # type: ignore[arg-type]
+                tuple(group) for group in groups
+            }
+            for group in groups:
+                indices = [getattr(places[rank], ours) for rank in group]
+                assert indices == list(range(len(group)))
+
+
+@given(layouts(), st.data())
+def test_holders_are_the_ranks_with_these_indices(layout: Layout, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(MESHES)))
+    axes = data.draw(st.sets(st.sampled_from(sorted(layout.mesh(name).axes))))
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    found = {layout.holders(name, place.on(*axes)) for place in places}
+    # They part the world, and every part is what a look at each rank finds.
+    assert sorted(itertools.chain(*found)) == list(range(layout.world_size))
+    for holders in found:
+        first = places[holders[0]].on(*axes)
+        assert holders == tuple(r for r, place in enumerate(places) if place.on(*axes) == first)
+
+
+def test_an_axis_of_the_other_mesh_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no axes \['ep'\]"):
+        Layout(data=2).holders("dense", (("ep", 0),))
+
+
+@given(*(st.integers(1, 4) for _ in range(5)))
+def test_experts_that_do_not_divide_a_stage_name_both_keys(
+    tensor: int, context: int, data: int, expert: int, expert_tensor: int
+) -> None:
+    assume(tensor * context * data % (expert * expert_tensor))
+    with pytest.raises(UserError) as caught:
+        Layout(
+            tensor=tensor, context=context, data=data, expert=expert, expert_tensor=expert_tensor
+        )
+    assert f"expert_model_parallel_size={expert}" in str(caught.value)
+    assert f"expert_tensor_parallel_size={expert_tensor}" in str(caught.value)
+
+
 @pytest.mark.parametrize("layout", SMALL, ids=str)
-def test_megatron_has_the_same_ranks_and_layers(layout: Layout) -> None:
+def test_megatron_has_the_same_layers(layout: Layout) -> None:
     from types import SimpleNamespace
 
-    from megatron.core.parallel_state import RankGenerator
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    theirs = RankGenerator(
-        tp=layout.tensor,
-        ep=1,
-        dp=layout.data,
-        pp=layout.pipeline,
-        cp=1,
-        order="tp-cp-ep-dp-pp",
-    )
-    for token, fixed in (("tp", ("pp", "dp")), ("pp", ("tp", "dp")), ("dp", ("tp", "pp"))):
-        for group in theirs.get_ranks(token):
-            places = [layout.coordinates(rank) for rank in group]
-            assert [getattr(place, token) for place in places] == list(range(len(group)))
-            for other in fixed:
-                assert len({getattr(place, other) for place in places}) == 1
     if layout.pipeline == 1 and layout.virtual_pipeline > 1:
         return  # Megatron has no interleaving without a pipeline.
     num_layers = 2 * layout.pipeline * layout.virtual_pipeline

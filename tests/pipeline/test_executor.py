@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline import Node, NodeStatus, NodeType, TaskGraph
 from ctrl_megatron.pipeline.executor import Executor
 from ctrl_megatron.pipeline.graph import NodeOutput
@@ -23,16 +24,19 @@ from ctrl_megatron.pipeline.graph import NodeOutput
 def worker() -> Iterator[Any]:
     """A single rank, its own leader, that is never stopped."""
     background = BackgroundLoop()
+    groups: Any = SimpleNamespace(
+        is_leader=True,
+        from_leader=lambda value: value,
+        on_any=lambda *flags: flags,
+        sum_over_data=lambda sums: sums,
+    )
+    stop: Any = SimpleNamespace(agreed=lambda groups: stop.is_set, is_set=False)
     yield SimpleNamespace(
-        groups=SimpleNamespace(
-            is_leader=True,
-            from_leader=lambda value: value,
-            on_any=lambda *flags: flags,
-            sum_over_data=lambda sums: sums,
-        ),
+        groups=groups,
         background=background,
         timeline=Timeline(),
-        stop=SimpleNamespace(agreed=lambda groups: False),
+        stop=stop,
+        waiting=Waiting(groups=groups, stop=stop, limit=60.0),
     )
     background.close()
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.parallel.stop import StopFlag
+from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding import device as device_file
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.resharding.plan import EngineLayout, TensorPlace
@@ -125,6 +127,7 @@ class Bench:
             loop,
             SharedMemorySender(groups),  # type: ignore[arg-type]
             EngineLayout(dtype="float32", bucket_bytes=64),
+            Waiting(groups=self.groups, stop=StopFlag(), limit=60.0),  # type: ignore[arg-type]
             directories={"proxy": "proxy's"},
             shared=shared,
             leaves=leaves,

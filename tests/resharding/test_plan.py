@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.models.families import hf_names, hf_shape
-from ctrl_megatron.models.hf_config import ModelShape
 from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.resharding.buckets import _PIECE_BYTES, ByteSpan, byte_spans, pieces
@@ -38,21 +38,25 @@ engines = st.builds(
 def models(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
     tensor, pipeline, virtual = (draw(st.integers(1, 3)) for _ in range(3))
     groups = tensor * draw(st.integers(1, 2))
+    attention = GroupedQueryAttention(
+        heads=groups * draw(st.integers(1, 3)),
+        groups=groups,
+        head_dim=2 * draw(st.integers(1, 2)),
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+    )
+    layers = pipeline * virtual * draw(st.integers(1, 2))
+    widths = st.integers(1, 4).map(lambda share: Dense(width=tensor * share))
     shape = ModelShape(
         family="any",
-        num_layers=pipeline * virtual * draw(st.integers(1, 2)),
         hidden_size=draw(st.integers(1, 7)),
-        ffn_hidden_size=tensor * draw(st.integers(1, 4)),
-        num_attention_heads=groups * draw(st.integers(1, 3)),
-        num_query_groups=groups,
-        head_dim=2 * draw(st.integers(1, 2)),
         vocab_size=draw(st.integers(1, 11)),
         max_position_embeddings=8,
         norm_epsilon=1e-5,
         rope=Rope(theta=1e4),
         tied_embeddings=draw(st.booleans()),
-        qkv_bias=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
+        attention=attention,
+        feed_forward=tuple(draw(st.lists(widths, min_size=layers, max_size=layers))),
     )
     layout = Layout(
         tensor=tensor,
@@ -97,7 +101,7 @@ def test_carrying_the_plan_out_rebuilds_every_tensor_for_every_reader(
     shape, layout = drawn
     of_rank, readers = data.draw(spreads(layout))
     engine = replace(engine, hosts=readers)
-    hf = {n: torch.randn(hf_shape(n, shape)) for n in hf_names(shape)}
+    hf = {n: torch.randn(size) for n, size in hf_shapes(shape).items()}
     shards = scatter(shape, layout, hf, te_names)
     places = plan(shape, layout, engine, te_names, of_rank)
     assert [t.spec.name for t in places] == list(hf)
@@ -191,19 +195,14 @@ def test_no_host_sends_a_tensor_twice() -> None:
     engine = EngineLayout(dtype="float32", bucket_bytes=99, hosts=tuple(range(8)))
     shape = ModelShape(
         family="any",
-        num_layers=8,
         hidden_size=4,
-        ffn_hidden_size=4,
-        num_attention_heads=2,
-        num_query_groups=2,
-        head_dim=2,
+        attention=GroupedQueryAttention(heads=2, groups=2, head_dim=2),
+        feed_forward=(Dense(width=4),) * 8,
         vocab_size=8,
         max_position_embeddings=8,
         norm_epsilon=1e-5,
         rope=Rope(theta=1e4),
         tied_embeddings=False,
-        qkv_bias=False,
-        qk_norm=False,
     )
     for place in plan(shape, layout, engine, False, tuple(rank // 2 for rank in range(16))):
         (route,) = place.routes

@@ -20,6 +20,7 @@ from ctrl_megatron.sandbox.limits import Level, SandboxLimits
 
 _LINE_BYTES = 1 << 16
 _LOG_BYTES = 1 << 20
+_LOOK_SECONDS = 0.2
 
 
 class SandboxStartError(RuntimeError):
@@ -30,14 +31,14 @@ class EmbeddedSandbox:
     """A running service. It ends with ``stop``, and also when this process ends in any way."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], errors: BinaryIO, announcement: dict[str, Any]
+        self, process: subprocess.Popen[bytes], errors: BinaryIO, start_seconds: float
     ) -> None:
-        self._process = process
-        self._errors = errors
-        self.scratch: str = announcement["scratch"]
-        """Directory of the workers' files."""
-        self.endpoint = f"http://{announcement['host']}:{announcement['port']}"
-        self.isolation: dict[str, Any] = announcement["isolation"]
+        self._process, self._errors = process, errors
+        self._start_seconds, self._late = start_seconds, time.monotonic() + start_seconds
+        self.scratch = ""
+        """Directory of the workers' files. This and the next two are known once it is ready."""
+        self.endpoint = ""
+        self.isolation: dict[str, Any] = {}
 
     @classmethod
     def start(
@@ -53,9 +54,10 @@ class EmbeddedSandbox:
         host: str = "127.0.0.1",
         port: int = 0,
         token_file: str | None = None,
+        wait: bool = True,
     ) -> Self:
         """Start the service and wait until it answers. Raises ``SandboxStartError`` with its
-        message.
+        message. With ``wait=False`` it returns at once, and ``wait_ready`` waits.
 
         ``workers`` defaults to the processors that this process may use. ``python`` is the
         interpreter that runs programs. ``port`` 0 uses a free one. The first line of ``token_file``
@@ -85,15 +87,39 @@ class EmbeddedSandbox:
             stderr=errors,
             start_new_session=True,
         )
+        service = cls(process, errors, start_seconds)
+        if wait:
+            service.wait_ready()
+        return service
+
+    def wait_ready(self) -> None:
+        """Return when the service answers. Raises ``SandboxStartError`` with its message, also
+        where ``stop`` ends it meanwhile.
+        """
         try:
-            announcement = _first_line(process, start_seconds)
+            announcement = self._first_line()
         except BaseException as error:
-            process.kill()
-            process.wait()
-            text = _text(errors).strip()
-            errors.close()
+            self._process.kill()
+            self._process.wait()
+            text = self.log().strip()
             raise SandboxStartError(f"the sandbox did not start: {text or error}") from error
-        return cls(process, errors, announcement)
+        self.scratch = announcement["scratch"]
+        self.endpoint = f"http://{announcement['host']}:{announcement['port']}"
+        self.isolation = announcement["isolation"]
+
+    def _first_line(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        output, line = self._process.stdout.fileno(), b""
+        while not line.endswith(b"\n"):
+            if not select.select([output], [], [], _LOOK_SECONDS)[0]:
+                if time.monotonic() > self._late:
+                    raise TimeoutError(f"no answer within {self._start_seconds:.0f} s")
+                continue
+            part = os.read(output, _LINE_BYTES)
+            if not part:
+                raise EOFError("the service ended before it answered")
+            line += part
+        return json.loads(line)
 
     @property
     def pid(self) -> int:
@@ -121,7 +147,7 @@ class EmbeddedSandbox:
             if stream is not None:
                 stream.close()
         # The service removes the directory itself, unless it was killed.
-        if os.path.exists(self.scratch):
+        if self.scratch and os.path.exists(self.scratch):
             shutil.rmtree(self.scratch)
 
     def __enter__(self) -> Self:
@@ -134,17 +160,3 @@ class EmbeddedSandbox:
 def _text(errors: BinaryIO) -> str:
     # Without moving the file position, at which the service appends.
     return os.pread(errors.fileno(), _LOG_BYTES, 0).decode(errors="replace")
-
-
-def _first_line(process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
-    assert process.stdout is not None
-    deadline, line = time.monotonic() + seconds, b""
-    while not line.endswith(b"\n"):
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
-            raise TimeoutError(f"no answer within {seconds:.0f} s")
-        part = os.read(process.stdout.fileno(), _LINE_BYTES)
-        if not part:
-            raise EOFError("the service ended before it answered")
-        line += part
-    return json.loads(line)

@@ -1,0 +1,166 @@
+"""The parameters of a model: one rule for each, read in both directions.
+
+A rule names a Megatron parameter and the Hugging Face tensors that it consists of, with their full
+shapes and their order in it; ``models.shards`` turns rules into rectangles of a rank's parameters,
+``models.flops`` and ``memory`` count them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from types import MappingProxyType
+from typing import Literal
+
+from ctrl_megatron.models.shape import Attention, Dense, Experts, FeedForward, ModelShape
+
+Kind = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
+Part = Literal["embedding", "layer", "final_norm", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class HfTensor:
+    """A tensor of a Hugging Face model."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRule:
+    """One Megatron parameter. ``{i}`` is the layer and ``{e}`` the expert: local in Megatron names,
+    global in HF names."""
+
+    part: Part
+    """The pipeline stage with the parameter."""
+    megatron: str
+    """Name in the local layer spec."""
+    hf: tuple[HfTensor, ...]
+    kind: Kind
+    te: str | None = None
+    """Name in the Transformer Engine spec, if that fuses the norm into a linear layer."""
+    layers: tuple[int, ...] = (0,)
+    """The layers, counted over all stages, that have the parameter; (0,) outside layers."""
+    experts: int = 1
+    """Number of experts of a layer, each with this parameter; 1 outside experts."""
+    passed: int = 1
+    """Number of these experts that a token passes."""
+
+    def tensors(self, layer: int, expert: int = 0) -> Iterator[HfTensor]:
+        """The HF tensors of one of its layers and experts."""
+        for tensor in self.hf:
+            yield HfTensor(tensor.name.format(i=layer, e=expert), tensor.shape)
+
+
+VALUE_HEAD = "score"
+"""The name of the head in transformers' token classification models."""
+
+
+@lru_cache(maxsize=64)
+def rules(shape: ModelShape) -> tuple[ParamRule, ...]:
+    """Every parameter of the model, in the order of its forward pass."""
+    hidden, vocabulary = shape.hidden_size, (shape.vocab_size, shape.hidden_size)
+    embedding = HfTensor("model.embed_tokens.weight", vocabulary)
+    norm = HfTensor("model.norm.weight", (hidden,))
+    if shape.value_head:
+        output = [
+            ParamRule("output", "output_layer.weight", (_head("weight", 1, hidden),), "replicated"),
+            ParamRule("output", "output_layer.bias", (_head("bias", 1),), "replicated"),
+        ]
+    else:
+        tensor = embedding if shape.tied_embeddings else HfTensor("lm_head.weight", vocabulary)
+        output = [ParamRule("output", "output_layer.weight", (tensor,), "vocab")]
+    return (
+        ParamRule("embedding", "embedding.word_embeddings.weight", (embedding,), "vocab"),
+        *_attention(shape.attention, hidden, tuple(range(shape.num_layers))),
+        *(
+            rule
+            for kind, layers in shape.layers_by_kind.items()
+            for rule in _feed_forward(kind, hidden, layers)
+        ),
+        ParamRule("final_norm", "decoder.final_layernorm.weight", (norm,), "replicated"),
+        *output,
+    )
+
+
+def _head(leaf: str, *shape: int) -> HfTensor:
+    return HfTensor(f"{VALUE_HEAD}.{leaf}", shape)
+
+
+def _layer_rule(
+    layers: tuple[int, ...],
+    megatron: str,
+    kind: Kind,
+    hf: Mapping[str, tuple[int, ...]],
+    *,
+    leaf: str = "weight",
+    te: str | None = None,
+) -> ParamRule:
+    """``megatron`` and ``hf`` name modules of a layer, ``leaf`` their parameter; ``te`` is the
+    linear layer into which Transformer Engine fuses the norm."""
+    return ParamRule(
+        "layer",
+        f"decoder.layers.{{i}}.{megatron}.{leaf}",
+        tuple(HfTensor(f"model.layers.{{i}}.{name}.{leaf}", size) for name, size in hf.items()),
+        kind,
+        te=te and f"decoder.layers.{{i}}.{te}.layer_norm_weight",
+        layers=layers,
+    )
+
+
+def _attention(attention: Attention, hidden: int, layers: tuple[int, ...]) -> Iterator[ParamRule]:
+    qkv, own = "self_attention.linear_qkv", "self_attn"
+    rows = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
+    norm = {"input_layernorm": (hidden,)}
+    weights = {f"{own}.{x}_proj": (count, hidden) for x, count in rows.items()}
+    yield _layer_rule(layers, "input_layernorm", "replicated", norm, te=qkv)
+    yield _layer_rule(layers, qkv, "qkv", weights)
+    if attention.qkv_bias:
+        biases = {f"{own}.{x}_proj": (count,) for x, count in rows.items()}
+        yield _layer_rule(layers, qkv, "qkv", biases, leaf="bias")
+    for x in "qk" if attention.qk_norm else "":
+        norm = {f"{own}.{x}_norm": (attention.head_dim,)}
+        yield _layer_rule(layers, f"self_attention.{x}_layernorm", "replicated", norm)
+    out = {f"{own}.o_proj": (hidden, attention.query_width)}
+    yield _layer_rule(layers, "self_attention.linear_proj", "row", out)
+
+
+def _feed_forward(kind: FeedForward, hidden: int, layers: tuple[int, ...]) -> Iterator[ParamRule]:
+    norm = {"post_attention_layernorm": (hidden,)}
+    match kind:
+        case Dense(width=width):
+            fc1 = "mlp.linear_fc1"
+            yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm, te=fc1)
+            yield from _gated(layers, "mlp", "mlp", hidden, width)
+        case Experts(count=count, top_k=top_k, expert_width=width):
+            router = {"mlp.gate": (count, hidden)}
+            own, theirs = "mlp.experts.local_experts.{e}", "mlp.experts.{e}"
+            yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm)
+            yield _layer_rule(layers, "mlp.router", "replicated", router)
+            for rule in _gated(layers, own, theirs, hidden, width):
+                yield replace(rule, experts=count, passed=top_k)
+
+
+def _gated(
+    layers: tuple[int, ...], own: str, theirs: str, hidden: int, width: int
+) -> Iterator[ParamRule]:
+    """The products of a gated feed-forward layer, which is called ``own`` here and ``theirs`` in
+    Hugging Face's models."""
+    gate_up = {f"{theirs}.{x}_proj": (width, hidden) for x in ("gate", "up")}
+    yield _layer_rule(layers, f"{own}.linear_fc1", "gate_up", gate_up)
+    yield _layer_rule(layers, f"{own}.linear_fc2", "row", {f"{theirs}.down_proj": (hidden, width)})
+
+
+@lru_cache(maxsize=64)
+def hf_shapes(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
+    """Name -> full shape of every HF tensor of the model, in checkpoint order."""
+    ordered: dict[str, tuple[int, ...]] = {}
+    for part, group in groupby(rules(shape), key=lambda rule: rule.part):
+        own = list(group)
+        for layer in range(shape.num_layers if part == "layer" else 1):
+            for rule in own:
+                for expert in range(rule.experts if layer in rule.layers else 0):
+                    ordered |= {t.name: t.shape for t in rule.tensors(layer, expert)}
+    return MappingProxyType(ordered)
