@@ -40,7 +40,13 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.pipeline import node_keys
 from ctrl_megatron.pipeline.batch import Sample, columns, tensors_of, texts, with_fields
-from ctrl_megatron.pipeline.chain import criticise_samples, critiques_of, judge, revise
+from ctrl_megatron.pipeline.chain import (
+    REVISION_FIELDS,
+    criticise_samples,
+    critiques_of,
+    judge,
+    revise,
+)
 from ctrl_megatron.pipeline.conversation import validate
 from ctrl_megatron.pipeline.critique_report import (
     critique_examples,
@@ -258,11 +264,13 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*node_keys.REVISIONS)
-@writes("revision", "revision_length", "revision_fits")
+@writes("revision", *REVISION_FIELDS)
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """From ``critique``, ``valid`` to ``revision`` (B,) text by the frozen proxy, empty for invalid
-    critiques; ``revision_length`` (B,) float32 in tokens, NaN where there is none; and
-    ``revision_fits`` (B,) bool, False where the engine had no room for a revision.
+    critiques; ``revision_length`` (B,) float32 in tokens, NaN where there is none;
+    ``revision_fits`` (B,) bool, False where the proxy had no room for a revision;
+    ``revision_failure`` (B,) text, the proxy's failure; and ``revision_version`` (B,) text, the
+    weights that drew the revision.
     """
     critiques = revise(worker, critiques_of(worker, batch))
     fields = columns([critique.revised for critique in critiques])

@@ -160,7 +160,7 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
     """
     table = worker.validation
     assert table is not None
-    params = greedy_params(worker, worker.config.data.max_response_length)
+    params = greedy_params(worker.codec, worker.config.data.max_response_length)
     items: list[RewardItem] = []
     ids: list[str] = []
     with worker.timeline.phase("validate_completions"):

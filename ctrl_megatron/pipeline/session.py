@@ -44,9 +44,11 @@ class Session:
         if self.stop.agreed(self.groups):
             raise StopRequested
 
-    def start_services(self, *, max_model_len: int, judges: bool = True) -> Services:
-        """Start this host's engines for sequences of ``max_model_len`` tokens and, if the run
-        ``judges`` programs, its sandbox.
+    def start_services(
+        self, *, max_model_len: int, proxy_model_len: int | None = None, judges: bool = True
+    ) -> Services:
+        """Start this host's engines for sequences of ``max_model_len`` tokens, the proxy's own for
+        ``proxy_model_len`` tokens and, if the run ``judges`` programs, the sandbox.
 
         If one of them dies, that is this rank's failure. Collective.
         """
@@ -58,6 +60,7 @@ class Session:
             self.background,
             self.stop,
             max_model_len=max_model_len,
+            proxy_model_len=proxy_model_len,
             judges=judges,
         )
         self.at_end.append(services.stop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -26,8 +26,49 @@ from ctrl_megatron.pipeline.batch import LeftoverGroups
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.engine import Engine
+from ctrl_megatron.types import FinishReason, Message
 
 T = TypeVar("T")
+Conversation = Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The proxy's answer to a conversation."""
+
+    text: str
+    tokens: int | None
+    """Length in the proxy's tokens; None where its server does not report it."""
+    version: str
+    """The weights that drew it: ``proxy``, ``proxy:NAME`` or ``api:MODEL``."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The proxy was asked and gave no answer, in any attempt."""
+
+    error: str
+
+
+class Proxy(Protocol):
+    """A frozen model that answers conversations greedily."""
+
+    label: str
+    """The proxy as the banner and the report name it."""
+
+    def revise(
+        self, worker: RolloutWorker, conversations: Sequence[Conversation], max_tokens: int
+    ) -> list[Answer | Failure | None]:
+        """The likeliest answer of up to ``max_tokens`` tokens to each conversation; None where a
+        conversation leaves no room for one in the proxy's context. Collective: the ranks of a model
+        copy pass the same arguments and get the same answers.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connections of its own (leaders only)."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +86,8 @@ class RolloutWorker:
     """Who has the device, engine or trainer, and which weights the engines have."""
     max_model_len: int
     """Longest sequence of the engine, in tokens."""
+    proxy: Proxy | None = None
+    """The source of revisions; None if no node asks for revisions."""
     rewards: RewardSum | None
     """Every reward function of the run; None on ranks that are not leaders, and if no node reads
     ``reward``."""
@@ -114,6 +157,8 @@ class RolloutWorker:
         """Close connections and end the background loop."""
         if self.engine is not None:
             self.background.run_last(self.engine.close())
+        if self.proxy is not None and self.groups.is_leader:
+            self.background.run_last(self.proxy.close())
         self.device.close()
         if self.rewards is not None:
             self.background.run_last(self.rewards.close())
