@@ -105,7 +105,8 @@ class ParallelModel:
                     grad_reduce_in_fp32=True,
                     use_distributed_optimizer=optimizer.distributed,
                     overlap_grad_reduce=overlaps,
-                    check_for_nan_in_grad=True,
+                    # The optimizer looks at the norm of all gradients and names the key.
+                    check_for_nan_in_grad=False,
                 ),
                 model,
                 disable_bucketing=index > 0,
@@ -225,7 +226,7 @@ class ParallelModel:
         Rows count for the loss where ``loss_mask`` (B, R) is on, by default ``response_mask``.
         ``results`` (``new_results``) is filled with the head's vectors on the last stage.
         Returns the loss function's scalars (global) and ``loss``, ``grad_norm`` (before clipping),
-        ``lr``. Raises FloatingPointError on a gradient that is not finite.
+        ``lr``. Raises UserError on a gradient, or updated weights, that are not finite.
         """
         if self.optimization is None:
             raise RuntimeError("call start_optimizer() after the weights are loaded")

@@ -32,6 +32,7 @@ from ctrl_megatron.pipeline.conversation import converse, judge_pairs, pair_prom
 from ctrl_megatron.pipeline.inputs import (
     RunInputs,
     check_models,
+    check_proxy,
     check_together,
     check_tokenizers,
     read_inputs,
@@ -95,7 +96,9 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
             aside = begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
             _say_what_changed(anew, aside)
         services = run.start_services(
-            max_model_len=inputs.max_model_len, judges=inputs.rewards.runs_programs
+            max_model_len=inputs.max_model_len,
+            proxy_model_len=inputs.proxy_model_len,
+            judges=inputs.rewards.runs_programs,
         )
         loaded = weights[todo[0][0]]
         worker = rollout_worker(run, services, loaded, inputs)
@@ -149,6 +152,7 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
         lambda: require_engine(rollout.name, rollout.python),
         lambda: sender_class(rollout.weight_transport),
         lambda: check_tokenizers(config, "rl", others),
+        lambda: check_proxy(config),
         lambda: check_rewards(config),
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
+from ctrl_megatron.background import one_done
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.long_integers import loads, long_integers
@@ -304,6 +305,7 @@ class CachedJudge:
         async def first(job: GradingJob | None) -> Graded | None:
             answer = None if job is None else await attempt(job)
             judged()
+            one_done()
             return answer
 
         found = await gathered([partial(first, job) for job in jobs])
