@@ -77,7 +77,7 @@ def rank_of(ranks: int, rank: int, engine: Any, runner: asyncio.Runner, step: in
         device=SimpleNamespace(to_engine=lambda weights, role: "initial"),
         weights=None,
         step=step,
-        ask=lambda work: runner.run(work()),
+        ask=lambda work, what="": runner.run(work()),
     )
 
 
@@ -181,7 +181,7 @@ class Evaluator:
     def take_judging(self) -> dict[str, float]:
         return {}
 
-    def ask(self, work: Any) -> Any:
+    def ask(self, work: Any, what: str = "") -> Any:
         return asyncio.run(work())
 
 

@@ -120,7 +120,7 @@ class Rank:
     async def _judge(self, texts: Any, rows: Any) -> list[RewardOutcome]:
         return self.outcomes
 
-    def ask(self, work: Any) -> Any:
+    def ask(self, work: Any, what: str = "") -> Any:
         return asyncio.run(work())
 
     def draw(self, count: int) -> list[int]:
