@@ -13,6 +13,7 @@ from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import ProxyServer
 from ctrl_megatron.config.environment import read_openai_key
+from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import users_input
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
@@ -268,14 +269,14 @@ def actor_optimizer(config: Config, steps: int) -> OptimizerOptions:
     actor = config.actor_rollout_ref.actor
     per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
     learning = max(1, steps - config.trainer.critic_warmup)
-    return optimizer_options(config, actor.optim.lr, learning * per_step)
+    return optimizer_options(config, "actor_rollout_ref.actor.optim.lr", learning * per_step)
 
 
 def value_optimizer(config: Config, steps: int) -> OptimizerOptions:
     """The value model's optimizer: the actor's with another learning rate, in every step."""
     size = config.actor_rollout_ref.actor.ppo_mini_batch_size
     per_step = config.value_epochs * (config.data.train_batch_size // size)
-    return optimizer_options(config, config.critic.optim.lr, steps * per_step)
+    return optimizer_options(config, "critic.optim.lr", steps * per_step)
 
 
 def _model_options(
@@ -296,12 +297,13 @@ def _model_options(
     )
 
 
-def optimizer_options(config: Config, lr: float, steps: int) -> OptimizerOptions:
-    """The actor's optimizer with another learning rate, for ``steps`` optimizer steps."""
+def optimizer_options(config: Config, lr_key: str, steps: int) -> OptimizerOptions:
+    """The actor's optimizer with the learning rate of ``lr_key``, for ``steps`` optimizer steps."""
     actor = config.actor_rollout_ref.actor
     optim = actor.optim
     return OptimizerOptions(
-        lr=lr,
+        lr=value_of(config, lr_key),
+        lr_key=lr_key,
         total_steps=steps,
         weight_decay=optim.weight_decay,
         betas=optim.betas,

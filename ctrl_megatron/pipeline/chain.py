@@ -247,6 +247,6 @@ def judge_programs(
         assert worker.rewards is not None
         return await worker.rewards.judge_solutions(programs, rows)
 
-    verdicts = [outcome.verdict for outcome in worker.ask(run)]
+    verdicts = [outcome.verdict for outcome in worker.ask(run, "the judging of solutions")]
     worker.take_judging()
     return verdicts

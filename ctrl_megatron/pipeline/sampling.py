@@ -71,7 +71,8 @@ def generate(
         assert worker.engine is not None
         return await worker.engine.generate([list(p) for p in prompts], params) if prompts else []
 
-    answers = worker.ask(ask_engine)
+    what = f"{len(prompts) * params.n} texts of {version} from the engines"
+    answers = worker.ask(ask_engine, what)
     wrong = {v for group in answers for c in group if (v := versions_of(c)) != version}
     if wrong:
         raise RuntimeError(f"completions were drawn from {sorted(wrong)}, not from {version}")

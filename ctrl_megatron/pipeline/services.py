@@ -13,11 +13,10 @@ from typing import IO, Protocol
 
 import torch
 
+from ctrl_megatron.background import AbandonableCall, BackgroundLoop, Standstill, awaited
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.engine_kinds import ENGINES
-from ctrl_megatron.parallel.awaited import awaited
-from ctrl_megatron.parallel.background import AbandonableCall, BackgroundLoop, Standstill
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.placement import (
@@ -169,10 +168,10 @@ class Services:
         limit, probes = self._config.trainer.failure_timeout, self._probes
         self._watch.guard(LoopHeld(self._background, limit))
         for engine in self._engines.values():
-            self._watch.guard(Silence(ProbedEngine(engine.connect()), probes, limit))
+            self._watch.guard(SilentService(ProbedEngine(engine.connect()), probes, limit))
         if (box := self._sandbox) is not None:
             self._watch.guard(partial(child_died, "sandbox service", box.pid, box.alive, box.log))
-            self._watch.guard(Silence(ProbedSandbox(box, self.sandbox_token), probes, limit))
+            self._watch.guard(SilentService(ProbedSandbox(box, self.sandbox_token), probes, limit))
 
     def connect(self, role: EngineRole = "rollout") -> Engine:
         """A client of all engines of a role."""
@@ -287,7 +286,7 @@ class ProbedSandbox:
         )
 
 
-class Silence:
+class SilentService:
     """Notices a service whose process is alive but which does not answer any more. It is asked
     every two seconds.
     """

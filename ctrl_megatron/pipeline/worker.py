@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
@@ -18,7 +19,6 @@ from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
@@ -132,13 +132,13 @@ class RolloutWorker:
         """What the services that judge were asked since ``take_judging``, over all ranks.
         Collective.
 
-        Raises ServiceFault, on all ranks, where they failed for more than
+        Raises ServiceFault, on all ranks, where they failed for all of it, or for more than
         ``reward.max_failed_share`` of it.
         """
         mine = Judging() if self.rewards is None else self.rewards.judging
         found = sum(self.groups.from_data_ranks(self.groups.from_leader(mine)), Judging())
         limit = self.config.reward.max_failed_share
-        if found.failed > limit * found.asked:
+        if found.failed > limit * found.asked or 0 < found.failed == found.asked:
             raise ServiceFault(
                 f"{found.failed} of {found.asked} programs could not be judged, and "
                 f"reward.max_failed_share={limit:g}: {found.error}. Their step is not used. "
