@@ -242,9 +242,6 @@ class ProxyServer:
     use more ends. None for no limit."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of every request."""
-    cache_path: str | None = None
-    """SQLite file on a local disk with the revisions of earlier runs; None keeps those of the run
-    in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

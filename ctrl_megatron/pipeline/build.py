@@ -11,8 +11,12 @@ from ctrl_megatron.algorithms import (
 )
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
+from ctrl_megatron.config.actor_rollout_ref import ProxyServer
+from ctrl_megatron.config.environment import read_openai_key
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.errors import users_input
+from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.optimizer import OptimizerOptions
@@ -24,7 +28,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
-from ctrl_megatron.pipeline.proxy import EngineProxy, SharedProxy
+from ctrl_megatron.pipeline.proxy import ApiProxy, EngineProxy, SharedProxy
 from ctrl_megatron.pipeline.services import Services, proxy_path
 from ctrl_megatron.pipeline.session import Session
 from ctrl_megatron.pipeline.worker import DAGWorker, Proxy, RolloutWorker
@@ -133,6 +137,9 @@ def build_proxy(
     """The configured source of revisions; None for a pipeline without revisions."""
     if not config.writes_revisions:
         return None
+    proxy = config.actor_rollout_ref.proxy
+    if proxy.kind == "api":
+        return ApiProxy(proxy_servers(proxy.api), proxy.api.model)
     if config.has_proxy_engines:
         assert inputs.proxy_codec is not None and services.proxy_model_len is not None
         return EngineProxy(
@@ -141,6 +148,25 @@ def build_proxy(
             max_model_len=services.proxy_model_len,
         )
     return SharedProxy(inputs.codec, max_model_len=services.max_model_len)
+
+
+def proxy_servers(keys: ProxyServer) -> dict[str, OpenAIChat]:
+    """A client of every configured server, by its address; they share the budget of tokens."""
+    budget = None if keys.token_budget is None else TokenBudget(keys.token_budget)
+    with users_input("actor_rollout_ref.proxy.api"):
+        return {
+            url: OpenAIChat(
+                url,
+                keys.model,
+                api_key=read_openai_key(),
+                max_concurrency=keys.max_concurrency,
+                attempts=keys.attempts,
+                timeout=keys.timeout,
+                budget=budget,
+                extra_body=keys.extra_body,
+            )
+            for url in keys.base_url
+        }
 
 
 def total_steps(config: Config, rows: int) -> int:

@@ -37,6 +37,7 @@ from ctrl_megatron.pipeline.inputs import (
     check_tokenizers,
     read_inputs,
 )
+from ctrl_megatron.pipeline.services import proxy_path
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.resharding.transports import sender_class
@@ -165,7 +166,7 @@ def settings_of(config: Config, job: EvaluationJob) -> dict[str, Any]:
     return {
         "rows": [_file(Path(path)) for path in config.data.val_files],
         "pairs": None if job.pairs is None else _file(job.pairs),
-        "proxy": _weights(family.proxy.model.path or family.model.path),
+        "proxy": _proxy(config),
         "tokenizer": {"path": tokenizer, "digest": TextCodec(tokenizer).fingerprint()},
         "prompt_key": config.data.prompt_key,
         "samples": plan.samples,
@@ -192,6 +193,13 @@ def _weights(directory: str) -> dict[str, str]:
     if is_written(directory):
         return {"path": directory, "weights": _file(Path(directory))["digest"]}
     return {"path": directory, "weights": SafetensorsDirectory(directory).fingerprint()}
+
+
+def _proxy(config: Config) -> dict[str, str]:
+    keys = config.actor_rollout_ref.proxy
+    if keys.kind == "api":
+        return {"path": f"{keys.api.model} on {', '.join(keys.api.base_url)}"}
+    return _weights(proxy_path(config))
 
 
 def _read_written(path: str, job: EvaluationJob, inputs: RunInputs) -> dict[str, str]:

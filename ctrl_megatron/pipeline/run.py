@@ -131,6 +131,8 @@ def train(config: Config) -> bool:
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
         memory = device_memory(run.groups)
         isolation = worker.ask(lambda: isolation_level(worker), "the sandboxes to answer")
+        proxy = worker.proxy
+        answering = "" if proxy is None else worker.ask(proxy.greet, "the proxy to answer")
         worker.timeline = recorder.timeline(memory)
         loop = TrainingLoop(
             worker=worker,
@@ -168,7 +170,8 @@ def train(config: Config) -> bool:
             rows=len(inputs.train.rows),
             dropped=(inputs.train.dropped, "prompt above data.max_prompt_length"),
             validation=len(inputs.validation.rows) if inputs.validation else 0,
-            services=engines_and_sandbox(config, services, isolation),
+            services=engines_and_sandbox(config, services, isolation)
+            + (f"; {answering}" if answering else ""),
         ):
             recorder.say(line)
         dtype, on_gpu = config.actor_rollout_ref.model.dtype, run.groups.device.type == "cuda"

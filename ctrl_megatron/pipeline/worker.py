@@ -54,8 +54,11 @@ class Failure:
 class Proxy(Protocol):
     """A frozen model that answers conversations greedily."""
 
-    label: str
-    """The proxy as the banner and the report name it."""
+    async def greet(self) -> str:
+        """The servers of the proxy and their model, for the first lines of a run; empty where the
+        run's own engines answer. UserError where no server can be used (leaders only).
+        """
+        ...
 
     def revise(
         self, worker: RolloutWorker, conversations: Sequence[Conversation], max_tokens: int
