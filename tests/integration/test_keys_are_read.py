@@ -37,6 +37,11 @@ NOT_HERE = {
     "trainer.project_name": "wandb and mlflow, which get the whole configuration",
     "reward.provider_options": "services outside",
     "trainer.profile_torch": "a profiled step, as in test_profile.py",
+    **{
+        key: "a proxy of that kind, as in test_proxies.py, which records its keys"
+        for key in KEYS
+        if key.startswith(("actor_rollout_ref.proxy.engine.", "actor_rollout_ref.proxy.api."))
+    },
 }
 """Keys that these runs do not read, and who reads them."""
 

@@ -15,6 +15,7 @@ from forked_run import ForkedRun, run_forked
 from launched_run import Job
 from tiny_run import PROGRAM, byte_chat_model
 
+from ctrl_megatron.config import KEYS
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import read_json_lines
 
@@ -34,11 +35,18 @@ def examples(run: ForkedRun) -> list[dict[str, str]]:
     return [example for example in found if example["judgment"] == "valid"]
 
 
-def test_a_stranger_revises_on_engines_of_its_own(job: Job, stranger: Path) -> None:
+def are_read(reads: Path, group: str) -> bool:
+    """Whether the run read every key of the group."""
+    seen = reads.read_text().splitlines()
+    return {key for key in KEYS if key.startswith(group)} <= set(seen)
+
+
+def test_a_stranger_revises_on_engines_of_its_own(job: Job, stranger: Path, tmp_path: Path) -> None:
     name = TextCodec(stranger)
     assert name.tokenizer.get_vocab() != TextCodec(job.actor).tokenizer.get_vocab()
     extra = (f"{P}kind=engine", f"{P}model.path={stranger}", f"{P}engine.threads=1")
-    run = run_forked(job, "engine", steps=3, extra=extra, without=_SHARED)
+    reads = tmp_path / "reads"
+    run = run_forked(job, "engine", steps=3, extra=extra, without=_SHARED, reads=str(reads))
     assert run.codes == (0, 0), run.output[-6000:]
     assert "1 hf engine, 1 hf engine of the proxy" in run.output
     assert (run.folder / "proxy.log").is_file() and (run.folder / "engine.log").is_file()
@@ -47,9 +55,10 @@ def test_a_stranger_revises_on_engines_of_its_own(job: Job, stranger: Path) -> N
         assert example["revision"] == PROGRAM
         assert example["versions"].endswith("revision by proxy:stranger")
         assert example["reward"] == float("spider" not in example["problem"])
-    # One push before each step's critiques: nothing has to come back from the proxy.
-    records = [record["metrics"] for record in run.metrics()]
-    assert len(records) == 3
+    # Each step pushes the actor once, and the proxy never.
+    pushes = [record["metrics"]["sync/pushes"] for record in run.metrics()]
+    assert pushes == [1.0, 1.0, 1.0]
+    assert are_read(reads, f"{P}engine.")
 
 
 class Server(ThreadingHTTPServer):
@@ -107,14 +116,16 @@ def serving(*, fails: bool) -> Iterator[Server]:
         server.server_close()
 
 
-def test_a_server_that_fails_loses_no_run_and_scores_no_row_0(job: Job) -> None:
+def test_a_server_that_fails_loses_no_run_and_scores_no_row_0(job: Job, tmp_path: Path) -> None:
     with serving(fails=True) as server:
         keys = (f"base_url={server.url}", "model=stranger", "attempts=1")
         extra = (f"{P}kind=api", *(f"{P}api.{key}" for key in keys))
         extra += ("reward.max_failed_share=0.9",)
-        run = run_forked(job, "api", steps=3, extra=extra, without=_SHARED)
+        reads = tmp_path / "reads"
+        run = run_forked(job, "api", steps=3, extra=extra, without=_SHARED, reads=str(reads))
     assert run.codes == (0, 0), run.output[-6000:]
     assert "proxy api:stranger-7b-v2 on 1 of 1 servers" in run.output
+    assert are_read(reads, f"{P}api.")
     assert server.failures and all(b["temperature"] == 0.0 for b in server.bodies)
     records = [record["metrics"] for record in run.metrics()]
     assert len(records) == 3 and min(r.get("reward/judged_rate", 1.0) for r in records) < 1.0
