@@ -13,9 +13,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ctrl_megatron.engine_kinds import EngineName
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_config import parse_model_shape, read_model_shape
 from ctrl_megatron.models.rope import Llama3, Rope, engine_difference, rope_frequencies
-from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
 
 LLAMA3_ROPE = {
     "factor": 8.0,
@@ -112,6 +114,35 @@ QWEN3 = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 MODELS = {"smollm2": SMOLLM2, "llama31": LLAMA31, "qwen25": QWEN25, "qwen3": QWEN3}
 
 
@@ -152,6 +183,35 @@ def test_every_number_of_a_published_model_is_read() -> None:
     )
     assert not qwen25.tied_embeddings
     assert qwen3.attention == GroupedQueryAttention(heads=16, groups=8, head_dim=128, qk_norm=True)
+
+
+def test_layers_with_experts_are_those_of_the_configuration() -> None:
+    shape = parse_model_shape(QWEN3_MOE)
+    experts = Experts(count=128, expert_width=768, top_k=8, renormalised=True)
+    assert shape.feed_forward == (experts,) * 48
+    parameters = sum(map(math.prod, hf_shapes(shape).values()))
+    assert parameters == 30_532_122_624  # as published: 30.5 B
+    changes = {"decoder_sparse_step": 3, "mlp_only_layers": [5], "num_hidden_layers": 9}
+    mixed = parse_model_shape({**QWEN3_MOE, **changes}).feed_forward
+    assert [kind == experts for kind in mixed] == [i in (2, 8) for i in range(9)]
+    assert mixed[0] == Dense(width=6144)
+
+
+def test_a_key_of_experts_that_is_missing_has_the_value_that_transformers_takes() -> None:
+    for key in ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "head_dim"):
+        config = {k: v for k, v in QWEN3_MOE.items() if k != key}
+        theirs = transformers.AutoConfig.for_model(**config)
+        ours = parse_model_shape(config)
+        assert ours == parse_model_shape(json.loads(theirs.to_json_string())), key
+    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        with pytest.raises(UserError, match=key if key != "num_experts" else "num_local_experts"):
+            parse_model_shape({k: v for k, v in QWEN3_MOE.items() if k != key})
+
+
+@pytest.mark.parametrize("chosen", [1, 129])
+def test_a_number_of_chosen_experts_that_is_not_supported_is_refused(chosen: int) -> None:
+    with pytest.raises(UserError, match=f"num_experts_per_tok={chosen} .* 2 to num_experts=128"):
+        parse_model_shape({**QWEN3_MOE, "num_experts_per_tok": chosen})
 
 
 @pytest.mark.parametrize("name", MODELS)
